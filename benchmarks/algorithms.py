@@ -1,17 +1,17 @@
-"""How fast the advantage estimators are, beside the straightforward loop and beside the speed of memory.
+"""Compare the speed of the advantage estimators with a straightforward loop and with the speed of memory.
 
     python benchmarks/algorithms.py [--quick]
 
-A step's batch of 8192 samples (1024 prompts x 8) with 2048 response slots each in float32, log-normal
-lengths; `gae, tool output` has a hole of 64 slots in each row that reaches so far. Measured are one thread's
-seconds on the processor, the least of several repeats that alternate between the contestants, so that what
-else runs on the machine slows all of them.
+The batch is that of a step: 8192 samples (1024 prompts x 8) with 2048 response positions each in float32, with
+log-normal lengths. `gae, tool output` has a hole of 64 positions in each row that is long enough. The benchmark
+measures the processor seconds of one thread: the minimum of several repeats that alternate between the
+contestants, so that other load on the machine slows all of them.
 
-ours   the estimator as training calls it, with the refusal of rewards that are no numbers.
-loop   what one would write first: a loop over the tokens of a row for sums along it (all rows at a time), a loop over prompts for what
-       compares samples. Its result must equal ours.
-limit  what no implementation can beat: each (B, R) input is read once, at the speed of summing a float32 tensor, and each (B, R)
-       output is made once: new memory, filled. `of reading` leaves the outputs out: it shows what they cost.
+ours   the estimator as training calls it, including the check that rewards are finite.
+loop   the implementation that one would write first: a loop over the tokens of a row for sums along it (all rows at once), and a loop
+       over prompts for comparisons between samples. Its result must equal ours.
+limit  a bound for every implementation: each (B, R) input is read once, at the speed of summing a float32 tensor, and each (B, R)
+       output is allocated and filled once. `of reading` leaves the outputs out and so shows what they cost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Loop = Callable[[dict[str, Tensor], list[list[int]]], Advantages]
 
 
 def make_batch(num_samples: int, num_tokens: int) -> dict[str, Tensor]:
-    """The (B, R) and (B, ...) tensors that estimators read, by the names of AdvantageInputs."""
+    """Make the (B, R) and (B, ...) tensors that estimators read, under the names of AdvantageInputs."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -69,7 +69,7 @@ def with_holes(batch: dict[str, Tensor], first: int = 128, size: int = 64) -> di
     return batch | {"response_mask": mask}
 
 
-# Straightforward implementations. groups: the rows of each prompt.
+# Straightforward implementations; `groups` has the rows of each prompt.
 
 
 def loop_suffix_sums(x: Tensor, mask: Tensor, discount: float) -> Tensor:
@@ -106,7 +106,11 @@ def loop_gae(batch: dict[str, Tensor], groups: list[list[int]]) -> Advantages:
 
 
 def loop_over_prompts(of_prompt: Callable[[Tensor, Tensor], Tensor]) -> Loop:
-    """of_prompt: scores (n,) and lengths (n,) of a prompt's samples -> advantages (n,)."""
+    """Compute the advantages prompt by prompt.
+
+    Args:
+        of_prompt: Function from the scores (n,) and lengths (n,) of a prompt's samples to advantages (n,).
+    """
 
     def run(batch: dict[str, Tensor], groups: list[list[int]]) -> Advantages:
         mask = batch["response_mask"]
@@ -179,7 +183,12 @@ def loop_optimal_token_baseline(batch: dict[str, Tensor], groups: list[list[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Contest:
-    """`reads`: the (B, R) inputs that must be read; `makes`: the (B, R) outputs."""
+    """An estimator and its straightforward loop.
+
+    Attributes:
+        reads: The (B, R) inputs that must be read.
+        makes: The (B, R) outputs.
+    """
 
     kind: AdvantageEstimator
     loop: Loop
@@ -224,7 +233,7 @@ CONTESTS = (
 
 
 def seconds(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Of each run the least of several, in turns."""
+    """Return the minimum seconds of each run, over repeats that alternate between the runs."""
     least = dict.fromkeys(runs, float("inf"))
     for _ in range(repeats):
         for name, run in runs.items():
@@ -249,7 +258,7 @@ def check_same(ours: Advantages, loop: Advantages, name: str) -> None:
 def run_contest(
     contest: Contest, batch: dict[str, Tensor], repeats: int
 ) -> tuple[float, float, float, float]:
-    """Seconds of ours, of the loop, of reading, and of reading and making outputs."""
+    """Return the seconds of ours, of the loop, of reading, and of reading and making outputs."""
     batch = with_holes(batch) if contest.holes else batch
     num_samples = len(batch["response_mask"])
     prompts = np.random.default_rng(0).permutation(num_samples) // SAMPLES_PER_PROMPT
@@ -279,7 +288,7 @@ def run_contest(
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the contests and return 1 if a target is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

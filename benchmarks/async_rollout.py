@@ -1,11 +1,10 @@
-"""What generation ahead of training gains, in virtual time: steps per time for several
-`rollout.max_staleness`.
+"""Measure in virtual time how many more steps asynchronous rollout makes, for several `rollout.max_staleness`.
 
-python -m benchmarks.async_rollout
+    python -m benchmarks.async_rollout
 
-The schedule is that of a run (megarl/simulation). Engines write a token a tick in each slot, whatever else
-they write; a push of weights stops all for some ticks; what a sample has written is not computed anew after
-it. So it says what the schedule gains, and nothing of how fast an engine or a trainer is.
+The schedule is that of a run (megarl/simulation). Engines generate one token per tick in each slot, regardless of
+load. A weight sync stops all of them for some ticks, and tokens of unfinished samples are not recomputed after it.
+The result shows what the schedule gains, not how fast an engine or a trainer is.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ PROMPTS = 32
 SAMPLES = 8
 PUSH_TICKS = 20
 TICK_S = 0.01
-# of all engines
+# in all engines
 ENGINES = 2
 SLOTS = 64
 # tokens of a sample
 MEDIAN = 200
 LONGEST = 4096
-SIGMA = 1.0  # of the logarithm of lengths
+SIGMA = 1.0  # standard deviation of the logarithm of lengths
 WITHIN_PROMPT = 0.7  # correlation of the logarithms of lengths among the samples of a prompt
 
 SCHEDULES = (
@@ -41,7 +40,7 @@ SCHEDULES = (
 
 
 def lengths(steps: int, seed: int = 0) -> list[list[int]]:
-    """Of the samples of each prompt."""
+    """Return the lengths of the samples of each prompt."""
     chance = random.Random(seed)
     drawn = []
 
@@ -72,7 +71,7 @@ def simulate(
 
 
 def cases(steps: int = STEPS) -> dict[str, int]:
-    """By what a step's training takes as long as, in ticks."""
+    """Return the duration of a step's training in ticks, by the name of what it is as long as."""
     generation = simulate(0, 0, steps=steps)
     return {
         "all slots, always in use": round(sum(map(sum, lengths(steps))) / steps / SLOTS),

@@ -1,15 +1,14 @@
-"""How fast two ranks train on one long row when they share its tokens, beside two ranks that share the
-matrices.
+"""Compare training on one long row with context parallelism and with tensor and sequence parallelism on two ranks.
 
     python benchmarks/context.py [--tokens 8192] [--repeats 3] [--cpu-time]
 
-Measured is forward + backward of one row (no optimizer step) in float32, by two processes of one thread each
-over gloo, of the 10M model of benchmarks/engine.py with random weights. A speed is tokens per second of the
-fastest of several repeats, after one that is not counted. Where much else runs, the two wait for each other
-most of the time: `--cpu-time` takes the processor seconds of the one that has more.
+The benchmark measures forward + backward of one row (no optimizer step) in float32, by two processes of one
+thread each over gloo, with the 10M model of benchmarks/engine.py and random weights. Speeds are tokens per second
+of the fastest of several repeats, after a warm-up. On a busy machine the two processes wait for each other most
+of the time: `--cpu-time` takes the processor seconds of the process that has more.
 
-CP2      context_parallel_size 2: each rank has half of the tokens, and takes the keys and values of the other half
-TP2+SP   tensor_parallel_size 2 with sequence_parallel: each has half of every matrix, and between matrices half of the tokens
+CP2      context_parallel_size 2: each rank has half of the tokens, and receives the keys and values of the other half
+TP2+SP   tensor_parallel_size 2 with sequence_parallel: each rank has half of every matrix, and between matrices half of the tokens
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def measure(
     cpu_time: bool,
     seconds: Path,
 ) -> None:
-    """In a rank."""
+    """Measure one layout in the process of a rank."""
     from megarl.engine import platform
 
     torch.set_num_threads(1)
@@ -133,7 +132,7 @@ def measure(
 
 
 def _timed(work: Callable[[], Any], clock: Callable[[], float]) -> float:
-    """Of the rank that took longest."""
+    """Return the time of the slowest rank."""
     dist.barrier()
     begin = clock()
     work()

@@ -1,12 +1,11 @@
-"""What a call of a role costs beside Ray itself: a batch cut for the ranks, sent, and the answers collected,
-over the same bytes put and got by plain actors.
+"""Compare the cost of a role's call with plain Ray: a batch is split for the ranks and sent, and results collected.
 
     python -m benchmarks.controller [--repeats 7] [--rows 256 2048 16384]
 
-Rows are ragged, of 2,048 tokens in the mean: ids in int32, log-probs and advantages in float32. Two ranks
-read a number of each column and answer with one column of float32. `ours` is a call of a RoleGroup; `Ray`
-puts the parts, which are cut before the clock runs, as lists of numpy arrays and gets such lists. In turns;
-the fastest of each counts.
+Rows are ragged, with 2,048 tokens on average: ids in int32, log-probs and advantages in float32. Two ranks read
+one number of each column and return one column of float32. `ours` is a call of a RoleGroup. `Ray` puts the parts,
+which are split before the clock starts, as lists of numpy arrays into plain actors and gets such lists. The two
+alternate, and the fastest repeat of each counts.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def seconds(call: Callable[[], object]) -> float:
 def compare(
     group: RoleGroup, actors: Sequence[ray.actor.ActorHandle], num_rows: int, repeats: int
 ) -> tuple[float, float, float]:
-    """Megabytes, and seconds of ours and of Ray's."""
+    """Return the megabytes sent, and the seconds of ours and of Ray's."""
     batch = make_batch(num_rows)
     parts = [as_arrays(part) for part in batch.chunk(RANKS)]
 
@@ -99,7 +98,7 @@ def compare(
 
 
 def main() -> int:
-    """Returns 1 when the limit is passed."""
+    """Run the comparison and return 1 if the limit is exceeded."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

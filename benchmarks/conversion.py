@@ -1,20 +1,18 @@
-"""How fast a model is converted between Hugging Face and Megatron, and in how much memory, beside a plain
-copy of the same files.
+"""Compare conversion between Hugging Face and Megatron with a plain copy of the same files, in speed and memory.
 
     python benchmarks/conversion.py [--repeats 3] [--layers 16] [--tensor-parallel 2] [--pipeline-parallel 2] [--folder DIR] [--cold]
 
-A model of the shapes of Llama 3.2 1B (2.47 GB in bfloat16; its embedding has 525 MB) is made in a temporary
-folder. Then, in turns, each in a process of its own: its Hugging Face folder is copied, and converted to
-Megatron's distributed checkpoint in TP2 x PP2; that is copied, and converted back. Both conversions end with
-all bytes on the disk (fsync), and so do both copies. What is read lies in the page cache before each turn, or
-with --cold in none. The way back begins with the comparison of every byte with the checkpoint's checksums,
-which is counted. Seconds are the fastest of the repeats, without the start of Python.
+A model of the shapes of Llama 3.2 1B (2.47 GB in bfloat16; its embedding has 525 MB) is created in a temporary
+folder. Then four jobs alternate, each in its own process: its Hugging Face folder is copied, and converted to
+Megatron's distributed checkpoint in TP2 x PP2; that is copied, and converted back. Conversions and copies end
+with all bytes on the disk (fsync). Input files are in the page cache before each job, or with --cold in none. The
+conversion back includes the comparison of every byte with the checkpoint's checksums. Seconds are the fastest of
+the repeats, without the start of Python.
 
-Target: at least half the speed of the copy, and a peak of memory under twice the largest tensor plus 500 MB.
-The peak is the kernel's (VmHWM), of the whole process with Python and torch; what of it were pages of mapped
-files is sampled. A conversion has as many threads as there are cores, and the copy one: on a machine whose
-cores are busy with something else it loses that lead. The processor seconds, which add up over threads, say
-what it would need.
+Target: at least half the speed of the copy, and a peak of memory below twice the largest tensor plus 500 MB. The
+peak is the kernel's (VmHWM), of the whole process with Python and torch; its share of mapped pages is sampled. A
+conversion uses as many threads as there are cores, and the copy one: on a machine with busy cores it loses that
+advantage. The processor seconds, which add up over threads, show what it would need.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ CONFIG = {
 
 
 def make_model(folder: Path, num_layers: int) -> int:
-    """Bits from a block of random ones; returns the bytes of the largest tensor."""
+    """Write a model of random bits and return the bytes of its largest tensor."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": num_layers}))
     manifest = manifest_of(read_architecture(str(folder)), torch.bfloat16)
@@ -109,7 +107,7 @@ def status(field: str) -> int:
 
 
 def measure(job: str, source: Path, target: Path, arguments: argparse.Namespace) -> None:
-    """In a process of its own: prints seconds and memory as JSON."""
+    """Run one job in this process and print its seconds and memory as JSON."""
     torch.set_num_threads(1)
     done = threading.Event()
     files_peak = [0]
@@ -208,7 +206,7 @@ def run(arguments: argparse.Namespace, scratch: Path) -> bool:
     )
     print(f"there and back: {'bitwise identical' if good else 'DIFFERENT BITS'}\n")
     columns = ["", "seconds", "GB/s", "of the copy's speed", "processor seconds"]
-    columns += ["peak memory MB", "allowed", "of it mapped files", "before it began"]
+    columns += ["peak memory MB", "allowed", "of it mapped files", "before it started"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     allowed = 2 * largest + TARGET_EXTRA_BYTES
 
@@ -242,8 +240,8 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--tensor-parallel", type=int, default=2)
     parser.add_argument("--pipeline-parallel", type=int, default=2)
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured; 10 GB are needed")
-    parser.add_argument("--cold", action="store_true", help="what is read is not in the page cache")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; needs 10 GB")
+    parser.add_argument("--cold", action="store_true", help="input files are not in the page cache")
     parser.add_argument("--job", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
 

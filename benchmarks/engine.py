@@ -1,28 +1,28 @@
-"""How fast the engine trains on this machine's CPU, as ratios to peers measured in the same run.
+"""Measure how fast the engine trains on this machine's CPU, as ratios to peers measured in the same run.
 
     python benchmarks/engine.py [--quick] [--cpu-time] [--only hugging_face ...]
 
-Measured is forward + backward of a batch (no optimizer step) in float32, in one process with as many threads
-as cores, of Qwen2-style models with random weights. The loss is the mean log-prob of all response tokens. A
-speed is real tokens (prompt + response, padding not counted) per second, the median of several repeats. The
-repeats of two contestants alternate, so that what else runs on the machine slows both, and a ratio is the
-median of those of neighbouring repeats, of as many as bring its standard error below 1 %, if five times the
-fewest do; read the ratios, not the speeds. Where much else runs, two threads wait for each other for most of
-the time: `--cpu-time` takes one thread and its seconds on the processor.
+The benchmark measures forward + backward of a batch (no optimizer step) in float32, in one process with as many
+threads as cores, for Qwen2-style models with random weights. The loss is the mean log-prob of all response
+tokens. A speed is real tokens (prompt + response, without padding) per second, the median of several repeats. The
+repeats of two contestants alternate, so that other load on the machine slows both. A ratio is the median of the
+ratios of neighboring repeats; repeats are added until its standard error is below 1 %, up to five times the
+minimum. Read the ratios, not the speeds. On a busy machine two threads wait for each other most of the time:
+`--cpu-time` uses one thread and its processor seconds.
 
-hugging_face   the engine (packed) over `Qwen2ForCausalLM` (sdpa attention) on the same rows, with the same product of matrices on both
-               sides: torch's own, which is MKL's on x86, and oneDNN's, which the engine takes (megarl/engine/cpu_kernels.py). The peer
-               at its best: all rows have one length, so it pads nothing and needs no mask; it computes logits of response tokens
-               only and the fused cross-entropy, where the engine computes the entropy too.
-               Beside it `product`: the engine with oneDNN's products over itself with torch's, which that choice is worth here
-packing        rows of log-normal length, their mean a third of the longest allowed: packed over padded, both in our engine
+hugging_face   the engine (packed) over `Qwen2ForCausalLM` (sdpa attention) on the same rows, with the same matrix products on both
+               sides: torch's own, which are MKL's on x86, and oneDNN's, which the engine uses (megarl/engine/cpu_kernels.py). The peer
+               is at its best: all rows have one length, so it pads nothing and needs no mask; it computes logits of response tokens
+               only and the fused cross-entropy, whereas the engine also computes the entropy.
+               In addition `product`: the engine with oneDNN's products over itself with torch's, the gain of that choice
+packing        rows of log-normal length, on average a third of the longest allowed: packed over padded, both in the engine
                with the same rows in each micro-batch. Padding ends at the longest row of its own micro-batch.
 token_budget   the same rows, packed on both sides, in the same memory of N tokens: micro-batches of at most N tokens over
-               micro-batches of a fixed number of rows. A fixed number must be safe when every row is of the longest
-               length: N // longest. What a budget gains shrinks as memory grows, because a few rows keep a CPU busy; the
-               target is set where memory is tight, for one row of the longest length, and the rest is shown. There is no
+               micro-batches of a fixed number of rows. A fixed number must be safe if every row has the longest
+               length: N // longest. The gain of a budget shrinks as memory grows, because a few rows keep a CPU busy; the
+               target applies to tight memory, for one row of the longest length, and the rest is shown. There is no
                pipeline and no data parallelism here, where micro-batches of equal work would gain more.
-shared_prompts eight samples of one prompt in a micro-batch, all packed: the prompt there once over the prompt in every row. With
+shared_prompts eight samples of one prompt in a micro-batch, all packed: the prompt once over the prompt in every row. With
                prompts as long as responses 16 parts of tokens become 9 (1.78 without attention), with prompts of a quarter of the
                response 40 become 33 (1.21).
 """
@@ -77,7 +77,7 @@ Step = Callable[[], Tensor | float]  # forward and backward of the whole batch; 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A Qwen2-style model, and how many rows the comparisons give it. Two query heads share a key head."""
+    """A Qwen2-style model and the number of rows in its comparisons. Two query heads share a key head."""
 
     hidden_size: int
     intermediate_size: int
@@ -115,7 +115,12 @@ MODELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """seconds: of each of two contestants, repeat by repeat. `target` None: shown only."""
+    """The times of two contestants.
+
+    Attributes:
+        seconds: Of each contestant, repeat by repeat.
+        target: None if the result is only shown.
+    """
 
     name: str
     num_tokens: int
@@ -124,7 +129,7 @@ class Result:
 
     @property
     def ratios(self) -> list[float]:
-        """Speeds of the first contestant over those of the second."""
+        """Return the speed of the first contestant over the second, repeat by repeat."""
         ours, peer = self.seconds.values()
         return [theirs / our for our, theirs in zip(ours, peer, strict=True)]
 
@@ -134,8 +139,10 @@ class Result:
 
     @property
     def error(self) -> float:
-        """Standard error of the ratio: of a median of normally distributed ones, whose quartiles are 1.35
-        deviations apart."""
+        """Return the standard error of the ratio.
+
+        It is that of the median of a normal distribution, whose quartiles are 1.35 standard deviations apart.
+        """
         lower, _, upper = quantiles(self.ratios, n=4)
         return math.sqrt(math.pi / 2 / len(self.ratios)) * (upper - lower) / 1.35
 
@@ -152,8 +159,11 @@ class Result:
 
 
 def make_batch(lengths: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
-    """A padded batch of rows of `lengths` tokens: (B, S), padded left of the prompts and right of the
-    responses."""
+    """Make a padded batch of rows of `lengths` tokens.
+
+    Returns:
+        Tensors (B, S), padded to the left of prompts and to the right of responses.
+    """
     total = torch.tensor(lengths)
     prompts = (total * PROMPT // LONGEST).clamp(min=1)
     column = torch.arange(LONGEST)
@@ -168,7 +178,7 @@ def make_batch(lengths: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
 
 
 def make_samples(prompt_tokens: int, responses: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
-    """As `make_batch`, of SAMPLES rows after each prompt."""
+    """Make a batch like `make_batch`, with SAMPLES rows for each prompt."""
     generator = torch.Generator().manual_seed(2)
     prompts = torch.randint(
         0, vocab_size, (len(responses) // SAMPLES, prompt_tokens), generator=generator
@@ -186,7 +196,7 @@ def make_samples(prompt_tokens: int, responses: Sequence[int], vocab_size: int) 
 
 
 def log_normal_lengths(num_rows: int, longest: int = LONGEST) -> list[int]:
-    """Cut off at the longest, and scaled so that the mean of these rows is a third of it."""
+    """Draw lengths, truncated at the longest and scaled so that their mean is a third of it."""
     draws = (torch.randn(num_rows, generator=torch.Generator().manual_seed(0)) * LENGTH_SIGMA).exp()
     lengths = draws
     for _ in range(20):  # cutting off lowers the mean a little each time
@@ -196,8 +206,11 @@ def log_normal_lengths(num_rows: int, longest: int = LONGEST) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """`clock` gives seconds. Of each contestant at least `repeats` calls are timed, and up to five times as
-    many until the ratio's error is below ERROR."""
+    """How long to measure.
+
+    Each contestant is timed at least `repeats` times, and up to five times as often until the error of the ratio is
+    below ERROR. `clock` returns seconds.
+    """
 
     clock: Callable[[], float]
     repeats: int
@@ -206,10 +219,10 @@ class Timing:
 def compare(
     name: str, contestants: Mapping[str, Step], num_tokens: int, timing: Timing, target: float | None
 ) -> Result:
-    """Calls two contestants in turns, which of them is first too; twice without timing, in which the process
-    gets its memory.
+    """Time two contestants in alternation, also of which comes first, after two untimed calls that allocate memory.
 
-    Raises ValueError when their losses differ: then they did not do the same work.
+    Raises:
+        ValueError: Their losses differ, so they did not do the same work.
     """
     for _ in range(2):
         losses = {key: step() for key, step in contestants.items()}
@@ -256,7 +269,7 @@ class Contest:
             self._engine = _build_engine(folder)
 
     def engine(self, rows: RowLayout) -> MegatronEngine:
-        """There is one, which from now on has rows so."""
+        """Return the only engine, configured for these rows from now on."""
         config = EngineConfig(packing=rows != "padded", share_prompts=rows == "shared")
         self._engine.spec = replace(self._engine.spec, engine=config)
         return self._engine
@@ -276,7 +289,7 @@ class Contest:
         return lambda: self.engine(rows).forward_backward(columns, micro_batches, loss)["loss"].value
 
     def hugging_face_step(self, ids: Tensor) -> Step:
-        """Every row of `ids` (B, LONGEST) is full."""
+        """Run Hugging Face on `ids` (B, LONGEST), in which every row is full."""
         logit_positions = torch.arange(PROMPT - 1, LONGEST - 1)
 
         def step() -> float:
@@ -305,7 +318,7 @@ def _build_engine(folder: str) -> MegatronEngine:
 
 
 def multiplying_with(product: str, step: Step) -> Step:
-    """The step, whose linear layers are of one of PRODUCTS, the engine's and Hugging Face's."""
+    """Return the step with linear layers of one of PRODUCTS, in the engine and in Hugging Face."""
 
     def by_onednn(layer: torch.nn.Linear, hidden: Tensor) -> Tensor:
         return cpu_kernels.linear(hidden, layer.weight, layer.bias)
@@ -355,7 +368,7 @@ def packed_beside_padded(contest: Contest, rows_together: int, timing: Timing) -
 
 
 def token_budget_beside_fixed(contest: Contest, safe_rows: int, timing: Timing) -> Result:
-    """In memory for `safe_rows` rows of the longest length."""
+    """Compare the two in memory for `safe_rows` rows of the longest length."""
     lengths = log_normal_lengths(contest.shape.log_normal_rows)
     batch = make_batch(lengths, contest.shape.vocab_size)
     max_tokens = safe_rows * LONGEST
@@ -377,7 +390,7 @@ def token_budget_beside_fixed(contest: Contest, safe_rows: int, timing: Timing) 
 def shared_beside_repeated(
     contest: Contest, prompt_tokens: int, mean_response: int, target: float, timing: Timing
 ) -> Result:
-    """Responses of half to three halves of the mean."""
+    """Compare on responses whose lengths are half to one and a half times the mean."""
     responses = [mean_response // 2 + mean_response * sample // (SAMPLES - 1) for sample in range(SAMPLES)]
     batch = make_samples(prompt_tokens, responses, contest.shape.vocab_size)
     rows = [range(SAMPLES)]
@@ -422,8 +435,11 @@ def processor_name() -> str:
 
 
 def race(results: Callable[[Timing], Iterable[Result]], what: str, repeats: int, cpu_time: bool) -> int:
-    """Prints results, of `what`, as they come, in this process and a group of its own. Returns 1 when a
-    target is missed. cpu_time: of one thread, its seconds on the processor."""
+    """Print results as they arrive, in this process and a process group of its own, and return 1 if a target is missed.
+
+    Args:
+        cpu_time: Use one thread and its processor seconds.
+    """
     num_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(1 if cpu_time else num_cores)
     disable_progress_bar()
@@ -447,14 +463,12 @@ def race(results: Callable[[Timing], Iterable[Result]], what: str, repeats: int,
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the comparisons and return 1 if a target is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="the 10M model only, half as many repeats")
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="one thread, and its seconds on the processor"
-    )
+    parser.add_argument("--cpu-time", action="store_true", help="one thread and its processor seconds")
     parser.add_argument(
         "--only", choices=COMPARISONS, nargs="+", default=COMPARISONS, help="these comparisons"
     )

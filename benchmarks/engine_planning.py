@@ -1,9 +1,8 @@
-"""The part of benchmarks/weights.py that times how an SGLang engine finds out where the tensors of a large
-MoE model go.
+"""Time how an SGLang engine locates the tensors of a large MoE model: a part of benchmarks/weights.py.
 
-The models have the layers and experts of the real ones, so the same number of tensors and parameters, but
-tiny random matrices: the work depends on how many there are, not on their size. All times are processor
-seconds of SGLang's scheduler and of the engine's worker.
+The models have the layers and experts of the real ones, so the same number of tensors and parameters, but tiny
+random matrices: the work depends on their number, not on their size. All times are processor seconds of SGLang's
+scheduler and of the engine's worker.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ class MoEShape(NamedTuple):
 
 SHAPES = (MoEShape("Qwen3-30B-A3B", 48, 128), MoEShape("Qwen3-235B-A22B", 94, 128))
 MOST_AT_FIRST_S = 5.0
-MOST_LATER_S = 0.2  # at every push after that, also after the engine has slept
+MOST_LATER_S = 0.2  # in every later weight sync, also after the engine has slept
 
 
 def measure_planning() -> bool:
-    """Prints a row per model. Returns whether all targets are met."""
+    """Print a row for each model and return whether all targets are met."""
     print(
-        "where tensors go: processor seconds, of limit = over those of SGLang's own loading of as many "
-        "tensors"
+        "planning where tensors go: processor seconds; `of limit` is relative to SGLang's own loading of as "
+        "many tensors"
     )
     columns = "model            tensors     own  first of limit  later  after sleep  checksums"
     print(f"{columns}   target {MOST_AT_FIRST_S:g}, then {MOST_LATER_S:g}")
@@ -85,7 +84,7 @@ def _save_config(shape: MoEShape, folder: Path) -> None:
         moe_intermediate_size=8,
         num_attention_heads=2,
         num_key_value_heads=2,
-        head_dim=8,  # type: ignore[call-arg]  # of the real class, whose annotations mypy does not see
+        head_dim=8,  # type: ignore[call-arg]  # a method of the real class, whose annotations mypy does not see
         vocab_size=128,
         max_position_embeddings=64,
         norm_topk_prob=True,

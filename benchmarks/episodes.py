@@ -1,12 +1,11 @@
-"""How many turns a process of tools answers, in virtual time: 200 episodes at once, whose tools take up to
-two seconds, fail, or hang.
+"""Measure in virtual time how many turns one process of tools answers.
 
 python -m benchmarks.episodes
 
-The environment server, the environments and the clocks of calls are those of a run
-(megarl/workers/environment.py). The engine takes no time, and the clock of the loop jumps to the next event.
-The upper bound is slots / mean time of a call, where a call that hangs takes its time limit; an episode that
-ends leaves its slot to others, until few are left.
+200 episodes run at once, with tools that take up to two seconds, fail, or hang. The environment server, the
+environments and the time limits of calls are those of a run (megarl/workers/environment.py). The engine takes no
+time, and the clock of the loop jumps to the next event. The upper bound is slots / mean time of a call, where a
+call that hangs counts with its time limit. An episode that ends frees its slot for others, until few are left.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ HANGING = 0.05
 
 
 class LeapingLoop(asyncio.SelectorEventLoop):
-    """Its clock goes on by what it would have waited."""
+    """An event loop whose clock advances by the time that it would have waited."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class LeapingLoop(asyncio.SelectorEventLoop):
         select = self._selector.select  # type: ignore[attr-defined]
 
         def leap(timeout: float | None) -> list[object]:
-            assert timeout is not None, "nothing will ever happen"
+            assert timeout is not None, "no event is scheduled, so the loop would wait forever"
             self._now_s += timeout
             return list(select(0))
 
@@ -56,8 +55,15 @@ class LeapingLoop(asyncio.SelectorEventLoop):
 
 
 class Played(NamedTuple):
-    """seconds: from the first order to the last report. calls_s: of each call. num_opened, num_closed:
-    environments; num_left: that are still open, or tasks of the loop. errors: calls by what they were told.
+    """The outcome of one run.
+
+    Attributes:
+        seconds: From the first request to the last report.
+        calls_s: Seconds of each call.
+        num_opened: Environments that were opened.
+        num_closed: Environments that were closed.
+        num_left: Environments that are still open, or tasks of the loop.
+        errors: Number of calls by the error that they returned.
     """
 
     seconds: float
@@ -69,12 +75,12 @@ class Played(NamedTuple):
 
     @property
     def share_of_most(self) -> float:
-        """Of slots / mean time of a call."""
+        """Return the turns per second as a share of slots / mean time of a call."""
         return sum(self.calls_s) / SLOTS / self.seconds
 
 
 class _Words:
-    """Tokens are nothing here."""
+    """A tokenizer stub: tokens do not matter here."""
 
     def read(self, token_ids: list[int]) -> str:
         return ""
@@ -84,7 +90,7 @@ class _Words:
 
 
 def play(seed: int = 0, turns: int = TURNS) -> Played:
-    """Each episode calls in every turn but its last."""
+    """Play the episodes. Each of them calls a tool in every turn but the last."""
     chance = random.Random(seed)
     calls_s = list[float]()
     counts = {"opened": 0, "closed": 0}
@@ -155,12 +161,12 @@ def play(seed: int = 0, turns: int = TURNS) -> Played:
 
 def main() -> None:
     print(
-        "| episodes | slots | calls | s of a call | turns/s | of slots / s of a call | environments closed "
+        "| episodes | slots | calls | s per call | turns/s | of slots / s per call | environments closed "
         "| left | MB |"
     )
     print("|" + "---|" * 9)
 
-    for seed in range(5):  # one after the other in one process: its memory stays
+    for seed in range(5):  # The sizes run one after the other in one process, whose memory stays.
         played = play(seed)
         mean_s = sum(played.calls_s) / len(played.calls_s)
         memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,13 +1,12 @@
-"""How fast a model with experts trains beside a dense one of as many active parameters.
+"""Compare the training speed of a mixture of experts with that of a dense model of as many active parameters.
 
     python benchmarks/experts.py [--tokens 2048] [--repeats 5] [--cpu-time]
 
-Measured is forward + backward of rows of 256 tokens (no optimizer step) in float32, by one process of one
-thread, of two models with random weights that differ in their feed-forward networks only: 16 experts of width
-256 in each of 8 layers, of which a token meets 4, and one network of width 1024. What there is beside the
-same products: a router, and tokens that are sorted by expert and put back; and products of fewer tokens each.
-A speed is tokens per second of the fastest of several repeats, after one that is not counted; the two take
-turns.
+The benchmark measures forward + backward of rows of 256 tokens (no optimizer step) in float32, by one process of
+one thread, for two models with random weights that differ only in their feed-forward networks: 16 experts of width
+256 in each of 8 layers, of which each token uses 4, and one network of width 1024. The experts add a router,
+tokens that are sorted by expert and put back, and products of fewer tokens each. A speed is tokens per second of
+the fastest of several repeats, after a warm-up; the two models alternate.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def main(arguments: list[str]) -> None:
 
 
 def training_passes(folders: dict[str, str], num_tokens: int, store: str) -> dict[str, Callable[[], Any]]:
-    """Of each model, forward and backward over the same rows."""
+    """Return, for each model, a forward and backward pass over the same rows."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)

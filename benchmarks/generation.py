@@ -1,11 +1,10 @@
-"""How fast the hf engine writes, beside transformers' `generate` of the same samples' work, in turns in one
-process.
+"""Compare the speed of the hf engine with transformers' `generate` on the same work, alternating in one process.
 
     python benchmarks/generation.py              # 32 prompts x 8 samples, about 60 prompt and 62 response tokens, 6.3M parameters
     python benchmarks/generation.py --threads 2
 
-Each prints tokens per second of processor time: what else runs on the machine then counts less. Both write
-the same number of tokens, drawn at temperature 1. The limit is a ratio of 2.5 on one thread.
+The output is tokens per second of processor time, which depends less on other load. Both generate the same number
+of tokens at temperature 1. The limit is a ratio of 2.5 on one thread.
 """
 
 from __future__ import annotations
@@ -33,7 +32,11 @@ LEAST_RATIO = 2.5
 
 
 def model_config(**tokens: Any) -> Qwen2Config:
-    """Of 6.3M parameters. tokens: ids of special ones, where there is a tokenizer."""
+    """Return the configuration of a model with 6.3M parameters.
+
+    Args:
+        tokens: The ids of special tokens, if there is a tokenizer.
+    """
     return Qwen2Config(
         vocab_size=1024,
         hidden_size=256,
@@ -53,7 +56,7 @@ def make_model() -> PreTrainedModel:
 
 
 def make_prompts() -> list[list[int]]:
-    """The samples of a prompt side by side."""
+    """Return the prompts, with the samples of a prompt next to each other."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(*PROMPT_TOKENS, (PROMPTS,), generator=generator).tolist()
     return [
@@ -84,7 +87,7 @@ def transformers_own(model: PreTrainedModel, prompts: list[list[int]]) -> int:
         top_p=1.0,
         pad_token_id=0,
     )
-    written = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)  # type: ignore[operator]  # a mixin's
+    written = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)  # type: ignore[operator]  # a method of a mixin
 
     return int(written[:, width:].numel())
 
@@ -105,7 +108,7 @@ def main() -> int:
     model = make_model()
     prompts = make_prompts()
     rates: dict[str, list[float]] = {"megarl, hf engine": [], "transformers, generate": []}
-    for write in (ours, transformers_own):  # the first of each is slower
+    for write in (ours, transformers_own):  # the first call of each is slower
         write(model, prompts[: 2 * SAMPLES])
 
     for _ in range(REPEATS):

@@ -1,20 +1,19 @@
-"""What each feature gains on a step of GRPO, and what they gain together, beside a naive step in the same
-run.
+"""Measure what each feature gains on a GRPO step, alone and together, compared with a naive step in the same run.
 
     python -m benchmarks.headline [--quick] [--cpu-time]
 
-Work: the actor's side of a step on 32 rows (16 with the larger model), 8 samples of each prompt: responses of
-log-normal length, their mean a third of the longest (192 tokens), after prompts of a quarter of that mean:
-the samples' old log-probs, those of a reference, and one update's forward + backward (no optimizer step), in
-float32, on the models of engine.py, with its rules for a fair race: contestants alternate, and their losses
-must agree. A speed is real tokens per second, of which a sample has its whole prompt.
+The work is the actor's part of a step on 32 rows (16 with the larger model), 8 samples of each prompt: the samples'
+old log-probs, those of a reference, and one update's forward + backward (no optimizer step), in float32. Responses
+have log-normal lengths, on average a third of the longest (192 tokens), and prompts a quarter of that average. The
+models and the rules are those of engine.py: contestants alternate, and their losses must agree. A speed is real
+tokens per second, counting the whole prompt of each sample.
 
-naive           every pass, rows padded to the longest of their micro-batch, 8 rows in each: as many as are safe where memory holds 8
+naive           every pass, rows padded to the longest of their micro-batch, 8 rows in each: as many as are safe if memory fits 8
                 rows of the longest length. The reference's pass is that of an engine of the same size.
 packing         the naive step with packed rows
-token_budget    packed rows in micro-batches of at most N tokens, over packed rows in a fixed number of N // longest. The target is for N of
-                one longest row; larger ones are shown
-shared_prompts  the step with packed rows of which each prompt is in a micro-batch once, over packed rows; also with prompts as long as the
+token_budget    packed rows in micro-batches of at most N tokens, over packed rows in a fixed number of N // longest. The target applies to N
+                of one longest row; larger ones are shown
+shared_prompts  the step with packed rows in which each prompt is once in a micro-batch, over packed rows; also with prompts as long as the
                 mean response, which leave 9 of 16 tokens
 one_pass        the naive step, whose update scores the samples in its own pass
 all             packing, shared prompts, a budget of the naive step's memory, and one pass, over naive
@@ -59,7 +58,7 @@ from megarl.engine.vocab_parallel import Extra
 # tokens
 LONGEST_RESPONSE = 192
 MEAN_RESPONSE = 64
-SAFE_ROWS = 8  # of the longest length, that the memory of the naive step holds
+SAFE_ROWS = 8  # of the longest length, that fit into the memory of the naive step
 BUDGETS = (1, 2, 4)  # in rows of the longest length
 TARGETS = {"packing": 1.3, "all": 1.8}
 SHARED_TARGETS = {MEAN_RESPONSE // 4: 1.1, MEAN_RESPONSE: 1.5}  # by tokens of a prompt
@@ -70,7 +69,7 @@ ALGORITHM = AlgorithmConfig(
 
 
 class Work:
-    """The rows of a step, and steps on them."""
+    """The rows of a step, and the steps that process them."""
 
     def __init__(self, contest: Contest, prompt_tokens: int) -> None:
         self._contest = contest
@@ -91,8 +90,10 @@ class Work:
     def micro_batches(
         self, layout: RowLayout, *, rows: int | None = None, budget: int | None = None
     ) -> MicroBatches:
-        """Of so many rows, or of a budget of tokens that are as many as so many rows of the longest
-        length."""
+        """Split the rows into micro-batches of a number of rows, or of a budget of tokens.
+
+        The budget is as many tokens as that number of rows of the longest length.
+        """
         plan = plan_micro_batches(
             self.lengths,
             1,
@@ -129,7 +130,7 @@ class Work:
 
 
 def contests(contest: Contest, features: bool, timing: Timing) -> Iterator[Result]:
-    """features: each by itself too."""
+    """Run the contests. `features` lists those that also run alone."""
     work = Work(contest, MEAN_RESPONSE // 4)
     naive = work.step("padded", rows=SAFE_ROWS, one_pass=False)
     packed = work.step("packed", rows=SAFE_ROWS, one_pass=False)
@@ -160,14 +161,12 @@ def contests(contest: Contest, features: bool, timing: Timing) -> Iterator[Resul
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the contests and return 1 if a target is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="the 10M model only")
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="one thread, and its seconds on the processor"
-    )
+    parser.add_argument("--cpu-time", action="store_true", help="one thread and its processor seconds")
     arguments = parser.parse_args()
 
     def results(timing: Timing) -> Iterator[Result]:

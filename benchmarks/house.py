@@ -1,13 +1,12 @@
-"""Measure the code of megarl: its size and style, where a concept is, and the modules that one PPO step
-passes through.
+"""Measure the code of megarl: size, style, the location of concepts, and the modules that a PPO step runs through.
 
-    python benchmarks/house.py                  # of this checkout
-    python benchmarks/house.py --tree FOLDER    # of another, of any age
+    python benchmarks/house.py                  # this checkout
+    python benchmarks/house.py --tree FOLDER    # another one, of any age
     python benchmarks/house.py --no-step        # without the run
 
-The step is a real one: `megarl train` with actor, reference, critic, reward function and one engine of the
-kind hf, on a model of four layers. In each process every function call of the second `train_step` is looked
-at; a module counts once, in whichever process it works.
+The step is a real one: `megarl train` with actor, reference, critic, reward function and one hf engine, on a model
+of four layers. In each process, every function call of the second `train_step` is recorded; a module counts once,
+in whichever process it runs.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ CONCEPTS = {
     "agents": r"agent|episode|environment|playing|tool|trajectory",
 }
 
-# Python runs a `sitecustomize` of its path in every process that starts. Ray calls its actors' methods in
-# threads of its own, which no other hook reaches: so what executes a call in a worker begins to be watched
-# there.
+# Python runs a `sitecustomize` on its path in every process that starts. Ray calls its actors' methods in
+# threads of its own, which no other hook reaches. The function that executes a call in a worker therefore starts
+# the recording there.
 _WATCH = """
 import os, sys, threading, time
 _TREE, _FOLDER = os.path.join(os.environ["WATCHED_TREE"], "megarl", ""), os.environ["WATCHED_FOLDER"]
@@ -91,7 +90,7 @@ device: cpu
 
 
 def measure_files(tree: Path) -> tuple[dict[str, Counter], int]:
-    """Files, lines and classes by package, and how many public class names stand in more than one file."""
+    """Return files, lines and classes by package, and the number of public class names in more than one file."""
     packages: dict[str, Counter] = {}
     homes: Counter = Counter()
 
@@ -187,21 +186,22 @@ def measure_style(sources: Mapping[str, str]) -> Style:
 
 
 def read_sources(tree: Path) -> dict[str, str]:
-    """Return the text of each file of megarl by its path below the checkout, without the stubs of other
-    packages."""
+    """Return the text of each file of megarl by its path, without the stubs of other packages."""
     files = sorted(file for file in (tree / "megarl").rglob("*.py") if not STUBS.intersection(file.parts))
     return {file.relative_to(tree).as_posix(): file.read_text(encoding="utf-8") for file in files}
 
 
 def homes_of(concept: str, sources: Mapping[str, str]) -> tuple[list[str], int]:
-    """Return the packages with modules about a concept, by their names, and the number of these modules."""
+    """Return the names of the packages with modules about a concept, and the number of these modules."""
     modules = [path for path in sources if re.search(CONCEPTS[concept], path)]
     return sorted({path.split("/")[1] for path in modules}), len(modules)
 
 
 def files_of_changes(tree: Path) -> dict[str, int]:
-    """Return how many files of megarl one touches for each change that docs/architecture.md describes, a new
-    file counted as well."""
+    """Return how many files of megarl each change of docs/architecture.md touches.
+
+    A new file counts as well.
+    """
     text = (
         (tree / "docs" / "architecture.md")
         .read_text(encoding="utf-8")
@@ -216,7 +216,11 @@ def files_of_changes(tree: Path) -> dict[str, int]:
 
 
 def modules_of_a_step(tree: Path) -> list[str]:
-    """Of megarl, as paths below the checkout. Raises CalledProcessError where the run fails."""
+    """Return the modules of megarl that a step runs through, as paths in the checkout.
+
+    Raises:
+        CalledProcessError: The run failed.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "hook").mkdir()
@@ -262,7 +266,7 @@ def main() -> None:
     table.add_section()
     table.add_row("all", *(f"{total[key]:,}" for key in ("files", "lines", "classes")))
     console.print(table)
-    console.print(f"public class names that stand in more than one file: {doubled}")
+    console.print(f"public class names in more than one file: {doubled}")
 
     sources = read_sources(tree)
     figures = Table("figure", "", title="style", title_justify="left")

@@ -1,5 +1,7 @@
-"""Hugging Face at its best, as the peer of benchmarks on a GPU: packed rows, flash attention, logits of
-response tokens only."""
+"""Run Hugging Face at its best, as the peer of the GPU benchmarks.
+
+It uses packed rows, flash attention, and logits of response tokens only.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import is_flash_attn_2_available
 
-PROMPT_SHARE = 4  # of each row a quarter is prompt
+PROMPT_SHARE = 4  # a quarter of each row is its prompt
 
-Step = Callable[[], Tensor | float]  # works through a batch; returns the loss
+Step = Callable[[], Tensor | float]  # processes a batch and returns the loss
 
 
 def prompt_tokens(length: int) -> int:
@@ -24,8 +26,14 @@ def prompt_tokens(length: int) -> int:
 
 
 class Packed(NamedTuple):
-    """One micro-batch as Hugging Face takes it. ids, positions: (1, T). logit_positions: (N,) places in T whose
-    logits predict targets (N,)."""
+    """One micro-batch in the form that Hugging Face takes.
+
+    Attributes:
+        ids: (1, T).
+        positions: (1, T).
+        logit_positions: (N,) indices in T whose logits predict `targets`.
+        targets: (N,).
+    """
 
     ids: Tensor
     positions: Tensor
@@ -69,8 +77,10 @@ def attend(
     max_length_q: int,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """torch's `varlen_attn` as an attention of transformers: (1, heads, T, D), (1, groups, T, D) x 2 -> (1,
-    T, heads, D)."""
+    """Run torch's `varlen_attn` as an attention function of transformers.
+
+    Shapes: (1, heads, T, D), (1, groups, T, D) x 2 -> (1, T, heads, D).
+    """
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     heads: dict[str, Any] = (
         {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -78,7 +88,7 @@ def attend(
     causal = (-1, 0)
     rows = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
     mixed = varlen_attn(query, key, value, *rows, scale=scaling, window_size=causal, **heads)
-    assert isinstance(mixed, Tensor), "no more than the values was asked for"
+    assert isinstance(mixed, Tensor), "only the output is supported, without attention weights"
 
     return mixed[None], None
 
@@ -87,14 +97,14 @@ AttentionInterface.register("torch_varlen", attend)
 
 
 def flash_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """Transformers' name of the fastest attention of packed rows that is there."""
+    """Return transformers' name of the fastest installed attention for packed rows."""
     if device.type == "cpu" or dtype == torch.float32:
         return "sdpa"
     return "flash_attention_2" if is_flash_attn_2_available() else "torch_varlen"
 
 
 class HuggingFace:
-    """With random weights, the same in every run."""
+    """A model with random weights, the same in every run."""
 
     def __init__(
         self, config: PretrainedConfig, device: torch.device, dtype: torch.dtype, attention: str
@@ -104,7 +114,7 @@ class HuggingFace:
             self.model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
     def log_probs(self, packed: Packed) -> Tensor:
-        """(N,) float32."""
+        """Return the log-probs (N,) in float32."""
         logits = self.model(
             packed.ids,
             position_ids=packed.positions,

@@ -1,5 +1,4 @@
-"""SGLang's side of benchmarks/weights.py: what its own loader and a copy of memory take in its own process,
-as limits."""
+"""Measure SGLang's own loader and a memory copy in SGLang's process, as limits for benchmarks/weights.py."""
 
 from __future__ import annotations
 
@@ -26,9 +25,15 @@ _processor_s: list[float] = []  # of each of megarl's commands so far, in the sc
 
 
 class PlanningSeconds(NamedTuple):
-    """Processor seconds. own: of SGLang's own loading of all tensors; first: of the first plan of where they
-    go; later, after_sleep: of making ready for a push with the same tensors; checksums: of reading all of
-    them back."""
+    """Processor seconds of planning where tensors go.
+
+    Attributes:
+        own: SGLang's own loading of all tensors.
+        first: The first plan.
+        later: Preparation of a later weight sync with the same tensors.
+        after_sleep: The same after the engine has slept.
+        checksums: Reading all tensors back.
+    """
 
     own: float
     first: float
@@ -38,7 +43,7 @@ class PlanningSeconds(NamedTuple):
 
 
 def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's entry, in the place of megarl's loader: one more command."""
+    """SGLang's entry point, which replaces megarl's loader and adds one command."""
     message = json.loads(bytes(named_tensors[0][1].numpy()))
     if message["command"] == "processor_seconds":
         _answer(message, _processor_s)
@@ -73,7 +78,7 @@ def _answer(message: dict[str, Any], result: list[float]) -> None:
 
 
 def build_measured_engine(spec: RolloutEngineSpec) -> Any:
-    """With `run` as weight loader."""
+    """Build an engine with `run` as its weight loader."""
     from megarl.rollout.sglang import engine, server_args
 
     server_args.WEIGHT_LOADER = engine.WEIGHT_LOADER = f"{run.__module__}.{run.__name__}"
@@ -83,8 +88,10 @@ def build_measured_engine(spec: RolloutEngineSpec) -> Any:
 class MeasuredWorker(RolloutWorker):
     @register()
     def limits(self, shapes: list[tuple[str, tuple[int, ...]]]) -> tuple[float, float]:
-        """Seconds of a copy of all weights' bytes, and of SGLang's own loading of them, both in its process.
-        Its weights are void afterwards."""
+        """Return the seconds of a copy of all weights' bytes, and of SGLang's own loading of them, both in its process.
+
+        The engine's weights are invalid afterwards.
+        """
         engine: Any = self._engine
         with engine._paused():
             [(copy_s, load_s, _)] = engine._loader._ask("own_loading", shapes=shapes)
@@ -95,7 +102,7 @@ class MeasuredWorker(RolloutWorker):
         engine: Any = self._engine
 
         def measure(action: Callable[[], object]) -> float:
-            """Adds up this process and what the commands of `action` took in the scheduler's."""
+            """Return the processor seconds of this process and of the commands of `action` in the scheduler's."""
             with engine._paused():
                 [before] = engine._loader._ask("processor_seconds")
             start_s = time.process_time()
@@ -111,7 +118,7 @@ class MeasuredWorker(RolloutWorker):
                 engine._loader.checksums()
 
         with engine._paused():
-            engine._loader._ask("meet")  # first uses are no part of a plan
+            engine._loader._ask("meet")  # initialization is not part of a plan
             shapes = [(name, meta.shape) for name, meta in manifest.items()]
             [(_, _, own_s)] = engine._loader._ask("own_loading", shapes=shapes)
 
@@ -125,7 +132,7 @@ class MeasuredWorker(RolloutWorker):
 
     @register()
     def messages_seconds(self, address: P2PAddress, nbytes: int, message_bytes: int) -> float:
-        """As rank 1 of a group of two."""
+        """Measure as rank 1 of a group of two."""
         p2p = P2PGroup.join(address, 1, torch.device("cpu"))
         try:
             return messages_seconds(p2p, 1, nbytes, message_bytes)

@@ -1,5 +1,4 @@
-"""The trainer's side of benchmarks/weights.py: what the means of a transport take by themselves for as many
-bytes, as limits."""
+"""Measure a transport's underlying means for as many bytes in the trainer, as limits for benchmarks/weights.py."""
 
 from __future__ import annotations
 
@@ -16,8 +15,10 @@ from megarl.workers.megatron import MegatronWorker
 
 
 def messages_seconds(p2p: P2PGroup, rank: int, nbytes: int, message_bytes: int) -> float:
-    """Of one of two members: bytes that nobody fills or reads go from rank 0 to rank 1, from two buffers that
-    take turns."""
+    """Measure messages between two ranks, as one of them.
+
+    Uninitialized bytes go from rank 0 to rank 1 and are not read, through two alternating buffers.
+    """
     buffers = [torch.ones(message_bytes, dtype=torch.uint8) for _ in range(2)]
 
     def start(number: int, length: int) -> PendingMessages:
@@ -44,8 +45,10 @@ def messages_seconds(p2p: P2PGroup, rank: int, nbytes: int, message_bytes: int) 
 
 
 def files_seconds(folder: Path, nbytes: int, bucket_bytes: int) -> float:
-    """Of a file that is written and read in buckets, as far as the system's cache of files; it is not forced
-    onto the disk."""
+    """Measure a file that is written and read in buckets.
+
+    The bytes only reach the system's file cache; they are not forced onto the disk.
+    """
     folder.mkdir(exist_ok=True)
     buffer = memoryview(bytearray(bucket_bytes))
     path = folder / "bytes"

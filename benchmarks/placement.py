@@ -1,14 +1,13 @@
-"""What a placement gains: the critic's update beside the actor's, in every placement.
+"""Measure how much a placement gains: the updates of critic and actor, alone and together, in every placement.
 
-For each placement one run is started: actor, reference and critic of one rank each, a rollout of one engine,
-and one batch is made with it. Then the two updates are made, each alone and both together, in turns,
-`--repeats` times; the fastest of each counts. Times are read from the timeline, from the first start to the
-last end of what the two roles' processes did, with all moves of state that the placement asks for. The ratio
-is together / (critic alone + actor alone): below 0.7 where the two have devices of their own and there is a
-core for each, 1 or above where they take turns. Overlap: how long both updates were under way at the same
-time, as a share of the shorter one.
+For each placement, one run is started with one rank each of actor, reference and critic and a rollout of one
+engine, and one batch is generated. Then the two updates run, each alone and both together, in alternation,
+`--repeats` times; the fastest of each counts. Times are read from the timeline, from the first start to the last
+end in the processes of the two roles, including all moves of state that the placement needs. The ratio is
+together / (critic alone + actor alone): below 0.7 if both have their own devices and there is a core for each, 1 or
+above if they time-share. Overlap is the time in which both updates run, as a share of the shorter one.
 
-Then the plan for a cluster of 64 nodes x 8 devices is made, which must take less than a second.
+Finally the plan for a cluster of 64 nodes x 8 devices is made, which must take less than a second.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ CUSTOM = {
 
 
 class Times(NamedTuple):
-    """Seconds, and a share."""
+    """Seconds of the updates, and the share in which they overlap."""
 
     critic: float
     actor: float
@@ -171,7 +170,7 @@ def make_batch(config: PPOConfig, roles: PPORoles, prompts: DataProto) -> DataPr
 
 
 def on_the_timeline(roles: PPORoles, action: Callable[[], object]) -> list[Span]:
-    """What the processes of critic and actor did in it."""
+    """Return what the processes of critic and actor do during an action."""
     assert roles.critic
     groups = (roles.critic.group, roles.actor.group)
     for group in groups:
@@ -191,7 +190,7 @@ def duration(spans: Sequence[Span]) -> float:
 
 
 def overlap(spans: Sequence[Span]) -> float:
-    """Of the two updates, as a share of the shorter one."""
+    """Return the overlap of the two updates as a share of the shorter one."""
     (critic_start_s, critic_end_s), (actor_start_s, actor_end_s) = (
         extent([span for span in spans if phases_by_call().get((span.role, span.name)) == name])
         for name in UPDATES
@@ -222,7 +221,7 @@ def measure(config: PPOConfig, repeats: int) -> Times:
 
 
 def large_plan() -> float:
-    """Seconds for the plan of 512 devices, and for who is in memory when."""
+    """Return the seconds for the placement plan and the colocation schedule of 512 devices."""
     config = large_cluster()
     start_s = time.perf_counter()
     OffloadPlan(plan_placement(config)).held()
@@ -251,15 +250,12 @@ def main() -> int:
             beside = UPDATES in overlaps(plan_placement(config))
             times = measure(config, arguments.repeats)
             missed |= times.ratio >= TARGET if beside else times.overlap > 0
-            planned = f"side by side, below {TARGET}" if beside else "in turns"
+            planned = f"concurrent, below {TARGET}" if beside else "sequential"
             seconds = f"{times.critic:.2f} | {times.actor:.2f} | {times.together:.2f}"
             print(f"| {name} | {seconds} | {times.ratio:.2f} | {times.overlap:.0%} | {planned} |", flush=True)
 
     plan_s = large_plan()
-    print(
-        f"\nthe plan for 64 nodes x 8 devices: {plan_s:.3f} s, {plan_s / PLAN_LIMIT_S:.3f} of what it may "
-        f"take"
-    )
+    print(f"\nthe plan for 64 nodes x 8 devices: {plan_s:.3f} s, {plan_s / PLAN_LIMIT_S:.3f} of the limit")
     return int(missed or plan_s >= PLAN_LIMIT_S)
 
 

@@ -1,11 +1,11 @@
-"""How large `megarl report`'s page is, and how long a browser takes to open it.
+"""Measure the size of the page of `megarl report`, and how long a browser takes to open it.
 
     python -m benchmarks.report [--steps 500] [--samples 5000] [--tokens 128]
 
-Makes a folder as a run of that many steps leaves it: 80 metrics, samples of 50 steps, whose tokens are as
-frequent as words are, a timeline of 17 spans a step. Then it writes the page, opens it in Chromium (`apt-get
-install chromium chromium-driver`), and prints the seconds until the curves are there, and from there to the
-table of samples. The targets are 20 MB and 3 s.
+The benchmark creates the folder of a run of that many steps: 80 metrics, samples of 50 steps with tokens as
+frequent as words, and a timeline of 17 spans per step. It writes the page, opens it in Chromium (`apt-get install
+chromium chromium-driver`), and prints the seconds until the curves are shown, and from there to the table of
+samples. The targets are 20 MB and 3 s.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ LONGEST_S = 3
 def make_run(
     folder: Path, num_steps: int, num_samples: int, num_tokens: int, num_files: int = NUM_FILES, seed: int = 0
 ) -> None:
-    """num_samples: over all files of samples, with `num_tokens` each."""
+    """Write the folder of a run.
+
+    Args:
+        num_samples: Samples in all files together, with `num_tokens` each.
+    """
     folder.mkdir(parents=True)
     generator = np.random.default_rng(seed)
     dump_config(PPOConfig(), folder / CONFIG_FILE)
@@ -124,7 +128,9 @@ def _samples(
 ) -> SampleTable:
     lengths = [num_tokens] * num_samples
     total = num_samples * num_tokens
-    ids = np.minimum(generator.zipf(1.3, total), VOCABULARY - 1).astype(np.int32)  # frequencies as of words
+    ids = np.minimum(generator.zipf(1.3, total), VOCABULARY - 1).astype(
+        np.int32
+    )  # frequencies like those of words
     own = -generator.exponential(0.7, total) * (generator.random(total) < 0.6)
     gaps = generator.normal(0, 0.005, total)
     advantages = np.repeat(generator.normal(size=num_samples), num_tokens)

@@ -1,21 +1,22 @@
-"""What a step of a large batch costs the driver: its processor time, its memory, and the bytes that it sends.
+"""Measure what a step of a large batch costs the driver: processor time, memory, and the bytes that it sends.
 
     python -m benchmarks.scale [--parts 64 16 4] [--of grpo ppo]
 
-The batch is a part of 1,024 prompts x 16 samples: prompts of 2,048 tokens, responses of log-normal length, in
-the mean 8,192 tokens and at most 32,768. Every size is a process of its own, in which the training loop makes
-two steps (`PPOTrainer.train_step`, with the real roles, advantages and metrics), of which the second counts:
-in the first a virtual machine is handed much of its memory by its host, which took fifteen times as long as
-using it. The first is shown beside it. What works in other processes stands still: samples and the answers of
-workers are there when they are asked for, in shared memory, as those of Ray's object store are; what is sent
-is serialised as Ray does it and copied there, into memory that is there already and not counted as the
-driver's (Ray takes its store's once, and what is freed in it goes to the next message). So what is measured
-is the driver's own work, in processor seconds of one thread, and its own memory (RssAnon) above that of
-before the steps, object store apart.
+The batch is a part of 1,024 prompts x 16 samples: prompts of 2,048 tokens, and responses of log-normal length, on
+average 8,192 tokens and at most 32,768. Every size runs in its own process, in which the training loop makes two
+steps (`PPOTrainer.train_step`, with the real roles, advantages and metrics). The second step counts: in the first,
+a virtual machine receives much of its memory from its host, which took fifteen times as long as using it. The
+first is shown as well.
 
-sent / needed: the bytes of the messages to each role's replicas, over those of what it reads (int32 ids,
-float32 values, a prompt once for each replica that has a sample of it). The whole batch is extrapolated in a
-straight line from the two largest parts that were measured.
+Other processes are replaced by stubs: samples and results of workers already exist in shared memory, as in Ray's
+object store. Messages are serialized as Ray does it and copied there, into memory that already exists and is not
+counted as the driver's (Ray allocates its store once and reuses freed parts). The benchmark therefore measures only
+the driver's own work, in processor seconds of one thread, and the increase of its own memory (RssAnon) without the
+object store.
+
+sent / needed is the bytes of the messages to each role's replicas, relative to the bytes that it reads (int32 ids,
+float32 values, and a prompt once for each replica that has a sample of it). The whole batch is extrapolated linearly
+from the two largest parts.
 """
 
 from __future__ import annotations
@@ -73,7 +74,11 @@ _CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 
 
 class ObjectStore:
-    """Shared memory. away_s: processor time that was not the driver's."""
+    """Shared memory in place of Ray's object store.
+
+    Attributes:
+        away_s: Processor time that is not the driver's.
+    """
 
     def __init__(self) -> None:
         self.away_s = 0.0
@@ -86,11 +91,10 @@ class ObjectStore:
         begin_s = time.process_time()
         before_s = self.away_s
         yield
-        self.away_s = before_s + time.process_time() - begin_s  # what was away within it is a part of it
+        self.away_s = before_s + time.process_time() - begin_s  # nested time away is part of it
 
     def array(self, count: int, dtype: Any) -> np.ndarray:
-        """Memory that is there: Ray takes a store's once, and what is freed in it goes to the next
-        message."""
+        """Return existing memory: Ray allocates its store once and reuses what is freed."""
         with self.elsewhere():
             size = max(1, count * np.dtype(dtype).itemsize)
             fits = [memory for memory in self._free if size <= len(memory) <= 2 * size]
@@ -103,7 +107,7 @@ class ObjectStore:
             return whole[:size].view(dtype)[:count]
 
     def send(self, role: str, part: DataProto) -> DataProto:
-        """As it arrives."""
+        """Copy a part into the store and return it as the receiver sees it."""
         buffers: list[pickle.PickleBuffer] = []
         stream = pickle.dumps(part, protocol=5, buffer_callback=buffers.append)
         stored = []
@@ -124,7 +128,7 @@ class ObjectStore:
 
 
 def _needed(part: DataProto) -> int:
-    """Masks follow from the lengths; of a prompt that several samples share the tokens are needed once."""
+    """Return the bytes that a role reads. Masks follow from the lengths, and a shared prompt counts once."""
     total = 0
     for key, column in part.ragged.items():
         if key == "prompts":
@@ -136,7 +140,7 @@ def _needed(part: DataProto) -> int:
 
 
 class Ready(RemoteFuture):
-    """An answer that is there."""
+    """A result that already exists."""
 
     calls = ()
 
@@ -148,7 +152,7 @@ class Ready(RemoteFuture):
 
 
 class Group:
-    """The workers of a role, which need no time."""
+    """The workers of a role, which take no time."""
 
     def __init__(self, store: ObjectStore, role: str) -> None:
         self._store = store
@@ -183,7 +187,7 @@ class Group:
 
 
 class Generating:
-    """The rollout, whose samples are there: made into a batch by the real one."""
+    """The rollout with existing samples, which the real one makes into a batch."""
 
     def __init__(self, store: ObjectStore, lengths: np.ndarray) -> None:
         self.samples = []
@@ -291,7 +295,7 @@ def make_trainer(algorithm: str, store: ObjectStore, lengths: np.ndarray) -> PPO
 
 
 class Peak:
-    """Of this process's own memory, in bytes."""
+    """The peak of this process's own memory in bytes."""
 
     def __enter__(self) -> Peak:
         self._ended = threading.Event()
@@ -327,7 +331,7 @@ def measure(algorithm: str, part: int) -> dict[str, Any]:
 
     with Peak() as peak:
         for step in range(1, STEPS + 1):
-            megatron_role._plan.cache_clear()  # samples of another step have other lengths
+            megatron_role._plan.cache_clear()  # samples of different steps have different lengths
             begin_s = time.process_time()
             before_s = store.away_s
             trainer.train_step(prompts, step)
@@ -343,7 +347,7 @@ def measure(algorithm: str, part: int) -> dict[str, Any]:
 
 
 def compare(algorithm: str, parts: Sequence[int]) -> list[str]:
-    """Prints the table; the limits that are missed."""
+    """Print the table and return the limits that are exceeded."""
     missed = []
     results = []
     print(
@@ -388,7 +392,7 @@ def compare(algorithm: str, parts: Sequence[int]) -> list[str]:
 
 
 def main() -> int:
-    """Returns 1 when a limit is missed."""
+    """Run the benchmark and return 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -397,7 +401,7 @@ def main() -> int:
         type=int,
         nargs="+",
         default=[64, 16, 4],
-        help="of the batch, the largest last; 1: all of it (30 GB)",
+        help="parts of the batch, the largest last; 1: all of it (30 GB)",
     )
     parser.add_argument("--of", choices=list(LARGEST_GB), nargs="+", default=list(LARGEST_GB))
     parser.add_argument("--measure", nargs=2, metavar=("ALGORITHM", "PART"), help=argparse.SUPPRESS)
@@ -408,7 +412,7 @@ def main() -> int:
         return 0
 
     missed = [line for algorithm in arguments.of for line in compare(algorithm, arguments.parts)]
-    print(f"limits missed: {', '.join(missed)}" if missed else "every limit is kept")
+    print(f"limits missed: {', '.join(missed)}" if missed else "no limit is exceeded")
     return 1 if missed else 0
 
 

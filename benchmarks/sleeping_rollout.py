@@ -1,8 +1,9 @@
-"""The schedule of asynchronous training with real Ray processes: engines that sleep for as long as their
-samples take, and a trainer that sleeps too, beside the same in virtual time. Sleeping takes no processor, so
-that any machine will do.
+"""Run the schedule of asynchronous training with real Ray processes that sleep, compared with virtual time.
 
 python -m benchmarks.sleeping_rollout [--steps 8]
+
+Engines sleep for as long as their samples take, and so does the trainer. Sleeping takes no processor time, so any
+machine will do.
 """
 
 from __future__ import annotations
@@ -46,12 +47,11 @@ from megarl.workers.rollout_worker import RolloutWorker
 
 PROMPTS = 8
 SAMPLES = 8
-# of each
 ENGINES = 2
-SLOTS = 8
+SLOTS = 8  # per engine
 TOKEN_S = 0.002
 PUSH_S = 0.1
-# as in benchmarks/async_rollout.py, with a lower limit
+# The distribution of benchmarks/async_rollout.py, with a lower limit
 MEDIAN = 200
 LONGEST = 2000
 SIGMA = 1.0
@@ -61,7 +61,7 @@ SCHEDULES = ((0, OnUpdate.continue_), (1, OnUpdate.drain), (1, OnUpdate.continue
 
 
 def length_of(request: GenerationRequest) -> int:
-    """Tokens of the sample: log-normal, by the number of its prompt and its seed."""
+    """Return the tokens of a sample: log-normal, drawn from the number of its prompt and its seed."""
     of_prompt, own = (
         np.random.default_rng(seed).normal() for seed in (request.prompt[0], request.sampling.seed)
     )
@@ -72,11 +72,11 @@ def length_of(request: GenerationRequest) -> int:
 class _Writing(NamedTuple):
     length: int
     end_s: float
-    spans: tuple[VersionSpan, ...]  # by weights before those of now
+    spans: tuple[VersionSpan, ...]  # by older weights
 
 
 class SleepingEngine(RolloutEngine):
-    """Writes a token of each sample in the same time, and stands still while it gets weights."""
+    """An engine that generates a token of each sample in the same time, and pauses during a weight sync."""
 
     def __init__(self) -> None:
         self._writing: dict[int, _Writing] = {}
@@ -164,7 +164,7 @@ class SleepingEngine(RolloutEngine):
 
 
 class _Stamp:
-    """Pushes weights that there are not."""
+    """A weight sync without weights."""
 
     def push(self, replicas: Mapping[int, RoleGroup], version: int) -> tuple[None, dict[int, Exception]]:
         gather(
@@ -188,7 +188,7 @@ class _Rows:
 
 
 class _Unscored:
-    """Nobody waits for scores."""
+    """A reward that gives no scores."""
 
     may_begin = False
     scores_rounds = False
@@ -203,7 +203,11 @@ class _Unscored:
 
 
 class Real(NamedTuple):
-    """lengths: of the samples of each prompt."""
+    """The outcome of a run with real processes.
+
+    Attributes:
+        lengths: Of the samples of each prompt.
+    """
 
     step_s: float
     waiting: float
@@ -245,7 +249,7 @@ def run(
     max_staleness: int,
     on_update: OnUpdate,
 ) -> Real:
-    """The trainer's loop, with sleep in the place of the roles that train."""
+    """Run the trainer's loop, with sleep instead of the roles that train."""
     loader = BatchLoader(_Rows(), PROMPTS, shuffle=False, seed=0)
     buffered = _buffered(rollout, weights, loader, steps, max_staleness, on_update)
     weights.push()
@@ -319,7 +323,9 @@ def main(steps: int) -> None:
 def _compare(rollout: Rollout, weights: RolloutWeights, steps: int) -> None:
     first = run(rollout, weights, steps, 0.0, 0, OnUpdate.continue_)
     tokens = sum(map(sum, first.lengths))
-    training_s = tokens / steps / (ENGINES * SLOTS) * TOKEN_S  # as long as all slots need, always in use
+    training_s = (
+        tokens / steps / (ENGINES * SLOTS) * TOKEN_S
+    )  # as long as all slots need if they are always in use
     mean = tokens / steps / PROMPTS / SAMPLES
     print(
         f"{steps} steps of {PROMPTS} x {SAMPLES} samples, {mean:.0f} tokens each; training {training_s:.2f} s"
@@ -332,7 +338,7 @@ def _compare(rollout: Rollout, weights: RolloutWeights, steps: int) -> None:
 
     for max_staleness, on_update in SCHEDULES:
         real = run(rollout, weights, steps, training_s, max_staleness, on_update)
-        assert real.lengths == first.lengths, "other samples were trained, or in another order"
+        assert real.lengths == first.lengths, "other samples were trained, or in a different order"
         simulated = virtual(real.lengths, steps, training_s, max_staleness, on_update)
         synchronous = synchronous or (real.step_s, simulated.step_s)
         update = on_update.value if max_staleness else "-"

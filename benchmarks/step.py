@@ -1,18 +1,17 @@
-"""How long a whole step of GRPO takes, beside TRL's GRPOTrainer on the same work.
+"""Compare a whole GRPO step with TRL's GRPOTrainer on the same work.
 
-    python -m benchmarks.step              # the best of four micro-batches on each side, then three repeats in turns: 20 minutes
+    python -m benchmarks.step              # the best of four micro-batches on each side, then three alternating repeats: 20 minutes
     python -m benchmarks.step --quick      # one micro-batch and one repeat of each
     python -m benchmarks.step --engine sglang
 
-Work: a Qwen2 of 6.4 million parameters in float32, 32 prompts of 50 to 70 tokens, 8 samples of at most 62
-tokens each, KL of 0.001 in the loss (k3), one update, no gradient checkpointing, the loss
-`sequence_mean_token_mean`, which TRL calls `grpo`; two threads a process on both sides. A contestant is a
-process of its own that makes one step for warming up, and then those that count.
+The work is a Qwen2 of 6.4 million parameters in float32, 32 prompts of 50 to 70 tokens, 8 samples of at most 62
+tokens each, KL of 0.001 in the loss (k3), one update, no gradient checkpointing, and the loss
+`sequence_mean_token_mean`, which TRL calls `grpo`; two threads per process on both sides. Each contestant runs in
+its own process, with one warm-up step before the steps that count.
 
-Printed are seconds of a step on the clock and on the processor, of which the ratio on the processor is what
-counts on a busy machine, and where they go. The target is 1.5, with the hf engine, on the clock. TRL is
-installed into an environment of its own in a cache folder, on top of this one: the same torch and
-transformers.
+The output is the seconds of a step in wall time and processor time, and their parts; on a busy machine, the ratio
+of processor times counts. The target is 1.5, with the hf engine, in wall time. TRL is installed into its own
+environment in a cache folder, on top of this one: the same torch and transformers.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ THREADS = 2
 STEPS = 2
 REPEATS = 3
 TARGET = 1.5
-ROWS = (8, 16, 32, 64)  # of TRL's micro-batches
-TOKENS = (1024, 2048, 4096, 8192)  # of megarl's
+ROWS = (8, 16, 32, 64)  # in TRL's micro-batches
+TOKENS = (1024, 2048, 4096, 8192)  # in megarl's micro-batches
 _TEMPLATE = (
     "{% for message in messages %}<user>{{ message.content }}{% endfor %}{% if "
     "add_generation_prompt %}<model>{% endif %}"
@@ -64,7 +63,11 @@ _PHASES = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "updat
 
 
 class Step(NamedTuple):
-    """Seconds of one. parts: of the clock, by what was done."""
+    """Seconds of one step.
+
+    Attributes:
+        parts: Wall time by phase.
+    """
 
     wall: float
     cpu: float
@@ -72,10 +75,10 @@ class Step(NamedTuple):
 
 
 def save_inputs(folder: Path) -> None:
-    """`policy/` and `train.parquet`."""
+    """Write `policy/` and `train.parquet`."""
     torch.manual_seed(0)
     words = ["<pad>", "<end>", "<user>", "<model>", *ascii_lowercase]
-    words += [f"<{number}>" for number in range(VOCABULARY - len(words))]  # which only the model writes
+    words += [f"<{number}>" for number in range(VOCABULARY - len(words))]  # which only the model generates
     vocabulary = Tokenizer(
         models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>")
     )
@@ -161,7 +164,7 @@ def megarl_steps(inputs: Path, max_tokens: int, engine: str) -> list[Step]:
 
 
 def _cpu_at_lines(process: subprocess.Popen[bytes], file: Path) -> list[float]:
-    """Processor seconds of the process and all that it started, when each line of the file was there."""
+    """Return the processor seconds of a process and its children when each line of the file appeared."""
     used: dict[int, float] = {}
     at_lines: list[float] = []
     root = psutil.Process(process.pid)
@@ -180,11 +183,11 @@ def _cpu_at_lines(process: subprocess.Popen[bytes], file: Path) -> list[float]:
     return at_lines
 
 
-# ---- TRL, in a process of its own environment
+# ---- TRL, in a process with its own environment
 
 
 def trl_python() -> Path:
-    """The interpreter that has TRL beside what this one has; made where it is not there."""
+    """Return the interpreter that has TRL in addition to this one's packages, and create it if it is missing."""
     folder = Path(
         os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"),
         "megarl",
@@ -198,7 +201,7 @@ def trl_python() -> Path:
     (site,) = folder.glob("lib/python*/site-packages")
     own = [path for path in sys.path if path.endswith("site-packages")]
 
-    # each time, as it may have been made beside another one
+    # each time, because it may have been created on top of another environment
     (site / "beside.pth").write_text("\n".join(own) + "\n")
     if not ready.exists():
         subprocess.run(
@@ -231,14 +234,14 @@ def trl_steps(inputs: Path, rows: int) -> list[Step]:
 
 
 def best(sizes: Sequence[int], steps_of: Callable[[int], list[Step]]) -> int:
-    """The size whose steps take the least processor time."""
+    """Return the size whose steps take the least processor time."""
     return (
         sizes[0] if len(sizes) == 1 else min(sizes, key=lambda size: min(step.cpu for step in steps_of(size)))
     )
 
 
 def main() -> int:
-    """Returns 1 when the target is missed."""
+    """Run the comparison and return 1 if the target is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -268,7 +271,7 @@ def main() -> int:
         "micro-batch",
         "s a step",
         "processor s",
-        "where, s on the clock",
+        "phase, wall s",
         title=f"{PROMPTS} x {SAMPLES} samples",
     )
 

@@ -1,7 +1,8 @@
-"""TRL's side of step.py, in TRL's own environment, where megarl is not: the seconds of each step, as JSON in
-the last line.
+"""Measure TRL's side of step.py in TRL's own environment, and print the seconds of each step as JSON in the last line.
 
 python step_of_trl.py FOLDER ROWS_OF_A_MICRO_BATCH STEPS
+
+megarl is not installed there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ RESPONSE_TOKENS = 62
 
 
 class Clock(TrainerCallback):
-    """Seconds of each step on the clock and on the processor, and of what is done in it."""
+    """The wall and processor seconds of each step and of its parts."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[float, float, dict[str, float]]] = []
@@ -41,7 +42,7 @@ class Clock(TrainerCallback):
         self.parts.clear()
 
     def of(self, owner: Any, name: str, part: str, only: Any = lambda: True) -> None:
-        """Times a method."""
+        """Time a method."""
         method = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -1,31 +1,30 @@
-"""How fast trained weights reach engines on this machine's CPU, beside limits measured in the same run.
+"""Measure how fast trained weights reach engines on this machine's CPU, compared with limits of the same run.
 
     python benchmarks/weights.py [--repeats 5] [--bucket-mb 64] [--transports device group folder] [--tensor-parallel 1 2]
     python benchmarks/weights.py --planning    # only where tensors go
 
-A Qwen2-style model of 100 million parameters in float32, in real Megatron-Core ranks on Ray, is pushed into
-one real SGLang engine by each transport, as a training step does: pause, receive, stamp, flush, resume;
-without verification. Measured are the fastest of several pushes, in turns with the limits, so that what else
-runs on the machine slows all of them.
+A Qwen2-style model of 100 million parameters in float32, in real Megatron-Core ranks on Ray, is sent to one real
+SGLang engine by each transport, as in a training step: pause, receive, stamp, flush, resume; without verification.
+The fastest of several weight syncs counts. They alternate with the limits, so that other load on the machine slows
+all of them.
 
-copy      of the same tensors to other memory, in SGLang's process
+copy      a copy of the same tensors to other memory, in SGLang's process
 own       SGLang's `model.load_weights` of the same tensors, when they are already in its process
-gloo      as many bytes point to point, in the same messages, from the trainer's process to the engine's worker, which do nothing else
-files     writing and reading a file of as many bytes, by one process, as far as the system's cache of files
+gloo      as many bytes point to point, in the same messages, from the trainer's process to the engine's worker, and nothing else
+files     writing and reading a file of as many bytes in one process, through the system's file cache
 
-`of limit` is the speed over that of the slowest limit: of memory (copy, own) for `device`, of the transport's
-own means (gloo, files) for the others. Targets: half for `device` from a trainer of the same layout; for
-`group` seven tenths where the trainer's boxes are contiguous (TP1) and half where they must be packed (TP2:
-some are columns).
+`of limit` is the speed relative to the slowest limit: of memory (copy, own) for `device`, of the transport's own means
+(gloo, files) for the others. Targets: half for `device` from a trainer of the same layout; for `group` seven tenths if
+the trainer's slices are contiguous (TP1) and half if they must be packed (TP2: some are columns).
 
-Then one trainer rank pushes to 1, 2 and 4 engines of transformers by `group`, in turns: seconds for each byte
-sent, over those of one engine. The target is 1.3 at most.
+Then one trainer rank sends to 1, 2 and 4 engines of transformers by `group`, in alternation: seconds per byte,
+relative to one engine. The target is 1.3 at most.
 
-Last, how long an SGLang engine takes to find out where the tensors of Qwen3-30B-A3B and Qwen3-235B-A22B go
-(engine_planning.py): 5 processor seconds at most at the first push, and 0.2 at every later one.
+Last, the benchmark measures how long an SGLang engine takes to locate the tensors of Qwen3-30B-A3B and
+Qwen3-235B-A22B (engine_planning.py): 5 processor seconds at most in the first weight sync, and 0.2 in every later one.
 
-`extra` is the most memory that a trainer rank took for a push, as the kernel counts it, in buckets. Packing
-and waiting are shares of the push's time on the slowest trainer rank.
+`extra` is the most memory that a trainer rank needed for a weight sync, as the kernel counts it, in buckets. Packing
+and waiting are shares of the time on the slowest trainer rank.
 """
 
 from __future__ import annotations
@@ -73,13 +72,13 @@ from megarl.workers.engines import build_engine
 from megarl.workers.rollout_worker import RolloutWorker
 
 LIMITS = {Transport.device: ("copy", "own"), Transport.group: ("gloo",), Transport.folder: ("files",)}
-# by transport and tensor-parallel size
+# (transport, tensor-parallel size) -> share of the limit
 TARGETS = {(Transport.device, 1): 0.5, (Transport.group, 1): 0.7, (Transport.group, 2): 0.5}
-MOST_PER_BYTE = 1.3  # with several engines, over one
+MOST_PER_BYTE = 1.3  # with several engines, relative to one
 
 
 def save_model(folder: Path) -> int:
-    """Random weights of 100 million parameters; returns how many there are."""
+    """Save a model of 100 million random parameters and return their exact number."""
     torch.manual_seed(0)
     config = Qwen2Config(
         hidden_size=768,
@@ -142,8 +141,10 @@ def start_trainer(folder: Path, tensor_parallel_size: int, bucket_bytes: int) ->
 def measure_limits(
     engine: RoleGroup, source: WeightSource, transport: Transport, scratch: Path
 ) -> dict[str, float]:
-    """Seconds, by the limits' names: those of memory, and that of the transport's own means. The engine's
-    weights are void afterwards."""
+    """Return the seconds of each limit by name: those of memory, and that of the transport's own means.
+
+    The engine's weights are invalid afterwards.
+    """
     shapes = [(name, meta.shape) for name, meta in source.manifest.items()]
     nbytes = sum(prod(shape) for _, shape in shapes) * 4
     copy_s, own_s = engine.call_rank(0, MeasuredWorker.limits, shapes).get()
@@ -169,7 +170,7 @@ def measure_limits(
 def show(
     transport: Transport, size: int, report: PushReport, bucket_bytes: int, limits: dict[str, float]
 ) -> bool:
-    """Prints a line; returns whether the target is met, where there is one."""
+    """Print a line and return whether the target is met, if there is one."""
     of_limit = max(limits[name] for name in LIMITS[transport]) / report.seconds
     target = TARGETS.get((transport, size), 0.0)
     speed = report.nbytes / 1e9 / report.seconds
@@ -189,7 +190,7 @@ def show(
 def sync_of(
     source: WeightSource, transport: Transport, num_replicas: int, scratch: Path, folder: Path
 ) -> WeightSync:
-    """With `device` the engines are on the devices of the first trainer ranks, else on their own."""
+    """Start a weight sync. With `device`, the engines are on the devices of the first trainer ranks, else on their own."""
     name = "device" if transport is Transport.device else "engine"
     return WeightSync(
         source,
@@ -217,7 +218,7 @@ def measure(
     repeats: int,
     bucket_bytes: int,
 ) -> bool:
-    """Returns whether all targets are met."""
+    """Return whether all targets are met."""
     engine = start_engine(folder)
     sources = {size: start_trainer(folder, size, bucket_bytes) for size in tensor_parallel_sizes}
     scratch = folder.parent / "scratch"
@@ -230,7 +231,7 @@ def measure(
             for version in range(repeats + 1):
                 report = push(sync, [engine], version)
                 limits = measure_limits(engine, source, transport, scratch)
-                if version:  # the first has imports and first uses in it
+                if version:  # the first one includes imports and initialization
                     pushes[transport, size].append(report)
                     fastest |= {
                         name: min(seconds, fastest.get(name, seconds)) for name, seconds in limits.items()
@@ -255,7 +256,7 @@ def measure(
 
 
 def measure_replicas(folder: Path, source: WeightSource, repeats: int, scratch: Path) -> bool:
-    """Returns whether the target is met."""
+    """Return whether the target is met."""
     spec = RolloutEngineSpec(
         model=ModelConfig(path=str(folder), dtype=DType.float32),
         rollout=RolloutConfig(max_concurrency=4),
@@ -277,7 +278,7 @@ def measure_replicas(folder: Path, source: WeightSource, repeats: int, scratch: 
 
     ratios = {count: min(seconds) / min(per_byte[1]) for count, seconds in per_byte.items()}
     print(
-        "seconds for each byte, over one engine: "
+        "seconds per byte, relative to one engine: "
         + ", ".join(f"{count} engines {ratio:.2f}" for count, ratio in ratios.items())
     )
     return max(ratios.values()) <= MOST_PER_BYTE
@@ -299,7 +300,7 @@ def _measure_all(arguments: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the benchmark and return 1 if a target is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -313,7 +314,7 @@ def main() -> int:
     )
     parser.add_argument("--tensor-parallel", type=int, nargs="+", default=[1, 2], help="sizes of the trainer")
     parser.add_argument(
-        "--planning", action="store_true", help="measure only how long it takes to find out where tensors go"
+        "--planning", action="store_true", help="measure only how long it takes to locate tensors"
     )
     arguments = parser.parse_args()
     disable_progress_bar()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes one archive with which a machine with a GPU runs tests/gpu and benchmarks/gpu, where no package index can be reached: this commit, the
-# wheels of requirements/gpu.txt for Python 3.12, and run.sh. The machine has torch 2.11 or later, triton and transformers.
-#   tools/gpu_bundle.sh [ARCHIVE]             build/gpu-bundle.tar.gz where none is named; PYTHON=python3 is whose pip fetches the wheels
+# Make one archive with which a machine with a GPU but without a package index runs tests/gpu and benchmarks/gpu: this commit, the wheels of
+# requirements/gpu.txt for Python 3.12, and run.sh. The machine needs torch 2.11 or later, triton and transformers.
+#   tools/gpu_bundle.sh [ARCHIVE]             default: build/gpu-bundle.tar.gz; PYTHON=python3 is the Python whose pip downloads the wheels
 #   tar -xzf gpu-bundle.tar.gz && gpu-bundle/run.sh
 set -euo pipefail
 LIMIT_BYTES=$((60 * 1024 * 1024))

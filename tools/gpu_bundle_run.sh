@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# In a bundle of tools/gpu_bundle.sh: installs beside it what this Python lacks, and prints the table of tests/gpu and benchmarks/gpu.
-#   gpu-bundle/run.sh [--rehearse]            PYTHON=python3 is the Python that has torch; --rehearse: on the CPU
+# In a bundle of tools/gpu_bundle.sh: install the packages that this Python lacks into the bundle, and print the table of tests/gpu and
+# benchmarks/gpu.
+#   gpu-bundle/run.sh [--rehearse]            PYTHON=python3 is the Python that has torch; --rehearse: a dry run on the CPU
 set -euo pipefail
 cd "$(dirname "$0")"
 python=${PYTHON:-python3}
 
-# Megatron-Core is the bundle's. Of the others the machine's own are taken where they are installed: they go with what else it has.
+# Megatron-Core is the bundle's. Other packages are the machine's own if it has them, because they match its other packages.
 lacking=$("$python" - wheels/*.whl <<'PROGRAM'
 import importlib.metadata
 import sys

@@ -1,21 +1,21 @@
-"""How fast the engine trains and scores on one GPU, as ratios to Hugging Face measured in the same run.
+"""Measure how fast the engine trains and scores on one GPU, as ratios to Hugging Face measured in the same run.
 
     python -m benchmarks.gpu.engine [--shapes 0.5B 1.5B 7B] [--tokens 16384] [--repeats 3]
-    python -m benchmarks.gpu.engine --device cpu    # a rehearsal: a tiny shape, in seconds
+    python -m benchmarks.gpu.engine --device cpu    # a dry run: a tiny shape, in seconds
 
-Models have the shapes of Qwen2.5 and random weights, the same on both sides. Measured are forward + backward
-of a batch (no optimizer step), for every kind of layers that is installed and each `recompute`, and the pass
-that only scores. A batch has rows of log-normal length, a quarter of each its prompt, cut into micro-batches
-that both sides pack without padding. The loss is the mean log-prob of all response tokens, and must be the
-same. A speed is tokens (prompt + response) per second, of the fastest repeat; the two take turns.
+Models have the shapes of Qwen2.5 and random weights, the same on both sides. The benchmark measures forward +
+backward of a batch (no optimizer step), for every installed kind of layers and each `recompute`, and the scoring
+pass. A batch has rows of log-normal length, a quarter of each its prompt, split into micro-batches that both sides
+pack without padding. The loss is the mean log-prob of all response tokens, and must be equal. A speed is tokens
+(prompt + response) per second of the fastest repeat; the two sides alternate.
 
-The peer is `Qwen2ForCausalLM` at its best: its inputs are on the device before the clock starts, logits are
-those of response tokens only, and its attention of packed rows is flash attention: of the package flash_attn
-where that is installed, else torch's own `varlen_attn` (on a CPU `sdpa`). Beside `full` it recomputes all
-layers too (its gradient checkpointing), beside `selective` none, for want of such a mode.
+The peer is `Qwen2ForCausalLM` at its best: its inputs are on the device before the clock starts, it computes logits
+of response tokens only, and its attention of packed rows is flash attention: that of the package flash_attn if it is
+installed, else torch's own `varlen_attn` (on a CPU `sdpa`). Compared with `full`, it recomputes all layers too (its
+gradient checkpointing); compared with `selective`, it recomputes nothing, because it has no such mode.
 
-MFU: the operations that the model needs (megarl/models/flops.py; of the pass that only scores a third) by
-those that the GPU could do.
+MFU is the operations that the model needs (megarl/models/flops.py; a third of them for the scoring pass) relative to
+the peak of the GPU.
 """
 
 from __future__ import annotations
@@ -61,12 +61,17 @@ if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.groups import ParallelGroups
 
-LENGTH_SIGMA = 0.6  # of log(length)
+LENGTH_SIGMA = 0.6  # standard deviation of log(length)
 SAME_LOSS = {DType.float32: 1e-4, DType.bfloat16: 2e-2}
 
 
 class Shape(NamedTuple):
-    """A model of the family Qwen2. longest: tokens of a row; micro_batch: tokens of several."""
+    """A model of the family Qwen2.
+
+    Attributes:
+        longest: The most tokens of a row.
+        micro_batch: The most tokens of several rows.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -106,8 +111,10 @@ class Settings:
 
 
 def draw_lengths(tokens: int, longest: int, seed: int = 0) -> list[int]:
-    """Rows of at least two tokens, `tokens` in all; their mean is about a third of the longest allowed, which
-    is above two."""
+    """Draw the lengths of rows with at least two tokens each and `tokens` in total.
+
+    Their mean is about a third of the longest allowed length, which is above two.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths: list[int] = []
 
@@ -116,13 +123,13 @@ def draw_lengths(tokens: int, longest: int, seed: int = 0) -> list[int]:
         length = min(max(draw, 2), longest, left)
         lengths.append(length + (left - length == 1 and length < longest))
 
-    if lengths[-1] == 1:  # the row before it is of the longest length
+    if lengths[-1] == 1:  # the previous row has the longest length
         lengths[-2:] = [lengths[-2] - 1, 2]
     return lengths
 
 
 def make_batch(lengths: Sequence[int], vocab_size: int) -> dict[str, Tensor]:
-    """A padded batch: (B, P + R), padded left of the prompts and right of the responses."""
+    """Make a padded batch (B, P + R), padded to the left of prompts and to the right of responses."""
     total = torch.tensor(lengths)
     prompts = torch.tensor([prompt_tokens(length) for length in lengths])
     width = int(prompts.max())
@@ -145,9 +152,14 @@ def build_engine(
     layers: Layers,
     recompute: Recompute | None,
 ) -> MegatronEngine:
-    """Of the folder's config.json, with the peer's weights; recompute None: one that only scores. Of the
-    optimizer there is only what a forward and backward pass asks of it: its state would be twelve bytes for
-    each parameter, with which the largest shape would not be on one GPU beside the peer."""
+    """Build an engine from the folder's config.json, with the peer's weights.
+
+    The optimizer only has what a forward and backward pass needs: its state would be twelve bytes per parameter, and the
+    largest shape would not fit on one GPU together with the peer.
+
+    Args:
+        recompute: None builds an engine that only scores.
+    """
     from megarl.engine.engine import MegatronEngine
     from megarl.weights.schedule import Part
     from megarl.weights.shards import Shards, held_slices
@@ -195,8 +207,10 @@ def build_engine(
 
 
 class Result(NamedTuple):
-    """tokens per second and, where the device's peak is known, MFU; None for one whom the device's memory was
-    too small."""
+    """Tokens per second and, if the device's peak is known, MFU.
+
+    They are None for a contestant that did not fit into the device's memory.
+    """
 
     name: str
     ours: float | None
@@ -219,10 +233,12 @@ class Result(NamedTuple):
 
 
 def compare(name: str, ours: Step, peer: Step, settings: Settings) -> tuple[float | None, float | None]:
-    """Seconds of each, the fastest of the repeats; the first calls are not timed. None: the device's memory
-    was too small.
+    """Return the seconds of each contestant, the fastest of the repeats, without the first calls.
 
-    Raises ValueError where the losses differ: then they did not do the same work.
+    They are None if the device's memory was too small.
+
+    Raises:
+        ValueError: The losses differ, so the contestants did not do the same work.
     """
     steps = [ours, peer]
     losses: list[Tensor | float | None] = [None, None]
@@ -244,7 +260,7 @@ def compare(name: str, ours: Step, peer: Step, settings: Settings) -> tuple[floa
     our_loss, peers_loss = losses
     if our_loss is not None and peers_loss is not None:
         difference = abs(float(our_loss) - float(peers_loss))
-        if not difference <= SAME_LOSS[settings.dtype]:  # also where one is not a number
+        if not difference <= SAME_LOSS[settings.dtype]:  # also if one is NaN
             raise ValueError(f"{name}: the contestants disagree on the loss: {our_loss} and {peers_loss}")
 
     fastest = [min(times[1:], default=None) for times in seconds]
@@ -252,7 +268,7 @@ def compare(name: str, ours: Step, peer: Step, settings: Settings) -> tuple[floa
 
 
 class Work:
-    """What both sides have to do of one shape: the same batch, cut in the same way."""
+    """The work of one shape on both sides: the same batch, split in the same way."""
 
     def __init__(self, shape: Shape, architecture: Architecture, settings: Settings) -> None:
         lengths = draw_lengths(settings.tokens, shape.longest)
@@ -263,7 +279,7 @@ class Work:
         self.packed = [pack(self.batch, rows, settings.device) for rows in self.micro_batches]
         rows = [(prompt_tokens(length), length - prompt_tokens(length)) for length in lengths]
 
-        # of forward + backward
+        # forward + backward
         self.tflop_per_token = training_flops(architecture, rows) / settings.tokens / 1e12
         self._num_responses = float(self.batch["response_mask"].sum())
 
@@ -288,8 +304,11 @@ class Work:
 
 
 def contests(shape: Shape, folder: Path, settings: Settings, groups: ParallelGroups) -> Iterator[Result]:
-    """Every kind of layers that is there, each recomputation, and the pass that only scores. folder:
-    empty."""
+    """Run every installed kind of layers, each recomputation, and the scoring pass.
+
+    Args:
+        folder: An empty folder.
+    """
     attention = flash_attention(settings.device, settings.torch_dtype)
     peer = HuggingFace(shape.config(), settings.device, settings.torch_dtype, attention)
     peer.model.config.save_pretrained(folder)
@@ -313,8 +332,10 @@ def contests(shape: Shape, folder: Path, settings: Settings, groups: ParallelGro
 
 
 def results(names: Sequence[str], settings: Settings) -> Iterator[Result]:
-    """Of these shapes, one after the other, in a process that is on the device and has a process group of its
-    own."""
+    """Yield the results of these shapes, one after the other.
+
+    The process uses the device and has its own process group.
+    """
     from megarl.engine import groups as engine_groups
 
     groups = engine_groups.initialize(ParallelConfig(), seed=0)
@@ -327,7 +348,7 @@ def results(names: Sequence[str], settings: Settings) -> Iterator[Result]:
 
 
 def kinds_of_layers(settings: Settings) -> list[Layers]:
-    """Those that can be had here for packed rows."""
+    """Return the kinds of layers that are available here for packed rows."""
     has_both = (
         settings.device.type == "cuda" and settings.dtype is DType.bfloat16 and has_transformer_engine()
     )
@@ -341,7 +362,7 @@ def free(device: torch.device) -> None:
 
 
 def parse(options: Sequence[str] | None) -> tuple[list[str], Settings]:
-    """The names of the shapes, and the settings."""
+    """Return the names of the shapes, and the settings."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -377,12 +398,12 @@ def parse(options: Sequence[str] | None) -> tuple[list[str], Settings]:
 
 
 def main(options: Sequence[str] | None = None) -> int:
-    """Returns 1 where there is no GPU and none was declined."""
+    """Run the benchmark and return 1 if there is no GPU and --device cpu was not given."""
     names, settings = parse(options)
     on_cuda = settings.device.type == "cuda"
 
     if on_cuda and not torch.cuda.is_available():
-        print("torch sees no GPU: with --device cpu there is a rehearsal")
+        print("torch sees no GPU; use --device cpu for a dry run")
         return 1
 
     active = platform.activate(Device(settings.device.type))

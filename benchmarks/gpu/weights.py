@@ -1,19 +1,17 @@
-"""How fast weights go from a trainer process to an engine process on the same GPU, beside a copy of as many
-bytes on it.
+"""Measure the weight sync from a trainer process to an engine process on one GPU, compared with a copy of as many bytes.
 
     python -m benchmarks.gpu.weights [--repeats 5] [--bucket-mb 256]
-    python -m benchmarks.gpu.weights --device cpu    # a rehearsal with few bytes: no limit
+    python -m benchmarks.gpu.weights --device cpu    # a dry run with few bytes and no limit
 
-The weights are 1.03 GB in bfloat16, of the shapes of a Qwen2 model of eight layers; the engine is of the kind
-hf, and the transport is
-`device`: buffers in the GPU's memory, shared by CUDA IPC. Seconds are the trainer's, from the begin of a push
-until the engine has taken everything, the fastest of the repeats; the first push, which has first uses in it,
-does not count. Between two pushes the trainer copies as many bytes from one place of the GPU to another
+The weights are 1.03 GB in bfloat16, with the shapes of a Qwen2 model of eight layers. The engine is of the kind hf,
+and the transport is `device`: IPC buffers in the GPU's memory, shared by CUDA IPC. Seconds are the trainer's, from
+the start of a weight sync until the engine has received everything, the fastest of the repeats; the first one
+includes initialization and does not count. Between two weight syncs the trainer copies as many bytes within the GPU
 (memcpy), and the fastest counts as well.
 
-Through IPC buffers all bytes are copied twice, into them and out of them, and two processes take turns on a
-GPU: the limit of the speed is half of memcpy's. Target: half of that limit, which is the ratio 2 x memcpy's
-seconds / the push's seconds. Below it the exit code is 1.
+IPC buffers copy all bytes twice, in and out, and two processes take turns on a GPU: the limit is half the speed of
+memcpy. The target is half of that limit, as the ratio 2 x memcpy's seconds / the weight sync's seconds. Below it the
+exit code is 1.
 """
 
 from __future__ import annotations
@@ -35,13 +33,18 @@ from megarl.weights.plan import message_bytes
 from tests.mortal_ranks import Place, mortal_ranks
 from tests.shared_device import DTYPE, SharedSpec, TrainerProcess, answer, ask, save_model, serve_engine
 
-TARGET = 0.5  # of what two copies take
+TARGET = 0.5  # of the time of two copies
 COPIES = 2  # into the IPC buffers and out of them
 SIZES = {"cuda": (8, 2048), "cpu": (2, 256)}  # of the model: layers, hidden size
 
 
 class Push(NamedTuple):
-    """packing_s: copying into the IPC buffers; waiting_s: for the engine."""
+    """The times of a weight sync.
+
+    Attributes:
+        packing_s: Copying into the IPC buffers.
+        waiting_s: Waiting for the engine.
+    """
 
     seconds: float
     packing_s: float
@@ -69,7 +72,7 @@ def serve_measured_trainer(spec: SharedSpec, place: Place) -> None:
 
 
 def measure(spec: SharedSpec, repeats: int) -> tuple[Push, float]:
-    """The fastest push, and the seconds of the fastest copy of its bytes."""
+    """Return the fastest weight sync, and the seconds of the fastest copy of its bytes."""
     pushes = []
     copies = []
 
@@ -93,7 +96,7 @@ def measure(spec: SharedSpec, repeats: int) -> tuple[Push, float]:
 
 
 def main(options: Sequence[str] | None = None) -> int:
-    """Returns 1 when the target is missed."""
+    """Run the benchmark and return 1 if the target is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -104,7 +107,7 @@ def main(options: Sequence[str] | None = None) -> int:
     is_cuda = arguments.device == "cuda"
 
     if is_cuda and not torch.cuda.is_available():
-        print("torch sees no GPU: with --device cpu there is a rehearsal")
+        print("torch sees no GPU; use --device cpu for a dry run")
         return 1
 
     device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
@@ -130,7 +133,7 @@ def main(options: Sequence[str] | None = None) -> int:
     )
 
     if not is_cuda:
-        verdict = f"limit {TARGET:g} not enforced: a rehearsal on a CPU"
+        verdict = f"limit {TARGET:g} not enforced: a dry run on a CPU"
     else:
         verdict = f"limit {TARGET:g} {'held' if ratio >= TARGET else 'MISSED'}"
 
