@@ -1,11 +1,13 @@
-"""The proof that engines hold the trainer's weights: a checksum of every tensor that adds up over any cut of
-it, so that shards and engine copies are compared without bringing them together.
+"""Prove that engines hold the trainer's weights with checksums that add up over any partition of a tensor.
+
+Shards and engine copies can therefore be compared without gathering them:
 
     checksum = sum over elements i of bits(x_i) * w(i)  modulo 2**64
 
-`bits` reads an element's bytes as a whole number; w(i) is an odd pseudo-random number of the element's flat
-index in the row-major Hugging Face tensor. A single changed element always changes the sum (an odd factor has
-an inverse); elements that were swapped, moved or lost change it but for a chance of about 2**-31.
+`bits` reads an element's bytes as an integer. w(i) is an odd pseudo-random number that depends on the
+element's flat index in the row-major Hugging Face tensor. Changing a single element always changes the sum,
+because an odd factor has an inverse. Swapped, moved or lost elements change it except with a probability of
+about 2**-31.
 """
 
 from __future__ import annotations
@@ -21,20 +23,28 @@ from megarl.weights.tensors import Manifest, contiguous_blocks, flat_index, row_
 
 MODULUS = 2**64
 _MAX_NAMED = 8
-# At a time: on a CPU a few times 256 KiB of whole numbers, which stay in a core's cache; on a GPU so many
-# that the launches of a dozen kernels are nothing beside their work, in a few times 128 MiB.
+# Elements per block. On a CPU: a few times 256 KiB of integers, which fit in a core's cache. On a GPU: enough
+# that kernel launches are negligible, in a few times 128 MiB.
 BLOCK_ELEMENTS = {"cpu": 2**15, "cuda": 2**24}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_MULTIPLIERS = (-7046029254386353131, -4658895280553007687)  # of SplitMix64, as signed numbers
+_MULTIPLIERS = (-7046029254386353131, -4658895280553007687)  # the SplitMix64 constants as signed integers
 
 
 def checksum(values: torch.Tensor, first: int = 0, strides: Sequence[int] | None = None) -> int:
-    """The part that `values` (any shape and strides, on any device) adds: a number in [0, 2**64).
+    """Return what `values` contributes to the checksum of its tensor, a number in [0, 2**64).
 
-    Its element [i, j, ...] is element first + i * strides[0] + j * strides[1] + ... of the whole tensor;
-    `strides` None: it is a contiguous part. Parts that hold each element of the tensor once add up, modulo
-    2**64, to the checksum of the whole. Memory for 2**15 elements is used, on a GPU for 2**24: up to four
-    times eight bytes each. Raises ValueError for elements of more than four bytes.
+    The contributions of parts that contain each element once add up, modulo 2**64, to the checksum of the
+    whole tensor. The function uses memory for 2**15 elements (2**24 on a GPU), up to four times eight bytes
+    each.
+
+    Args:
+        values: Elements of any shape and strides, on any device.
+        first: The flat index of the first element in the whole tensor.
+        strides: Element [i, j, ...] is element first + i * strides[0] + j * strides[1] + ... of the whole
+            tensor. None: `values` is a contiguous part.
+
+    Raises:
+        ValueError: Elements are larger than four bytes.
     """
     if values.element_size() not in _INTEGERS:
         raise ValueError(
@@ -47,11 +57,11 @@ def checksum(values: torch.Tensor, first: int = 0, strides: Sequence[int] | None
         values = values.view(1)
         strides = (1,)
 
-    # Bits are summed as whole numbers, so that NaN and negative zero count as they are stored.
+    # Bits are summed as integers, so that NaN and negative zero count as stored.
     integers = values.detach().view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
 
-    # Block by block, so that the factors of a large tensor are never all in memory.
+    # Work block by block, so that the factors of a large tensor are never all in memory.
     for _, block in (
         contiguous_blocks(values.shape, BLOCK_ELEMENTS[values.device.type]) if values.numel() else ()
     ):
@@ -72,8 +82,9 @@ def _indices(shape: Sequence[int], first: int, strides: Sequence[int], device: t
 
 
 def _weights(index: torch.Tensor) -> torch.Tensor:
-    """Odd numbers that look random; `index` is overwritten. Whole numbers overflow on purpose, which is what
-    modulo 2**64 means."""
+    """Return odd pseudo-random int64 numbers. `index` is overwritten; integer overflow implements modulo
+    2**64.
+    """
     weights = index.add_(1).mul_(_MULTIPLIERS[0])
     weights.bitwise_xor_(weights >> 29).mul_(_MULTIPLIERS[1])
     weights.bitwise_xor_(weights >> 32)
@@ -83,10 +94,16 @@ def _weights(index: torch.Tensor) -> torch.Tensor:
 def shard_checksums(
     shards: Shards, dtype: torch.dtype, *, dense: bool = True, experts: bool = True
 ) -> dict[str, int]:
-    """Hugging Face name -> what this rank's elements, converted to `dtype`, add to the tensor's checksum.
+    """Return what this rank's elements, converted to `dtype`, contribute to the checksum of each tensor.
 
-    experts, dense: whether experts' tensors, and the others, are among them; other ranks may hold copies of
-    either.
+    Args:
+        shards: The parameters of the rank.
+        dtype: The dtype in which elements are compared.
+        dense: Whether to include tensors other than experts. Other ranks may hold copies of them.
+        experts: Whether to include experts. Other ranks may hold copies of them.
+
+    Returns:
+        Contributions by Hugging Face name.
     """
     sums: dict[str, int] = {}
     for weight in held_weights(shards.architecture, shards.layout, shards.head):
@@ -94,11 +111,11 @@ def shard_checksums(
             continue
         parameter = shards.parameters[weight.megatron_name].detach()
         for piece in pieces(weight, shards.layout):
-            # Elements that several ranks hold must enter the sum once.
+            # Elements that several ranks hold must be counted once.
             if not piece.is_source:
                 continue
             elements = parameter.view(piece.shard_view)[piece.shard.index].to(dtype)
-            # An element's factor follows from its place in the whole tensor, not in the shard.
+            # The factor of an element depends on its position in the whole tensor, not in the shard.
             strides = row_major_strides(piece.hf_view)
             first = flat_index(piece.hf.starts, strides)
             sums[piece.hf_name] = sums.get(piece.hf_name, 0) + checksum(elements, first, strides)
@@ -107,7 +124,7 @@ def shard_checksums(
 
 
 def add_checksums(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Of the whole tensors, from those of all ranks that hold the model once."""
+    """Add the contributions of all ranks of one replica to the checksums of whole tensors."""
     sums: dict[str, int] = {}
     for part in parts:
         for name, value in part.items():
@@ -116,13 +133,17 @@ def add_checksums(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 class WeightMismatchError(RunError):
-    """An engine says other checksums than the trainer; the message names the tensors."""
+    """An engine reports other checksums than the trainer. The message names the tensors."""
 
 
 def compare_checksums(
     manifest: Manifest, trainer: Mapping[str, int], engine: Mapping[str, int], engine_name: str
 ) -> None:
-    """Raises WeightMismatchError that names the tensors that differ, or that one of the two does not have."""
+    """Compare the checksums of the trainer and an engine.
+
+    Raises:
+        WeightMismatchError: Tensors differ, or one side lacks them. The message names them.
+    """
     differing = [name for name in manifest if name not in trainer or trainer[name] != engine.get(name)]
     if differing:
         raise WeightMismatchError(

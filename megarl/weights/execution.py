@@ -1,9 +1,9 @@
-"""The execution of a transfer plan on one rank, round by round: it packs what it sends and collects what it
-gets in a receive buffer.
+"""Execute a transfer plan on one rank, round by round.
 
-While a round travels the one before it is unpacked, so two messages are under way in each direction. A rank
-that waits for long returns to its caller, which thus learns of a death that the communicator of a device
-would not report.
+The rank packs what it sends and collects what it receives in a receive buffer. The previous round is unpacked
+while the current one travels, so two messages are in flight in each direction. A rank that waits for a long
+time returns to its caller, which can then notice the death of a peer that the communicator of a device does
+not report.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.tensors import WeightTransferError
 
-PATIENCE_S = 1.0  # the longest wait for the other side before returning to the caller
+PATIENCE_S = 1.0  # the longest wait for a peer before returning to the caller
 # An engine rank returns to its caller this often, so that the caller notices if it hangs.
 TIME_SLICE_S = 10.0
 
-Regions = Callable[[Part], Iterable[torch.Tensor]]  # views that hold the elements of a part, in their order
+# yields the views that contain the elements of a part, in order
+Regions = Callable[[Part], Iterable[torch.Tensor]]
 
 
 class PeerTransfers:
@@ -40,7 +41,7 @@ class PeerTransfers:
         self.num_rounds = next(iter(self.schedules.values())).num_rounds if self.schedules else 0
 
     def of_round(self, number: int) -> Iterator[tuple[int, TransferSchedule, slice]]:
-        """Yields peer, schedule, and the position of its message in the round."""
+        """Yield each peer, its schedule, and the position of its message in the round."""
         start = 0
         for rank, schedule in self.schedules.items():
             if length := schedule.length(number):
@@ -48,8 +49,12 @@ class PeerTransfers:
                 start += length
 
     def parts(self, number: int, flat: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-        """Yields the parts of a received round with their elements, in the shape of the slice. `flat`
-        contains the round."""
+        """Yield the parts of a received round with their elements, shaped like the slice.
+
+        Args:
+            number: The round.
+            flat: The flat buffer that contains the round.
+        """
         for _, schedule, where in self.of_round(number):
             position = where.start
             for part in schedule.message(number):
@@ -58,17 +63,17 @@ class PeerTransfers:
                 position = stop
 
     def length(self, number: int) -> int:
-        """Returns the number of elements of a round."""
+        """Return the number of elements in a round."""
         return sum(schedule.length(number) for schedule in self.schedules.values())
 
     @property
     def largest(self) -> int:
-        """The number of elements of the largest round."""
+        """The number of elements in the largest round."""
         return max(map(self.length, range(self.num_rounds)), default=0)
 
     @property
     def numel(self) -> int:
-        """The number of elements of all rounds."""
+        """The number of elements in all rounds."""
         return sum(schedule.numel for schedule in self.schedules.values())
 
 
@@ -87,14 +92,14 @@ class ReceiveBuffer(ABC):
 
     @abstractmethod
     def is_free(self, number: int) -> bool:
-        """Whether the buffer of a round may be written. Waits at most PATIENCE_S for the target."""
+        """Return whether the buffer of a round may be written. Waits for the target for at most PATIENCE_S."""
 
     @abstractmethod
     def buffer(self, number: int) -> torch.Tensor:
-        """Returns the flat buffer of a round, which has at least as many elements as the round."""
+        """Return the flat buffer of a round. It has at least as many elements as the round."""
 
     def receives(self, number: int) -> Iterator[Message]:
-        """Yields the messages of all other ranks in a round: where each segment is received."""
+        """Yield the messages that all other ranks send in a round: the peer, and where a segment is received."""
         buffer = self.buffer(number)
         for peer, schedule, where in self.sources.of_round(number):
             start = where.start
@@ -106,26 +111,25 @@ class ReceiveBuffer(ABC):
                 start = stop
 
     def place(self, number: int, part: Part) -> torch.Tensor | None:
-        """Returns the flat memory in which a part may be received directly. None: it is received in the
-        buffer."""
+        """Return the flat memory that a part may be received into directly, None to use the buffer."""
         return None
 
     @abstractmethod
     def deliver(self, number: int) -> None:
-        """Hands a round over, whose messages are all in its buffer."""
+        """Hand a round over to the target once all of its messages are in the buffer."""
 
     def is_taken(self) -> bool:
-        """Whether the target is done with all rounds. Waits at most PATIENCE_S for it."""
+        """Return whether the target has taken all rounds. Waits for it for at most PATIENCE_S."""
         return True
 
 
 class Channel(NamedTuple):
-    """What goes through one p2p group.
+    """One p2p group and what this rank sends and receives through it.
 
     Attributes:
         p2p: The group.
         sends: What this rank sends, by the peers' ranks in the group.
-        receives: Whether messages to the receive buffer come through it.
+        receives: Whether messages to the receive buffer come through this group.
         replica: The engine on the other side. None: the transfer cannot continue without the peers.
     """
 
@@ -136,20 +140,20 @@ class Channel(NamedTuple):
 
 
 class PipelinedTransfer:
-    """Runs this rank's part of a transfer: it packs and sends one round while the round before it travels.
+    """Runs this rank's part of a transfer: packs and sends one round while the previous one travels.
 
     Args:
-        channels: The groups that it uses.
+        channels: The p2p groups to use.
         num_rounds: The number of rounds.
-        buffers: (2, N) elements to pack the rounds into, in turns.
+        buffers: (2, N) pack buffers, used alternately.
         regions: Finds the elements of a part that this rank sends.
-        receive_buffer: Where it receives, if it does.
-        yields_regularly: Whether it returns to the caller every TIME_SLICE_S even if no peer is slow.
+        receive_buffer: The receive buffer, if this rank receives.
+        yields_regularly: Whether to return to the caller every TIME_SLICE_S even if no peer is slow.
 
     Attributes:
-        lost: Replicas that are gone or were dropped, with the reason.
-        packing: The time that it took to copy.
-        waiting_s: The time that it waited for others.
+        lost: The reason for each replica that is gone or was dropped.
+        packing: The time spent copying.
+        waiting_s: The time spent waiting for peers, in seconds.
     """
 
     def __init__(
@@ -175,11 +179,13 @@ class PipelinedTransfer:
         self.waiting_s = 0.0
 
     def run(self, dropped: Collection[int] = ()) -> bool:
-        """Continues the transfer. Returns False after a while without progress of the other side; call it
-        again then.
+        """Continue the transfer until it is complete or has not progressed for a while.
 
         Args:
             dropped: Replicas that are dead.
+
+        Returns:
+            True when the transfer is complete. After False, call the method again.
 
         Raises:
             WeightTransferError: A peer is gone without which the transfer cannot continue.
@@ -189,17 +195,17 @@ class PipelinedTransfer:
         self._deadline_s = time.monotonic() + self._time_slice_s
 
         with torch.no_grad():
-            # The generator yields after a long wait or a time slice; when it ends the transfer is complete.
+            # The generator yields after a long wait or a time slice; when it ends, the transfer is complete.
             for _ in self._steps:
                 return False
 
         return True
 
-    # ---- the work: a generator that yields when it has waited for PATIENCE_S
+    # ---- the work: a generator that yields after waiting for PATIENCE_S
 
     def _work(self) -> Iterator[None]:
         for number in range(self._num_rounds):
-            # Return to the caller from time to time, even if no peer is slow.
+            # Return to the caller regularly, even if no peer is slow.
             if time.monotonic() > self._deadline_s:
                 yield
             # Two pack buffers alternate, so the messages of round n - 2 must have been sent by now.
@@ -210,7 +216,7 @@ class PipelinedTransfer:
             if self._receive_buffer is not None:
                 yield from self._delivery(number - 1)
 
-        # The last two rounds are still under way.
+        # The last two rounds are still in flight.
         yield from self._arrival(self._num_rounds - 2)
         yield from self._delivery(self._num_rounds - 1)
         yield from self._until(self._ask_buffer(lambda receive_buffer: receive_buffer.is_taken()))
@@ -222,7 +228,7 @@ class PipelinedTransfer:
         self.waiting_s += time.perf_counter() - start_s
 
     def _arrival(self, number: int) -> Iterator[None]:
-        """Waits for all messages of a round."""
+        """Wait for all messages of a round."""
         for channel in self._channels:
             yield from self._until(partial(self._has_arrived, channel, number))
 
@@ -246,8 +252,11 @@ class PipelinedTransfer:
             self._ask_buffer(lambda receive_buffer: receive_buffer.deliver(number))()
 
     def _ask_buffer(self, ask: Callable[[ReceiveBuffer], bool | None]) -> Callable[[], bool]:
-        """Asks the receive buffer. The answer is yes if there is none or its target is lost, since the
-        messages of others still arrive."""
+        """Return a function that asks the receive buffer.
+
+        The answer is True if there is no receive buffer or its target is lost, since messages of other ranks
+        still arrive.
+        """
 
         def answer() -> bool:
             receive_buffer = self._receive_buffer
@@ -269,7 +278,7 @@ class PipelinedTransfer:
             raise error
         self.lost[replica] = str(error)
 
-        # Only the messages to and from this replica end; the transfer to the others continues.
+        # Only messages to and from this replica end; the transfer to the others continues.
         for channel in self._channels:
             if channel.replica == replica:
                 channel.p2p.abort()
@@ -284,7 +293,7 @@ class PipelinedTransfer:
         for channel in self._channels:
             if channel.replica is not None and channel.replica in self.lost:
                 continue
-            # All messages of the round are packed one behind the other in its buffer.
+            # All messages of the round are packed consecutively in its buffer.
             sends = []
             for peer, schedule, _ in channel.sends.of_round(number):
                 flat = self._buffers[number % 2][position : position + schedule.length(number)]
@@ -295,14 +304,14 @@ class PipelinedTransfer:
                 if channel.receives and self._receive_buffer is not None
                 else []
             )
-            # Sends and receives start together, so that two ranks cannot wait for each other.
+            # Sends and receives start together to rule out a deadlock between two ranks.
             if sends or receives:
                 try:
                     self._pending[channel, number] = channel.p2p.start(sends, receives, number)
                 except WeightTransferError as error:
                     self._lose(channel.replica, error)
 
-        # What the target gets from this very rank is copied while the messages travel.
+        # Data that the target receives from this same rank is copied while the messages travel.
         if (receive_buffer := self._receive_buffer) is not None and receive_buffer.own is not None:
             for peer, schedule, where in receive_buffer.sources.of_round(number):
                 if peer == receive_buffer.own:
@@ -313,8 +322,9 @@ class PipelinedTransfer:
     def _segments(
         self, schedule: TransferSchedule, number: int, flat: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """Yields a message in segments. Contiguous parts are sent from the model, and the rest is packed into
-        `flat`."""
+        """Yield the segments of a message. Contiguous parts are sent in place; the rest is packed into
+        `flat`.
+        """
         for parts in schedule.segments(number):
             regions = list(self._regions_of(parts))
             if len(regions) == 1 and regions[0].is_contiguous():
@@ -340,10 +350,10 @@ class PipelinedTransfer:
 
 
 def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source to the target of its shape.
+    """Copy each source to the target at the same position.
 
-    Contiguous tensors are copied together, in few kernels: a kernel per tensor takes a GPU less time than
-    the host needs to launch it.
+    Contiguous tensors are copied together in a few kernels: copying one tensor takes a GPU less time than
+    launching the kernel takes the host.
     """
     together = []
     for target, source in zip(targets, sources, strict=True):

@@ -1,5 +1,7 @@
-"""Which trainer rank writes which file of a Hugging Face folder, in which windows, and who sends it what of
-them: a pure plan."""
+"""Plan the export of a Hugging Face folder: which trainer rank writes which file, and what others send to it.
+
+A file is written in windows. The plan is pure.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ from megarl.weights.tensors import ChunkMeta, range_slices
 
 
 class Window(NamedTuple):
-    """Elements that lie back to back in a file, as many as go in one message: whole tensors, and a part of
-    the first and last."""
+    """Consecutive elements of a file that fit in one message: whole tensors, and parts of the first and last
+    one.
+    """
 
     file: FilePlan
     chunks: tuple[ChunkMeta, ...]
@@ -42,7 +45,7 @@ class Window(NamedTuple):
 
     @property
     def slices(self) -> TensorSlices:
-        """What it needs of each tensor."""
+        """The slices of each tensor that the window contains."""
         return {
             name: tuple(range_slices(self.file.manifest[name].shape, offset, offset + numel))
             for name, offset, numel in self.chunks
@@ -50,7 +53,7 @@ class Window(NamedTuple):
 
 
 def windows_of(file: FilePlan, max_numel: int) -> Iterator[Window]:
-    """In the order of the file; all but the last have `max_numel` elements."""
+    """Yield the windows of a file in order. All but the last have `max_numel` elements."""
     chunks: list[ChunkMeta] = []
     room = max_numel
 
@@ -71,9 +74,15 @@ def windows_of(file: FilePlan, max_numel: int) -> Iterator[Window]:
 
 
 class RankExport(NamedTuple):
-    """One rank's part in an export. sends: to other ranks. receives: by the ranks that it comes from, of
-    which this one may be one.
-    windows: of the files that it writes, in their order."""
+    """One rank's share of an export.
+
+    Attributes:
+        sends: What it sends, by other ranks.
+        receives: What it receives, by source rank. It may be a source itself.
+        windows: The windows of the files that it writes, in order.
+        num_rounds: The number of rounds of the export.
+        dtype: The dtype of the messages and the files.
+    """
 
     sends: TransferSchedules
     receives: TransferSchedules
@@ -84,8 +93,14 @@ class RankExport(NamedTuple):
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """`files`: of the folder. `windows`: by the rank that writes them. `transfer`: numbers of ranks on both
-    sides."""
+    """The export of a model.
+
+    Attributes:
+        files: The files of the folder.
+        windows: The windows by the rank that writes them.
+        transfer: What ranks send to each other; sources and targets are ranks.
+        dtype: The dtype of the messages and the files.
+    """
 
     files: tuple[FilePlan, ...]
     windows: Mapping[int, tuple[Window, ...]]
@@ -115,12 +130,23 @@ def plan_export(
     message_bytes: int,
     max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> ExportPlan:
-    """`layouts`, `nodes`: of all ranks, copies included. `message_bytes`: what a rank sends, and receives, in
-    a round at most.
+    """Plan the export of a model.
 
-    Of the ranks of a stage that hold the same the first writes, and these write its files in turns. What a
-    writer holds does not travel; of the rest, ranks that hold the same send the same share. Raises ValueError
-    where `message_bytes` is too few for the number of ranks.
+    Among ranks of a stage with equal shards, the first is a writer. The writers of a stage write its files
+    round-robin. Elements that a writer holds are not sent; for the rest, ranks that hold the same elements
+    send equal shares.
+
+    Args:
+        architecture: The model.
+        layouts: The layouts of all ranks, replicas included.
+        nodes: The node of each rank.
+        dtype: The dtype of the files.
+        head: The head of the model.
+        message_bytes: The maximum number of bytes that a rank sends, and receives, in a round.
+        max_file_bytes: The maximum size of a file.
+
+    Raises:
+        ValueError: `message_bytes` is too small for the number of ranks.
     """
     stages = _writers_of_stages(layouts)
     files = plan_files(architecture, [layouts[ranks[0]] for ranks in stages], dtype, head, max_file_bytes)
@@ -129,13 +155,13 @@ def plan_export(
 
     if max_numel < 1:
         raise ValueError(
-            f"a message of {message_bytes} bytes has no room for a {dtype} element; give a larger "
+            f"a message of {message_bytes} bytes is too small for one {dtype} element; increase "
             f"resharding.bucket_mb"
         )
 
     windows: dict[int, tuple[Window, ...]] = {}
 
-    # The writers of a stage take turns, file by file.
+    # The writers of a stage alternate, file by file.
     for file in files:
         writer = next(turns[file.stage])
         windows[writer] = (*windows.get(writer, ()), *windows_of(file, max_numel))
@@ -145,7 +171,7 @@ def plan_export(
 
 
 def _writers_of_stages(layouts: Sequence[ShardLayout]) -> list[list[int]]:
-    """Of each stage, in the order of the stages, the first of all ranks that hold the same."""
+    """Return the writers of each stage: the first rank of each group of ranks with equal shards."""
     first: dict[ShardLayout, int] = {}
     for rank, layout in enumerate(layouts):
         first.setdefault(layout, rank)
@@ -162,14 +188,14 @@ def _plan_windows(
     nodes: Sequence[str],
     max_numel: int,
 ) -> TransferPlan:
-    """The first windows of all writers, then their second ones, and so on."""
+    """Plan the first windows of all writers, then their second ones, and so on."""
     plans: list[TransferPlan] = []
     loads = [_own_numel(windows.get(rank, ()), slices) for rank, slices in enumerate(held)]
 
-    # nobody is as near to a rank as itself
+    # Each rank is its own nearest source, so every rank gets a separate device name.
     places = [RankLocation(node, f"of rank {rank}") for rank, node in enumerate(nodes)]
 
-    # Each plan has one window of every writer, so that all of them work at the same time.
+    # Each plan contains one window of every writer, so that all of them work at the same time.
     for at_a_time in zip_longest(*windows.values()):
         needed = {
             writer: window for writer, window in zip(windows, at_a_time, strict=True) if window is not None
@@ -187,7 +213,7 @@ def _plan_windows(
             for rank, place in enumerate(places)
         ]
         plans.append(plan_transfer(shapes, sources, targets, max_numel, loads))
-        # What a rank sends now counts against it when the next windows are planned.
+        # What a rank sends now counts as load when the next windows are planned.
         for (source, target), schedule in plans[-1].schedules.items():
             loads[source] += schedule.numel if source != target else 0
 
@@ -195,8 +221,10 @@ def _plan_windows(
 
 
 def _own_numel(windows: Sequence[Window], held: TensorSlices) -> int:
-    """Elements that a writer gives itself. It knows from the start that it will have them to do: others send
-    in its place."""
+    """Return the number of elements that a writer takes from its own shard.
+
+    They count as load from the start, so that other ranks send more.
+    """
     files = {window.file.name: window.file for window in windows}
     return sum(
         tensor_slice.volume

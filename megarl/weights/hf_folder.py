@@ -1,5 +1,8 @@
-"""A model as a Hugging Face folder: which tensors its files have, and what goes beside them, configuration,
-tokenizer, chat templates and a custom model's code; all of it appears at once."""
+"""Write a model as a Hugging Face folder.
+
+The folder contains weight files, the configuration, the tokenizer, chat templates and the code of a custom
+model. It appears atomically.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,22 @@ from megarl.weights.tensors import Manifest, TensorMeta
 
 CONFIG_FILE = "config.json"
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-# the first where none fits
+# The first class is the default.
 _CLASSES: dict[Head, tuple[str, ...]] = {"lm": (LM_CLASS,), "value": (CRITIC_CLASS, REWARD_CLASS)}
 
 
 def copy_companions(
     source: Path, target: Path, dtype: torch.dtype | None = None, head: Head | None = None
 ) -> None:
-    """Copies all but weights. config.json says `dtype` and a class with that `head`; None leaves them as they
-    are."""
-    # The source's index names other weight files, and config.json is written below.
+    """Copy everything except weights.
+
+    Args:
+        source: The folder to copy from.
+        target: The folder to copy to.
+        dtype: The dtype that config.json specifies afterwards. None: unchanged.
+        head: The head of the model class that config.json names afterwards. None: unchanged.
+    """
+    # Skip the source's index, which lists other weight files, and config.json, which is written below.
     for path in sorted({path for pattern in _COPIED for path in source.glob(pattern)}):
         if path.is_file() and not path.name.endswith(".index.json") and path.name != CONFIG_FILE:
             shutil.copyfile(path, target / path.name)
@@ -48,8 +57,10 @@ def copy_companions(
 
 
 def _name_class(config: dict[str, Any], head: Head) -> None:
-    """A critic made from a language model is another class than the folder it came from. A value head has one
-    label."""
+    """Name a model class with the given head.
+
+    A critic made from a language model has another class than its source folder. A value head has one label.
+    """
     if model_class(config) not in _CLASSES[head]:
         config["architectures"] = [FAMILIES[config["model_type"]].class_prefix + _CLASSES[head][0]]
     if head == "value":
@@ -60,14 +71,16 @@ def _name_class(config: dict[str, Any], head: Head) -> None:
 
 
 def model_class(config: dict[str, Any]) -> str:
-    """The part of the class's name that says its head, such as ForCausalLM; empty for another."""
+    """Return the suffix of the class name that identifies the head, such as ForCausalLM; empty if unknown."""
     (name, *_) = config.get("architectures") or [""]
     return next((kind for kinds in _CLASSES.values() for kind in kinds if name.endswith(kind)), "")
 
 
 def has_bias(folder: Path) -> bool:
-    """transformers gives the head of ...ForTokenClassification a bias; a critic has none, and zeros stand for
-    it."""
+    """Return whether transformers expects a bias in the head, as in ...ForTokenClassification.
+
+    A critic has none, so zeros are written.
+    """
     return model_class(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))) == CRITIC_CLASS
 
 
@@ -75,7 +88,7 @@ DEFAULT_FILE_BYTES = 5 * 10**9
 
 
 class FilePlan(NamedTuple):
-    """One file, of tensors of the pipeline stage `stage`. One of the stage's ranks writes it."""
+    """One weight file. It contains tensors of one pipeline stage and is written by one of the stage's ranks."""
 
     name: str
     stage: int
@@ -89,9 +102,14 @@ def plan_files(
     head: Head = "lm",
     max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> tuple[FilePlan, ...]:
-    """Files of at most `max_file_bytes` (a single larger tensor has one of its own).
+    """Assign tensors to files of at most `max_file_bytes`. A larger tensor gets a file of its own.
 
-    `stages`: the layout of a rank of each stage, of which all ranks' experts are meant.
+    Args:
+        architecture: The model.
+        stages: The layout of one rank per pipeline stage. Experts of all ranks of the stage are included.
+        dtype: The dtype of the files.
+        head: The head of the model.
+        max_file_bytes: The maximum size of a file.
     """
     whole = manifest_of(architecture, dtype, head)
     parts: list[tuple[int, dict]] = []
@@ -99,7 +117,7 @@ def plan_files(
     for stage, layout in enumerate(stages):
         # A new stage begins a new file.
         room = 0
-        # The given layout is that of one rank, but the stage holds the experts of all its ranks.
+        # The layout describes one rank, but the stage holds the experts of all its ranks.
         layout = replace(layout, experts=range(architecture.num_experts))
         for tensor in (
             tensor
@@ -118,7 +136,7 @@ def plan_files(
         "stages must hold each tensor once"
     )
 
-    # A single file holds everything, so it has the name that needs no index.
+    # A single file contains everything, and its standard name needs no index.
     if len(parts) == 1:
         return (FilePlan(SINGLE_FILE, *parts[0]),)
     return tuple(
@@ -134,26 +152,35 @@ def save_hf_folder(
     source_folder: str | Path,
     head: Head = "lm",
 ) -> None:
-    """`write_weights` writes `files` into the folder that it is given; configuration, tokenizer and chat
-    template are copied from `source_folder`, and config.json says the dtype of the weights and the class with
-    that `head`.
+    """Write a Hugging Face folder atomically.
 
-    A folder that is there is replaced after the new one is complete. Raises ValueError where `folder` is the
-    source, or exists and is not a Hugging Face folder; what `write_weights` raises, and then leaves `folder`
-    as it was.
+    An existing Hugging Face folder is replaced once the new one is complete. Exceptions of `write_weights`
+    propagate and leave `folder` as it was.
+
+    Args:
+        write_weights: Writes `files` into the folder that it is given.
+        files: The weight files.
+        folder: The folder to write.
+        source_folder: Where the configuration, tokenizer and chat template are copied from. config.json then
+            specifies the dtype of the weights and the class with the given head.
+        head: The head of the model.
+
+    Raises:
+        ValueError: `folder` is the source, or exists and is not a Hugging Face folder.
     """
     folder = Path(folder).absolute()
     source_folder = Path(source_folder).absolute()
 
     if folder.resolve() == source_folder.resolve():
         raise ValueError(
-            f"{folder}: export would overwrite the folder it copies the tokenizer from; give another folder"
+            f"{folder}: the export would overwrite the folder that the tokenizer is copied from; choose "
+            f"another folder"
         )
 
     # Replacing any other folder would delete files that are not a model.
     if folder.exists() and any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file():
         raise ValueError(
-            f"{folder}: exists and is not a Hugging Face folder, so it is not replaced; give another folder"
+            f"{folder}: exists and is not a Hugging Face folder, so it is not replaced; choose another folder"
         )
 
     with whole_folder(folder) as partial:
@@ -167,15 +194,22 @@ def write_hf_folder(
     source_folder: Path,
     head: Head = "lm",
 ) -> None:
-    """As save_hf_folder, into an empty folder that nobody reads before it returns. Raises what
-    `write_weights` raises."""
+    """Write a Hugging Face folder into an empty folder that is not read before this function returns.
+
+    The arguments are those of `save_hf_folder`. Exceptions of `write_weights` propagate.
+    """
     write_weights(folder)
     write_index(folder, [(name, meta, file.name) for file in files for name, meta in file.manifest.items()])
     copy_companions(source_folder, folder, next(iter(files[0].manifest.values())).dtype, head)
 
 
 def write_index(folder: Path, tensors: Sequence[tuple[str, TensorMeta, str]]) -> None:
-    """`tensors`: (name, meta, file). A single file needs none."""
+    """Write the index of the weight files. A single file needs none.
+
+    Args:
+        folder: The folder of the files.
+        tensors: (name, meta, file) of every tensor.
+    """
     if len({file for _, _, file in tensors}) == 1:
         return
     index = {

@@ -1,13 +1,12 @@
-"""IPC buffers: memory of one device that a trainer rank fills and the engine rank on the same device empties,
-a few buffers in turns.
+"""IPC buffers: device memory that a trainer rank fills and the engine rank on the same device reads.
 
-On a CPU it is a memfd: it has no name in any file system, so that it is gone when its process ends, however
-it ends, and the size of /dev/shm does not limit it. On a GPU it is an IPC handle of CUDA, opened by a process
-that sees the device because it works on it. The memory exists from the first round of a transfer until the
-trainer frees it, which it does before others need the device.
+On a CPU the memory is a memfd: it has no name in any file system, disappears with its process, and is not
+limited by the size of /dev/shm. On a GPU it is a CUDA IPC handle, which is opened by a process that sees the
+device because it works on it. The memory exists from the first round of a transfer until the trainer frees
+it, which happens before other models need the device.
 
-A writer and a reader tell each other about each round by a byte through a pipe, which wakes who waits, orders
-memory as a lock does, and breaks when its process is gone.
+Writer and reader signal each round with a byte through a pipe. The pipe wakes the waiting process, orders
+memory accesses like a lock, and breaks when the process at its other end is gone.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from megarl.weights.tensors import WeightTransferError
 
 _NAME = "megarl-ipc-"
 _READ_BYTES = 4096
-# among what torch sends of a CUDA tensor: the name of the counter of its readers; the next is its place there
+# Index of the name of the reader counter in what torch sends for a CUDA tensor; its offset follows.
 _COUNTER = 11
 _NO_COUNTER = b"/megarl-no-counter"
 _HINT = (
-    "trainer and engine must run on one node, in one container and as one user; else set "
+    "trainer and engine must run on one node, in one container and as one user; otherwise set "
     "resharding.transport=folder"
 )
 
@@ -43,11 +42,11 @@ class IPCAddress(NamedTuple):
     Attributes:
         device: The device that holds the memory, by its name in the plan.
         is_cuda: Whether the memory is reached by CUDA IPC; otherwise it is a memory file.
-        handle: Path under /proc of a file that says where the memory of the current transfer is.
+        handle: Path under /proc of a file that contains the location of the current transfer's memory.
         nbytes: Size of all buffers together.
         num_buffers: Number of buffers.
-        reader_pipe: Path under /proc of the pipe that tells the reader.
-        writer_pipe: Path under /proc of the pipe that tells the writer.
+        reader_pipe: Path under /proc of the pipe that signals the reader.
+        writer_pipe: Path under /proc of the pipe that signals the writer.
     """
 
     device: str
@@ -62,8 +61,8 @@ class IPCAddress(NamedTuple):
 class IPCWriter:
     """The trainer's side: `num_buffers` buffers of `buffer_bytes` each.
 
-    Their memory is allocated when a transfer first uses it and stays until `empty`. It may be at another
-    place in the next transfer.
+    The memory is allocated on first use in a transfer and stays until `empty`. It may have another address in
+    the next transfer.
     """
 
     def __init__(self, buffer_bytes: int, num_buffers: int, device: torch.device, device_name: str) -> None:
@@ -74,7 +73,7 @@ class IPCWriter:
 
         (to_reader, self._told), (heard, from_reader) = os.pipe(), os.pipe()
 
-        # The reader opens them again, so that the pipes break when it dies.
+        # Close the other ends here: the reader reopens them, so that the pipes break when it dies.
         for pipe_end in (to_reader, from_reader):
             os.close(pipe_end)
         self._heard = _Ear(heard)
@@ -91,7 +90,7 @@ class IPCWriter:
 
     @property
     def resident_bytes(self) -> int:
-        """The memory that is allocated now."""
+        """The memory that is currently allocated, in bytes."""
         return 0 if self._memory is None else self.nbytes
 
     def buffer(self, number: int, dtype: torch.dtype) -> torch.Tensor:
@@ -100,25 +99,27 @@ class IPCWriter:
         return self._memory.bytes.chunk(self._num_buffers)[number % self._num_buffers].view(dtype)
 
     def _allocate(self) -> _HostMemory | _CudaMemory:
-        """Allocate the memory and write its handle where the reader looks when it is told of the first
-        round."""
+        """Allocate the memory and write its handle to the file that the reader opens in the first round."""
         memory = _CudaMemory(self.nbytes, self._device) if self.address.is_cuda else _HostMemory(self.nbytes)
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, memory.handle.encode(), 0)
         return memory
 
     def is_free(self, number: int, patience_s: float) -> bool:
-        """Whether the reader is done with the earlier content of the buffer. Raises WeightTransferError if it
-        is gone."""
+        """Return whether the reader is done with the earlier contents of the buffer.
+
+        Raises:
+            WeightTransferError: The reader is gone.
+        """
         return self._heard.has_heard(number + 1 - self._num_buffers, patience_s)
 
     def has_written(self) -> None:
         if self.address.is_cuda:
-            torch.cuda.current_stream(self._device).synchronize()  # the reader does not share our stream
+            torch.cuda.current_stream(self._device).synchronize()  # the reader uses another stream
         _tell(self._told)
 
     def is_read(self, num_rounds: int, patience_s: float) -> bool:
-        """Whether the reader is done with all rounds of the transfer; then the next may begin."""
+        """Return whether the reader is done with all rounds of the transfer, so that the next may begin."""
         if not self._heard.has_heard(num_rounds, patience_s):
             return False
         self._heard.forget(num_rounds)
@@ -131,7 +132,7 @@ class IPCWriter:
             self._memory = None
 
     def close(self) -> None:
-        """Free the memory for good, also where it is open elsewhere. A live reader no longer looks at it."""
+        """Free the memory permanently, even if a reader has it open. A live reader no longer uses it."""
         self.empty()
         self._heard.close()
         os.close(self._told)
@@ -139,19 +140,18 @@ class IPCWriter:
 
 
 class IPCReader:
-    """The engine's side. It keeps the trainer's memory open during a transfer only, so that the trainer can
-    free it afterwards.
+    """The engine's side. It opens the trainer's memory only during a transfer, so that the trainer can free
+    it.
 
-    Raises WeightTransferError where the trainer is gone, or has its memory on another device than
-    `device_name`.
+    Raises:
+        WeightTransferError: The trainer is gone, or its memory is not on `device_name`.
     """
 
     def __init__(self, address: IPCAddress, device: torch.device, device_name: str) -> None:
         if address.device != device_name:
             raise WeightTransferError(
-                f"the weights lie on device {address.device}, which an engine rank on {device_name} cannot "
-                f"see; they must come "
-                "from the trainer rank on its own device"
+                f"the weights are on device {address.device}, which an engine rank on {device_name} cannot "
+                f"access; they must come from the trainer rank on its own device"
             )
 
         self._address = address
@@ -159,7 +159,7 @@ class IPCReader:
         self._bytes: torch.Tensor | None = None
 
         try:
-            # A path under /proc leads to some other file if the two processes are in different containers.
+            # If the two processes are in different containers, a path under /proc leads to another file.
             if not _is_memory_file(address.handle):
                 raise WeightTransferError(
                     f"{address.handle} is not the trainer's memory of {address.nbytes} bytes; {_HINT}"
@@ -172,7 +172,7 @@ class IPCReader:
             ) from error
 
     def buffer(self, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the buffer of a round that is written."""
+        """Return the buffer of a round that has been written."""
         if self._bytes is None:
             self._bytes = self._open()
         return self._bytes.chunk(self._address.num_buffers)[number % self._address.num_buffers].view(dtype)
@@ -191,7 +191,11 @@ class IPCReader:
             ) from error
 
     def is_written(self, number: int, patience_s: float) -> bool:
-        """Raises WeightTransferError where the trainer is gone."""
+        """Return whether a round has been written. Waits for at most `patience_s` seconds.
+
+        Raises:
+            WeightTransferError: The trainer is gone.
+        """
         return self._heard.has_heard(number + 1, patience_s)
 
     def has_read(self) -> None:
@@ -200,8 +204,10 @@ class IPCReader:
         _tell(self._told)
 
     def end(self, num_rounds: int) -> None:
-        """After all rounds of a transfer. The trainer may free its memory when the engine has said that it
-        has its weights."""
+        """Finish a transfer after its last round.
+
+        The trainer may free its memory once the engine has reported that it has the weights.
+        """
         self._heard.forget(num_rounds)
         self._bytes = None
 
@@ -212,7 +218,7 @@ class IPCReader:
 
 
 class _HostMemory:
-    """Shared memory without a name in any file system. `handle`: its path under /proc."""
+    """Shared memory without a name in any file system. `handle` is its path under /proc."""
 
     def __init__(self, nbytes: int) -> None:
         self._file = os.memfd_create(_NAME + uuid.uuid4().hex)
@@ -222,26 +228,25 @@ class _HostMemory:
         self.handle = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def free(self) -> None:
-        self._map.madvise(mmap.MADV_REMOVE)  # also where a reader that was lost still has it mapped
+        self._map.madvise(mmap.MADV_REMOVE)  # even if a lost reader still maps it
         self.bytes = torch.empty(0, dtype=torch.uint8)
         os.close(self._file)
 
 
 class _CudaMemory:
-    """Device memory that another process opens by CUDA IPC. `handle`: the encoded IPC handle."""
+    """Device memory that another process opens with CUDA IPC. `handle` is the encoded IPC handle."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.handle = _encode_cuda(self.bytes)
 
     def free(self) -> None:
-        """Return the memory to torch's allocator, from which the offloading of the trainer's state returns it
-        to the device."""
+        """Return the memory to torch's allocator. Offloading the trainer's state returns it to the device."""
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
 class _Ear:
-    """The reading end of a pipe, through which the other side says that it is done with one more round."""
+    """The reading end of a pipe on which the other side signals each round that it has finished."""
 
     def __init__(self, file: int) -> None:
         os.set_blocking(file, False)
@@ -251,11 +256,11 @@ class _Ear:
         self._poll.register(file, select.POLLIN)
 
     def has_heard(self, count: int, patience_s: float) -> bool:
-        """Whether it was said `count` times; False when `patience_s` have passed without a word."""
+        """Return whether `count` signals have arrived; False after `patience_s` seconds without one."""
         while self._count < count:
             if not self._poll.poll(patience_s * 1000):
                 return False
-            # A read without bytes means that the other side has closed its end of the pipe.
+            # Reading no bytes means that the other side has closed its end of the pipe.
             if not (words := os.read(self._file, _READ_BYTES)):
                 raise WeightTransferError(_GONE)
             self._count += len(words)
@@ -288,19 +293,19 @@ def _map(path: str, nbytes: int) -> torch.Tensor:
     with Path(path).open("rb") as file:
         mapped = mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ)
 
-    # The mapping is read-only on purpose, about which torch would warn.
+    # The mapping is read-only on purpose; suppress torch's warning about it.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def _encode_cuda(tensor: torch.Tensor) -> str:
-    """Numbers and bytes as text: what torch would pickle is not opened by anyone here."""
+    """Encode an IPC handle as JSON, so that the reader does not have to unpickle anything."""
     fields: list[Any] = list(reduce_tensor(tensor)[1])
 
-    # torch would keep the memory until its reader counts down, which one that is killed never does. So nobody
-    # counts: we do it here, and the reader is given a counter that is not there, which torch passes over in
-    # silence. Who is there say the pipes.
+    # torch would keep the memory until its reader decrements the counter, which a killed reader never does.
+    # Release the counter here and give the reader the name of a nonexistent one, which torch ignores
+    # silently. The pipes detect whether a process is alive.
     torch.UntypedStorage._release_ipc_counter_cuda(fields[_COUNTER], fields[_COUNTER + 1])
     fields[_COUNTER] = _NO_COUNTER
     numbers = [field.hex() if isinstance(field, bytes) else field for field in fields[7:]]
@@ -320,12 +325,14 @@ def _decode_cuda(memory: str, device: torch.device) -> torch.Tensor:
 
     if own != encoded["gpu"]:
         raise WeightTransferError(
-            f"the weights lie on the GPU {encoded['gpu']}, this engine rank works on {own}: the placement "
-            f"is not the plan's"
+            f"the weights are on GPU {encoded['gpu']}, but this engine rank works on {own}: the placement "
+            f"differs from the plan"
         )
 
     handle, size, offset, requires_grad, counter, counter_offset, event, event_sync = encoded["fields"]
-    index = torch.cuda.current_device() if device.index is None else device.index  # torch wants a number here
+    index = (
+        torch.cuda.current_device() if device.index is None else device.index
+    )  # torch requires an index here
     return rebuild_cuda_tensor(
         torch.Tensor,
         (size,),

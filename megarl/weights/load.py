@@ -1,4 +1,4 @@
-"""Streams a Hugging Face folder into the Megatron shards of one rank; only what the rank holds is read."""
+"""Load a Hugging Face folder into the Megatron shards of one rank. Only what the rank holds is read."""
 
 from __future__ import annotations
 
@@ -44,16 +44,25 @@ def load_into_shards(
     head: Head = "lm",
     value_head: ValueHead = "stored",
 ) -> None:
-    """Fills every element of `parameters` (Megatron name with global layer number -> contiguous tensor) from
-    `folder`.
+    """Fill every element of `parameters` from `folder`.
 
-    Values are cast to the parameter's dtype; the padded vocabulary rows become zero. Beside the parameters,
-    memory for one piece of one tensor is used. A critic (`head="value"`) made from a language model has
-    `value_head="initial"`: `output_layer.weight` keeps what the caller put there, and the folder's own head
-    is not read. Raises WeightTransferError that names file and tensor where folder and architecture disagree,
-    and where `parameters` are not exactly those of the layout.
+    Values are cast to the dtype of the parameter; padded vocabulary rows become zero. Extra memory is needed
+    for one piece of one tensor.
+
+    Args:
+        folder: The Hugging Face folder.
+        architecture: The model.
+        layout: What the rank holds.
+        parameters: Contiguous tensors by Megatron name (global layer number).
+        head: The head of the model.
+        value_head: "initial" for a critic made from a language model: `output_layer.weight` keeps the
+            caller's values, and the head in the folder is not read.
+
+    Raises:
+        WeightTransferError: The folder and the architecture disagree, or `parameters` do not match the
+            layout. The message names the file and the tensor.
     """
-    # All names, shapes and values are checked before the first parameter is changed.
+    # Check all names, shapes and values before the first parameter is changed.
     index = read_checkpoint_index(folder)
     _check_names(index, architecture, head, value_head)
     _check_values(index, architecture, head, value_head)
@@ -67,8 +76,11 @@ def load_into_shards(
 
 
 def value_head_of(index: CheckpointIndex, head: Head, trains: bool) -> ValueHead:
-    """A critic made from a language model has no head in its folder: it starts at V = 0 everywhere. A frozen
-    one would stay there: it must have a head."""
+    """Return whether the value head is read from the folder or starts at V = 0.
+
+    The folder of a critic made from a language model has no head. A model that is not trained must have one,
+    because it would remain zero.
+    """
     made_up = head == "value" and trains
     return "stored" if not made_up or VALUE_HEAD_TENSOR in index.tensors else "initial"
 
@@ -76,11 +88,11 @@ def value_head_of(index: CheckpointIndex, head: Head, trains: bool) -> ValueHead
 def check_headers(
     folder: str | Path, architecture: Architecture, head: Head, trains: bool
 ) -> CheckpointIndex:
-    """What the headers of a folder's files say of its tensors, which is what `load_into_shards` needs. Reads
-    no values.
+    """Check what the headers of a folder's files reveal about its tensors. No values are read.
 
-    Raises WeightTransferError that names file and tensor where folder and architecture disagree, and for
-    damaged files.
+    Raises:
+        WeightTransferError: The folder and the architecture disagree, or a file is damaged. The message names
+            the file and the tensor.
     """
     index = read_checkpoint_index(folder)
     _check_names(index, architecture, head, value_head_of(index, head, trains))
@@ -92,7 +104,7 @@ def _check_names(
 ) -> None:
     manifest = dict(manifest_of(architecture, torch.float32, head))
 
-    # The caller initialises a new value head, whatever the folder has stored.
+    # The caller initializes a new value head, whatever the folder contains.
     skips_head = head == "value" and value_head == "initial"
     if skips_head:
         del manifest[VALUE_HEAD_TENSOR]
@@ -115,20 +127,26 @@ def _check_values(
 
 
 def check_parameters(parameters: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises WeightTransferError that names what is missing, too many, or of another shape."""
+    """Check that the parameters are exactly the expected ones, with the expected shapes.
+
+    Raises:
+        WeightTransferError: Parameters are missing, unexpected, or of another shape. The message names them.
+    """
     faults = [f"{name} is missing" for name in expected if name not in parameters]
-    faults += [f"{name} is not held in this layout" for name in parameters if name not in expected]
+    faults += [f"{name} is not part of this layout" for name in parameters if name not in expected]
     faults += [
-        f"{name} has shape {tuple(parameters[name].shape)}, the layout makes it {shape}"
+        f"{name} has shape {tuple(parameters[name].shape)}, but the layout implies {shape}"
         for name, shape in expected.items()
         if name in parameters and parameters[name].shape != shape
     ]
     if faults:
-        raise WeightTransferError(f"{len(faults)} parameters do not fit the layout: " + "; ".join(faults[:8]))
+        raise WeightTransferError(
+            f"{len(faults)} parameters do not match the layout: " + "; ".join(faults[:8])
+        )
 
 
 def _fill(parameter: torch.Tensor, weight: Weight, layout: ShardLayout, reader: _Reader) -> None:
-    """Fills one parameter and proves that no element kept its initial value."""
+    """Fill one parameter and prove that no element keeps its initial value."""
     view = shard_view(weight, layout)
     shard = parameter.detach().view(view)
     filled = []
@@ -137,7 +155,7 @@ def _fill(parameter: torch.Tensor, weight: Weight, layout: ShardLayout, reader: 
         shard[piece.shard.index].copy_(reader.read(piece))
         filled.append(piece.shard)
 
-    # Rows that belong to no token are zero, whatever the parameter held before.
+    # Padding rows are zero, whatever the parameter contained before.
     if (blank := padding(weight, layout)) is not None:
         shard[blank.index].zero_()
         filled.append(blank)
@@ -147,7 +165,7 @@ def _fill(parameter: torch.Tensor, weight: Weight, layout: ShardLayout, reader: 
 
 
 class _Reader(ExitStack):
-    """Keeps the files open that pieces are read from."""
+    """Reads pieces and keeps the files open."""
 
     def __init__(self, index: CheckpointIndex) -> None:
         super().__init__()
@@ -155,14 +173,14 @@ class _Reader(ExitStack):
         self._opened: dict[Path, Any] = {}
 
     def read(self, piece: Piece) -> torch.Tensor:
-        """The piece's elements, in the shape of `piece.hf`."""
+        """Return the elements of the piece, in the shape of `piece.hf`."""
         stored = self._index.tensors[piece.hf_name]
         try:
             if stored.file not in self._opened:
                 self._opened[stored.file] = self.enter_context(safe_open(stored.file, framework="pt"))
             slices = _stored_slices(piece, stored.shape)
             name = piece.hf_name
-            # The tensor is part of a fused one: shift the slice to its expert and its first row.
+            # The tensor is part of a fused one: shift the slice to the expert and its first row.
             if stored.fused is not None:
                 name = stored.fused.name
                 (expert, row) = stored.fused.start
@@ -179,8 +197,9 @@ class _Reader(ExitStack):
 
 
 def _stored_slices(piece: Piece, stored_shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The piece in the coordinates of the tensor as it is stored, whose first dimension the view may have
-    split."""
+    """Return the piece in the coordinates of the stored tensor, whose first dimension the view may have
+    split.
+    """
     num_split = len(piece.hf_view) - len(stored_shape) + 1
     starts = piece.hf.starts[:num_split]
     stops = piece.hf.stops[:num_split]

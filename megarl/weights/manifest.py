@@ -1,5 +1,4 @@
-"""What a model's tensors are, by its architecture, and what a folder has stored: compared before anything is
-loaded."""
+"""Compare the tensors that an architecture defines with those stored in a folder, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -27,14 +26,21 @@ from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _LFS = b"version https://git-lfs"
-_COMPARED_ROWS = 4096  # of the two matrices that a tied model may have stored, held in memory at a time
+# rows of each matrix in memory at a time, when a tied output layer is compared with the embedding
+_COMPARED_ROWS = 4096
 
 _FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class FusedSlice(NamedTuple):
-    """shape: of the tensor `name` of the file. start: (expert, row)."""
+    """The part of a fused tensor that one expert's weight occupies.
+
+    Attributes:
+        name: The name of the fused tensor in the file.
+        shape: The shape of the fused tensor.
+        start: (expert, row) of the first element.
+    """
 
     name: str
     shape: tuple[int, int, int]
@@ -43,10 +49,13 @@ class FusedSlice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInFile:
-    """A tensor in a safetensors file, not loaded. `dtype` is the format's own name, such as BF16.
+    """The metadata of a tensor in a safetensors file. The values are not loaded.
 
-    fused: where one tensor of the file holds those of all experts of a layer, which one, and the index in it
-    at which this one begins.
+    Attributes:
+        file: The file that contains the tensor.
+        shape: The shape of the tensor.
+        dtype: The dtype as the format names it, such as BF16.
+        fused: Where the tensor lies, if the file stores the experts of a layer fused in one tensor.
     """
 
     file: Path
@@ -62,9 +71,10 @@ class CheckpointIndex:
 
 
 def manifest_of(architecture: Architecture, dtype: torch.dtype, head: Head = "lm") -> Manifest:
-    """Every Hugging Face tensor of the model once: a tied output layer is not one of them.
+    """Return every Hugging Face tensor of the model once. A tied output layer is not included.
 
-    Raises ValueError for a family without a table.
+    Raises:
+        ValueError: The model family has no tensor table.
     """
     weights = weights_of(architecture, head)
     return {
@@ -76,11 +86,13 @@ def manifest_of(architecture: Architecture, dtype: torch.dtype, head: Head = "lm
 
 
 def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
-    """Reads the headers of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
-    Experts that lie fused in them are there each by itself.
+    """Read the headers of `model.safetensors`, or of the files listed in `model.safetensors.index.json`.
 
-    Raises WeightTransferError that names the file (and tensor) for: no weights, a file that is missing,
-    truncated or corrupt, an index that disagrees with its files.
+    Experts that are stored fused are listed as separate tensors.
+
+    Raises:
+        WeightTransferError: There are no weights, a file is missing, truncated or corrupt, or the index
+            disagrees with its files. The message names the file and the tensor.
     """
     folder = Path(folder)
     index_path = folder / INDEX_FILE
@@ -96,8 +108,7 @@ def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
         )
 
     raise WeightTransferError(
-        f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; weights in another format must first be saved as "
-        f"safetensors "
+        f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; convert weights in another format to safetensors "
         "(transformers: model.save_pretrained)"
     )
 
@@ -112,41 +123,46 @@ def _read_sharded(folder: Path, index_path: Path) -> dict[str, TensorInFile]:
 
     if not isinstance(file_of, dict):
         raise WeightTransferError(
-            f"{index_path}: not a safetensors index with a weight_map: that is {file_of!r}"
+            f"{index_path}: not a safetensors index with a weight_map: weight_map is {file_of!r}"
         )
 
     tensors: dict[str, TensorInFile] = {}
 
-    # Refuse paths that lead out of the folder before any file is opened.
+    # Refuse paths outside the folder before any file is opened.
     for name, file in file_of.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise WeightTransferError(
-                f"{index_path}: places {name} in {file!r}, but only a file of this folder can be named"
+                f"{index_path}: maps {name} to {file!r}; only files in this folder are allowed"
             )
 
     for name, file in file_of.items():
         if not (folder / file).is_file():
-            raise WeightTransferError(f"{folder / file}: file is missing; it holds {name}")
+            raise WeightTransferError(f"{folder / file}: file is missing; it should contain {name}")
 
-    # Headers and index must agree: neither may have a tensor that the other lacks.
+    # Headers and index must agree: neither may list a tensor that the other lacks.
     for file in sorted(set(file_of.values())):
         for name, stored in _read_header(folder / file).items():
             if file_of.get(name) != file:
                 raise WeightTransferError(
-                    f"{folder / file}: holds {name!r}, which {INDEX_FILE} places in {file_of.get(name)!r}"
+                    f"{folder / file}: contains {name!r}, which {INDEX_FILE} maps to {file_of.get(name)!r}"
                 )
             tensors[name] = stored
 
     for name, file in file_of.items():
         if name not in tensors:
-            raise WeightTransferError(f"{folder / file}: lacks {name!r}, which {INDEX_FILE} places there")
+            raise WeightTransferError(
+                f"{folder / file}: does not contain {name!r}, which {INDEX_FILE} maps to it"
+            )
 
     return tensors
 
 
 def _with_separate_experts(tensors: dict[str, TensorInFile]) -> dict[str, TensorInFile]:
-    """transformers v5 has a layer's experts in two tensors in memory, `gate_up_proj` (E, 2M, H) and
-    `down_proj` (E, H, M); what writes its memory as it is leaves them so."""
+    """List the experts of fused tensors as separate tensors.
+
+    transformers v5 keeps the E experts of a layer fused in two tensors in memory, `gate_up_proj` (E, 2M, H)
+    and `down_proj` (E, H, M). Programs that save this state without conversion write fused files.
+    """
     separate: dict[str, TensorInFile] = {}
     for name, stored in tensors.items():
         prefix, found, what = name.rpartition(".mlp.experts.")
@@ -154,7 +170,7 @@ def _with_separate_experts(tensors: dict[str, TensorInFile]) -> dict[str, Tensor
         if not found or not parts or len(stored.shape) != 3 or stored.shape[1] % len(parts):
             separate[name] = stored
             continue
-        # Each expert gets an entry of its own, as if the file held it by itself.
+        # Each expert gets an entry of its own, as if the file stored it separately.
         num_experts, rows, columns = stored.shape
         each = rows // len(parts)
         for expert in range(num_experts):
@@ -168,11 +184,11 @@ def _with_separate_experts(tensors: dict[str, TensorInFile]) -> dict[str, Tensor
 
 def _read_header(path: Path) -> dict[str, TensorInFile]:
     try:
-        # what the library says of a file that it may not read does not name the reason
+        # Open the file first: the error of safetensors for an unreadable file does not contain the reason.
         with path.open("rb") as opened:
             if opened.read(len(_LFS)) == _LFS:
                 raise WeightTransferError(
-                    f"{path}: is a pointer of Git LFS and not the weights; run `git lfs pull`"
+                    f"{path}: is a Git LFS pointer, not the weights; run `git lfs pull`"
                 )
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
@@ -190,31 +206,36 @@ def _read_header(path: Path) -> dict[str, TensorInFile]:
 
 
 def _cut_off(path: Path) -> str:
-    """Of a file that ends too early: the first tensor that is not whole, in words."""
+    """Describe the first incomplete tensor of a truncated file. Empty if the header itself is damaged."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         encoded = file.read(min(length, path.stat().st_size))
 
     try:
-        # Byte ranges in the header count from its end, and eight bytes before it give its length.
+        # Offsets in the header count from its end; the eight bytes before the header give its length.
         ends = {
             name: 8 + length + entry["data_offsets"][1]
             for name, entry in json.loads(encoded).items()
             if name != "__metadata__"
         }
         lost = [name for name, end in ends.items() if end > path.stat().st_size]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # the header itself is damaged
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # damaged header
         return ""
 
     first = min(lost, key=lambda name: ends[name], default=None)
-    return "" if first is None else f"; {first} is not all there ({len(lost)} of {len(ends)} tensors are not)"
+    return "" if first is None else f"; {first} is incomplete ({len(lost)} of {len(ends)} tensors are)"
 
 
 def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable[[str], bool]) -> None:
-    """Compares names, shapes and the kind of number; `is_ignored(name)` lists the extras that may lie there
-    unused.
+    """Compare the stored names, shapes and dtypes with the manifest.
 
-    Raises WeightTransferError that names the file and every tensor at fault (up to eight).
+    Args:
+        index: The stored tensors.
+        manifest: The tensors of the architecture.
+        is_ignored: Returns whether a tensor that is not in the manifest may be stored anyway.
+
+    Raises:
+        WeightTransferError: They disagree. The message names the file and up to eight tensors.
     """
     faults = []
     for name, meta in manifest.items():
@@ -223,7 +244,7 @@ def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable
             faults.append(f"{name} is missing" + _hint_for_missing(name))
         elif stored.shape != meta.shape:
             faults.append(
-                f"{name} in {stored.file.name} has shape {stored.shape}, config.json makes it {meta.shape}"
+                f"{name} in {stored.file.name} has shape {stored.shape}, but config.json implies {meta.shape}"
             )
         elif stored.dtype not in TORCH_DTYPES:
             faults.append(
@@ -231,23 +252,23 @@ def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable
                 f"{', '.join(TORCH_DTYPES)}"
             )
 
-    # A tensor that no parameter takes is a sign of another architecture.
+    # A tensor that no parameter uses is a sign of another architecture.
     for name, stored in index.tensors.items():
         if name not in manifest and not is_ignored(name):
             faults.append(f"{name} in {stored.file.name} is not a tensor of this architecture")
 
     if faults:
         raise WeightTransferError(
-            f"{index.folder}: {len(faults)} tensors do not fit config.json: " + "; ".join(faults[:8])
+            f"{index.folder}: {len(faults)} tensors do not match config.json: " + "; ".join(faults[:8])
         )
 
 
 def _hint_for_missing(name: str) -> str:
     if name == LM_HEAD_TENSOR:
-        return " (stored without an output layer: is tie_word_embeddings true for this model?)"
+        return " (no output layer is stored: should tie_word_embeddings be true for this model?)"
     if name == VALUE_HEAD_TENSOR:
         return (
-            " (a language model has no value head: it can start a critic, but does not score as a reward "
+            " (a language model has no value head: it can initialize a critic, but not serve as a reward "
             "model)"
         )
 
@@ -255,9 +276,11 @@ def _hint_for_missing(name: str) -> str:
 
 
 def is_harmless_extra(name: str, architecture: Architecture, head: Head) -> bool:
-    """Extras that real folders hold: rotary tables (computed, not learnt), and the output layer of a tied
-    model (compared by `check_tied_head`) or of a language model of which a critic is made, a value head's
-    bias (`check_value_bias`)."""
+    """Return whether a tensor outside the manifest may be stored without being used.
+
+    These are rotary tables (computed, not learned), the output layer of a tied model (see `check_tied_head`)
+    or of a language model that a critic is made from, and the bias of a value head (see `check_value_bias`).
+    """
     if name == LM_HEAD_TENSOR:
         return head == "value" or architecture.tie_word_embeddings
     if name == VALUE_BIAS_TENSOR:
@@ -266,9 +289,12 @@ def is_harmless_extra(name: str, architecture: Architecture, head: Head) -> bool
 
 
 def check_tied_head(index: CheckpointIndex) -> None:
-    """For a tied model: a stored output layer must equal the embedding, else the config is wrong about tying.
+    """Check that the output layer stored with a tied model equals the embedding.
 
-    Raises WeightTransferError that names the files. Holds two blocks of rows in memory.
+    If they differ, config.json is wrong about tying. Two blocks of rows are in memory at a time.
+
+    Raises:
+        WeightTransferError: They differ; the message names the file.
     """
     head = index.tensors.get(LM_HEAD_TENSOR)
     embedding = index.tensors[EMBEDDING_TENSOR]
@@ -276,7 +302,7 @@ def check_tied_head(index: CheckpointIndex) -> None:
         return
     equal = head.shape == embedding.shape and head.dtype == embedding.dtype
 
-    # Compare blocks of rows, so that neither matrix has to be in memory as a whole.
+    # Compare blocks of rows, so that neither matrix has to fit in memory.
     if equal:
         with (
             safe_open(head.file, framework="pt") as head_file,
@@ -294,13 +320,16 @@ def check_tied_head(index: CheckpointIndex) -> None:
     if not equal:
         raise WeightTransferError(
             f"{head.file}: {LM_HEAD_TENSOR} differs from {EMBEDDING_TENSOR}, but config.json has "
-            f"tie_word_embeddings=true; "
-            "set it to false, or remove the tensor"
+            f"tie_word_embeddings=true; set it to false, or remove the tensor"
         )
 
 
 def check_value_bias(index: CheckpointIndex) -> None:
-    """A value head here has no bias. Raises WeightTransferError where the folder has one that is not zero."""
+    """Check that a stored value-head bias is zero, because value heads have no bias in megarl.
+
+    Raises:
+        WeightTransferError: The folder contains a nonzero bias.
+    """
     stored = index.tensors.get(VALUE_BIAS_TENSOR)
     if stored is None:
         return

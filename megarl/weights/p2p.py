@@ -1,9 +1,8 @@
-"""Point-to-point messages among the ranks of one group: the trainers among themselves, or trainers and the
-ranks of one engine.
+"""Send point-to-point messages within a group: among trainers, or between trainers and one engine's ranks.
 
-The backends themselves are used, which need no default group as `dist.new_group` does. NCCL and gloo differ
-here and nowhere else: what NCCL has under way can be asked about, its `wait` never raises and only `abort`
-ends it; of gloo's messages only a blocking `wait` knows anything, so that a thread does the waiting.
+The backends are used directly, because `dist.new_group` would need a default process group. All differences
+between NCCL and gloo are in this file. NCCL's pending work can be polled, its `wait` never raises, and only
+`abort` ends it. Gloo's messages can only be waited for with a blocking call, so a thread does the waiting.
 """
 
 from __future__ import annotations
@@ -24,18 +23,27 @@ import torch.distributed as dist
 
 from megarl.weights.tensors import WeightTransferError
 
-# 0: none; 3, torch's default: the watchdog ends the process
+# 0: no error handling; 3, torch's default: the watchdog ends the process
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _MEETING_LIMIT = timedelta(seconds=120)
-_POLL_S = 50e-6  # of what is under way on a device, at first
+_POLL_S = 50e-6  # the first polling interval for messages in flight on a device
 _LONGEST_POLL_S = 2e-3
 
-Message = tuple[int, torch.Tensor]  # the other rank; what is sent, or where it comes to lie: contiguous
+# the peer's rank, and a contiguous tensor: what is sent, or where it is received
+Message = tuple[int, torch.Tensor]
 
 
 class P2PAddress(NamedTuple):
-    """Where a group meets: rank 0 listens at `host`, `port`. `backend`: a key of BACKENDS. `time_limit_s`:
-    for all to come, and for each message."""
+    """Where the ranks of a group meet.
+
+    Attributes:
+        name: The name of the group in error messages.
+        host: The address at which rank 0 listens.
+        port: The port at which rank 0 listens.
+        world_size: The number of ranks.
+        backend: A key of BACKENDS.
+        time_limit_s: The time limit for all ranks to join, and for each message, in seconds.
+    """
 
     name: str
     host: str
@@ -46,17 +54,22 @@ class P2PAddress(NamedTuple):
 
 
 class PendingMessages(ABC):
-    """Messages that are under way."""
+    """Messages in flight."""
 
     @abstractmethod
     def is_done(self, patience_s: float) -> bool:
-        """Whether all have arrived, after at most `patience_s`. Raises WeightTransferError where a peer is
-        gone."""
+        """Return whether all messages have arrived. Waits for at most `patience_s` seconds.
+
+        Raises:
+            WeightTransferError: A peer is gone.
+        """
 
 
 class P2PGroup:
-    """One rank's place in a group, with its communicator made. `close` it where all that was sent has
-    arrived, `abort` it otherwise."""
+    """A group as seen by one rank, with its communicator already created.
+
+    Call `close` if everything that was sent has arrived, and `abort` otherwise.
+    """
 
     def __init__(self, backend: Any, device: torch.device, name: str) -> None:
         self._backend: Any = backend
@@ -68,9 +81,17 @@ class P2PGroup:
     def join(
         cls, address: P2PAddress, rank: int, device: torch.device, listener: socket.socket | None = None
     ) -> P2PGroup:
-        """Returns when all ranks are there. `listener`: of rank 0, the reserved port.
+        """Join the group and return when all ranks have joined.
 
-        Raises WeightTransferError when they are not within two minutes, or `address.time_limit_s`.
+        Args:
+            address: Where the group meets.
+            rank: This rank's number in the group.
+            device: The device of the messages.
+            listener: The socket of the reserved port, on rank 0.
+
+        Raises:
+            WeightTransferError: Not all ranks joined within two minutes, or within `address.time_limit_s` if
+                that is shorter.
         """
         limit = timedelta(seconds=address.time_limit_s)
         try:
@@ -82,8 +103,8 @@ class P2PGroup:
                 wait_for_workers=False,
                 master_listen_fd=None if listener is None else listener.detach(),
             )
-            # Those who make a communicator wait for each other without a limit, or with one that nobody else
-            # sees: first all are here.
+            # Wait for all ranks first. While a communicator is created, ranks wait for each other without a
+            # limit, or with one that cannot be configured here.
             store.set(f"here/{rank}", "")
             store.wait([f"here/{each}" for each in range(address.world_size)], min(limit, _MEETING_LIMIT))
             with _without_watchdog():
@@ -91,18 +112,17 @@ class P2PGroup:
                     store, rank, address.world_size, limit, address.host, address.port
                 )
             backend.eager_connect_single_device(device)
-        except RuntimeError as error:  # all that torch.distributed raises derives from it
+        except RuntimeError as error:  # the base class of torch.distributed's exceptions
             raise WeightTransferError(f"{address}: rank {rank} could not join: {error}") from error
 
         return cls(backend, device, address.name)
 
     @classmethod
     def of_default_group(cls, device: torch.device) -> P2PGroup:
-        """Return the p2p group of all ranks of the default process group, by their ranks there. It must not
-        be closed.
+        """Return the p2p group of all ranks of the default process group. It must not be closed.
 
-        All ranks have to call it: NCCL creates the communicator here unless a collective has already done so.
-        Created by the first messages, it would wait for ranks that have none to exchange.
+        All ranks have to call this method: NCCL creates the communicator here unless a collective has already
+        done so. If the first messages created it, it would wait for ranks that have none to exchange.
         """
         backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
         if not isinstance(backend, dist.ProcessGroupGloo) and not backend._is_initialized():
@@ -110,15 +130,17 @@ class P2PGroup:
         return cls(backend, device, "trainers")
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> PendingMessages:
-        """All at once. The tensors are not to be touched before they have arrived. Messages with one `tag`
-        meet."""
+        """Start all sends and receives at once. Messages are matched by `tag`.
+
+        The tensors must not be used before the messages have arrived.
+        """
         try:
             if self._waiter is not None:
-                # With gloo each message is an operation of its own, for which a thread waits.
+                # In gloo, each message is a separate operation, which a thread waits for.
                 works = [self._backend.recv([tensor], peer, tag) for peer, tensor in receives]
                 works += [self._backend.send([tensor], peer, tag) for peer, tensor in sends]
                 return _Waited(self, works, self._waiter)
-            self._backend._start_coalescing()  # of a bare backend: a process group's would want the device
+            self._backend._start_coalescing()  # the backend's own method needs no device
             for peer, tensor in receives:
                 self._backend.recv([tensor], peer, tag)
             for peer, tensor in sends:
@@ -134,7 +156,7 @@ class P2PGroup:
         self._end(lambda backend: backend.shutdown())
 
     def abort(self) -> None:
-        """Whatever is under way."""
+        """End all messages in flight."""
         self._end(lambda backend: backend.abort())
 
     def _end(self, end: Callable[[Any], None]) -> None:
@@ -158,7 +180,7 @@ class _Polled(PendingMessages):
             if time.monotonic() >= deadline_s:
                 return False
             time.sleep(nap_s)
-            # Poll often at first, for the sake of small messages, and less often later.
+            # Poll often at first for small messages, then less often.
             nap_s = min(2 * nap_s, _LONGEST_POLL_S)
 
         if (failure := self._work.exception()) is not None:
@@ -186,8 +208,11 @@ class _Outcome:
 
 
 class _Waiter:
-    """A thread that waits for gloo's messages in their order. Where a peer hangs it waits until that process
-    is gone, and with it stays what was to be sent: nobody waits for the thread."""
+    """A thread that waits for gloo's messages in order.
+
+    If a peer hangs, the thread waits until that process is gone, and keeps the message buffers alive until
+    then. No other thread waits for it.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Sequence[dist.Work], _Outcome] | None] = queue.SimpleQueue()
@@ -211,12 +236,15 @@ class _Waiter:
             except RuntimeError as error:
                 outcome.failure = error
             outcome.has_ended.set()
-            del item, works, work, outcome  # the tensors of the last message are not kept until the next
+            del item, works, work, outcome  # do not keep tensors alive until the next message
 
 
 def reserve_port(host: str) -> socket.socket:
-    """A listening socket on a free port of `host`, an address of this node: no one else can take the port,
-    and nobody beyond that address can reach it. To be given to `P2PGroup.join`, which owns it then."""
+    """Return a listening socket on a free port of `host`, an address of this node.
+
+    No other process can take the port, and only peers that can reach that address can connect. Pass the
+    socket to `P2PGroup.join`, which takes ownership.
+    """
     listener = socket.socket()
     listener.bind((host, 0))
     listener.listen()
@@ -227,7 +255,7 @@ def _gloo(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, 
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
 
-    # gloo would otherwise choose the interface by the host name, which may not lead to the peers.
+    # By default gloo chooses the interface by the host name, which may not lead to the peers.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address_towards(host, port))]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
@@ -240,11 +268,10 @@ def _nccl(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, 
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Groups of NCCL that are constructed in this block leave errors and timeouts of their operations to the
-    caller.
+    """Make NCCL groups that are created in this block report errors and timeouts to the caller.
 
-    By default the watchdog thread of such a group ends the process when a peer dies or an operation exceeds
-    its time limit. In a group of trainers and engines that would let the death of one engine end all its
+    By default, the watchdog thread of a group ends the process when a peer dies or an operation exceeds its
+    time limit. In a group of trainers and engines, the death of one engine would then end all of its
     trainers. ProcessGroupNCCL reads the variable in its constructor only.
     """
     before = os.environ.get(ASYNC_ERROR_HANDLING)
@@ -259,12 +286,12 @@ def _without_watchdog() -> Iterator[None]:
             os.environ[ASYNC_ERROR_HANDLING] = before
 
 
-# Name -> makes a bare backend from (store, rank, size, time limit, host and port of the meeting).
+# Name -> function that creates a bare backend from (store, rank, size, time limit, host and port of rank 0).
 BACKENDS: dict[str, Callable[..., Any]] = {"gloo": _gloo, "nccl": _nccl}
 
 
 def _own_address_towards(host: str, port: int) -> str:
-    """Of the interface that leads to `host`; a UDP socket that is connected sends nothing."""
+    """Return the address of the interface that leads to `host`. Connecting a UDP socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return probe.getsockname()[0]

@@ -1,11 +1,11 @@
-"""The transfer plan: which rank sends which slices of which tensors to which rank. It is pure, made once, and
-executed in rounds.
+"""Plan a transfer: which rank sends which slices of which tensors to which rank.
 
-A slice is a hyperrectangle of a Hugging Face tensor in that tensor's own shape. What a target needs is cut
-along what the sources hold; each piece comes from one of the sources nearest to the target (same device, same
-node, anywhere), and sources that are equally near send the same share. What one rank sends to another is a
-transfer schedule. Each round has the same fraction of every schedule, so that no rank sends or receives more
-than one message at a time and all of them work all of the time.
+The plan is pure, made once, and executed in rounds. A slice is a hyperrectangle of a Hugging Face tensor in
+that tensor's own shape. The slices that a target needs are split along the slices that the sources hold. Each
+resulting part comes from one of the sources nearest to the target (same device, same node, anywhere), and
+equally near sources send equal shares. Everything that one rank sends to another is a transfer schedule. Each
+round contains the same fraction of every schedule, so that no rank sends or receives more than one message at
+a time and all ranks are always busy.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.tensors import TensorSlice, WeightTransferError, range_slices
 
 _MAX_NAMED = 8
-NUM_IPC_BUFFERS = 4  # of the transport `device`. With two, each side often waits for the other to wake up.
-# What is read soon after it was written is still in the processor's cache.
+# IPC buffers of the transport `device`. With two, each side often waits for the other to wake up.
+NUM_IPC_BUFFERS = 4
+# A message of this size is still in the processor's cache when it is read soon after it was written.
 MESSAGE_BYTES_ON_A_CPU = 4 * 2**20
 
-# the slices of one rank by tensor; each element is in one of them
+# the slices of one rank by tensor; they do not overlap
 TensorSlices = Mapping[str, Sequence[TensorSlice]]
 
 
 class RankLocation(NamedTuple):
-    """Where a rank is. `device`: its name in the whole cluster."""
+    """The node of a rank, and its device by a name that is unique in the cluster."""
 
     node: str
     device: str
@@ -41,7 +42,7 @@ class RankLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSlices:
-    """What one rank holds, or needs."""
+    """The slices that one rank holds or needs."""
 
     place: RankLocation
     slices: TensorSlices
@@ -49,26 +50,30 @@ class RankSlices:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Who sends what to whom. `schedules`: by (source, target), indices in the sequences that the plan was
-    made from."""
+    """Who sends what to whom.
+
+    Attributes:
+        schedules: By (source, target), which are indices into the sequences that the plan was made from.
+        num_rounds: The number of rounds of every schedule.
+    """
 
     schedules: Mapping[tuple[int, int], TransferSchedule]
     num_rounds: int
 
     def of_source(self, source: int) -> dict[int, TransferSchedule]:
-        """By target."""
+        """Return what a source sends, by target."""
         return {
             target: schedule for (own, target), schedule in sorted(self.schedules.items()) if own == source
         }
 
     def of_target(self, target: int) -> dict[int, TransferSchedule]:
-        """By source."""
+        """Return what a target receives, by source."""
         return {
             source: schedule for (source, own), schedule in sorted(self.schedules.items()) if own == target
         }
 
     def sent(self, source: int) -> int:
-        """Elements over all rounds, to targets on its own device too."""
+        """Return the number of elements sent in all rounds, including those to targets on the same device."""
         return sum(schedule.numel for schedule in self.of_source(source).values())
 
     def received(self, target: int) -> int:
@@ -89,12 +94,19 @@ def plan_transfer(
     message_numel: int,
     loads: Sequence[int] | None = None,
 ) -> TransferPlan:
-    """`shapes`: of all tensors, in the order in which they are to be sent. `message_numel`: elements that a
-    rank sends, and receives, in a round at most. `loads`: elements that each source has to send besides; who
-    has fewer of them sends more.
+    """Plan the transfer of all slices that the targets need.
 
-    Raises WeightTransferError that names the tensors of which a target needs elements that no source holds,
-    ValueError where `message_numel` is too few for the number of ranks.
+    Args:
+        shapes: The shapes of all tensors, in the order in which they are sent.
+        sources: What the sending ranks hold.
+        targets: What the receiving ranks need.
+        message_numel: The maximum number of elements that a rank sends, and receives, in a round.
+        loads: The number of elements that each source has to send in addition. Sources with a smaller load
+            send more.
+
+    Raises:
+        WeightTransferError: A target needs elements that no source holds; the message names the tensors.
+        ValueError: `message_numel` is too small for the number of ranks.
     """
     with _without_collections():
         return _plan(shapes, sources, targets, message_numel, list(loads or [0] * len(sources)))
@@ -102,8 +114,11 @@ def plan_transfer(
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """A plan is a million small tuples that stay: to look for garbage among them takes as long as making
-    them."""
+    """Disable garbage collection.
+
+    A plan consists of a million small tuples that stay alive. Scanning them for garbage takes as long as
+    creating them.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
 
@@ -124,7 +139,7 @@ def _plan(
     by_candidates = _needs(shapes, sources, targets)
     parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
 
-    # Slices with few possible sources come first, since the others can still balance the load.
+    # Slices with few possible sources come first; the others can still balance the load afterwards.
     for candidates, needs in sorted(by_candidates.items(), key=lambda item: (len(item[0]), item[0])):
         volume = sum(part.tensor_slice.volume for _, part in needs)
         shares = _level(volume, [loads[source] for source in candidates])
@@ -146,7 +161,7 @@ def _plan(
 
 
 def one_after_another(plans: Sequence[TransferPlan]) -> TransferPlan:
-    """All that the plans send, in their order: each round is one of theirs."""
+    """Concatenate plans: the result executes their rounds in order."""
     num_rounds = sum(plan.num_rounds for plan in plans)
     parts: dict[tuple[int, int], list[Part]] = defaultdict(list)
     lengths: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0] * num_rounds)
@@ -166,17 +181,19 @@ def one_after_another(plans: Sequence[TransferPlan]) -> TransferPlan:
     return TransferPlan(schedules, num_rounds)
 
 
-_Need = tuple[int, Part]  # target, what it needs of one holder
+_Need = tuple[int, Part]  # target, and the part that it needs
 
 
 def _needs(
     shapes: Mapping[str, Sequence[int]], sources: Sequence[RankSlices], targets: Sequence[RankSlices]
 ) -> dict[tuple[int, ...], list[_Need]]:
-    """What targets need, cut along what sources hold: by the sources that it can come from, in the order of
-    targets and tensors.
+    """Split what targets need along what sources hold.
 
-    Layers look alike: a cut is made once for all tensors of which the same ranks hold and need the same
-    slices.
+    Layers have the same structure, so one split serves all tensors of which the same ranks hold and need the
+    same slices.
+
+    Returns:
+        The needs by their possible sources, in the order of targets and tensors.
     """
     held = _by_name(sources)
     needed = _by_name(targets)
@@ -188,7 +205,7 @@ def _needs(
         key = held.get(name, ()), needed.get(name, ())
         if key not in cuts:
             made = list(_cut(*key, sources, targets))
-            # What is needed less what is found: not zero where elements are missing or held twice.
+            # Needed minus found elements; nonzero if elements are missing or held twice.
             cuts[key] = (
                 made,
                 sum(tensor_slice.volume for _, tensor_slice in key[1])
@@ -197,7 +214,7 @@ def _needs(
         cut, missing = cuts[key]
         if missing:
             faults.append(
-                f"{name}: {missing} elements that are needed are held by nobody, or twice with other cuts"
+                f"{name}: {missing} needed elements are held by no source, or by several with different slices"
             )
         for candidates, target, tensor_slice in cut:
             found[target][candidates].append((target, Part(name, tensor_slice)))
@@ -252,7 +269,7 @@ def _nearest(ranks: Sequence[int], sources: Sequence[RankSlices], target: RankSl
 
 
 def _level(volume: int, loads: Sequence[int]) -> list[int]:
-    """`volume` in shares, whole numbers, that bring unequal loads as near to one level as they can."""
+    """Divide `volume` into integer shares that bring unequal loads as close to one level as possible."""
     rising = sorted(loads)
     level = rising[0]
     rest = volume
@@ -268,7 +285,7 @@ def _level(volume: int, loads: Sequence[int]) -> list[int]:
             break
 
     shares = [max(0, level - load) for load in loads]
-    excess = sum(shares) - volume  # of rounding up, less than one for each share
+    excess = sum(shares) - volume  # due to rounding up; less than one per share
     for index in [index for index, share in enumerate(shares) if share][:excess]:
         shares[index] -= 1
 
@@ -278,8 +295,7 @@ def _level(volume: int, loads: Sequence[int]) -> list[int]:
 def _distributed(
     needs: Sequence[_Need], candidates: Sequence[int], shares: Sequence[int]
 ) -> Iterator[tuple[int, int, Part]]:
-    """Source, target, part: the cells in their order, the first share of them from the first candidate, and
-    so on."""
+    """Assign the needs in order to the candidates, each up to its share. Yields (source, target, part)."""
     taking = iter(zip(candidates, shares, strict=True))
     source, room = next(taking)
 
@@ -287,7 +303,7 @@ def _distributed(
         start = 0
         volume = tensor_slice.volume
         while start < volume:
-            # This candidate's share is used up, so the next one continues.
+            # The share of this candidate is used up; the next one continues.
             while room == 0:
                 source, room = next(taking)
             stop = min(volume, start + room)
@@ -305,7 +321,7 @@ def _distributed(
 
 
 def _num_rounds(volumes: Mapping[tuple[int, int], int], message_numel: int) -> int:
-    """The fewest in which no rank sends, or receives, more than `message_numel` elements."""
+    """Return the fewest rounds in which no rank sends, or receives, more than `message_numel` elements."""
     of_rank: dict[tuple[str, int], list[int]] = defaultdict(list)
     for (source, target), volume in volumes.items():
         of_rank["sends", source].append(volume)
@@ -317,10 +333,9 @@ def _num_rounds(volumes: Mapping[tuple[int, int], int], message_numel: int) -> i
         if message_numel < len(listed):
             raise ValueError(
                 f"a message of {message_numel} elements is too small: rank {rank} {does} parts of "
-                f"{len(listed)} ranks at a time; "
-                "give a larger resharding.bucket_mb"
+                f"{len(listed)} ranks at a time; increase resharding.bucket_mb"
             )
-        # A lower bound, which rounding up the volume of each pair may exceed.
+        # A lower bound; rounding up the volume of each pair may exceed it.
         num_rounds = max(num_rounds, ceil(sum(listed) / message_numel))
         while sum(ceil(volume / num_rounds) for volume in listed) > message_numel:
             num_rounds += 1 + num_rounds // 64
@@ -333,15 +348,15 @@ def numel_of(slices: TensorSlices) -> int:
 
 
 def whole_slices(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[TensorSlice, ...]]:
-    """Of a rank that needs everything."""
+    """Return the slices of a rank that needs everything."""
     return {name: (TensorSlice.whole(shape),) for name, shape in shapes.items() if prod(shape)}
 
 
 def message_bytes(transport: Transport, bucket_bytes: int, is_cuda: bool) -> int:
-    """Returns the size of a message of a transport, such that the messages under way take two buckets.
+    """Return the message size of a transport, such that all messages in flight take two buckets.
 
-    A message of `device` fills one IPC buffer, and all buffers together hold two buckets at most. A message
-    of `group` has the size of a bucket, and two are under way.
+    A message of `device` fills one IPC buffer, and all buffers together take at most two buckets. A message
+    of `group` has the size of a bucket, and two are in flight.
     """
     if transport is Transport.group:
         return bucket_bytes

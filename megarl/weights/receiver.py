@@ -1,5 +1,7 @@
-"""What an engine rank takes its weights with, whatever carries them, and what it must know for it, which
-travels as JSON."""
+"""Receive weights on an engine rank, over any transport.
+
+The `EngineLink` that tells a rank how to receive its weights is sent as JSON.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from megarl.weights.transports.device import DeviceEndpoint, DeviceReceiver
 from megarl.weights.transports.group import GroupEndpoint, GroupReceiver
 from megarl.weights.transports.interface import DestinationViews, Places, Receiver
 
-# Transport -> an engine rank's place in it, the address in that, and the receiver that it opens there.
+# Transport -> an engine rank's endpoint, the address in it, and the receiver class.
 _TRANSPORTS: dict[str, tuple[type, type, type]] = {
     "device": (DeviceEndpoint, IPCAddress, DeviceReceiver),
     "group": (GroupEndpoint, P2PAddress, GroupReceiver),
@@ -28,15 +30,24 @@ _TRANSPORTS: dict[str, tuple[type, type, type]] = {
 
 @dataclass(frozen=True)
 class EngineLink:
-    """How one engine rank gets its weights. `schedules`: by the ranks that they come from, as the place
-    counts them."""
+    """How one engine rank receives its weights.
+
+    Attributes:
+        place: The rank's endpoint.
+        schedules: What it receives, by source rank as the endpoint numbers them.
+        dtype: The dtype of the messages.
+    """
 
     place: GroupEndpoint | DeviceEndpoint
     schedules: Mapping[int, TransferSchedule]
     dtype: torch.dtype
 
     def open(self, device: torch.device) -> Receiver:
-        """Raises WeightTransferError where the trainers are not there."""
+        """Connect to the trainers.
+
+        Raises:
+            WeightTransferError: The trainers cannot be reached.
+        """
         *_, receiver = _TRANSPORTS[self._transport]
         return receiver(self.place, device)
 
@@ -46,7 +57,7 @@ class EngineLink:
 
     def encode(self) -> dict[str, Any]:
         assert all(schedule.bounds is None for schedule in self.schedules.values()), (
-            "bounds of rounds do not travel: only files have them"
+            "bounds of rounds are not encoded: only exports to files have them"
         )
         return {
             "transport": self._transport,
@@ -64,7 +75,7 @@ class EngineLink:
         place, address, _ = _TRANSPORTS[encoded["transport"]]
         first, second = encoded["place"]
 
-        # JSON has turned the ranks, which are keys, into strings.
+        # JSON turns integer keys into strings.
         schedules = {
             int(source): TransferSchedule(
                 [Part(name, decode_slice(corners)) for name, corners in parts], encoded["num_rounds"][source]
@@ -85,7 +96,7 @@ def decode_slice(corners: Sequence[Sequence[int]]) -> TensorSlice:
 
 
 class WeightReceiver:
-    """Of one rank, which works on `device`. received_bytes: since it joined."""
+    """Receives the weights of one engine rank. `received_bytes` counts from the last `join`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,16 +104,24 @@ class WeightReceiver:
         self._destinations: DestinationViews | None = None
 
     def join(self, link: EngineLink, needed: TensorSlices, places: Places) -> None:
-        """In the place of what was joined before. Raises WeightTransferError where the trainers are not
-        there, or would not send each element of `needed` once."""
+        """Connect to the trainers, replacing the previous connection.
+
+        Raises:
+            WeightTransferError: The trainers cannot be reached, or would not send each element of `needed`
+                exactly once.
+        """
         self.leave()
         self._destinations = DestinationViews(PeerTransfers(link.schedules), needed, link.dtype, places)
         self._receiver = link.open(self._device)
 
     def begin(self, has_moved: bool = False) -> None:
-        """Before the first `receive` of an update. has_moved: the model has its parameters elsewhere.
+        """Prepare for the first `receive` of an update.
 
-        Raises WeightTransferError where none was joined, or what was begun before was aborted halfway.
+        Args:
+            has_moved: Whether the addresses of the model's parameters have changed.
+
+        Raises:
+            WeightTransferError: No trainer was joined, or the previous update was aborted halfway.
         """
         if self._receiver is None or self._destinations is None:
             raise WeightTransferError("the engine has joined no trainer")
@@ -115,7 +134,7 @@ class WeightReceiver:
             self._destinations.forget()
 
     def receive(self) -> bool:
-        """Whether everything has arrived; False after a while, to be called again: it continues."""
+        """Return whether everything has arrived. After False, call the method again to continue."""
         assert self._receiver is not None
         assert self._destinations is not None
         return self._receiver.receive(self._destinations)

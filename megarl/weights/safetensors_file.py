@@ -1,4 +1,4 @@
-"""Safetensors files: written from pieces that come in any order, and read one tensor at a time."""
+"""Write safetensors files from pieces that arrive in any order, and read them one tensor at a time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,24 @@ from megarl.weights.tensors import ChunkMeta, Manifest, WeightReceipt, WeightTra
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
-_WRITE_BYTES = 2**20  # at a time: the system copies twice as fast what fits into a core's cache
+# Write in pieces of this size: data that fits into a core's cache is copied twice as fast.
+_WRITE_BYTES = 2**20
 
 
 class SafetensorsFile:
-    """A file that is complete when `close` returns. `manifest`: its tensors, which lie in it in this order.
-    `durable`: it is to outlive a power cut."""
+    """A safetensors file that is complete when `close` returns.
+
+    Args:
+        path: The file to create.
+        manifest: Its tensors, in the order in which they are stored.
+        durable: Whether the file must survive a power cut.
+    """
 
     def __init__(self, path: Path, manifest: Manifest, durable: bool = True) -> None:
         self._path = path
         self._durable = durable
 
-        # the system writes a file for one thread at a time, and lets the others spin
+        # The system writes a file from one thread at a time and lets other threads spin.
         self._lock = threading.Lock()
         self._receipt = WeightReceipt(manifest)
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -45,7 +51,7 @@ class SafetensorsFile:
             }
 
         encoded = json.dumps(header, separators=(",", ":")).encode()
-        encoded += b" " * (-len(encoded) % 8)  # the data begin at a multiple of eight
+        encoded += b" " * (-len(encoded) % 8)  # data must start at a multiple of eight bytes
         self._data_start = 8 + len(encoded)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
 
@@ -59,8 +65,16 @@ class SafetensorsFile:
             raise
 
     def write(self, chunk: ChunkMeta, data: torch.Tensor) -> None:
-        """`data`: flat, on the host. Raises WeightTransferError for a chunk that does not belong, OSError
-        where the disk is full."""
+        """Write one chunk.
+
+        Args:
+            chunk: The position of the elements.
+            data: The elements: flat, in host memory.
+
+        Raises:
+            WeightTransferError: The chunk does not belong to the file.
+            OSError: The disk is full.
+        """
         self._receipt.record(chunk, data.dtype)
         place = self._data_start + self._starts[chunk.name] + chunk.offset * data.element_size()
         self._write(data.view(torch.uint8).numpy().data, place)
@@ -75,8 +89,12 @@ class SafetensorsFile:
                 place = place + written
 
     def close(self) -> None:
-        """Raises WeightTransferError that names tensors missing or doubled, OSError where the disk did not
-        take all."""
+        """Complete the file.
+
+        Raises:
+            WeightTransferError: Tensors are missing or duplicated; the message names them.
+            OSError: The disk did not accept all data.
+        """
         with self._named():
             try:
                 self._receipt.close()
@@ -87,25 +105,26 @@ class SafetensorsFile:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """What the system raises does not say which file it is about."""
+        """Add the path of the file to exceptions of the system, which do not contain it."""
         try:
             yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def abandon(self) -> None:
-        """Leaves the file as it is, incomplete."""
+        """Close the file as it is, incomplete."""
         os.close(self._file)
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor (on the host, contiguous) of every tensor in the folder's safetensors files.
+    """Yield the name and the (contiguous, host) tensor of every tensor in the folder's safetensors files.
 
-    Raises WeightTransferError where there is no such file, or one is damaged.
+    Raises:
+        WeightTransferError: The folder has no such file, or one is damaged.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise WeightTransferError(f"{folder} holds no *.safetensors file to load weights from")
+        raise WeightTransferError(f"{folder} contains no *.safetensors file to load weights from")
 
     for path in files:
         try:
@@ -114,5 +133,5 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, file.get_tensor(name)
         except SafetensorError as error:
             raise WeightTransferError(
-                f"{path} is no whole safetensors file ({error}); write it again"
+                f"{path} is not a complete safetensors file ({error}); export it again"
             ) from error

@@ -1,4 +1,4 @@
-"""What one rank sends to another, in rounds."""
+"""The schedule of what one rank sends to another, in rounds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from megarl.weights.tensors import TensorSlice, range_slices
 
-_LARGE = 2**18  # Parts with this many elements are sent alone, which takes less time than to copy them.
+_LARGE = 2**18  # parts with this many elements are sent separately, which is faster than copying them
 
 
 class Part(NamedTuple):
-    """A slice of the tensor `name`, or what fits of it in one message. Its elements are sent in row-major
-    order."""
+    """A slice of the tensor `name`, or as much of one as fits in a message. Its elements are sent in
+    row-major order.
+    """
 
     name: str
     tensor_slice: TensorSlice
@@ -23,8 +24,8 @@ class Part(NamedTuple):
 class TransferSchedule:
     """What one rank sends to another, in order, over all rounds.
 
-    Each round has the same fraction of it. If `bounds` are given, round n has the elements from bounds[n] to
-    bounds[n + 1].
+    Each round contains the same fraction of the elements. If `bounds` are given, round n contains elements
+    bounds[n] to bounds[n + 1].
     """
 
     def __init__(
@@ -35,19 +36,19 @@ class TransferSchedule:
         self.num_rounds = num_rounds
         self.bounds = bounds
         self._ends = list(accumulate(part.tensor_slice.volume for part in parts))
-        self._messages: dict[int, tuple[Part, ...]] = {}  # every push asks again
+        self._messages: dict[int, tuple[Part, ...]] = {}  # cached, because every weight sync needs them again
 
     @property
     def numel(self) -> int:
         return self._ends[-1]
 
     def length(self, number: int) -> int:
-        """Returns the number of elements of the message of a round."""
+        """Return the number of elements in the message of a round."""
         start, stop = self._span(number)
         return stop - start
 
     def message(self, number: int) -> tuple[Part, ...]:
-        """Returns the parts of the message of a round."""
+        """Return the parts in the message of a round."""
         if number not in self._messages:
             self._messages[number] = tuple(self._parts_between(*self._span(number)))
         return self._messages[number]
@@ -58,7 +59,7 @@ class TransferSchedule:
         while start < stop:
             (name, tensor_slice), end = self.parts[index], self._ends[index]
             first = end - tensor_slice.volume
-            # Parts that lie in one round are passed on whole; a boundary of rounds cuts a part into slices.
+            # Parts within one round are passed on whole; a round boundary splits a part into slices.
             if start == first and stop >= end:
                 yield self.parts[index]
             else:
@@ -68,7 +69,7 @@ class TransferSchedule:
             index = index + 1
 
     def segments(self, number: int) -> Iterator[list[Part]]:
-        """Yields the message of a round in segments: each large part alone, and small neighbours together."""
+        """Yield the message of a round in segments: each large part separately, and small neighbors together."""
         small: list[Part] = []
         for part in self.message(number):
             if part.tensor_slice.volume < _LARGE:

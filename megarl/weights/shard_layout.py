@@ -1,5 +1,4 @@
-"""Which slice of which Hugging Face tensor is where in the shard of a rank: a pure plan, printable and
-provable."""
+"""Plan which slice of which Hugging Face tensor each rank's shard contains. Plans can be printed and proved."""
 
 from __future__ import annotations
 
@@ -18,14 +17,21 @@ from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_faul
 
 @dataclass(frozen=True, kw_only=True)
 class ShardLayout:
-    """What one rank holds. All virtual stages of the rank are in one layout, so `layers` may have gaps.
+    """What one rank holds. All virtual stages of the rank share one layout, so `layers` may have gaps.
 
-    layers: global numbers of the layers held. holds_embedding, holds_output: it has the first, the last
-    pipeline stage.
-    padded_vocab_size: rows of the embedding over all tensor-parallel ranks together.
-    experts: global numbers of the experts held, of every sparse layer among `layers`. expert_tensor_parallel:
-    what cuts each of them. Raises ValueError for a rank outside its size and for a padded vocabulary that
-    cannot be cut.
+    Attributes:
+        tensor_parallel_size: The size of the tensor-parallel group.
+        tensor_parallel_rank: The rank in the tensor-parallel group.
+        layers: Global numbers of the layers held.
+        holds_embedding: Whether the rank is on the first pipeline stage.
+        holds_output: Whether the rank is on the last pipeline stage.
+        padded_vocab_size: Rows of the embedding over all tensor-parallel ranks together.
+        experts: Global numbers of the experts held, the same for every sparse layer in `layers`.
+        expert_tensor_parallel_size: The number of ranks that each expert is sharded over.
+        expert_tensor_parallel_rank: The rank among them.
+
+    Raises:
+        ValueError: A rank is outside its group, or the padded vocabulary does not divide.
     """
 
     tensor_parallel_size: int
@@ -47,11 +53,11 @@ class ShardLayout:
         if self.padded_vocab_size % self.tensor_parallel_size:
             raise ValueError(
                 f"padded_vocab_size {self.padded_vocab_size} is not a multiple of tensor_parallel_size "
-                f"{self.tensor_parallel_size}; use models/counts.py's padded_vocab_size"
+                f"{self.tensor_parallel_size}; compute it with padded_vocab_size of models/counts.py"
             )
 
     def cut_of(self, weight: Weight) -> tuple[int, int]:
-        """Size and rank of the parallelism that cuts `weight`."""
+        """Return the size and the rank of the parallelism that shards `weight`."""
         if weight.place is StagePlacement.expert:
             return self.expert_tensor_parallel_size, self.expert_tensor_parallel_rank
         return self.tensor_parallel_size, self.tensor_parallel_rank
@@ -70,12 +76,16 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class Piece:
-    """One slice of a Hugging Face tensor and the slice of the rank's shard that holds it; both have the same
-    shape.
+    """One slice of a Hugging Face tensor and the slice of the rank's shard that contains it. Both have the
+    same shape.
 
-    hf, shard: coordinates in the tensor viewed as `hf_view` and in the parameter viewed as `shard_view`
-    (row-major views of all elements). is_source: of the ranks that hold the same elements, the one they are
-    gathered from.
+    Attributes:
+        hf_name: The name of the Hugging Face tensor.
+        hf_view: The row-major view of the whole tensor that `hf` refers to.
+        hf: The slice of the tensor.
+        shard_view: The row-major view of the rank's parameter that `shard` refers to.
+        shard: The slice of the parameter.
+        is_source: Whether these elements are gathered from this rank, among all ranks that hold them.
     """
 
     hf_name: str
@@ -99,11 +109,13 @@ def model_layouts(
     virtual_pipeline_parallel_size: int | None = None,
     padded_vocab_size: int,
 ) -> tuple[ShardLayout, ...]:
-    """The layouts of all ranks of one replica, whose tensor-parallel ranks cut experts like everything else;
-    stage by stage, tensor-parallel rank fastest.
+    """Return the layouts of all ranks of one replica, stage by stage, tensor-parallel rank fastest.
 
-    Layers go to virtual stages in turn: with 8 layers, 2 stages and 2 virtual stages, stage 0 holds 0, 1, 4,
-    5. Raises ValueError where the layers do not divide.
+    Experts are sharded by the tensor-parallel ranks like everything else. Layers are assigned to virtual
+    stages round-robin: with 8 layers, 2 stages and 2 virtual stages, stage 0 holds layers 0, 1, 4 and 5.
+
+    Raises:
+        ValueError: The layers do not divide evenly.
     """
     num_chunks = virtual_pipeline_parallel_size or 1
     num_layers = architecture.num_hidden_layers
@@ -112,8 +124,7 @@ def model_layouts(
     if num_layers % stages:
         raise ValueError(
             f"num_hidden_layers {num_layers} is not a multiple of pipeline_parallel_size "
-            f"{pipeline_parallel_size} "
-            f"x virtual_pipeline_parallel_size {num_chunks}"
+            f"{pipeline_parallel_size} x virtual_pipeline_parallel_size {num_chunks}"
         )
 
     # Every virtual stage has the same number of layers, and a rank holds one virtual stage per chunk.
@@ -141,8 +152,7 @@ def model_layouts(
 
 
 def whole_layout(architecture: Architecture, padded_vocab_size: int | None = None) -> ShardLayout:
-    """Of a rank that holds the model uncut, without rows that pad the vocabulary where it is not said how
-    many."""
+    """Return the layout of a rank that holds the whole model. The vocabulary is unpadded by default."""
     (layout,) = model_layouts(
         architecture, tensor_parallel_size=1, padded_vocab_size=padded_vocab_size or architecture.vocab_size
     )
@@ -150,10 +160,11 @@ def whole_layout(architecture: Architecture, padded_vocab_size: int | None = Non
 
 
 def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[ShardLayout, ...]:
-    """Of every rank of a role, copies included, with the vocabulary padded as the engine pads it.
+    """Return the layout of every rank of a role, replicas included, with the vocabulary padded as in the
+    engine.
 
-    Experts are distributed over all ranks of a stage, whatever replica they are in: those that share a matrix
-    fastest, then those that share the experts, then copies.
+    Experts are distributed over all ranks of a stage, across data-parallel replicas: expert-tensor-parallel
+    ranks fastest, then expert-parallel ranks, then copies.
     """
     of_stages = model_layouts(
         architecture,
@@ -193,19 +204,20 @@ def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[Sh
 
 
 def held_weights(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> tuple[Weight, ...]:
-    """The parameters of one rank, in the order of the forward pass."""
+    """Return the parameters of one rank, in the order of the forward pass."""
     return tuple(weight for weight in weights_of(architecture, head) if layout.holds(weight))
 
 
 def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
-    """The shape in which the rank's shard of `weight` is seen so that its pieces are slices.
+    """Return the view of the rank's shard of `weight` in which its pieces are slices.
 
-    Raises ValueError where tensor parallelism does not divide the cut dimension.
+    Raises:
+        ValueError: Tensor parallelism does not divide the sharded dimension.
     """
     axes = AXES[weight.cut]
     (size, _) = layout.cut_of(weight)
 
-    # The shape of the whole parameter, in which the tensors are joined along one axis.
+    # The shape of the whole parameter, in which the tensors are concatenated along one axis.
     view = list(weight.tensors[0].view)
     view[axes.join] = sum(tensor.view[axes.join] for tensor in weight.tensors)
     if axes.cut is None:
@@ -230,7 +242,7 @@ def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
             else "columns"
         )
         raise ValueError(
-            f"{weight.megatron_name}: {view[axes.cut]} {unit} cannot be cut over {name} {size}; choose a "
+            f"{weight.megatron_name}: {view[axes.cut]} {unit} cannot be sharded by {name} {size}; choose a "
             f"size that divides {view[axes.cut]}"
         )
 
@@ -239,8 +251,10 @@ def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
 
 
 def pieces(weight: Weight, layout: ShardLayout) -> tuple[Piece, ...]:
-    """Where each Hugging Face tensor of `weight` lies in the rank's shard; a tensor of which the rank has
-    nothing is left out."""
+    """Return where each Hugging Face tensor of `weight` lies in the rank's shard.
+
+    Tensors of which the rank holds nothing are omitted.
+    """
     axes = AXES[weight.cut]
     (_, rank) = layout.cut_of(weight)
     view = shard_view(weight, layout)
@@ -268,7 +282,7 @@ def pieces(weight: Weight, layout: ShardLayout) -> tuple[Piece, ...]:
 
 
 def padding(weight: Weight, layout: ShardLayout) -> TensorSlice | None:
-    """The rows of a vocabulary shard that belong to no token, None where there are none."""
+    """Return the padding rows of a vocabulary shard, None if there are none."""
     if weight.cut is not Cut.vocabulary:
         return None
     view = shard_view(weight, layout)
@@ -279,11 +293,11 @@ def padding(weight: Weight, layout: ShardLayout) -> TensorSlice | None:
 def shard_shapes(
     architecture: Architecture, layout: ShardLayout, head: Head = "lm"
 ) -> dict[str, tuple[int, ...]]:
-    """Megatron name (global layer number) -> shape of every parameter that the rank holds."""
+    """Return the shape of every parameter that the rank holds, by Megatron name (global layer number)."""
     shapes = {}
     for weight in held_weights(architecture, layout, head):
         view = shard_view(weight, layout)
-        # The parameter has one dimension where the view has split it.
+        # The view may split the first dimension; the parameter itself does not.
         num_trailing = len(weight.tensors[0].shape) - 1
         split = len(view) - num_trailing
         shapes[weight.megatron_name] = (prod(view[:split]), *view[split:])
@@ -292,7 +306,7 @@ def shard_shapes(
 
 
 def describe(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> str:
-    """The plan of one rank as text: one line per piece."""
+    """Format the plan of one rank as text, one line per piece."""
     lines = []
     for weight in held_weights(architecture, layout, head):
         lines.append(f"{weight.megatron_name} ({weight.cut.value})")
@@ -306,11 +320,16 @@ def describe(architecture: Architecture, layout: ShardLayout, head: Head = "lm")
 def check_coverage(
     architecture: Architecture, rank_pieces: Iterable[Sequence[Piece]], head: Head = "lm"
 ) -> None:
-    """Proves that the pieces of all ranks of one replica hold every Hugging Face tensor exactly once, copies
-    apart.
+    """Prove that the pieces of all ranks of one replica cover every Hugging Face tensor exactly once,
+    ignoring copies.
 
-    rank_pieces: for each rank, the pieces of every weight that it holds. Raises WeightTransferError that
-    names the tensors.
+    Args:
+        architecture: The model.
+        rank_pieces: For each rank, the pieces of all weights that it holds.
+        head: The head of the model.
+
+    Raises:
+        WeightTransferError: A tensor is not covered exactly once; the message names the tensors.
     """
     found: dict[str, list[TensorSlice]] = defaultdict(list)
     for piece in (piece for all_of_rank in rank_pieces for piece in all_of_rank):
@@ -334,7 +353,7 @@ def check_coverage(
 
 
 def rank_pieces(architecture: Architecture, layout: ShardLayout, head: Head = "lm") -> tuple[Piece, ...]:
-    """All pieces of one rank."""
+    """Return all pieces of one rank."""
     return tuple(
         piece for weight in held_weights(architecture, layout, head) for piece in pieces(weight, layout)
     )

@@ -1,5 +1,4 @@
-"""What one trainer rank has of a model, as slices of Hugging Face tensors, and where their elements lie in
-its parameters."""
+"""Describe the slices of a model that one trainer rank holds, and where they lie in its parameters."""
 
 from __future__ import annotations
 
@@ -15,12 +14,18 @@ from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import Piece, ShardLayout, held_weights, pieces
 from megarl.weights.tensors import TensorSlice, flat_index, range_slices, row_major_strides
 
-if TYPE_CHECKING:  # plans are made without it
+if TYPE_CHECKING:  # planning must not import torch
     import torch
 
 
 class _Home(NamedTuple):
-    """Of a tensor, the piece in the rank's parameter `megatron_name`."""
+    """The rank's parameter and piece in which a Hugging Face tensor lies.
+
+    Attributes:
+        megatron_name: The name of the parameter.
+        piece: The part of the tensor that lies there.
+        shape: The shape of the whole Hugging Face tensor.
+    """
 
     megatron_name: str
     piece: Piece
@@ -29,7 +34,14 @@ class _Home(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """parameters: Megatron name with global layer number -> contiguous tensor."""
+    """The parameters of one rank, with the layout that describes them.
+
+    Attributes:
+        parameters: Contiguous tensors by Megatron name (global layer number).
+        architecture: The model.
+        layout: What the rank holds.
+        head: The head of the model.
+    """
 
     parameters: Mapping[str, torch.Tensor]
     architecture: Architecture
@@ -45,8 +57,9 @@ class Shards:
         return next(iter(self.parameters.values())).device
 
     def regions(self, part: Part) -> Iterator[torch.Tensor]:
-        """Views of parameters that hold the elements of `part`, which is within what the rank holds, in their
-        order."""
+        """Yield views of parameters that contain the elements of `part`, in order. The rank must hold the
+        part.
+        """
         name, view, regions = self._geometry.of(part)
         parameter = self.parameters[name].detach().view(view)
         for region in regions:
@@ -58,8 +71,10 @@ class Shards:
 
 
 class _Geometry:
-    """Where parts lie: parameter, its view, and slices of that. Kept from push to push, which ask for the
-    same parts."""
+    """Caches where each part lies: its parameter, the view of it, and slices of that view.
+
+    Every weight sync asks for the same parts, so the cache outlives a sync.
+    """
 
     def __init__(self, homes: Mapping[str, _Home]) -> None:
         self._homes = homes
@@ -84,11 +99,14 @@ def _geometry(architecture: Architecture, layout: ShardLayout, head: Head) -> _G
 def held_slices(
     architecture: Architecture, layout: ShardLayout, head: Head = "lm"
 ) -> dict[str, tuple[TensorSlice, ...]]:
-    """What a rank holds: also what others hold as well, as replicated tensors and the tied copy of the
-    embedding."""
+    """Return the slices of each Hugging Face tensor that a rank holds.
+
+    Tensors that other ranks hold as well are included: replicated tensors and the tied copy of the embedding.
+    """
     found: dict[str, tuple[TensorSlice, ...]] = {}
 
-    # Layers look alike, and experts do: numbers of tensors and their slices, by what these follow from.
+    # Layers have the same structure, and so do experts. Cache tensor indices and slices by what determines
+    # them.
     alike: dict[tuple, list[tuple[int, TensorSlice]]] = {}
     for weight in held_weights(architecture, layout, head):
         names = [tensor.name for tensor in weight.tensors]
@@ -114,8 +132,10 @@ def _homes(architecture: Architecture, layout: ShardLayout, head: Head) -> dict[
 
 
 def _in_shape(piece: Piece, shape: Sequence[int]) -> TensorSlice:
-    """The piece in the coordinates of its tensor, whose first dimension the view may have split: it is a
-    range of rows there."""
+    """Return the piece in the coordinates of its tensor, in which it is a range of rows.
+
+    The view may have split the first dimension of the tensor.
+    """
     num_split = len(piece.hf_view) - len(shape) + 1
     sizes = piece.hf_view[:num_split]
     starts = piece.hf.starts[:num_split]
@@ -129,8 +149,7 @@ def _in_shape(piece: Piece, shape: Sequence[int]) -> TensorSlice:
 
 
 def _in_view(tensor_slice: TensorSlice, shape: Sequence[int], view: Sequence[int]) -> Iterator[TensorSlice]:
-    """Yields a slice of a tensor in the coordinates of its view: one or a few slices, whose elements are in
-    the same order."""
+    """Yield the elements of a slice as slices of the view, in the same order."""
     num_split = len(view) - len(shape) + 1
     for rows in range_slices(view[:num_split], tensor_slice.starts[0], tensor_slice.stops[0]):
         yield TensorSlice((*rows.starts, *tensor_slice.starts[1:]), (*rows.stops, *tensor_slice.stops[1:]))
@@ -139,7 +158,7 @@ def _in_view(tensor_slice: TensorSlice, shape: Sequence[int], view: Sequence[int
 def slices_by_rank(
     architecture: Architecture, layouts: Sequence[ShardLayout], head: Head = "lm"
 ) -> list[dict[str, tuple[TensorSlice, ...]]]:
-    """`held_slices` of each; those of the same layout are made once."""
+    """Return the `held_slices` of each layout. Equal layouts share one result."""
     made: dict[ShardLayout, dict[str, tuple[TensorSlice, ...]]] = {}
     for layout in layouts:
         if layout not in made:

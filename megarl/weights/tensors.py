@@ -1,8 +1,8 @@
-"""The tensors of a model, their pieces, and the proof that pieces make them whole. A piece is a chunk of
-consecutive elements or a slice.
+"""Describe the tensors of a model and slices of them, and prove that a set of slices covers a tensor.
 
-Every cut that Megatron makes of a Hugging Face tensor is one slice, once both tensors are seen through the
-right view.
+A slice is a hyperrectangle of a tensor; a chunk is a range of consecutive elements in row-major order. Every
+shard that Megatron makes of a Hugging Face tensor is a single slice once both tensors are seen through a
+suitable view.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import prod
 from operator import sub
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # plans are made without it
+if TYPE_CHECKING:  # planning must not import torch
     import torch
 
 
@@ -27,7 +27,7 @@ class ChunkMeta(NamedTuple):
 
 
 class WeightTransferError(ValueError):
-    """A tensor is missing, extra, doubled or wrongly shaped; the message names it."""
+    """A tensor is missing, unexpected, duplicated or of the wrong shape. The message names it."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,30 @@ class TensorMeta:
     dtype: torch.dtype
 
 
-Manifest = Mapping[str, TensorMeta]  # Hugging Face name -> shape and dtype, of every tensor of a model
+# Hugging Face name -> shape and dtype, for every tensor of a model
+Manifest = Mapping[str, TensorMeta]
 
 
 @dataclass
 class WeightReceipt:
-    """Counts what has arrived against a manifest, so that a load is complete or an error."""
+    """Tracks which elements have arrived, to check that a load is complete against a manifest."""
 
     manifest: Manifest
     _arrived: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     def record(self, chunk: ChunkMeta, dtype: torch.dtype) -> None:
-        """Raises WeightTransferError for an unknown name, a wrong dtype, or elements outside the tensor."""
+        """Record the arrival of a chunk.
+
+        Raises:
+            WeightTransferError: The name is unknown, the dtype is wrong, or elements lie outside the tensor.
+        """
         meta = self.manifest.get(chunk.name)
         if meta is None:
             raise WeightTransferError(f"tensor {chunk.name!r} is not in the model's manifest")
 
         if dtype != meta.dtype:
             raise WeightTransferError(
-                f"tensor {chunk.name!r} arrived as {dtype}, the manifest says {meta.dtype}"
+                f"tensor {chunk.name!r} arrived as {dtype}, but the manifest specifies {meta.dtype}"
             )
 
         end = chunk.offset + chunk.numel
@@ -66,11 +71,15 @@ class WeightReceipt:
         self._arrived.setdefault(chunk.name, []).append((chunk.offset, end))
 
     def close(self) -> None:
-        """Raises WeightTransferError that names the tensors of which an element is missing or came twice."""
+        """Check that every element of the manifest arrived exactly once.
+
+        Raises:
+            WeightTransferError: An element is missing or arrived twice; the message names the tensors.
+        """
         wrong = []
         for name, meta in self.manifest.items():
             position = 0
-            # In the order of elements, each chunk must begin where the previous one ended.
+            # In element order, each chunk must begin where the previous one ended.
             for start, end in sorted(self._arrived.get(name, [])):
                 if start != position:
                     wrong.append(
@@ -84,7 +93,9 @@ class WeightReceipt:
                     wrong.append(f"{name} (missing from element {position} of {prod(meta.shape)})")
 
         if wrong:
-            raise WeightTransferError(f"{len(wrong)} tensors incomplete or doubled: " + ", ".join(wrong[:8]))
+            raise WeightTransferError(
+                f"{len(wrong)} tensors incomplete or duplicated: " + ", ".join(wrong[:8])
+            )
 
 
 @dataclass(frozen=True)
@@ -104,14 +115,14 @@ class TensorSlice:
 
     @property
     def volume(self) -> int:
-        return prod(map(sub, self.stops, self.starts))  # a plan asks it a hundred thousand times
+        return prod(map(sub, self.stops, self.starts))  # planning reads it about 100,000 times
 
     @property
     def index(self) -> tuple[slice, ...]:
         return tuple(slice(start, stop) for start, stop in zip(self.starts, self.stops, strict=True))
 
     def along(self, dim: int, start: int, stop: int) -> TensorSlice:
-        """Returns this slice with its extent in one dimension replaced."""
+        """Return this slice with its extent in one dimension replaced."""
         return TensorSlice(
             (*self.starts[:dim], start, *self.starts[dim + 1 :]),
             (*self.stops[:dim], stop, *self.stops[dim + 1 :]),
@@ -123,7 +134,7 @@ class TensorSlice:
         return TensorSlice(starts, stops) if all(map(int.__lt__, starts, stops)) else None
 
     def relative_to(self, origin: Sequence[int], target: Sequence[int] | None = None) -> TensorSlice:
-        """Moved so that the point `origin` comes to lie on `target` (the zero point if not given)."""
+        """Return the slice translated so that the point `origin` maps to `target` (default: the zero point)."""
         shift = [to - at for at, to in zip(origin, target or (0,) * len(origin), strict=True)]
         return TensorSlice(
             tuple(map(int.__add__, self.starts, shift)), tuple(map(int.__add__, self.stops, shift))
@@ -138,11 +149,11 @@ class TensorSlice:
 
 
 def tiling_fault(shape: Sequence[int], tensor_slices: Sequence[TensorSlice]) -> str | None:
-    """Returns None if the slices cover every element of `shape` exactly once, and otherwise what is wrong, in
-    words.
+    """Return None if the slices cover every element of `shape` exactly once, and a description of the fault
+    if not.
 
-    Slices that lie inside, do not meet, and have the right total volume tile exactly: no element is looked
-    at.
+    No element is visited: slices that lie inside the shape, do not overlap, and add up to its volume tile it
+    exactly.
     """
     whole = TensorSlice.whole(shape)
     for index, tensor_slice in enumerate(tensor_slices):
@@ -150,30 +161,35 @@ def tiling_fault(shape: Sequence[int], tensor_slices: Sequence[TensorSlice]) -> 
             return f"{tensor_slice} lies outside shape {tuple(shape)}"
         for other in tensor_slices[:index]:
             if (overlap := tensor_slice.intersect(other)) is not None:
-                return f"{overlap} comes twice"
+                return f"{overlap} is covered twice"
 
     missing = whole.volume - sum(tensor_slice.volume for tensor_slice in tensor_slices)
     return f"{missing} of {whole.volume} elements are missing" if missing else None
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """In elements, of a contiguous tensor."""
+    """Return the strides of a contiguous tensor, in elements."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def flat_index(index: Sequence[int], strides: Sequence[int]) -> int:
-    """Of the element `index`, in memory with such strides."""
+    """Return the flat position of the element `index` in memory with these strides, in elements."""
     return sum(map(int.__mul__, index, strides))
 
 
 def contiguous_blocks(shape: Sequence[int], max_volume: int) -> Iterator[tuple[int, TensorSlice]]:
-    """Cuts a row-major tensor into slices of at most `max_volume` elements, each contiguous in memory.
+    """Split a row-major tensor into slices of at most `max_volume` elements, each contiguous in memory.
 
-    Yields (offset of the first element, slice) in the order of memory. max_volume >= 1.
+    Args:
+        shape: The shape of the tensor.
+        max_volume: At least 1.
+
+    Yields:
+        The offset of the first element and the slice, in memory order.
     """
     inner_volumes = row_major_strides(shape)
 
-    # Cut along the outermost dimension of which one row fits into a block.
+    # Split along the outermost dimension of which one row fits into a block.
     cut_dim = next(dim for dim, inner in enumerate(inner_volumes) if inner <= max_volume)
     step = max_volume // inner_volumes[cut_dim]
 
@@ -189,10 +205,9 @@ def contiguous_blocks(shape: Sequence[int], max_volume: int) -> Iterator[tuple[i
 
 
 def range_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorSlice]:
-    """The elements start <= i < stop of a row-major tensor as the fewest slices that are contiguous in
-    memory, in their order.
+    """Yield the elements start <= i < stop of a row-major tensor as the fewest contiguous slices.
 
-    At most two for each dimension. 0 <= start <= stop <= the number of elements.
+    The slices come in memory order, at most two per dimension. Requires 0 <= start <= stop <= numel.
     """
     if start >= stop:
         return
@@ -206,7 +221,7 @@ def range_slices(shape: Sequence[int], start: int, stop: int) -> Iterator[Tensor
     first_whole = -(-start // inner)
     last_whole = stop // inner
 
-    if first_whole > last_whole:  # inside one row
+    if first_whole > last_whole:  # the range lies inside one row
         yield from _in_row(shape, start // inner, start % inner, stop - start // inner * inner)
         return
 

@@ -1,9 +1,8 @@
-"""The transport `device`: a trainer rank and the engine rank on the same device share IPC buffers in that
-device's memory.
+"""The transport `device`: a trainer rank and the engine rank on the same device share IPC buffers.
 
-What an engine rank needs from other devices comes to the trainer rank beside it first, in the trainers' own
-process group, straight into the buffers. Nobody has to see another's device, and on any number of nodes each
-pair is on one.
+What an engine rank needs from other devices is first sent to the trainer rank on its device, within the
+trainers' own process group, directly into the buffers. No process has to see another device, and on any
+number of nodes each pair is on one node.
 """
 
 from __future__ import annotations
@@ -31,16 +30,20 @@ from megarl.weights.transports.interface import DestinationViews, Opened, PackBu
 
 
 class DeviceEndpoint(NamedTuple):
-    """Where an engine rank finds its IPC buffers. `device`: its own device, by its name in the plan."""
+    """The IPC buffers of an engine rank, and the name of its device in the plan."""
 
     address: IPCAddress
     device: str
 
 
 class DeviceTransfers(NamedTuple):
-    """To the ranks of one engine. beside: of each, the trainer rank on its device. sources: of each, what it
-    gets, by trainer ranks.
-    relays: by trainer rank, what it sends to those beside engine ranks on other devices than its own."""
+    """The transfers to the ranks of one engine.
+
+    Attributes:
+        beside: For each engine rank, the trainer rank on its device.
+        sources: For each engine rank, what it receives, by trainer rank.
+        relays: By trainer rank, what it sends to the trainer ranks on the devices of other engine ranks.
+    """
 
     beside: tuple[int, ...]
     sources: tuple[dict[int, TransferSchedule], ...]
@@ -50,20 +53,29 @@ class DeviceTransfers(NamedTuple):
 def device_transfers(
     plan: TransferPlan, trainer_devices: Sequence[str], targets: Mapping[int, str]
 ) -> DeviceTransfers:
-    """`targets`: the engine's ranks, as the plan counts them, and the device of each. Raises ValueError where
-    a device has no trainer."""
+    """Return the transfers to the ranks of one engine.
+
+    Args:
+        plan: The whole transfer.
+        trainer_devices: The device of each trainer rank.
+        targets: The device of each engine rank, by its number in the plan.
+
+    Raises:
+        ValueError: A device has no trainer rank.
+    """
     beside: list[int] = []
     relays: dict[int, dict[int, TransferSchedule]] = {}
 
     for target, device in targets.items():
         if device not in trainer_devices:
             raise ValueError(
-                f"an engine rank works on device {device}, on which there is no trainer rank: use "
+                f"an engine rank works on device {device}, where there is no trainer rank: use "
                 f"resharding.transport=group"
             )
         beside.append(trainer_devices.index(device))
         for source, schedule in plan.of_target(target).items():
-            # Only the rank on the target's device shares memory with it; the others relay through that rank.
+            # Only the trainer rank on the target's device shares memory with it; the others relay through
+            # that rank.
             if source != beside[-1]:
                 relays.setdefault(source, {})[beside[-1]] = schedule
 
@@ -71,7 +83,7 @@ def device_transfers(
 
 
 class DeviceSender(Sender):
-    """Sends to the engine rank on its own device, and relays to the trainer ranks beside others.
+    """Sends to the engine rank on its own device, and relays to trainer ranks on other devices.
 
     Args:
         p2p: The p2p group of the trainers.
@@ -81,7 +93,7 @@ class DeviceSender(Sender):
     def __init__(self, p2p: P2PGroup, rank: int) -> None:
         self._p2p = p2p
         self._rank = rank
-        # by replica and by the trainer rank beside its target
+        # By replica, and by the trainer rank on the target's device.
         self._relayed: dict[int, dict[int, TransferSchedule]] = {}
         self._receive_buffer: _DeviceReceiveBuffer | None = None
         self._buffers = PackBuffers()
@@ -94,8 +106,15 @@ class DeviceSender(Sender):
         dtype: torch.dtype,
         device: torch.device,
     ) -> IPCAddress:
-        """The rank of `replica` on this device, which the plan calls `device_name`, gets from these trainer
-        ranks, of which this one may be one, through IPC buffers."""
+        """Create the IPC buffers for the engine rank of a replica on this device.
+
+        Args:
+            replica: The number of the replica.
+            device_name: The name of this device in the plan.
+            sources: What the engine rank receives, by trainer rank. This rank may be one of them.
+            dtype: The dtype of the messages.
+            device: This device.
+        """
         self._let_go()
         self._receive_buffer = _DeviceReceiveBuffer(
             replica, PeerTransfers(sources), self._rank, dtype, device, device_name
@@ -103,12 +122,13 @@ class DeviceSender(Sender):
         return self._receive_buffer.ipc.address
 
     def relay(self, replica: int, schedules: Mapping[int, TransferSchedule]) -> None:
-        """What the ranks of `replica` on other devices get from this one, by the trainer ranks beside
-        them."""
+        """Set what this rank sends to ranks of `replica` on other devices, by the trainer ranks on those
+        devices.
+        """
         self._relayed[replica] = dict(schedules)
 
     def open(self, shards: Shards, replicas: Collection[int]) -> Opened:
-        # What this rank relays to the trainer ranks beside the engines of this pass.
+        # What this rank relays to trainer ranks on the devices of the engines in this pass.
         sends = PeerTransfers(
             {
                 peer: schedule
@@ -191,13 +211,13 @@ class _DeviceReceiveBuffer(ReceiveBuffer):
 class DeviceReceiver(Receiver):
     def __init__(self, place: DeviceEndpoint, device: torch.device) -> None:
         self._reader = IPCReader(place.address, device, place.device)
-        self._number = 0  # of the next round
+        self._number = 0  # the next round
 
     def receive(self, destinations: DestinationViews) -> bool:
         deadline_s = time.monotonic() + TIME_SLICE_S
         with torch.no_grad():
             while self._number < destinations.sources.num_rounds:
-                # The number of the next round is kept, so that a later call continues here.
+                # The number of the next round is kept so that a later call can continue.
                 if time.monotonic() > deadline_s or not self._reader.is_written(self._number, PATIENCE_S):
                     return False
                 destinations.unpack(self._number, self._reader.buffer(self._number, destinations.dtype))

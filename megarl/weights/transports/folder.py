@@ -1,9 +1,8 @@
-"""The transport `folder`: trainer ranks write the files of a Hugging Face folder, and send each other what a
-file needs of them.
+"""The transport `folder`: trainer ranks write a Hugging Face folder and send each other the elements for it.
 
-A file has one writer. It is written in windows, stretches of the file as large as a message; in each round
-the writers get what a window of theirs needs, from whoever holds it, so that a writer has three windows at
-most: one that fills, one that is written, one that waits.
+Each file has one writer. It is written in windows the size of one message. In each round, each writer
+receives the contents of one window from the ranks that hold them. A writer has at most three windows: one
+being filled, one being written, and one waiting.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from megarl.weights.shards import Shards
 from megarl.weights.tensors import flat_index, row_major_strides
 from megarl.weights.transports.interface import Opened, Sender
 
-NUM_WINDOWS = 3  # with two, the disk waits while the next window is filled
-# messages to others, messages from others, windows: a writer's, of one message each at most
+NUM_WINDOWS = 3  # with two, the disk is idle while the next window is filled
+# Outgoing messages, incoming messages, and windows of a writer, each at most the size of one message.
 NUM_BUFFERS = 2 + 2 + NUM_WINDOWS
 
 
 def folder_message_bytes(bucket_bytes: int, is_cuda: bool) -> int:
-    """Of one message: all buffers of a rank hold two buckets at most."""
+    """Return the size of one message such that all buffers of a rank take at most two buckets."""
     each = 2 * bucket_bytes // NUM_BUFFERS
     return each if is_cuda else min(each, MESSAGE_BYTES_ON_A_CPU)
 
@@ -41,15 +40,15 @@ def folder_message_bytes(bucket_bytes: int, is_cuda: bool) -> int:
 class FolderSender(Sender):
     """Writes files in one pass.
 
+    If a file cannot be written, an OSError is raised at the end of the pass. Until then the writer still
+    receives what it is sent, so that no message remains in the group, which is used again afterwards.
+
     Args:
-        p2p: The group of the trainers; None if there is only one.
+        p2p: The p2p group of the trainers; None if there is only one.
         rank: The rank of this process in it.
-        part: This rank's part of the export.
+        part: This rank's share of the export.
         folder: Where the files are written.
         durable: Whether the files must survive a power cut.
-
-    A file that cannot be written is an OSError at the end of the pass: until then a writer takes what it is
-    sent, so that no message stays behind in the group, which others use after it.
     """
 
     def __init__(
@@ -76,19 +75,20 @@ class FolderSender(Sender):
         return Opened(transfer, (sends.numel + own) * part.dtype.itemsize, buffers.nbytes + kept)
 
     def leave(self, replica: int) -> None:
-        """Nobody reads while files are written."""
+        """Do nothing: there are no replicas to forget."""
 
     def release(self) -> None:
-        """Does nothing: the next pass has a sender of its own."""
+        """Do nothing: the next pass has a sender of its own."""
 
     def close(self) -> None:
-        """Whatever is under way: what is not complete stays incomplete."""
+        """Stop writing, even in the middle of a pass. Incomplete files stay incomplete."""
         self._output.close()
 
 
 class _FolderReceiveBuffer(ReceiveBuffer):
-    """Puts what arrives where it belongs in a window, and hands the window over when it is full. A round is
-    of one window."""
+    """Copies what arrives to its position in a window, and hands full windows over. A round belongs to one
+    window.
+    """
 
     def __init__(self, rank: int, part: RankExport, output: _Output, device: torch.device) -> None:
         self.sources = PeerTransfers(part.receives)
@@ -100,7 +100,7 @@ class _FolderReceiveBuffer(ReceiveBuffer):
             NUM_WINDOWS, max(window.numel for window in part.windows), dtype=part.dtype, device=device
         )
 
-        # elements before each round
+        # The number of elements before each round.
         self._begins = list(accumulate(map(self.sources.length, range(part.num_rounds)), initial=0))
         self._ends = list(accumulate(window.numel for window in part.windows))
         self._writes: deque[Future[None]] = deque()
@@ -116,15 +116,17 @@ class _FolderReceiveBuffer(ReceiveBuffer):
         return self._round_buffers.nbytes + self._buffers.nbytes
 
     def is_free(self, number: int) -> bool:
-        """Not before the window that had the same buffer is written; it was handed over two rounds ago at the
-        latest."""
+        """Return whether the previous window in the same buffer has been written.
+
+        That window was handed over at least two rounds ago.
+        """
         return self._is_written(self._window_of(number) + 1 - NUM_WINDOWS)
 
     def buffer(self, number: int) -> torch.Tensor:
         return self._round_buffers[number % 2]
 
     def deliver(self, number: int) -> None:
-        # A round may bring nothing to this writer.
+        # A round may contain nothing for this writer.
         if self._begins[number] == self._begins[number + 1]:
             return
         index = self._window_of(number)
@@ -135,7 +137,7 @@ class _FolderReceiveBuffer(ReceiveBuffer):
             _place(part, window.file.manifest[part.name].shape, buffer, starts[part.name]).copy_(elements)
 
         if buffer.is_cuda:
-            # what comes next, and the thread that writes, have other streams
+            # The next round and the writing thread use other CUDA streams.
             torch.cuda.current_stream(buffer.device).synchronize()
 
         # The last element of the window has arrived.
@@ -143,7 +145,7 @@ class _FolderReceiveBuffer(ReceiveBuffer):
             self._writes.append(self._output.write(window, buffer))
 
     def is_taken(self) -> bool:
-        """Raises why the first file that could not be written was not."""
+        """Return whether all windows have been written. Raises the first failure to write a file."""
         if not self._is_written(len(self._windows)):
             return False
         self._output.close()
@@ -156,11 +158,11 @@ class _FolderReceiveBuffer(ReceiveBuffer):
         return bisect_right(self._ends, self._begins[number])
 
     def _is_written(self, count: int) -> bool:
-        """Whether that many windows are; False after PATIENCE_S."""
+        """Return whether that many windows have been written; False after PATIENCE_S."""
         while self._num_written < count:
             if wait([self._writes[0]], PATIENCE_S).not_done:
                 return False
-            # The failure is raised at the end of the pass, because others still send until then.
+            # The failure is raised at the end of the pass, because other ranks keep sending until then.
             failure = self._writes.popleft().exception()
             self._failure = self._failure or failure
             self._num_written += 1
@@ -168,7 +170,7 @@ class _FolderReceiveBuffer(ReceiveBuffer):
 
 
 def _first_elements(window: Window) -> Iterator[int]:
-    """Where each tensor's element 0 lies, or would lie, in the window."""
+    """Yield the position that element 0 of each tensor has, or would have, in the window."""
     position = 0
     for chunk in window.chunks:
         yield position - chunk.offset
@@ -176,16 +178,14 @@ def _first_elements(window: Window) -> Iterator[int]:
 
 
 def _place(part: Part, shape: Sequence[int], buffer: torch.Tensor, start: int) -> torch.Tensor:
-    """The view of `buffer`, a stretch of memory in which element 0 of the part's tensor lies at `start`, that
-    is to become the part."""
+    """Return the view of `buffer` that receives the part. Element 0 of its tensor would be at `start`."""
     strides = row_major_strides(shape)
     first = buffer.storage_offset() + start + flat_index(part.tensor_slice.starts, strides)
     return buffer.as_strided(part.tensor_slice.shape, strides, first)
 
 
 class _Output:
-    """Writes windows into their files, one after another, in a thread of its own. After a failure it writes
-    nothing more."""
+    """Writes windows to their files in order, in a thread of its own. After a failure it writes nothing more."""
 
     def __init__(self, folder: Path, durable: bool) -> None:
         self._folder = folder
@@ -195,19 +195,26 @@ class _Output:
         self._is_whole = True
 
     def write(self, window: Window, data: torch.Tensor) -> Future[None]:
-        """`data`: flat, not to be touched until the future is done, which raises OSError that names the
-        file."""
+        """Write a window in the background.
+
+        Args:
+            window: The window.
+            data: Its elements: flat, not to be modified until the future is done.
+
+        Returns:
+            A future that raises an OSError naming the file if writing fails.
+        """
         return self._thread.submit(self._write, window, data)
 
     def close(self) -> None:
-        """When what is being written is. A file that is not complete is left so."""
+        """Wait for the current write. An incomplete file is left as it is."""
         self._thread.shutdown(cancel_futures=True)
         if self._file is not None:
             self._file.abandon()
             self._file = None
 
     def _write(self, window: Window, data: torch.Tensor) -> None:
-        # Unset during the write, so that any exception leaves the output marked as failed.
+        # Cleared during the write, so that any exception leaves the output marked as failed.
         was_whole = self._is_whole
         self._is_whole = False
         if not was_whole:

@@ -1,7 +1,6 @@
-"""The transport `group`: point to point in a process group of one engine's ranks and the trainer ranks that
-send to it.
+"""The transport `group`: point-to-point messages in a process group of one engine and its trainer ranks.
 
-Each engine has a group of its own, so that one that is replaced makes nobody else meet again.
+Each engine has a separate group, so that replacing one does not make the others meet again.
 """
 
 from __future__ import annotations
@@ -20,16 +19,20 @@ from megarl.weights.transports.interface import DestinationViews, Opened, PackBu
 
 
 class GroupEndpoint(NamedTuple):
-    """A rank's place in the group of one engine. The trainer ranks come first in it."""
+    """A rank's number in the group of one engine. The trainer ranks come first."""
 
     address: P2PAddress
     rank: int
 
 
 class GroupTransfers(NamedTuple):
-    """The group of one engine. senders: trainer ranks, in the order of their numbers in the group; its own
-    ranks follow. sends: of each sender, by the engine ranks' numbers in the group. receives: of each engine
-    rank, by the senders' numbers."""
+    """The group of one engine: the senders, followed by the ranks of the engine.
+
+    Attributes:
+        senders: Trainer ranks, in the order of their numbers in the group.
+        sends: For each sender, the schedules by the engine ranks' numbers in the group.
+        receives: For each engine rank, the schedules by the senders' numbers in the group.
+    """
 
     senders: tuple[int, ...]
     sends: tuple[dict[int, TransferSchedule], ...]
@@ -41,7 +44,12 @@ class GroupTransfers(NamedTuple):
 
 
 def group_transfers(plan: TransferPlan, targets: Sequence[int]) -> GroupTransfers:
-    """`targets`: the engine's ranks, as the plan counts them."""
+    """Return the group of one engine.
+
+    Args:
+        plan: The whole transfer.
+        targets: The engine's ranks, as the plan numbers them.
+    """
     # The senders come first in the group, followed by the ranks of the engine.
     senders = tuple(sorted({source for source, target in plan.schedules if target in targets}))
     numbers = {source: number for number, source in enumerate(senders)}
@@ -68,7 +76,13 @@ class GroupSender(Sender):
         self._buffers = PackBuffers()
 
     def join(self, replica: int, p2p: P2PGroup, schedules: Mapping[int, TransferSchedule]) -> None:
-        """Adds the group of a replica. `schedules`: by the engine ranks' numbers in the group."""
+        """Add the group of a replica.
+
+        Args:
+            replica: The number of the replica.
+            p2p: The group.
+            schedules: What this rank sends, by the engine ranks' numbers in the group.
+        """
         self.leave(replica)
         self._channels[replica] = Channel(p2p, PeerTransfers(schedules), replica=replica)
 
@@ -76,7 +90,7 @@ class GroupSender(Sender):
         channels = [channel for replica, channel in sorted(self._channels.items()) if replica in replicas]
         num_rounds = max((channel.sends.num_rounds for channel in channels), default=0)
 
-        # The messages of a round to all replicas share one pack buffer.
+        # Messages of a round to all replicas share one pack buffer.
         largest = max(
             (sum(channel.sends.length(number) for channel in channels) for number in range(num_rounds)),
             default=0,
@@ -89,7 +103,7 @@ class GroupSender(Sender):
         )
 
     def leave(self, replica: int) -> None:
-        # Aborted and not closed, since messages to the replica may still be under way.
+        # Abort instead of closing, since messages to the replica may still be in flight.
         if (channel := self._channels.pop(replica, None)) is not None:
             channel.p2p.abort()
 
@@ -140,7 +154,7 @@ class GroupReceiver(Receiver):
 
 
 class _GroupReceiveBuffer(ReceiveBuffer):
-    """Two rounds' worth, for the time of a pass."""
+    """The receive buffer of one pass. It has room for two rounds."""
 
     def __init__(self, destinations: DestinationViews, device: torch.device) -> None:
         self.sources = destinations.sources
@@ -149,7 +163,7 @@ class _GroupReceiveBuffer(ReceiveBuffer):
             2, destinations.sources.largest, dtype=destinations.dtype, device=device
         )
 
-        # the parts of the round in each buffer that are received directly
+        # The parts of the round in each buffer that are received directly into parameters.
         self._placed: tuple[set[Part], set[Part]] = set(), set()
 
     def is_free(self, number: int) -> bool:
@@ -168,5 +182,5 @@ class _GroupReceiveBuffer(ReceiveBuffer):
         self._destinations.unpack(number, self.buffer(number), self._placed[number % 2])
         self._placed[number % 2].clear()
         if self._round_buffers.is_cuda:
-            # what comes next comes in another stream
+            # The next round arrives on another CUDA stream.
             torch.cuda.current_stream(self._round_buffers.device).synchronize()

@@ -1,7 +1,7 @@
 """The interface of a transport: the sender of a trainer rank and the receiver of an engine rank.
 
-A sender sends the weights in passes of rounds. A receiver knows where its model keeps what arrives, and
-checks that everything arrives.
+A sender sends the weights in passes, and each pass in rounds. A receiver knows where its model stores each
+part, and checks that everything arrives.
 """
 
 from __future__ import annotations
@@ -19,17 +19,23 @@ from megarl.weights.schedule import Part
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
 
-# the views that a part is copied to, in the shape of its slice
+# yields the views that a part is copied to, in the shape of its slice
 Places = Callable[[Part], Iterable[torch.Tensor]]
 _MAX_NAMED = 8
 
 
 class SendReport(NamedTuple):
-    """Of one rank and one pass. packing_s: copying into messages; waiting_s: for others. nbytes: given away
-    by this rank.
-    planned_extra_bytes: of all buffers; measured_extra_bytes: the most memory that the process took beyond
-    what it had, in which buffers that were kept from the pass before do not count. lost: replicas that are
-    gone or were dropped, and why."""
+    """Measurements of one pass on one rank.
+
+    Attributes:
+        packing_s: The time spent copying into messages, in seconds.
+        waiting_s: The time spent waiting for peers, in seconds.
+        nbytes: The bytes that this rank sent.
+        planned_extra_bytes: The size of all buffers.
+        measured_extra_bytes: The peak memory of the process above its use at the start of the pass. Buffers
+            kept from the previous pass are not counted.
+        lost: The reason for each replica that is gone or was dropped.
+    """
 
     packing_s: float
     waiting_s: float
@@ -46,35 +52,42 @@ class Opened(NamedTuple):
 
 
 class Sender(ABC):
-    """A trainer rank's side of a transport, for all replicas (by number) that it sends to."""
+    """The trainer-rank side of a transport, for all replicas (by number) that the rank sends to."""
 
     @abstractmethod
     def open(self, shards: Shards, replicas: Collection[int]) -> Opened:
-        """Starts a pass that sends the current weights to these replicas."""
+        """Start a pass that sends the current weights to these replicas."""
 
     @abstractmethod
     def leave(self, replica: int) -> None:
-        """Forgets a replica, whatever is under way. Does nothing if it is unknown."""
+        """Forget a replica, even in the middle of a pass. Does nothing if it is unknown."""
 
     @abstractmethod
     def close(self) -> None:
-        """Releases everything."""
+        """Release everything."""
 
     @abstractmethod
     def release(self) -> None:
-        """Releases memory between two passes."""
+        """Release memory between two passes."""
 
 
 class SendPass:
-    """A pass over the weights that is under way."""
+    """A pass over the weights in progress."""
 
     def __init__(self, sender: Sender, shards: Shards, replicas: Collection[int]) -> None:
         self._peak = PeakMemory(shards.device)
         self._opened = sender.open(shards, replicas)
 
     def run(self, dropped: Collection[int]) -> SendReport | None:
-        """None where others say nothing for a while: to be called again, it continues. Raises
-        WeightTransferError where a rank is gone without whom there is no transfer."""
+        """Continue the pass.
+
+        Returns:
+            The measurements when the pass is complete. None if peers made no progress for a while; call the
+            method again then.
+
+        Raises:
+            WeightTransferError: A rank is gone without which the transfer cannot continue.
+        """
         transfer = self._opened.transfer
         if not transfer.run(dropped):
             return None
@@ -89,16 +102,16 @@ class SendPass:
 
 
 class PackBuffers:
-    """The memory of two messages to pack into.
+    """Buffers that two messages are packed into.
 
-    It is kept from one pass to the next, because allocating it takes longer than packing a message.
+    They are kept between passes, because allocating them takes longer than packing a message.
     """
 
     def __init__(self) -> None:
         self._buffers = torch.empty(2, 0)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """(2, numel)."""
+        """Return buffers of shape (2, numel)."""
         if self._buffers.shape[1] != numel or self._buffers.dtype != dtype or self._buffers.device != device:
             self.release()
             self._buffers = torch.empty(2, numel, dtype=dtype, device=device)
@@ -115,11 +128,11 @@ class DestinationViews:
         sources: The schedules by the senders' ranks.
         needed: The slices that the model needs.
         dtype: The dtype of the messages.
-        places: Finds the views of a part. It is asked once per part, until `forget` is called because the
-            model has moved.
+        places: Finds the views of a part. It is called once per part, and again after `forget`, which must be
+            called when the model has moved.
 
     Raises:
-        WeightTransferError: The schedules do not bring each element of `needed` once.
+        WeightTransferError: The schedules do not deliver each element of `needed` exactly once.
     """
 
     def __init__(
@@ -134,21 +147,21 @@ class DestinationViews:
         self.dtype = dtype
         self.places_of = places
 
-        # no views of a receive buffer, which they would keep alive
+        # The cache must not contain views of a receive buffer: they would keep the buffer alive.
         self._targets: dict[Part, list[torch.Tensor]] = {}
         self.received_bytes = 0
 
     def place(self, part: Part) -> torch.Tensor | None:
-        """Returns the flat memory of a part if the model keeps it in one contiguous piece, and only there."""
+        """Return the flat memory of a part if the model stores it contiguously and in one place only."""
         targets = self._targets_of(part)
 
-        # Elements of another dtype, or in several pieces, have to be copied out of the buffer.
+        # Parts of another dtype, or in several places, have to be copied out of the buffer.
         if len(targets) == 1 and targets[0].is_contiguous() and targets[0].dtype == self.dtype:
             return targets[0].view(-1)
         return None
 
     def unpack(self, number: int, buffer: torch.Tensor, placed: Collection[Part] = ()) -> None:
-        """Copies a round out of its flat buffer, except for the parts that were received directly."""
+        """Copy a round out of its flat buffer, except for the parts that were received directly."""
         targets = []
         sources = []
         for part, elements in self.sources.parts(number, buffer):
@@ -170,34 +183,37 @@ class DestinationViews:
 
 
 class Receiver(ABC):
-    """An engine rank's side of a transport. Methods raise WeightTransferError if the trainer is gone."""
+    """The engine-rank side of a transport. Methods raise WeightTransferError if the trainer is gone."""
 
     @abstractmethod
     def receive(self, destinations: DestinationViews) -> bool:
-        """Receives all weights while the trainer sends them. Returns False after a while; call it again
-        then."""
+        """Receive all weights while the trainer sends them.
+
+        Returns:
+            True when all have arrived. After False, call the method again.
+        """
 
     @property
     @abstractmethod
     def is_under_way(self) -> bool:
-        """Whether some of the weights have been received, and some not."""
+        """Whether some, but not all, of the weights have been received."""
 
     @abstractmethod
     def close(self) -> None:
-        """Disconnects from the trainer, whatever is under way."""
+        """Disconnect from the trainer, even in the middle of a pass."""
 
 
 def _check(sources: PeerTransfers, needed: Mapping[str, Sequence[TensorSlice]]) -> None:
-    """Checks that the rounds bring each needed element once."""
+    """Check that the rounds deliver each needed element exactly once."""
     coming: dict[str, list[TensorSlice]] = defaultdict(list)
     for schedule in sources.schedules.values():
         for name, tensor_slice in schedule.parts:
             coming[name].append(tensor_slice)
 
-    faults = [f"{name} does not belong here" for name in coming.keys() - needed.keys()]
+    faults = [f"{name} is not needed here" for name in coming.keys() - needed.keys()]
     for name, slices in needed.items():
         for tensor_slice in slices:
-            # The parts that arrive must tile the slice that is needed.
+            # The arriving parts must tile the slice that is needed.
             inside = [
                 shared
                 for part in coming.get(name, ())
@@ -212,5 +228,5 @@ def _check(sources: PeerTransfers, needed: Mapping[str, Sequence[TensorSlice]]) 
 
     if faults:
         raise WeightTransferError(
-            f"{len(faults)} tensors would not arrive whole: " + "; ".join(faults[:_MAX_NAMED])
+            f"{len(faults)} tensors would not arrive complete: " + "; ".join(faults[:_MAX_NAMED])
         )
