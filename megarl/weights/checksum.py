@@ -82,9 +82,7 @@ def _indices(shape: Sequence[int], first: int, strides: Sequence[int], device: t
 
 
 def _weights(index: torch.Tensor) -> torch.Tensor:
-    """Return odd pseudo-random int64 numbers. `index` is overwritten; integer overflow implements modulo
-    2**64.
-    """
+    """Return odd pseudo-random int64 numbers. Overwrites `index`; overflow implements modulo 2**64."""
     weights = index.add_(1).mul_(_MULTIPLIERS[0])
     weights.bitwise_xor_(weights >> 29).mul_(_MULTIPLIERS[1])
     weights.bitwise_xor_(weights >> 32)

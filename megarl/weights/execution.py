@@ -92,14 +92,14 @@ class ReceiveBuffer(ABC):
 
     @abstractmethod
     def is_free(self, number: int) -> bool:
-        """Return whether the buffer of a round may be written. Waits for the target for at most PATIENCE_S."""
+        """Return whether the buffer of a round may be written, after at most PATIENCE_S."""
 
     @abstractmethod
     def buffer(self, number: int) -> torch.Tensor:
         """Return the flat buffer of a round. It has at least as many elements as the round."""
 
     def receives(self, number: int) -> Iterator[Message]:
-        """Yield the messages that all other ranks send in a round: the peer, and where a segment is received."""
+        """Yield the messages of other ranks in a round: the peer, and where a segment is received."""
         buffer = self.buffer(number)
         for peer, schedule, where in self.sources.of_round(number):
             start = where.start
@@ -119,7 +119,7 @@ class ReceiveBuffer(ABC):
         """Hand a round over to the target once all of its messages are in the buffer."""
 
     def is_taken(self) -> bool:
-        """Return whether the target has taken all rounds. Waits for it for at most PATIENCE_S."""
+        """Return whether the target has taken all rounds, after at most PATIENCE_S."""
         return True
 
 
@@ -322,9 +322,7 @@ class PipelinedTransfer:
     def _segments(
         self, schedule: TransferSchedule, number: int, flat: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """Yield the segments of a message. Contiguous parts are sent in place; the rest is packed into
-        `flat`.
-        """
+        """Yield the segments of a message. Contiguous parts are sent in place, the rest packed into `flat`."""
         for parts in schedule.segments(number):
             regions = list(self._regions_of(parts))
             if len(regions) == 1 and regions[0].is_contiguous():

@@ -31,9 +31,7 @@ from megarl.weights.tensors import ChunkMeta, range_slices
 
 
 class Window(NamedTuple):
-    """Consecutive elements of a file that fit in one message: whole tensors, and parts of the first and last
-    one.
-    """
+    """Consecutive elements of a file that fit in one message. The first and last tensor may be partial."""
 
     file: FilePlan
     chunks: tuple[ChunkMeta, ...]

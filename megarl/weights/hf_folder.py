@@ -88,7 +88,7 @@ DEFAULT_FILE_BYTES = 5 * 10**9
 
 
 class FilePlan(NamedTuple):
-    """One weight file. It contains tensors of one pipeline stage and is written by one of the stage's ranks."""
+    """A weight file with tensors of one pipeline stage, written by one of the stage's ranks."""
 
     name: str
     stage: int

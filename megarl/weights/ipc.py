@@ -37,7 +37,7 @@ _HINT = (
 
 
 class IPCAddress(NamedTuple):
-    """Where an engine rank finds the IPC buffers of the trainer rank on its device.
+    """The address of the IPC buffers that an engine rank shares with the trainer rank on its device.
 
     Attributes:
         device: The device that holds the memory, by its name in the plan.
@@ -140,8 +140,7 @@ class IPCWriter:
 
 
 class IPCReader:
-    """The engine's side. It opens the trainer's memory only during a transfer, so that the trainer can free
-    it.
+    """The engine's side. It opens the trainer's memory during transfers only.
 
     Raises:
         WeightTransferError: The trainer is gone, or its memory is not on `device_name`.

@@ -197,9 +197,7 @@ class _Reader(ExitStack):
 
 
 def _stored_slices(piece: Piece, stored_shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return the piece in the coordinates of the stored tensor, whose first dimension the view may have
-    split.
-    """
+    """Return the piece in the coordinates of the stored tensor. The view may split its first dimension."""
     num_split = len(piece.hf_view) - len(stored_shape) + 1
     starts = piece.hf.starts[:num_split]
     stops = piece.hf.stops[:num_split]

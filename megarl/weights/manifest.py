@@ -1,4 +1,4 @@
-"""Compare the tensors that an architecture defines with those stored in a folder, before anything is loaded."""
+"""Compare the tensors of an architecture with those stored in a folder, before loading."""
 
 from __future__ import annotations
 

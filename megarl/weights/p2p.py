@@ -34,7 +34,7 @@ Message = tuple[int, torch.Tensor]
 
 
 class P2PAddress(NamedTuple):
-    """Where the ranks of a group meet.
+    """The rendezvous of a group.
 
     Attributes:
         name: The name of the group in error messages.

@@ -214,7 +214,7 @@ def _needs(
         cut, missing = cuts[key]
         if missing:
             faults.append(
-                f"{name}: {missing} needed elements are held by no source, or by several with different slices"
+                f"{name}: {missing} needed elements are held by no source, or by several in different slices"
             )
         for candidates, target, tensor_slice in cut:
             found[target][candidates].append((target, Part(name, tensor_slice)))

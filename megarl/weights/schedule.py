@@ -13,9 +13,7 @@ _LARGE = 2**18  # parts with this many elements are sent separately, which is fa
 
 
 class Part(NamedTuple):
-    """A slice of the tensor `name`, or as much of one as fits in a message. Its elements are sent in
-    row-major order.
-    """
+    """A slice of the tensor `name`, or as much of it as fits in a message. Sent in row-major order."""
 
     name: str
     tensor_slice: TensorSlice

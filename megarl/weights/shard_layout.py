@@ -1,4 +1,4 @@
-"""Plan which slice of which Hugging Face tensor each rank's shard contains. Plans can be printed and proved."""
+"""Plan which slices of which Hugging Face tensors the shard of each rank contains."""
 
 from __future__ import annotations
 
@@ -76,8 +76,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class Piece:
-    """One slice of a Hugging Face tensor and the slice of the rank's shard that contains it. Both have the
-    same shape.
+    """A slice of a Hugging Face tensor, and the slice of equal shape of the shard that contains it.
 
     Attributes:
         hf_name: The name of the Hugging Face tensor.
@@ -160,8 +159,7 @@ def whole_layout(architecture: Architecture, padded_vocab_size: int | None = Non
 
 
 def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[ShardLayout, ...]:
-    """Return the layout of every rank of a role, replicas included, with the vocabulary padded as in the
-    engine.
+    """Return the layout of every rank of a role, replicas included. The vocabulary is padded.
 
     Experts are distributed over all ranks of a stage, across data-parallel replicas: expert-tensor-parallel
     ranks fastest, then expert-parallel ranks, then copies.
@@ -185,7 +183,7 @@ def layouts_of(architecture: Architecture, parallel: ParallelConfig) -> tuple[Sh
     layouts = []
 
     for rank, coordinate in enumerate(map(parallel.coordinate, range(parallel.world_size))):
-        # Everything but experts depends only on the stage and the tensor-parallel rank.
+        # Everything except experts depends only on the stage and the tensor-parallel rank.
         dense = of_stages[coordinate.pp * parallel.tensor_parallel_size + coordinate.tp]
         # Experts are distributed over all ranks of the stage, across data-parallel replicas.
         place = rank % parallel.stage_size
@@ -320,8 +318,7 @@ def describe(architecture: Architecture, layout: ShardLayout, head: Head = "lm")
 def check_coverage(
     architecture: Architecture, rank_pieces: Iterable[Sequence[Piece]], head: Head = "lm"
 ) -> None:
-    """Prove that the pieces of all ranks of one replica cover every Hugging Face tensor exactly once,
-    ignoring copies.
+    """Prove that the pieces of one replica's ranks cover every tensor exactly once, ignoring copies.
 
     Args:
         architecture: The model.

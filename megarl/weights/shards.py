@@ -57,9 +57,7 @@ class Shards:
         return next(iter(self.parameters.values())).device
 
     def regions(self, part: Part) -> Iterator[torch.Tensor]:
-        """Yield views of parameters that contain the elements of `part`, in order. The rank must hold the
-        part.
-        """
+        """Yield views of parameters with the elements of `part`, in order. The rank must hold the part."""
         name, view, regions = self._geometry.of(part)
         parameter = self.parameters[name].detach().view(view)
         for region in regions:
@@ -107,16 +105,16 @@ def held_slices(
 
     # Layers have the same structure, and so do experts. Cache tensor indices and slices by what determines
     # them.
-    alike: dict[tuple, list[tuple[int, TensorSlice]]] = {}
+    by_structure: dict[tuple, list[tuple[int, TensorSlice]]] = {}
     for weight in held_weights(architecture, layout, head):
         names = [tensor.name for tensor in weight.tensors]
         key = weight.cut, weight.place, tuple((tensor.view, tensor.shape) for tensor in weight.tensors)
-        if key not in alike:
+        if key not in by_structure:
             numbered = [(names.index(piece.hf_name), piece) for piece in pieces(weight, layout)]
-            alike[key] = [
+            by_structure[key] = [
                 (number, _in_shape(piece, weight.tensors[number].shape)) for number, piece in numbered
             ]
-        found |= {names[number]: (tensor_slice,) for number, tensor_slice in alike[key]}
+        found |= {names[number]: (tensor_slice,) for number, tensor_slice in by_structure[key]}
 
     return found
 

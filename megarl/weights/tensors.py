@@ -134,7 +134,7 @@ class TensorSlice:
         return TensorSlice(starts, stops) if all(map(int.__lt__, starts, stops)) else None
 
     def relative_to(self, origin: Sequence[int], target: Sequence[int] | None = None) -> TensorSlice:
-        """Return the slice translated so that the point `origin` maps to `target` (default: the zero point)."""
+        """Translate the slice so that the point `origin` maps to `target` (default: the zero point)."""
         shift = [to - at for at, to in zip(origin, target or (0,) * len(origin), strict=True)]
         return TensorSlice(
             tuple(map(int.__add__, self.starts, shift)), tuple(map(int.__add__, self.stops, shift))
@@ -149,8 +149,7 @@ class TensorSlice:
 
 
 def tiling_fault(shape: Sequence[int], tensor_slices: Sequence[TensorSlice]) -> str | None:
-    """Return None if the slices cover every element of `shape` exactly once, and a description of the fault
-    if not.
+    """Return None if slices cover every element of `shape` exactly once, and otherwise the fault.
 
     No element is visited: slices that lie inside the shape, do not overlap, and add up to its volume tile it
     exactly.

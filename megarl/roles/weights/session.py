@@ -188,7 +188,9 @@ class TransferSession:
             # The trainer rank on each engine rank's device opens the IPC buffers.
             serving = [
                 call(rank, WeightExport.serve_weights, number, device, sources)
-                for rank, device, sources in zip(route.beside, targets.values(), route.sources, strict=True)
+                for rank, device, sources in zip(
+                    route.local_trainers, targets.values(), route.sources, strict=True
+                )
             ]
             relaying = [
                 call(rank, WeightExport.relay_weights, number, route.relays.get(rank, {}))

@@ -40,12 +40,12 @@ class DeviceTransfers(NamedTuple):
     """The transfers to the ranks of one engine.
 
     Attributes:
-        beside: For each engine rank, the trainer rank on its device.
+        local_trainers: For each engine rank, the trainer rank on its device.
         sources: For each engine rank, what it receives, by trainer rank.
         relays: By trainer rank, what it sends to the trainer ranks on the devices of other engine ranks.
     """
 
-    beside: tuple[int, ...]
+    local_trainers: tuple[int, ...]
     sources: tuple[dict[int, TransferSchedule], ...]
     relays: dict[int, dict[int, TransferSchedule]]
 
@@ -63,7 +63,7 @@ def device_transfers(
     Raises:
         ValueError: A device has no trainer rank.
     """
-    beside: list[int] = []
+    local_trainers: list[int] = []
     relays: dict[int, dict[int, TransferSchedule]] = {}
 
     for target, device in targets.items():
@@ -72,14 +72,14 @@ def device_transfers(
                 f"an engine rank works on device {device}, where there is no trainer rank: use "
                 f"resharding.transport=group"
             )
-        beside.append(trainer_devices.index(device))
+        local_trainers.append(trainer_devices.index(device))
         for source, schedule in plan.of_target(target).items():
             # Only the trainer rank on the target's device shares memory with it; the others relay through
             # that rank.
-            if source != beside[-1]:
-                relays.setdefault(source, {})[beside[-1]] = schedule
+            if source != local_trainers[-1]:
+                relays.setdefault(source, {})[local_trainers[-1]] = schedule
 
-    return DeviceTransfers(tuple(beside), tuple(plan.of_target(target) for target in targets), relays)
+    return DeviceTransfers(tuple(local_trainers), tuple(plan.of_target(target) for target in targets), relays)
 
 
 class DeviceSender(Sender):
@@ -122,9 +122,7 @@ class DeviceSender(Sender):
         return self._receive_buffer.ipc.address
 
     def relay(self, replica: int, schedules: Mapping[int, TransferSchedule]) -> None:
-        """Set what this rank sends to ranks of `replica` on other devices, by the trainer ranks on those
-        devices.
-        """
+        """Set what this rank sends to other devices for `replica`, by the trainer ranks there."""
         self._relayed[replica] = dict(schedules)
 
     def open(self, shards: Shards, replicas: Collection[int]) -> Opened:

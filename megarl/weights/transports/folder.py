@@ -86,9 +86,7 @@ class FolderSender(Sender):
 
 
 class _FolderReceiveBuffer(ReceiveBuffer):
-    """Copies what arrives to its position in a window, and hands full windows over. A round belongs to one
-    window.
-    """
+    """Copies elements to their position in a window and hands full windows over. A round has one window."""
 
     def __init__(self, rank: int, part: RankExport, output: _Output, device: torch.device) -> None:
         self.sources = PeerTransfers(part.receives)
@@ -185,7 +183,7 @@ def _place(part: Part, shape: Sequence[int], buffer: torch.Tensor, start: int) -
 
 
 class _Output:
-    """Writes windows to their files in order, in a thread of its own. After a failure it writes nothing more."""
+    """Writes windows to their files in order, in a separate thread. Stops at the first failure."""
 
     def __init__(self, folder: Path, durable: bool) -> None:
         self._folder = folder

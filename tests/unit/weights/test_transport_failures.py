@@ -75,8 +75,8 @@ class ObeyingTrainer(Obeying):
         route = buffers_route(self.case, replica)
         self.own.device.relay(replica, route.relays.get(self.place.rank, {}))
 
-        if self.place.rank in route.beside:
-            number = route.beside.index(self.place.rank)
+        if self.place.rank in route.local_trainers:
+            number = route.local_trainers.index(self.place.rank)
             return self.own.device.serve(
                 replica, f"device-{self.place.rank}", route.sources[number], torch.float32, CPU
             )
@@ -184,7 +184,7 @@ class World(NamedTuple):
         else:
             way = buffers_route(case, replica)
             addresses = [self.ask(trainer, "join_buffers", replica) for trainer in self.trainers]
-            place = DeviceEndpoint(addresses[way.beside[0]], case.device(targets[0]))
+            place = DeviceEndpoint(addresses[way.local_trainers[0]], case.device(targets[0]))
             engine.tell(("link", EngineLink(place, way.sources[0], torch.float32)))
 
         assert engine.hear() is None

@@ -266,15 +266,15 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
         address = None
         if isinstance(own, TrainerRank):
             own.device.relay(replica, way.relays.get(rank, {}))
-            if rank in way.beside:
+            if rank in way.local_trainers:
                 address = own.device.serve(
-                    replica, f"device-{rank}", way.sources[way.beside.index(rank)], torch.float32, CPU
+                    replica, f"device-{rank}", way.sources[way.local_trainers.index(rank)], torch.float32, CPU
                 )
         addresses = shared(address)
         for number, target in enumerate(targets):
             if rank == num_trainers + target:
                 assert isinstance(own, EngineRank)
-                place = DeviceEndpoint(addresses[way.beside[number]], case.device(target))
+                place = DeviceEndpoint(addresses[way.local_trainers[number]], case.device(target))
                 own.link(EngineLink(place, way.sources[number], torch.float32))
 
     dist.barrier()
