@@ -322,7 +322,7 @@ class PipelinedTransfer:
     def _segments(
         self, schedule: TransferSchedule, number: int, flat: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """Yield the segments of a message. Contiguous parts are sent in place, the rest packed into `flat`."""
+        """Yield the segments of a message. Contiguous parts are sent in place, others packed into `flat`."""
         for parts in schedule.segments(number):
             regions = list(self._regions_of(parts))
             if len(regions) == 1 and regions[0].is_contiguous():

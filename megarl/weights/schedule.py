@@ -67,7 +67,7 @@ class TransferSchedule:
             index = index + 1
 
     def segments(self, number: int) -> Iterator[list[Part]]:
-        """Yield the message of a round in segments: each large part separately, and small neighbors together."""
+        """Yield the message of a round in segments: large parts separately, small neighbors together."""
         small: list[Part] = []
         for part in self.message(number):
             if part.tensor_slice.volume < _LARGE:

@@ -95,7 +95,7 @@ def refuse_two_ranks(original: Path, folder: Path) -> None:
         data_parallel_size=1,
     )
     with pytest.raises(
-        ValueError, match="3 key-value heads cannot be cut over tensor_parallel_size 2"
+        ValueError, match="3 key-value heads cannot be sharded by tensor_parallel_size 2"
     ) as raised:
         write_distributed(open_model(original), folder, layout)
 

@@ -221,12 +221,12 @@ MISTAKES: dict[str, Mistake] = {
         "has no weights in safetensors files", prepare=gone("model.safetensors"), command="train"
     ),
     "weights of another size": Mistake(
-        "config.json makes it (20, 32)", prepare=fields("config.json", vocab_size=20)
+        "config.json implies (20, 32)", prepare=fields("config.json", vocab_size=20)
     ),
     "weights that are cut off": Mistake(
         "truncated or not a safetensors file", prepare=cut_off("policy/model.safetensors")
     ),
-    "an index outside of the folder": Mistake("but only a file of this folder can be named", prepare=outside),
+    "an index outside of the folder": Mistake("only files in this folder are allowed", prepare=outside),
     # its tokenizer
     "no tokenizer.json": Mistake("copy tokenizer.json into it", prepare=gone("tokenizer.json")),
     "a tokenizer that is no JSON": Mistake(
@@ -363,7 +363,7 @@ MISTAKES: dict[str, Mistake] = {
         command="train",
     ),
     "training with weights of another size": Mistake(
-        "config.json makes it (20, 32)", prepare=fields("config.json", vocab_size=20), command="train"
+        "config.json implies (20, 32)", prepare=fields("config.json", vocab_size=20), command="train"
     ),
     "training on too few rows": Mistake(
         "use 32 or less, or more rows", ("trainer.prompts_per_step=64",), command="train"

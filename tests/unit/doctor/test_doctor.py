@@ -472,13 +472,13 @@ def test_a_shard_cut_off_absent_a_pointer_or_of_another_shape(shards: Path) -> N
     assert "git lfs pull" in judged(shards).message
     save_file({"c": torch.zeros(64)}, second)
     assert (
-        "two.safetensors: holds 'c', which model.safetensors.index.json places in None"
+        "two.safetensors: contains 'c', which model.safetensors.index.json maps to None"
         in judged(shards).message
     )
     second.write_bytes(whole)
     fields = json.loads((shards / "config.json").read_text()) | {"vocab_size": 102}
     (shards / "config.json").write_text(json.dumps(fields))
-    assert "has shape (101, 48), config.json makes it (102, 48)" in judged(shards).message
+    assert "has shape (101, 48), but config.json implies (102, 48)" in judged(shards).message
     second.unlink()
     assert "two.safetensors: file is missing" in judged(shards).message
     assert "download it again" in (judged(shards).hint or "")
@@ -490,7 +490,7 @@ def test_an_index_that_names_no_file_of_its_folder(shards: Path, place: object) 
         json.dumps({"weight_map": {"model.norm.weight": place}})
     )
     assert (
-        f"places model.norm.weight in {place!r}, but only a file of this folder can be named"
+        f"maps model.norm.weight to {place!r}; only files in this folder are allowed"
         in judged(shards).message
     )
 

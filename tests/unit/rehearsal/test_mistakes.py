@@ -140,7 +140,8 @@ def test_a_parameter_of_another_size_than_the_layout_has(found: dict[str, list[R
     (record,) = found["another_shape_than_the_layout"]
     assert record.error is not None
     assert (
-        "decoder.layers.0.input_layernorm.weight has shape (65,), the layout makes it (64,)" in record.error
+        "decoder.layers.0.input_layernorm.weight has shape (65,), but the layout implies (64,)"
+        in record.error
     )
 
 

@@ -75,7 +75,7 @@ def test_doubled_unknown_and_misplaced_weights(ready: Subject) -> None:
     for weights, message in [
         ({"score.weight": torch.zeros(3)}, "'score.weight' is not in the model's manifest"),
         ({name: torch.zeros(len(tensor) + 1)}, "lie outside shape"),
-        ({name: tensor.bfloat16()}, "arrived as torch.bfloat16, the manifest says torch.float32"),
+        ({name: tensor.bfloat16()}, "arrived as torch.bfloat16, but the manifest specifies torch.float32"),
     ]:
         with pytest.raises(WeightTransferError, match=message):
             load_folder(engine, weights)

@@ -208,7 +208,7 @@ def test_a_folder_without_whole_weights(model: PreTrainedModel, engine: HFEngine
     with pytest.raises(WeightTransferError, match=r"holds no \*\.safetensors file"):
         engine.load_folder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"12345678{}")
-    with pytest.raises(WeightTransferError, match=r"model\.safetensors is no whole safetensors file"):
+    with pytest.raises(WeightTransferError, match=r"model\.safetensors is not a complete safetensors file"):
         engine.load_folder(tmp_path)
 
 

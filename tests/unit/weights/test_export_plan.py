@@ -139,8 +139,8 @@ def test_copies_share_the_work(max_file_bytes: int) -> None:
 def test_a_message_that_is_too_small_is_refused() -> None:
     with pytest.raises(
         ValueError,
-        match=r"3 bytes has no room for a torch\.float32 element; give a larger resharding.bucket_mb",
+        match=r"3 bytes is too small .*torch\.float32.* resharding\.bucket_mb",
     ):
         Export(Cut(), "llama", False, 3).plan()
-    with pytest.raises(ValueError, match=r"too small.* give a larger resharding\.bucket_mb"):
+    with pytest.raises(ValueError, match=r"too small.* resharding\.bucket_mb"):
         Export(Cut(tensor=2), "llama", False, 4, max_file_bytes=15_000).plan()

@@ -167,9 +167,7 @@ def test_a_writer_that_is_killed_is_noticed() -> None:
 
 
 def test_another_device_and_other_files_are_refused(writer: IPCWriter, tmp_path) -> None:
-    with pytest.raises(
-        WeightTransferError, match="lie on device device-0, which an engine rank on device-1 cannot see"
-    ):
+    with pytest.raises(WeightTransferError, match="on device device-0, .*on device-1"):
         IPCReader(writer.address, CPU, "device-1")
     with (tmp_path / "file").open("wb+") as file:
         file.write(bytes(SLOT_BYTES * NUM_IPC_BUFFERS))

@@ -136,7 +136,7 @@ def test_the_same_fraction_of_every_stream_in_each_round() -> None:
 def test_what_cannot_be_planned_is_named() -> None:
     half = rows(0, 4)
     with pytest.raises(
-        WeightTransferError, match=r"2 tensors cannot be sent: a: 24 elements that are needed.*c: 30 elements"
+        WeightTransferError, match=r"2 tensors cannot be sent: a: 24 needed elements.*c: 30 needed elements"
     ):
         plan_transfer(SHAPES, [rank(0, half)], [rank(1, WHOLE)], 100)
 

@@ -71,13 +71,13 @@ def test_planted_faults_are_named() -> None:
             ],
         )
 
-    with pytest.raises(WeightTransferError, match=r"comes twice"):
+    with pytest.raises(WeightTransferError, match=r"covered twice"):
         check_coverage(architecture, [good[0], good[0], *good[2:]])
     shifted = replace(layouts[1], tensor_parallel_rank=0)  # a rank that reads the part of another
-    with pytest.raises(WeightTransferError, match=r"q_proj\.weight: \[0:2, 0:8, 0:32\] comes twice"):
+    with pytest.raises(WeightTransferError, match=r"q_proj\.weight: \[0:2, 0:8, 0:32\] covered twice"):
         check_coverage(architecture, [good[0], rank_pieces(architecture, shifted), *good[2:]])
     layer_twice = replace(layouts[2], layers=(1, 2, 3))
-    with pytest.raises(WeightTransferError, match=r"model\.layers\.1\..*comes twice"):
+    with pytest.raises(WeightTransferError, match=r"model\.layers\.1\..*covered twice"):
         check_coverage(architecture, [*good[:2], rank_pieces(architecture, layer_twice), good[3]])
     with pytest.raises(WeightTransferError, match=r"not a tensor of the model"):
         check_coverage(architecture_of("qwen2", tied=True, num_layers=3), good)
@@ -196,7 +196,7 @@ def test_plan_is_readable() -> None:
 def test_what_cannot_be_cut_is_an_error_with_both_numbers() -> None:
     odd = architecture_of("llama", num_key_value_heads=1)
     with pytest.raises(
-        ValueError, match=r"linear_qkv\.weight: 1 key-value heads cannot be cut over tensor_parallel_size 2"
+        ValueError, match=r"linear_qkv\.weight: 1 key-value heads cannot be sharded by tensor_parallel_size 2"
     ):
         shard_shapes(odd, whole_model(odd, 2)[0])
 

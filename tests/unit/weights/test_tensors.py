@@ -42,7 +42,7 @@ def test_a_complete_load_in_any_order_passes() -> None:
         ([(ChunkMeta("c", 0, 1), torch.float32)], "'c' is not in the model's manifest"),
         (
             [(ChunkMeta("b", 0, 4), torch.float32)],
-            "'b' arrived as torch.float32, the manifest says torch.bfloat16",
+            "'b' arrived as torch.float32, but the manifest specifies torch.bfloat16",
         ),
         ([(ChunkMeta("a", 5, 2), torch.float32)], r"'a': elements 5..7 lie outside shape \(2, 3\)"),
     ],
@@ -66,11 +66,11 @@ def test_tiling_fault_finds_missing_doubled_and_outside() -> None:
     bottom = TensorSlice((2, 0), (4, 3))
     assert tiling_fault((4, 3), [top, bottom]) is None
     assert tiling_fault((4, 3), [top]) == "6 of 12 elements are missing"
-    assert tiling_fault((4, 3), [top, bottom, TensorSlice((1, 1), (3, 2))]) == "[1:2, 1:2] comes twice"
+    assert tiling_fault((4, 3), [top, bottom, TensorSlice((1, 1), (3, 2))]) == "[1:2, 1:2] is covered twice"
     assert tiling_fault((4, 3), [top, TensorSlice((2, 0), (5, 3))]) == "[2:5, 0:3] lies outside shape (4, 3)"
 
     # The right volume is not enough: one element too often and one missing.
-    assert tiling_fault((2,), [TensorSlice((0,), (1,)), TensorSlice((0,), (1,))]) == "[0:1] comes twice"
+    assert tiling_fault((2,), [TensorSlice((0,), (1,)), TensorSlice((0,), (1,))]) == "[0:1] is covered twice"
 
 
 def test_blocks_are_contiguous_bounded_and_cover() -> None:

@@ -90,12 +90,12 @@ HUGGING_FACE: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "truncated shard",
         lambda folder: truncate(shard_of(folder, DOWN), 9),
-        r"model-\d+-of-\d+\.safetensors: truncated .*; model\.\S+ is not all",
+        r"model-\d+-of-\d+\.safetensors: truncated .*; model\.\S+ is incomplete",
     ),
     (
         "missing shard",
         lambda folder: shard_of(folder, DOWN).unlink(),
-        r"model-\d+-of-\d+\.safetensors: file is missing; it holds model\.",
+        r"model-\d+-of-\d+\.safetensors: file is missing; .* model\.",
     ),
     (
         "missing index",
@@ -122,7 +122,7 @@ HUGGING_FACE: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "a pickle for weights",
         bins_only,
-        r"no model\.safetensors .*weights in another format must first be saved as safetensors",
+        r"no model\.safetensors .*convert weights in another format to safetensors",
     ),
 ]
 

@@ -423,7 +423,7 @@ def test_progress_is_every_byte_once(write: Callable[..., None], tmp_path: Path,
 
 def test_a_layout_that_does_not_divide_the_model(tmp_path: Path, llama: Path) -> None:
     source = open_model(llama)
-    with pytest.raises(ValueError, match=r"4 key-value heads cannot be cut over tensor_parallel_size 3"):
+    with pytest.raises(ValueError, match=r"4 key-value heads cannot be sharded by tensor_parallel_size 3"):
         write_distributed(source, tmp_path / "new", layout_of(3))
 
     with pytest.raises(
