@@ -1,7 +1,7 @@
-"""What an architecture is: one frozen value that every layer reads. No torch.
+"""The architecture of a model as one frozen value that all other code reads. Does not import torch.
 
-The supported families differ in a handful of switches (`qkv_bias`, `qk_norm`, rope scaling, experts), so one
-dataclass holds them all. `megarl/models/families.py` reads it from a Hugging Face folder.
+The supported families differ in a few switches (`qkv_bias`, `qk_norm`, RoPE scaling, experts), so one
+dataclass covers them all. `megarl/models/families.py` reads it from a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -21,17 +21,22 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The feed-forward networks of sparse layers, of which a router takes some for each token.
+    """The mixture-of-experts feed-forward of sparse layers. A router selects some experts for each token.
 
-    num_experts_per_tok: those that the router takes.
-    norm_topk_prob: their weights add up to one (always so in Mixtral).
-    shared_intermediate_size: of the network that sees every token besides; 0: there is none.
-    layers: the numbers of the layers that have experts; the others are dense.
+    Attributes:
+        num_experts: The number of experts per layer.
+        num_experts_per_tok: The number of experts that the router selects per token.
+        intermediate_size: The feed-forward size of one expert.
+        shared_intermediate_size: The feed-forward size of the shared expert, which sees every token; 0 if
+            there is none.
+        norm_topk_prob: Whether the weights of the selected experts are normalized to sum to one (always in
+            Mixtral).
+        layers: The numbers of the layers that have experts; the others are dense.
     """
 
     num_experts: int
     num_experts_per_tok: int
-    intermediate_size: int  # of one expert
+    intermediate_size: int
     shared_intermediate_size: int
     norm_topk_prob: bool
     layers: tuple[int, ...]
@@ -39,7 +44,10 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Field names are Hugging Face's. `tie_word_embeddings`: the output layer is the input embedding."""
+    """The architecture of a model. Field names are Hugging Face's.
+
+    If `tie_word_embeddings` is set, the output layer is the input embedding.
+    """
 
     model_type: str  # a key of `FAMILIES` in megarl/models/families.py
     num_hidden_layers: int

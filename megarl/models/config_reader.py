@@ -1,7 +1,7 @@
-"""Takes the fields of a Hugging Face `config.json` one by one, so that no field is silently left out.
+"""Read the fields of a Hugging Face `config.json` one by one, so that no field is silently ignored.
 
-A field that would change the forward pass and that no family handles is refused by name. So is a field that
-megarl has never heard of: a model that is silently wrong costs more than a line added to a list.
+A field that would change the forward pass and that no family handles is rejected by name. So is a field that
+megarl does not know: a silently wrong model costs more than a line added to a list.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 # Fields that would change the forward pass, with the values that do not.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
-    "attention_bias": (False, None),  # Llama and Qwen3 would put a bias on the output projection too
+    "attention_bias": (False, None),  # Llama and Qwen3 would add a bias to the output projection too
     "attention_dropout": (0, None),
     "router_jitter_noise": (0, None),
     "mlp_bias": (False, None),
@@ -40,14 +40,14 @@ _HARMLESS = {
     "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16",
     # what forward() returns and keeps
     "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
-    # of the loss that Hugging Face's own training would add; a run says its own
+    # coefficient of the loss in Hugging Face's own training; a run configures its own
     "router_aux_loss_coef",
     # labels of a classification head
     "id2label", "label2id", "num_labels", "problem_type",
     # token ids
     "bos_token_id", "decoder_start_token_id", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id",
     "pad_token_id", "sep_token_id", "unk_token_id",
-    # generation defaults that transformers v4 kept in this file; sampling comes from the run's own config
+    # generation defaults that transformers v4 kept in this file; sampling uses the run's own configuration
     "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
     "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "length_penalty", "max_length",
     "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
@@ -57,17 +57,17 @@ _HARMLESS = {
 # fmt: on
 
 REQUIRED: Any = object()
-_LARGEST = 1e15  # of any number in a config.json
+_LARGEST = 1e15  # the largest accepted number in a config.json
 
 
 @dataclass
 class ConfigReader:
-    """Reads the fields of one JSON object and collects every problem that it meets.
+    """Reads the fields of one JSON object and collects all problems.
 
     Attributes:
         fields: The object as it is in the file.
         problems: One line for each field that megarl cannot honor.
-        seen: The fields that were read. Those that are left over at the end were handled by nobody.
+        seen: The fields that were read. The remaining ones are unknown.
     """
 
     fields: dict[str, Any]
@@ -85,12 +85,12 @@ class ConfigReader:
         default: Any = REQUIRED,
         at_most: float = _LARGEST,
     ) -> Any:
-        """Read a positive int or float of at most `at_most`; `default` where the field is missing or null."""
+        """Read a positive int or float up to `at_most`; `default` if the field is missing or null."""
         value = self.take(name)
         if value is None and default is not REQUIRED:
             return default
 
-        # A NaN is in no range.
+        # The range check also rejects NaN.
         is_number = isinstance(value, int | kind) and not isinstance(value, bool)
         if value is None:
             self.problems.append(f"field {name!r} is missing")
@@ -103,7 +103,7 @@ class ConfigReader:
         else:
             return kind(value)
 
-        return kind(1)  # any value: the problem is reported before an Architecture is made
+        return kind(1)  # arbitrary: the problem is raised before an Architecture is created
 
     def flag(self, name: str) -> bool:
         """Read a boolean. A field that is missing or null is false."""
@@ -123,6 +123,6 @@ class ConfigReader:
                 self.refuse(name, f"only {json.dumps(accepted[0])} is supported")
 
     def check_left_over(self) -> None:
-        """Refuse each field that nobody has read and that is not known to be harmless."""
+        """Refuse each field that was not read and is not known to be harmless."""
         for name in sorted(set(self.fields) - self.seen - _HARMLESS):
             self.refuse(name, "megarl does not know whether it changes the model")

@@ -1,4 +1,4 @@
-"""Numbers of parameters: sums over the rows of the tensor table.
+"""Count parameters by summing the rows of the tensor table.
 
 A row is counted once and multiplied by the number of layers, and of experts, that have it.
 """
@@ -14,15 +14,15 @@ from megarl.models.architecture import Architecture
 from megarl.models.mapping import Cut, MappingRow, StagePlacement
 from megarl.models.tensor_table import Head, dimension_sizes, rows_of
 
-_VOCABULARY_DIVISOR = 128  # a rank's vocabulary rows are a multiple of it, as matrix units like
+_VOCABULARY_DIVISOR = 128  # each rank's vocabulary rows are a multiple of this, for matrix-unit efficiency
 
 
 class ParameterCount(NamedTuple):
-    """Numbers of parameters, those of experts apart: other ranks hold copies of them.
+    """Numbers of parameters. Experts are counted separately, because other ranks hold copies of them.
 
     Attributes:
-        dense: All but experts; routers and shared experts are among them.
-        experts: Those of the experts that a router chooses from.
+        dense: All parameters except experts, including routers and shared experts.
+        experts: The parameters of the experts that a router selects from.
     """
 
     dense: int
@@ -34,9 +34,11 @@ class ParameterCount(NamedTuple):
 
 
 def num_parameters(architecture: Architecture, with_value_head: bool = False) -> int:
-    """Count the parameters as Hugging Face does, a tied embedding once.
+    """Count the parameters as Hugging Face does. A tied embedding counts once.
 
-    `with_value_head`: the output layer has (H) weights instead of (V, H).
+    Args:
+        architecture: The model.
+        with_value_head: The output layer has (H) weights instead of (V, H).
     """
     return _whole(architecture, with_value_head).total
 
@@ -47,7 +49,7 @@ def num_expert_parameters(architecture: Architecture) -> int:
 
 
 def num_active_parameters(architecture: Architecture, with_value_head: bool = False) -> int:
-    """Count the parameters that a token meets: of the experts only as many as the router takes."""
+    """Count the parameters that one token uses: only the selected experts are included."""
     whole = _whole(architecture, with_value_head)
     experts = architecture.experts
     if experts is None:
@@ -56,9 +58,9 @@ def num_active_parameters(architecture: Architecture, with_value_head: bool = Fa
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
-    """Return how many rows of the vocabulary Megatron-Core holds over all tensor-parallel ranks of a stage.
+    """Return the number of vocabulary rows of a stage in Megatron-Core, including padding.
 
-    It is the smallest multiple of 128 x `tensor_parallel_size` that holds the vocabulary.
+    It is the smallest multiple of 128 x `tensor_parallel_size` that is at least the vocabulary size.
     """
     multiple = _VOCABULARY_DIVISOR * tensor_parallel_size
     return -(-vocab_size // multiple) * multiple
@@ -76,17 +78,17 @@ def rank_parameters(
     expert_tensor_parallel_size: int,
     with_value_head: bool = False,
 ) -> ParameterCount:
-    """Count the parameters that one rank of a pipeline stage holds, with the rows that pad the vocabulary.
+    """Count the parameters that one rank of a pipeline stage holds, including vocabulary padding rows.
 
     Args:
-        architecture: The model, which the sizes below divide.
+        architecture: The model. The sizes below must divide it.
         layers: The global numbers of the stage's layers.
-        is_first_stage: The stage has the embedding.
-        is_last_stage: The stage has the last norm and the output layer.
-        tensor_parallel_size: The ranks that cut everything but experts.
-        expert_parallel_size: The ranks among which a layer's experts are distributed.
-        expert_tensor_parallel_size: The ranks that cut each expert.
-        with_value_head: The output layer is a value head.
+        is_first_stage: Whether the stage has the embedding.
+        is_last_stage: Whether the stage has the last norm and the output layer.
+        tensor_parallel_size: The number of ranks that shard everything except experts.
+        expert_parallel_size: The number of ranks that a layer's experts are distributed over.
+        expert_tensor_parallel_size: The number of ranks that shard each expert.
+        with_value_head: Whether the output layer is a value head.
     """
     vocab_size = padded_vocab_size(architecture.vocab_size, tensor_parallel_size)
     sizes = dimension_sizes(architecture) | {"V": vocab_size}
@@ -96,7 +98,7 @@ def rank_parameters(
 
     for row in rows_of(architecture, _head(with_value_head)):
         whole = _row_size(row, sizes)
-        # Experts have a parallelism of their own, and are counted apart.
+        # Experts have a parallelism of their own and are counted separately.
         if row.place is StagePlacement.expert:
             held = whole // expert_tensor_parallel_size
             of_experts += held * num_experts * _num_layers(row, architecture, layers)

@@ -1,4 +1,4 @@
-"""What families with a mixture of experts share: fields of `config.json`, rows of routers and experts."""
+"""What mixture-of-experts families share: fields of `config.json`, and the rows of routers and experts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, Mapping
 
 
 def expert_rows(block: str, *, gate: str, up: str, down: str) -> tuple[MappingRow, ...]:
-    """Return the rows of the router and of the experts of a sparse layer.
+    """Return the table rows of the router and the experts of a sparse layer.
 
     Args:
-        block: What the family calls the feed-forward of a layer.
-        gate: What it calls the gate projection of an expert.
-        up: The up projection.
-        down: The down projection.
+        block: The family's name for the feed-forward of a layer.
+        gate: The family's name for the gate projection of an expert.
+        up: The family's name for the up projection.
+        down: The family's name for the down projection.
     """
     hf = f"{HF_LAYER}{block}.experts.{{expert}}."
     return (
@@ -45,9 +45,9 @@ def expert_rows(block: str, *, gate: str, up: str, down: str) -> tuple[MappingRo
 
 
 def read_num_experts(reader: ConfigReader) -> tuple[int, int]:
-    """Read how many experts a layer has and how many a token meets.
+    """Read how many experts a layer has, and how many are selected per token.
 
-    Published folders say `num_experts`. transformers v5 writes `num_local_experts`, as Mixtral always has.
+    Published folders use `num_experts`. transformers v5 writes `num_local_experts`, as Mixtral always has.
     """
     older = reader.take("num_experts")
     newer = reader.take("num_local_experts")
@@ -60,22 +60,24 @@ def read_num_experts(reader: ConfigReader) -> tuple[int, int]:
     num_experts = reader.number(name, int)
     chosen = reader.number("num_experts_per_tok", int)
 
-    # A number that could not be read is 1 here, and its problem is reported already.
+    # A number that could not be read is 1 here, and its problem has already been reported.
     if chosen > num_experts > 1:
-        reader.problems.append(f"'num_experts_per_tok' {chosen} is more than '{name}' {num_experts}")
+        reader.problems.append(f"'num_experts_per_tok' {chosen} is greater than '{name}' {num_experts}")
 
     return num_experts, chosen
 
 
 def check_router_gradient(reader: ConfigReader, num_experts_per_tok: int, norm_topk_prob: bool) -> None:
-    """Refuse a router that takes one expert, whose weight is always one."""
+    """Refuse a router that selects one expert with normalized weights, because that weight is always one."""
     if num_experts_per_tok == 1 and norm_topk_prob:
         consequence = "the router would have no gradient"
-        reader.problems.append(f"'num_experts_per_tok' is 1 with weights that add up to one: {consequence}")
+        reader.problems.append(
+            f"'num_experts_per_tok' is 1 and 'norm_topk_prob' normalizes the weights: {consequence}"
+        )
 
 
 def sglang_differs(architecture: Architecture) -> Iterator[str]:
-    """Yield what SGLang's classes of models with experts would compute differently."""
+    """Yield what SGLang's mixture-of-experts classes would compute differently."""
     if architecture.num_dense_layers:
         yield "dense layers between its sparse ones"
     if architecture.tie_word_embeddings:

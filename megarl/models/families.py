@@ -1,4 +1,4 @@
-"""The supported model families, and the architecture of a Hugging Face folder as its family reads it."""
+"""The supported model families. Reads the architecture of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": QWEN3_MOE,
 }
 
-# What the class names of language models, critics and reward models end with. A critic may start from any.
+# Suffixes of the class names of language models, critics and reward models. A critic may start from any.
 LM_CLASS = "ForCausalLM"
 CRITIC_CLASS = "ForTokenClassification"
 REWARD_CLASS = "ForSequenceClassification"
@@ -32,15 +32,16 @@ _HEADS = (LM_CLASS, REWARD_CLASS, CRITIC_CLASS, "Model")
 
 
 def read_architecture(path: str, trust_remote_code: bool = False) -> Architecture:
-    """Read the architecture of a Hugging Face folder, as transformers v4 or v5 wrote it.
+    """Read the architecture of a Hugging Face folder, as written by transformers v4 or v5.
 
     Args:
         path: The folder.
-        trust_remote_code: Accept a folder with its own model code (`auto_map`), on the user's word that this
-            code computes what the family named by `model_type` does. megarl never runs it.
+        trust_remote_code: Accept a folder with its own model code (`auto_map`). The user asserts that this
+            code computes the same as the family named by `model_type`. megarl never runs it.
 
     Raises:
-        ConfigError: Lists the file, every field that megarl cannot honor, and the field's value.
+        ConfigError: The folder is not supported. Lists the file and every field that megarl cannot honor,
+            with its value.
     """
     file = Path(path) / "config.json"
     reader = ConfigReader(_read_json(file))
@@ -51,7 +52,7 @@ def read_architecture(path: str, trust_remote_code: bool = False) -> Architectur
         supported = f"the supported families are {', '.join(FAMILIES)}"
         raise ConfigError(str(file), [f"field 'model_type' is {model_type!r}; {supported}"])
 
-    # All checks run before the error is raised, so that it lists every problem.
+    # Run all checks before raising, so that the error lists every problem.
     architecture = family.read(reader)
     _check_class(reader, family, trust_remote_code)
     reader.check_neutral()
@@ -67,7 +68,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         reason = f"there is no folder {str(file.parent)!r}"
         if os.path.isdir(file.parent):
             reason = "the folder has no such file"
-        needed = "a model is a local Hugging Face folder (config.json, safetensors, tokenizer)"
+        needed = "a model must be a local Hugging Face folder (config.json, safetensors, tokenizer)"
         raise ConfigError(str(file), [f"{reason}; {needed}"])
     try:
         return read_json_object(file)
@@ -76,13 +77,13 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _check_class(reader: ConfigReader, family: Family, trust_remote_code: bool) -> None:
-    """Refuse code that the folder brings with it, and classes of other families."""
+    """Refuse custom code in the folder, and classes of other families."""
     auto_map = reader.take("auto_map")
     if auto_map is not None and not trust_remote_code:
         reader.problems.append(
-            f"field 'auto_map' is {auto_map!r}: the folder brings its own model code, which may compute "
-            "something else than transformers' own class; set model.trust_remote_code=true if you know that "
-            "it does not"
+            f"field 'auto_map' is {auto_map!r}: the folder contains its own model code, which may differ "
+            "from transformers' own class; set model.trust_remote_code=true if you know that it computes "
+            "the same"
         )
 
     is_own_code = auto_map is not None and trust_remote_code

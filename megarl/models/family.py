@@ -1,4 +1,4 @@
-"""What a model family is to the rest of megarl."""
+"""The definition of a model family."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class Family:
 
     Attributes:
         model_type: The field of `config.json` that names the family.
-        class_prefix: What the names in `architectures` begin with: Qwen2 of Qwen2ForCausalLM.
-        read: Makes an Architecture of the fields. It takes them one by one and adds a line to the reader's
-            `problems` for each that it cannot honor; fields that nobody has taken are refused by name.
-        rows: The family's tensor table, without output layers.
-        example: Returns a tiny `config.json`. The tests of every family are generated from it.
+        class_prefix: The prefix of the names in `architectures`, such as Qwen2 for Qwen2ForCausalLM.
+        read: Creates an Architecture from the fields. It reads them one by one and adds a line to the
+            reader's `problems` for each field that it cannot honor. Fields that were not read are refused by
+            name.
+        rows: The tensor table of the family, without output layers.
+        example: Returns a tiny `config.json`, from which the tests of every family are generated.
         sglang_differs: Yields what SGLang's class of the family would compute differently.
     """
 

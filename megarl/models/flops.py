@@ -1,4 +1,4 @@
-"""Floating-point operations that training a model needs, and how many a device can do. No torch."""
+"""The floating-point operations of training a model, and the peak rates of devices. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from megarl.models.architecture import Architecture
 
-# TFLOP/s of bfloat16 matrix products without sparsity, as NVIDIA's data sheets say, by words of
-# torch.cuda.get_device_name(): the first row whose words are all in it.
+# Peak bfloat16 TFLOP/s of dense matrix products, from NVIDIA's data sheets. The first row whose words all
+# occur in torch.cuda.get_device_name() applies.
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
@@ -24,7 +24,7 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """In bfloat16, of a GPU called so; None of one that is not in the table."""
+    """Return the peak bfloat16 TFLOP/s of a GPU by its name, None if the GPU is unknown."""
     words = device_name.replace("-", " ").split()
     return next((peak for name, peak in _PEAK_TFLOPS if all(word in words for word in name.split())), None)
 
@@ -32,19 +32,24 @@ def peak_tflops(device_name: str) -> float | None:
 def training_flops(
     architecture: Architecture, rows: Iterable[tuple[int, int]], *, with_value_head: bool = False
 ) -> int:
-    """Of the forward and the backward pass over `rows`, each of so many prompt and response tokens.
+    """Return the floating-point operations of a forward and backward pass, as defined by PaLM.
 
-    What the model needs, as Chowdhery et al. 2022 (PaLM, appendix B) count it: twice the multiply-adds of the
-    forward pass once more for each of the two products of the backward pass; nothing that is computed again;
-    of attention the pairs that the causal mask leaves; of the output layer the places that predict response
-    tokens; of experts those that a token meets.
+    The count follows Chowdhery et al. 2022 (PaLM, appendix B): six times the multiply-adds of the forward
+    pass, because the backward pass has two products for each product of the forward pass. Recomputation is
+    not counted. Attention counts the pairs that the causal mask leaves, the output layer counts the positions
+    that predict response tokens, and experts count only if selected.
+
+    Args:
+        architecture: The model.
+        rows: (prompt tokens, response tokens) of each row.
+        with_value_head: Whether the output layer is a value head.
     """
     hidden = architecture.hidden_size
     head_dim = architecture.head_dim
     query = architecture.num_attention_heads * head_dim
     key_value = architecture.num_key_value_heads * head_dim
 
-    # Multiply-adds of one token in all layers: projections of the attention, and the feed-forward.
+    # Multiply-adds of one token in all layers: attention projections and the feed-forward.
     layers = architecture.num_hidden_layers * hidden * (2 * query + 2 * key_value) + _feed_forward(
         architecture
     )
@@ -53,7 +58,7 @@ def training_flops(
 
     for prompt, response in rows:
         length = prompt + response
-        # Each pair takes part in two products: the scores, and the weighted sum of the values.
+        # Each pair is in two products: the scores, and the weighted sum of the values.
         pairs = length * (length + 1) // 2
         multiply_adds += (
             length * layers + architecture.num_hidden_layers * 2 * pairs * query + response * output
@@ -63,13 +68,13 @@ def training_flops(
 
 
 def _feed_forward(architecture: Architecture) -> int:
-    """Multiply-adds of a token, of all layers."""
+    """Return the multiply-adds of one token in the feed-forward of all layers."""
     dense = architecture.num_dense_layers * 3 * architecture.intermediate_size
     experts = architecture.experts
     sparse = 0
 
     if experts is not None:
-        # Three projections of each expert, the router's outputs, and the gate of a shared expert.
+        # Three projections per expert, the router, and the gate of a shared expert.
         met = experts.num_experts_per_tok * experts.intermediate_size + experts.shared_intermediate_size
         sparse = len(experts.layers) * (
             3 * met + experts.num_experts + bool(experts.shared_intermediate_size)

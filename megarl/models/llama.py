@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and other models that are published as `LlamaForCausalLM`."""
+"""Llama 2 and 3, and other models published as `LlamaForCausalLM`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _read(reader: ConfigReader) -> Architecture:
 
 
 def _example() -> dict[str, Any]:
-    """Return a tiny Llama 3.1, whose long wavelengths are scaled."""
+    """Return a tiny Llama 3.1 with scaled long wavelengths."""
     rope_scaling = {
         "rope_type": "llama3",
         "factor": 8.0,

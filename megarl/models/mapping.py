@@ -1,10 +1,9 @@
-"""The rows of the tensor table: which Hugging Face tensors make a Megatron parameter, and how it is cut.
+"""The rows of the tensor table: which Hugging Face tensors form a Megatron parameter, and how it is sharded.
 
-Loading, weight sync, conversion, export and parameter counts all read these rows, so a mistake here fails
-every parity test at once. Names have placeholders for GLOBAL numbers of layers and experts. Dimensions are
-letters:
+Loading, weight sync, conversion, export and parameter counts all read these rows, so a mistake here makes
+every parity test fail. Names have placeholders for global layer and expert numbers. Dimensions are letters:
     V vocabulary   H hidden   F feed-forward   Q all query heads   K all key (or value) heads
-    D one head   1 one   E experts   M feed-forward of an expert   S of the shared expert
+    D one head   1 one   E experts   M feed-forward of an expert   S feed-forward of the shared expert
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from megarl.models.architecture import Architecture
 
 
 class Cut(Enum):
-    """How tensor parallelism cuts a parameter; of an expert's, expert tensor parallelism."""
+    """How tensor parallelism shards a parameter (for experts: expert tensor parallelism)."""
 
     replicated = "replicated"
     column = "column"  # output features, dimension 0
     row = "row"  # input features, dimension 1
     qkv = "qkv"  # by query group: a group's query heads, its key head, its value head
-    gated = "gated"  # gate and up are cut each for itself, then stacked
+    gated = "gated"  # gate and up are sharded separately, then stacked
     vocabulary = "vocabulary"  # dimension 0, padded with rows that belong to no token
 
 
@@ -33,12 +32,12 @@ class StagePlacement(Enum):
 
     embedding = "embedding"  # the first
     layer = "layer"  # the one that holds the layer
-    expert = "expert"  # of that one, the ranks that hold the expert
+    expert = "expert"  # on that stage, the ranks that hold the expert
     output = "output"  # the last
 
 
 class Axes(NamedTuple):
-    """The axes of `HFTensor.view` along which tensors are joined, and along which TP ranks cut the whole."""
+    """The axes of `HFTensor.view` along which tensors are joined, and along which the result is sharded."""
 
     join: int
     cut: int | None
@@ -73,9 +72,13 @@ class MappingRow:
     """One Megatron parameter.
 
     Attributes:
-        tensors: (Hugging Face name, dimensions) in the order in which the tensors are joined.
-        applies: Whether an architecture has it, in the layer of that number (None outside the layers).
-        is_copy: The tensors are already held by another row, which is the one to gather from.
+        megatron: The Megatron name.
+        place: The pipeline stages that hold the parameter.
+        cut: How the parameter is sharded.
+        tensors: (Hugging Face name, dimensions), in the order in which the tensors are joined.
+        applies: Returns whether an architecture has the parameter in the layer of that number (None outside
+            the layers).
+        is_copy: Whether another row already holds these tensors and is the one to gather from.
     """
 
     megatron: str
@@ -88,4 +91,4 @@ class MappingRow:
 
 HF_LAYER = "model.layers.{layer}."
 MEGATRON_LAYER = "decoder.layers.{layer}."
-EXPERT = "mlp.experts.local_experts.{expert}."  # of a layer's parameters, those of one expert
+EXPERT = "mlp.experts.local_experts.{expert}."  # the prefix of one expert's parameters in a layer

@@ -1,4 +1,4 @@
-"""Mixtral: every layer has experts, and no layer has a feed-forward beside them."""
+"""Mixtral. Every layer has experts, and no layer has a dense feed-forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and 3, dense and with experts: Qwen 2 has biases on q, k and v, Qwen 3 norms of q and k."""
+"""Qwen 2, 2.5 and 3, dense and MoE. Qwen 2 has biases on q, k and v; Qwen 3 has norms on q and k."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, Sta
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 
 _EXPERT_ROWS = expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-# The shared expert sees every token, and a gate of its own says how much of it counts.
+# The shared expert sees every token; a separate gate scales its output.
 _SHARED_EXPERT_ROWS = (
     MappingRow(
         megatron=MEGATRON_LAYER + "mlp.shared_experts.linear_fc1.weight",
@@ -85,10 +85,10 @@ def _sparse_layers(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, .
     dense = reader.take("mlp_only_layers") or []
 
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        reader.problems.append(f"field 'mlp_only_layers' is {dense!r}, but must be a list of layers' numbers")
+        reader.problems.append(f"field 'mlp_only_layers' is {dense!r}, but must be a list of layer numbers")
         return ()
 
-    # The step counts layers from 1: with a step of 2 the second layer is the first sparse one.
+    # The step counts layers from 1: with a step of 2, the second layer is the first sparse one.
     every_step = range(step - 1, num_hidden_layers, step)
     layers = tuple(layer for layer in every_step if layer not in dense)
 

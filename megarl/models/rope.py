@@ -1,4 +1,4 @@
-"""Reads the rotary position embedding from `config.json`: base frequency and, for Llama 3, its scaling."""
+"""Read the rotary position embedding from `config.json`: the base frequency and Llama 3's scaling."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def read_rope(
     """Read the base frequency and the scaling of the rotary embedding.
 
     transformers v5 keeps both in `rope_parameters`. v4 has `rope_theta` at the top level and the scaling in
-    `rope_scaling`, whose type may be called `type`.
+    `rope_scaling`, whose type may be named `type`.
     """
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(reader.take(name), dict | None):
             reader.problems.append(f"field {name!r} is {reader.fields[name]!r}, but must be an object")
             return default_theta, None
 
-    # Find the object that says it, and merge what v4 has beside it.
+    # Choose the object to read, and merge the top-level field of v4 into it.
     older = reader.fields.get("rope_scaling")
     newer = reader.fields.get("rope_parameters")
     name = "rope_scaling" if older else "rope_parameters"
@@ -36,10 +36,10 @@ def read_rope(
         both = "fields 'rope_scaling' and 'rope_parameters'"
         reader.problems.append(f"{both} are both given and differ; keep one")
 
-    # A reader of its own collects the problems, so that they can name the object they are in.
+    # A separate reader collects these problems, so that they can name the object that contains the field.
     rope = ConfigReader({"rope_theta": reader.take("rope_theta")} | (reader.fields.get(name) or {}))
 
-    # transformers v4 wrote the type under either name, and both may be present.
+    # transformers v4 used either name for the type, and both may be present.
     rope_type = rope.fields.get("rope_type", rope.fields.get("type", "default"))
 
     if rope.fields.get("type", rope_type) != rope_type:
@@ -58,7 +58,7 @@ def read_rope(
     if not isinstance(rope_type, str) or rope_type not in _FIELDS_OF_TYPE:
         rope.problems.append(f"field 'rope_type' is {rope_type!r}; supported: {', '.join(_FIELDS_OF_TYPE)}")
     else:
-        # A field that the type does not use may mean another embedding, so it is not ignored.
+        # A field that the type does not use may imply another embedding, so it is not ignored.
         for extra in sorted(set(rope.fields) - _FIELDS_OF_TYPE[rope_type]):
             rope.refuse(extra, f"rope_type {rope_type!r} is not known to use it")
         if rope_type == "llama3":

@@ -15,7 +15,7 @@ Head = Literal["lm", "value"]
 
 OUTPUT_LAYER = "output_layer.weight"
 VALUE_HEAD_TENSOR = "score.weight"
-VALUE_BIAS_TENSOR = "score.bias"  # transformers' ...ForTokenClassification has one; ours must be zero
+VALUE_BIAS_TENSOR = "score.bias"  # in ...ForTokenClassification of transformers; must be zero in megarl
 LM_HEAD_TENSOR = "lm_head.weight"
 EMBEDDING_TENSOR = "model.embed_tokens.weight"
 
@@ -41,7 +41,7 @@ _VALUE_HEAD = MappingRow(
 
 
 class HFTensor(NamedTuple):
-    """A Hugging Face tensor: its shape, and the view of the same elements in which its cut is a rectangle."""
+    """A Hugging Face tensor: its shape, and the view of the same elements in which a shard is a slice."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,9 +50,16 @@ class HFTensor(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A row of the table for one layer, or one expert of it, of one architecture.
+    """A row of the table, expanded for one architecture and one layer or expert.
 
-    `layer` and `expert` are global numbers, None outside the layers, and of what is no expert's.
+    Attributes:
+        megatron_name: The Megatron name with global numbers.
+        place: The pipeline stages that hold the parameter.
+        layer: The global number of the layer, None outside the layers.
+        expert: The global number of the expert, None if the parameter does not belong to an expert.
+        cut: How the parameter is sharded.
+        tensors: The Hugging Face tensors that form the parameter.
+        is_copy: Whether another parameter already holds these tensors.
     """
 
     megatron_name: str
@@ -65,10 +72,10 @@ class Weight:
 
 
 def rows_of(architecture: Architecture, head: Head) -> tuple[MappingRow, ...]:
-    """Return the family's table with the row of the output layer.
+    """Return the family's table including the row of the output layer.
 
     Raises:
-        ValueError: The family is not a registered one.
+        ValueError: The family is not registered.
     """
     family = FAMILIES.get(architecture.model_type)
     if family is None:
@@ -83,10 +90,10 @@ def rows_of(architecture: Architecture, head: Head) -> tuple[MappingRow, ...]:
 
 @lru_cache(maxsize=32)
 def weights_of(architecture: Architecture, head: Head) -> tuple[Weight, ...]:
-    """Return every parameter of the model in the order of the forward pass, experts one after the other.
+    """Return every parameter of the model in the order of the forward pass, experts one after another.
 
     Raises:
-        ValueError: The family is not a registered one.
+        ValueError: The family is not registered.
     """
     rows = rows_of(architecture, head)
     weights = [*_expand(rows, architecture, StagePlacement.embedding)]
@@ -130,7 +137,7 @@ def _expand(
 
 @lru_cache(maxsize=32)
 def dimension_sizes(architecture: Architecture) -> dict[str, int]:
-    """Return the size of each dimension by its letter. Sizes of experts are zero where there are none."""
+    """Return the size of each dimension by its letter. Expert sizes are zero if there are no experts."""
     experts = architecture.experts
     return {
         "V": architecture.vocab_size,

@@ -1,6 +1,6 @@
 """What the supported families share: a decoder with pre-norm attention, RoPE and a gated feed-forward.
 
-Qwen 2 and 2.5, Qwen 3, Llama 2 and 3 differ in two switches: the bias of q, k and v, and the norm of q and k.
+Qwen 2, 2.5 and 3 and Llama 2 and 3 differ in two switches: the bias of q, k and v, and the norm of q and k.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megarl.models.config_reader import REQUIRED, ConfigReader
 from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_dense
 from megarl.models.rope import read_rope
 
-_LARGEST_EPS = 0.01  # beside a mean square of about 1; models have 1e-5 or 1e-6
+_LARGEST_EPS = 0.01  # added to a mean square of about 1; models have 1e-5 or 1e-6
 
 TRUNK_ROWS = (
     MappingRow(
@@ -98,8 +98,8 @@ TRUNK_ROWS = (
     ),
 )
 
-# What `Family.example` begins with. Every size divides by four ranks; the vocabulary is odd, so that every
-# tensor-parallel size pads it.
+# The base of every `Family.example`. Every size is divisible by four ranks. The vocabulary is odd, so that
+# every tensor-parallel size pads it.
 EXAMPLE: dict[str, Any] = {
     "vocab_size": 199,
     "hidden_size": 64,
@@ -128,23 +128,23 @@ def read_trunk(
     default_rope_theta: float = 10000.0,
     read_experts: Callable[[ConfigReader, int], Experts] | None = None,
 ) -> Architecture:
-    """Read what the families share. Defaults are those of transformers for a field that the JSON leaves out.
+    """Read what the families share. The defaults are those of transformers for missing fields.
 
     Args:
         reader: The fields of `config.json`.
-        qkv_bias: The projections of queries, keys and values have a bias.
-        qk_norm: Queries and keys are normalized, each head by itself.
+        qkv_bias: Whether the projections of queries, keys and values have a bias.
+        qk_norm: Whether queries and keys are normalized per head.
         default_head_dim: The size of a head; None: hidden_size / num_attention_heads.
-        multi_head_by_default: Without `num_key_value_heads` there are as many as query heads.
+        multi_head_by_default: Whether `num_key_value_heads` defaults to the number of query heads.
         default_rope_theta: The base frequency.
-        read_experts: Reads the experts of a model of that many layers.
+        read_experts: Reads the experts of a model with the given number of layers.
     """
     hidden_size = reader.number("hidden_size", int)
     heads = _read_heads(reader, hidden_size, default_head_dim, multi_head_by_default)
     max_position_embeddings = reader.number("max_position_embeddings", int)
     rope_theta, rope_scaling = read_rope(reader, max_position_embeddings, default_rope_theta)
 
-    # Layers. The size of the dense ones says nothing where all are sparse, and a folder may leave it out.
+    # Layers. The dense size has no meaning if all layers are sparse, and a folder may omit it.
     num_hidden_layers = reader.number("num_hidden_layers", int)
     experts = read_experts(reader, num_hidden_layers) if read_experts else None
     is_all_sparse = experts is not None and len(experts.layers) == num_hidden_layers
@@ -182,14 +182,14 @@ class _Heads(NamedTuple):
 def _read_heads(
     reader: ConfigReader, hidden_size: int, default_head_dim: int | None, multi_head_by_default: bool
 ) -> _Heads:
-    """Read the heads of attention; the defaults are those of read_trunk."""
+    """Read the heads of attention. The defaults are those of `read_trunk`."""
     num_attention_heads = reader.number("num_attention_heads", int)
     has_default = multi_head_by_default or "num_key_value_heads" in reader.fields
     default_key_value_heads = num_attention_heads if has_default else REQUIRED
     num_key_value_heads = reader.number("num_key_value_heads", int, default_key_value_heads)
     head_dim = reader.number("head_dim", int, default_head_dim or hidden_size // num_attention_heads)
 
-    # Only a head size that is derived from the hidden size requires that this divides evenly.
+    # Only a head size that is derived from the hidden size requires an even division.
     of_heads = f"a multiple of 'num_attention_heads' {num_attention_heads}"
     is_derived = reader.fields.get("head_dim") is None and default_head_dim is None
     if is_derived and hidden_size % num_attention_heads:
@@ -200,17 +200,19 @@ def _read_heads(
         reader.problems.append(f"'num_attention_heads' {num_attention_heads} is not {of_groups}")
 
     if head_dim % 2:
-        reader.problems.append(f"'head_dim' is {head_dim}; rotary embeddings turn pairs, so it must be even")
+        reader.problems.append(
+            f"'head_dim' is {head_dim}; rotary embeddings rotate pairs, so it must be even"
+        )
 
     return _Heads(num_attention_heads, num_key_value_heads, head_dim)
 
 
 def _check_sliding_window(reader: ConfigReader, num_hidden_layers: int, *, has_experts: bool) -> None:
-    """Refuse a sliding window where a layer would use it.
+    """Refuse a sliding window that a layer would use.
 
-    Qwen2.5 publishes `sliding_window` with `use_sliding_window: false`. transformers windows the layers from
-    `max_window_layers` on (those before it in Qwen2-MoE), unless `layer_types` says layer by layer. A window
-    without its switch counts as used; a window of no tokens is none.
+    Qwen2.5 publishes `sliding_window` with `use_sliding_window: false`. transformers applies the window to
+    layers from `max_window_layers` on (in Qwen2-MoE, to the layers before it), unless `layer_types` lists the
+    type of each layer. A window without its switch counts as used; a window of zero tokens does not.
     """
     layer_types = reader.take("layer_types")
     window = reader.take("sliding_window")
@@ -225,7 +227,7 @@ def _check_sliding_window(reader: ConfigReader, num_hidden_layers: int, *, has_e
             named = ", ".join(other)
             reader.problems.append(f"field 'layer_types' has {named}; only full_attention is supported")
     elif switch or (switch is None and window):
-        # A dense model is unaffected if its windowed layers would begin after the last one.
+        # A dense model is unaffected if its windowed layers would begin after the last layer.
         if isinstance(first_windowed, int) and first_windowed >= num_hidden_layers and not has_experts:
             return
         reader.problems.append(

@@ -10,17 +10,24 @@ from megarl.models.architecture import Architecture
 
 
 class Kernels(Enum):
-    """What attention, norms and activations are made of."""
+    """The kernels of attention, norms and activations."""
 
-    flash = "flash"  # of CUDA, for 16 bits
-    plain = "plain"  # of CUDA, for float32: attention is a product of matrices
+    flash = "flash"  # CUDA, for 16-bit dtypes
+    plain = "plain"  # CUDA, for float32: attention is explicit matrix products
     cpu = "cpu"
 
 
 class LayerWidths(NamedTuple):
-    """Elements of one token on one rank. whole: a hidden state; part: that where sequence parallelism cuts
-    it; query, key (and as much for values), gate (and as much for up) of attention and MLP; squares: its row
-    of each head's product of queries and keys, where attention makes it."""
+    """The sizes of tensors in elements per token on one rank.
+
+    Attributes:
+        whole: A hidden state.
+        part: A hidden state, sharded if sequence parallelism is on.
+        query: The queries.
+        key: The keys; the values have the same size.
+        gate: The gate of the MLP; up has the same size.
+        squares: One row of the product of queries and keys per head, if attention materializes it.
+    """
 
     whole: int
     part: int
@@ -31,7 +38,7 @@ class LayerWidths(NamedTuple):
 
 
 def kernels_of(config: RunConfig) -> Kernels:
-    """`device: auto` is taken for a GPU."""
+    """Return the kernels of a run. `device: auto` counts as a GPU."""
     if config.device is Device.cpu:
         return Kernels.cpu
     return Kernels.plain if config.model.dtype is DType.float32 else Kernels.flash
@@ -51,9 +58,11 @@ def widths_of(architecture: Architecture, parallel: ParallelConfig, row: int) ->
 
 
 def chunks_under_way(parallel: ParallelConfig, stage: int) -> int:
-    """Micro-batches, each in one virtual stage, whose activations a stage keeps at the same time: 1F1B has
-    one under way in this stage and in each after it; interleaved stages begin more of them (Narayanan et al.
-    2021, section 2.2)."""
+    """Return how many micro-batches keep their activations on a stage at the same time, per virtual stage.
+
+    1F1B has one in flight on this stage and on each later one. Interleaved stages start more of them
+    (Narayanan et al. 2021, section 2.2).
+    """
     stages = parallel.pipeline_parallel_size
     virtual = parallel.virtual_pipeline_parallel_size or 1
     return stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1

@@ -1,9 +1,8 @@
-"""Memory that a model needs while it works, beside its state: counted by what is kept for the way back, and
-by what is beside that at the moments that need the most. Pure.
+"""Memory that a model needs at work in addition to its state: saved activations plus transient peaks. Pure.
 
-On CUDA it is counted from above and near: docs/memory.md has what rehearsals measured. Transformer Engine's
-layers, which no rehearsal can run, keep the same tensors as the local ones, and perhaps the values of
-attention once more, which is in the count. On a CPU, where norms are made of more operations, the count is
+On CUDA the estimate is a close upper bound; docs/memory.md lists what dry runs measured. Transformer Engine's
+layers, which no dry run can execute, save the same tensors as the local ones, and possibly a second copy of
+the attention values, which is included. On a CPU, where norms consist of more operations, the estimate is
 coarser.
 """
 
@@ -28,19 +27,27 @@ from megarl.placement.activation_widths import Kernels, chunks_under_way, kernel
 from megarl.placement.expert_activations import sparse_layer
 
 _FLOAT32 = 4
-# Of each token of a pass, all of whose micro-batches are on the device when it begins: id, position and three
-# places of 8 bytes, which are of the rank's own; a mask, and five numbers of 4 bytes that the loss reads or
-# that come out, of all tokens of the rows.
+# Per token of a pass, all of whose micro-batches are on the device when it begins. Sharded by context
+# parallelism: an id, a position and three indices, 8 bytes each.
 _OWN_BATCH_BYTES = 40
+# For all tokens of the rows: a mask, and five 4-byte values that are inputs or outputs of the loss.
 _WHOLE_BATCH_BYTES = 24
-# Logits that the engine works on at a time on a CPU.
+# Logits processed at a time on a CPU.
 _CPU_BLOCK = 2**17
 
 
 class WorkingMemory(NamedTuple):
-    """Bytes beside the state: at most while it scores, trains (0 where it is frozen) and steps, and what
-    stays when that is over. scored_batch, trained_batch: of the first two, what is the batch's, all of whose
-    micro-batches are there."""
+    """Bytes in addition to the model state.
+
+    Attributes:
+        score: The peak while scoring.
+        train: The peak while training; 0 for a frozen model.
+        step: The peak of the optimizer step; 0 for a frozen model.
+        stays: What remains allocated afterwards.
+        scored_batch: The part of `score` that belongs to the batch, all of whose micro-batches are on the
+            device.
+        trained_batch: The part of `train` that belongs to the batch.
+    """
 
     score: int
     train: int
@@ -59,13 +66,21 @@ def working_memory(
     *,
     uneven: bool = True,
 ) -> WorkingMemory:
-    """Of a rank of a pipeline stage. moments: bytes of the second moments that an optimizer of the rank has.
-    uneven: one of its experts has twice its share of the tokens."""
+    """Return the working memory of a rank.
+
+    Args:
+        config: The run.
+        role: The role of the model.
+        architecture: The model.
+        stage: The pipeline stage of the rank.
+        moments: Bytes of second moments in the largest optimizer of the rank.
+        uneven: Whether one of the rank's experts receives twice its share of the tokens.
+    """
     work = _Work(config, role, architecture, stage, uneven)
     trains = role.optim is not None
     stays = work.stays(trains)
 
-    # On CUDA Adam takes the square roots of all its second moments at a time.
+    # On CUDA, Adam materializes the square roots of all its second moments at once.
     roots = 0 if work.kernels is Kernels.cpu else moments
     return WorkingMemory(
         score=stays + work.score(),
@@ -78,7 +93,7 @@ def working_memory(
 
 
 class _Work:
-    """Of one rank. Sizes are in bytes but where they are said to be elements of a token."""
+    """The sizes of one rank, in bytes unless they are described as elements per token."""
 
     def __init__(
         self, config: RunConfig, role: ModelRole, architecture: Architecture, stage: int, uneven: bool
@@ -92,12 +107,12 @@ class _Work:
         self._is_first = stage == 0
         self._is_last = stage == parallel.pipeline_parallel_size - 1
         self._stage = stage
-        cut = parallel.tensor_parallel_size
-        self._vocabulary = padded_vocab_size(architecture.vocab_size, cut) // cut  # this rank's rows
+        shards = parallel.tensor_parallel_size
+        self._vocabulary = padded_vocab_size(architecture.vocab_size, shards) // shards  # this rank's rows
         self._layers = architecture.num_hidden_layers // (
             parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
         )
-        # What is computed again in the backward pass need not be kept.
+        # What is recomputed in the backward pass is not saved.
         how, modules, num_layers = role.recomputation
         self._layers_again = min(num_layers or self._layers, self._layers) if how is Recompute.full else 0
         self._modules_again = modules if how is Recompute.selective else ()
@@ -112,10 +127,12 @@ class _Work:
         self._sparse = sparse_layer(architecture, parallel, self._element, uneven=uneven)
 
     def _gathered_keys(self, rows: list[Row]) -> float:
-        """Keys for each of the rank's tokens that are gathered for attention: where it is a product of
-        matrices every response has its prompt's beside its own, and the prompt has them too; of rows that
-        ranks share each rank has two chunks of every sequence, with all keys before these, and of a response
-        all of its prompt as well."""
+        """Return the number of keys gathered for attention per token of the rank.
+
+        If responses share prompts, attention by matrix products gives each response its prompt's keys in
+        addition to its own, and so the prompt. With context parallelism, each rank has two chunks of every
+        sequence with all preceding keys, and all keys of a response's prompt.
+        """
         tokens = micro_batch_tokens(rows, self._context)
         prompts = sum(row.prompt for row in rows) * self._shares_prompts
         if self._context > 1:
@@ -132,7 +149,7 @@ class _Work:
 
     def _tokens(self, trains: bool) -> int:
         rows = self._rows(trains)
-        # Without packing, every row is padded to the longest one of the micro-batch.
+        # Without packing, every row is padded to the longest row of the micro-batch.
         if self._config.engine.packing:
             tokens = micro_batch_tokens(rows, self._context) // self._context
         else:
@@ -142,17 +159,20 @@ class _Work:
         return -(-tokens // cut) * cut
 
     def batch(self, trains: bool) -> int:
-        """Of all rows of a pass at their longest."""
+        """Return the bytes of all rows of a pass at their maximum length."""
         rows = rows_of_replica(self._config, self._role, trains=trains)
         longest = max(row.tokens for row in self._rows(trains))
         return rows * longest * (_OWN_BATCH_BYTES // self._context + _WHOLE_BATCH_BYTES)
 
     def stays(self, trains: bool) -> int:
-        """Megatron's buffer for tokens that sequence parallelism gathers where weights train, what a
-        (virtual) stage received last: a micro-batch, and the gradient that it gave back; its angles of the
-        longest row; and of models with experts how often each token counts, and what routers that train
-        counted."""
-        # Buffers outlive a pass, so the larger of scoring and training counts.
+        """Return the bytes that remain allocated between passes.
+
+        These are Megatron's buffer for tokens gathered by sequence parallelism (if weights train), what each
+        (virtual) stage received last (a micro-batch, and the gradient that it sent back), and the RoPE angles
+        of the longest row. MoE models also keep how often each token counts, and the statistics of routers
+        that train.
+        """
+        # Buffers outlive a pass, so the maximum of scoring and training counts.
         tokens = max(self._tokens(trains), self._tokens(trains=False))
         gathered = self._widths.whole * self._parallel.sequence_parallel * trains
         chunks = self._parallel.virtual_pipeline_parallel_size or 1
@@ -174,14 +194,14 @@ class _Work:
         tokens = self._tokens(trains=False)
         width = self._widths
 
-        # For a CPU, all that a layer would keep for a backward pass counts as live at once.
+        # On a CPU, everything that a layer would save for backward counts as live at once.
         if self.kernels is Kernels.cpu:
             top = 6 * width.whole if self._is_last else 2 * width.whole
             layer = tokens * (self._kept_of_layer + top)
         else:
-            # Hidden states of a layer, from its input on; beside them gate and up, the activation and their
-            # product, or the last and what comes of it, or where weights are frozen what was gathered for
-            # them; or the embedding's output as it is and turned.
+            # Hidden states of a layer, starting with its input, plus the maximum of: gate, up, activation and
+            # their product; the product and its output; for frozen weights, the gathered input; or the
+            # embedding's output before and after transposition.
             inside = max(
                 4 * width.gate,
                 width.whole
@@ -194,21 +214,24 @@ class _Work:
             layer = tokens * max(6 * width.part + inside, self._products_of_shared)
 
         head = 0
-        # A critic's head gives one value per token, so it has no logits.
+        # A critic's head returns one value per token, so it has no logits.
         if self._is_last:
             head = tokens * 2 * width.whole * self._element + (
                 0 if self._role.with_value_head else self._scores(tokens)
             )
 
-        # The two moments that may need the most: inside a layer, and in the head.
+        # The peak is either inside a layer or in the head.
         moments = [layer * self._element, tokens * width.part * self._element + head]
         return self._most(moments) + self.batch(trains=False)
 
     @property
     def _attention_apart(self) -> int:
-        """Elements of a token in the attention of rows that ranks share: queries and what they attended, and
-        the keys and values of all as they come, and as pieces see them. In that of responses apart from their
-        prompts: queries, what they attended there and the two together, weighed in float32."""
+        """Elements per token in attention whose queries and keys are handled separately.
+
+        With context parallelism: queries and outputs, and the keys and values of all ranks as received and as
+        each part sees them. With shared prompts: queries, attention outputs, and their combination, weighted
+        in float32.
+        """
         width = self._widths
         if self._context > 1:
             return 2 * width.query + ceil(2 * width.key * (1 + self._context + self._keys_of_token))
@@ -216,10 +239,11 @@ class _Work:
 
     @property
     def _products_of_shared(self) -> int:
-        """Elements of a token in a layer whose attention is a product of matrices, where responses have their
-        prompts' keys beside their
-        own: queries, keys and values as they came, turned, gathered, for each head of queries, scaled and
-        laid out."""
+        """Elements per token in a layer with shared prompts whose attention is explicit matrix products.
+
+        Responses have their prompts' keys in addition to their own. Counts queries, keys and values as
+        computed, RoPE-rotated, gathered per query head, scaled and laid out.
+        """
         if not (self._shares_prompts and self.kernels is Kernels.plain):
             return 0
         width = self._widths
@@ -229,11 +253,11 @@ class _Work:
         return 3 * width.part + 4 * width.query + 3 * width.key + ceil(gathered) + 2 * width.squares
 
     def _scores(self, tokens: int) -> int:
-        """A chunk's logits, what they are above the greatest, and the exponentials of that."""
+        """Return the bytes of a chunk's logits, of logits minus their maximum, and of the exponentials."""
         return (self._chunk(tokens) + 2 * self._block(tokens)) * _FLOAT32
 
     def _block(self, tokens: int) -> int:
-        """Of the logits of a chunk, those that are worked on at a time."""
+        """Return the number of logits of a chunk that are processed at a time."""
         return (
             min(self._chunk(tokens), max(_CPU_BLOCK, self._vocabulary))
             if self.kernels is Kernels.cpu
@@ -241,34 +265,33 @@ class _Work:
         )
 
     def _chunk(self, tokens: int) -> int:
-        """Logits."""
+        """Return the number of logits in a chunk."""
         return min(tokens, self._chunk_tokens) * self._vocabulary
 
     def train(self) -> int:
         tokens = self._tokens(trains=True)
         kept = tokens * self._kept() * self._element
-        # The backward pass may need the most in the last layer, in the head or in the embedding.
-        moments = [self._way_back_of_layer(tokens)]
+        # The peak of the backward pass is in the last layer, in the head, or in the embedding.
+        moments = [self._backward_of_layer(tokens)]
         if self._is_last:
-            moments.append(self._way_back_of_head(tokens))
+            moments.append(self._backward_of_head(tokens))
         if self._is_first and self.kernels is not Kernels.cpu:
-            moments.append(self._way_back_of_embedding(tokens))
+            moments.append(self._backward_of_embedding(tokens))
 
         return kept + self._most(moments) + self.batch(trains=True)
 
     def _most(self, moments: list[int]) -> int:
-        """On a CPU their sum, from above: its allocator gives back later."""
+        """Combine alternative peaks. On a CPU they are added, since its allocator frees memory later."""
         return sum(moments) if self.kernels is Kernels.cpu else max(moments)
 
     @property
     def _kept_of_layer(self) -> int:
-        """Elements of a token: what the way back of a layer needs."""
+        """Elements per token of a layer's saved activations."""
         return self._kept_of_norms + self._kept_of_attention + self._kept_of_mlp
 
     @property
     def _kept_of_norms(self) -> int:
-        """Inputs and outputs of both. On a CPU inputs are in float32, and outputs before and after they are
-        scaled."""
+        """Inputs and outputs of both norms. On a CPU: float32 inputs, and outputs before and after scaling."""
         if self.kernels is Kernels.cpu:
             return 6 * self._widths.part + 2 * self._widths.whole
         return 4 * self._widths.part
@@ -282,20 +305,20 @@ class _Work:
             return 4 * width.query + 3 * width.key + 3 * (width.query + width.key) * has_norm
 
         if self.kernels is Kernels.plain and not again:
-            # Queries, and for each of them its keys and values, laid out for the products; their weights;
-            # what is attended.
+            # Queries; for each of them its keys and values, laid out for the products; attention weights;
+            # outputs.
             return (
                 ceil((2 + 2 * self._keys_of_token) * width.query)
                 + width.squares
                 + (width.query + 2 * width.key) * has_norm
             )
 
-        # The product of all three; queries and keys turned by their angles; values; what is attended, which
-        # without packing is laid out once more, and a float32 number of each head.
+        # The fused QKV output; RoPE-rotated queries and keys; values; outputs (laid out again without
+        # packing); and one float32 value per head.
         head_numbers = 2 * width.query // self._architecture.head_dim
-        normalised = width.query * has_norm  # which several groups of heads on a rank lay out again
+        normalised = width.query * has_norm  # laid out again if a rank has several query groups
 
-        # in the place of the rank's own keys and values those that its queries see
+        # Instead of the rank's own keys and values, those that its queries attend to are saved.
         if self._context > 1 and not again:
             return 2 * width.query + ceil(2 * self._keys_of_token * width.key) + head_numbers + normalised
         return (
@@ -308,7 +331,7 @@ class _Work:
 
     @property
     def _kept_of_mlp(self) -> int:
-        """Gate and up, and their product, and on a CPU the activated gate; or what experts keep."""
+        """Gate and up, and their product, plus the activated gate on a CPU; or the activations of experts."""
         return max((3 + (self.kernels is Kernels.cpu)) * self._widths.gate, self._sparse.kept)
 
     @property
@@ -316,8 +339,11 @@ class _Work:
         return RecomputeModule.mlp in self._modules_again
 
     def _kept(self) -> int:
-        """Elements of a token: of all layers of all micro-batches that are under way, of those computed again
-        only their input; and their output, which the last norm or the next stage reads."""
+        """Return the elements per token of all saved activations.
+
+        Counts all layers of all micro-batches in flight. Recomputed layers save only their input. The output,
+        which the last norm or the next stage reads, is included.
+        """
         layer = self._kept_of_layer - self._kept_of_mlp * self._mlp_is_computed_again
         chunk = self._layers_again * self._widths.part + (self._layers - self._layers_again) * layer
 
@@ -328,40 +354,42 @@ class _Work:
 
         return chunk * chunks_under_way(self._parallel, self._stage)
 
-    def _way_back_of_layer(self, tokens: int) -> int:
-        """Of the last layer, when all others are still kept."""
+    def _backward_of_layer(self, tokens: int) -> int:
+        """Return the transient bytes in backward of the last layer, when all other layers are still saved."""
         width = self._widths
-        # A layer that is computed again has its activations back while its gradients are made.
+        # A recomputed layer has its activations again while its gradients are computed.
         all_again = self._layers_again == self._layers
         again = self._kept_of_layer if all_again else self._kept_of_mlp if self._mlp_is_computed_again else 0
         if all_again or again:
             again += width.part  # its output
-        gradients = (1 + (not self._is_last)) * width.part  # of its output, and what the next stage sends
+        gradients = (
+            1 + (not self._is_last)
+        ) * width.part  # of the output, and as received from the next stage
 
         if self.kernels is Kernels.cpu:
             return (
                 tokens
-                * (again + gradients + max(3 * width.gate, self._sparse.beside) + 2 * width.whole)
+                * (again + gradients + max(3 * width.gate, self._sparse.transient) + 2 * width.whole)
                 * self._element
             )
 
-        # elements of the MLP's two matrices
+        # Elements of the two matrices of the MLP.
         first = 2 * width.gate * width.whole
         second = width.gate * width.whole
 
-        # In the activation, the product's gradient in the place of the product, that of gate and up, and two
-        # steps towards it; in the second matrix its output's gradient whole, in the first its input's, and
-        # the matrix's own; in attention by products, theirs.
+        # The maximum of: in the activation, the gradients of the product (in place), of gate and up, and two
+        # temporaries; in the second matrix, its full output gradient, its input gradient and its weight
+        # gradient; the same in the first matrix; in attention by matrix products, its gradients.
         inside = max(
             tokens * 4 * width.gate,
             tokens * (width.whole + width.gate) + second,
             tokens * (width.whole + width.part - width.gate) + first,
             tokens * (3 * width.squares + 2 * width.query - 3 * width.gate),
-            tokens * (self._way_back_of_attention_apart - 3 * width.gate),
-            tokens * self._sparse.beside,
+            tokens * (self._backward_of_attention_apart - 3 * width.gate),
+            tokens * self._sparse.transient,
         )
 
-        # A tied embedding has its gradient from the head until it has its own.
+        # A tied embedding holds the head's gradient until its own is complete.
         tied = (
             self._architecture.tie_word_embeddings
             and self._is_first
@@ -371,21 +399,26 @@ class _Work:
         return (tokens * (again + gradients) + inside + tied * self._vocabulary * width.whole) * self._element
 
     @property
-    def _way_back_of_attention_apart(self) -> int:
-        """Elements of a token, as `_attention_apart`; gradients of keys and values as pieces saw them are
-        added up into those of all."""
+    def _backward_of_attention_apart(self) -> int:
+        """Elements per token in backward of `_attention_apart`.
+
+        Gradients of keys and values as each part sees them are accumulated into the gradients of all.
+        """
         width = self._widths
         if self._context > 1:
-            again = RecomputeModule.core_attn in self._modules_again  # the keys and values are gathered again
+            again = RecomputeModule.core_attn in self._modules_again  # gathers keys and values again
             gathered = (2 + again) * self._context + (1 + again) * self._keys_of_token
             return (2 + again) * width.query + ceil(2 * width.key * gathered)
 
         return (6 * width.query + 6 * width.key) * self._shares_prompts
 
-    def _way_back_of_head(self, tokens: int) -> int:
-        """Hidden states that were scored, and their gradient; of a critic that of all, whole. Of a language
-        model a chunk's logits, those kept of the last, and the gradient before; and either what the output
-        layer's gradient gets of it, or the probabilities of which the next gradient is made."""
+    def _backward_of_head(self, tokens: int) -> int:
+        """Return the transient bytes in backward of the head.
+
+        Counts the scored hidden states and their gradient; for a critic, also the full gradient of all hidden
+        states. A language model adds a chunk's logits, those saved by the last chunk, the preceding gradient,
+        and the maximum of the chunk's output-layer gradient and the probabilities for the next gradient.
+        """
         hidden = tokens * self._widths.whole * self._element
         if self._role.with_value_head:
             return 3 * hidden
@@ -397,5 +430,5 @@ class _Work:
 
         return 2 * hidden + received + chunk * self._element + inside
 
-    def _way_back_of_embedding(self, tokens: int) -> int:
+    def _backward_of_embedding(self, tokens: int) -> int:
         return (tokens * 2 * self._widths.whole + self._vocabulary * self._widths.whole) * self._element

@@ -1,5 +1,7 @@
-"""Gives devices to pools and to the groups in them: first fit, node by node, a tensor-parallel group on one
-node."""
+"""Assign devices to pools and to the groups in them: first fit, node by node.
+
+A tensor-parallel group is always on one node.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ _Place = tuple[int, tuple[int, ...]]  # node, numbers
 def assign(
     pools: Sequence[PoolRequest], num_nodes: int, devices_per_node: int
 ) -> tuple[GroupPlan, ...] | None:
-    """In the order of the requests; None: it does not fit. Ranks are in the order of nodes and devices."""
+    """Return the groups in the order of the requests, None if they do not fit.
+
+    Ranks are in the order of nodes and devices.
+    """
     used = [0] * num_nodes
     groups: list[GroupPlan] = []
 
@@ -23,7 +28,7 @@ def assign(
         devices = _take(pool, used, devices_per_node)
         if devices is None:
             return None
-        # Groups with devices share the pool's reservation, in which they take turns.
+        # Groups with devices share the pool's reservation and take turns.
         owner = next((group.name for group in pool.groups if group.together), None)
         for request in pool.groups:
             places = _places(request, devices)
@@ -36,7 +41,7 @@ def assign(
 
 
 def fits_alone(request: GroupRequest, devices_on_nodes: Sequence[int]) -> bool:
-    """Whether a group can run on so many devices of each node."""
+    """Return whether a group can run on this number of devices on each node."""
     devices = [(node, number) for node, count in enumerate(devices_on_nodes) for number in range(count)]
     return _places(request, devices) is not None
 
@@ -54,7 +59,7 @@ def _group(pool: PoolRequest, request: GroupRequest, places: Sequence[_Place], r
 
 
 def _take(pool: PoolRequest, used: list[int], devices_per_node: int) -> list[_Device] | None:
-    """The next free devices, in the order of nodes; `used` counts those of each node."""
+    """Take the next free devices in node order. `used` counts the devices taken on each node."""
     if pool.together == 0:
         return []
     if pool.devices_on_nodes is not None:
@@ -66,7 +71,7 @@ def _take(pool: PoolRequest, used: list[int], devices_per_node: int) -> list[_De
         wanted = found
 
     devices = []
-    # The devices of a node are given out in order, so counting them is enough.
+    # Devices of a node are assigned in order, so counting them is enough.
     for node, count in wanted:
         if node >= len(used) or used[node] + count > devices_per_node:
             return None
@@ -77,9 +82,9 @@ def _take(pool: PoolRequest, used: list[int], devices_per_node: int) -> list[_De
 
 
 def _chunks(pool: PoolRequest, used: Sequence[int], devices_per_node: int) -> list[tuple[int, int]] | None:
-    """Node and number of devices, in pieces that are on one node each.
+    """Return (node, number of devices) of chunks that are on one node each.
 
-    All pieces but the last are of one size, so that a node that was full for one is full for all.
+    All chunks except the last have the same size, so a node that is full for one is full for all.
     """
     free = [devices_per_node - count for count in used]
     whole, rest = divmod(pool.num_devices, pool.together)
@@ -96,7 +101,7 @@ def _chunks(pool: PoolRequest, used: Sequence[int], devices_per_node: int) -> li
 
     if len(taken) < whole:
         return None
-    # The last, smaller piece may fill a gap on an earlier node.
+    # The last, smaller chunk may fill a gap on an earlier node.
     if rest:
         last = next((index for index, count in enumerate(free) if count >= rest), None)
         if last is None:
@@ -107,8 +112,7 @@ def _chunks(pool: PoolRequest, used: Sequence[int], devices_per_node: int) -> li
 
 
 def _places(request: GroupRequest, devices: Sequence[_Device]) -> list[_Place] | None:
-    """The first devices of the pool in whole tensor-parallel groups: what is left over on a node stays
-    without one."""
+    """Return the pool's first devices in whole tensor-parallel groups. Remainders stay unused."""
     # Processes without devices run on the pool's first node, or on node 0.
     if request.together == 0:
         return [(devices[0][0] if devices else 0, ())] * request.num_processes

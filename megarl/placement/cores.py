@@ -1,5 +1,4 @@
-"""Who shares a node's cores when nothing but CPUs computes: of each phase, the processes that may be at work
-with it."""
+"""Decide how many processes share a node's cores in each phase of a CPU-only run."""
 
 from __future__ import annotations
 
@@ -9,21 +8,23 @@ from types import MappingProxyType
 from megarl.placement.dataflow import overlaps, phases_of
 from megarl.placement.placement_plan import PlacementPlan
 
-# role -> the worker's method -> processes of a node. A method that is not here takes the threads that there
-# are.
+# role -> method of the worker -> processes on a node. Other methods use all available threads.
 AtWork = Mapping[str, Mapping[str, int]]
-NOBODY: AtWork = MappingProxyType({})
-_WAITS = "reward"  # its process waits for others, which are of the user's code
+NO_LIMITS: AtWork = MappingProxyType({})
+_WAITS = "reward"  # its process waits for others, which run the user's code
 
 
 def at_work(plan: PlacementPlan) -> AtWork:
-    """A phase alone has all cores for its processes; side by side they share. It follows from the plan, never
-    from load."""
-    # Phases that may run side by side, looked up from either of the two.
-    beside: dict[str, set[str]] = {}
+    """Return how many processes may work at the same time as each method of a worker.
+
+    A phase that runs alone has all cores for its processes; overlapping phases share them. The result follows
+    from the plan, never from the load.
+    """
+    # Phases that may overlap, looked up from either of the two.
+    overlapping: dict[str, set[str]] = {}
     for one, other in overlaps(plan):
-        beside.setdefault(one, set()).add(other)
-        beside.setdefault(other, set()).add(one)
+        overlapping.setdefault(one, set()).add(other)
+        overlapping.setdefault(other, set()).add(one)
 
     computing = {
         phase.name: (phase.calls, phase.roles)
@@ -34,7 +35,7 @@ def at_work(plan: PlacementPlan) -> AtWork:
 
     for name, (calls, own) in computing.items():
         # Plan for the worst case: everything that may overlap with this phase runs at once.
-        at_a_time = {name, *beside.get(name, ())} & computing.keys()
+        at_a_time = {name, *overlapping.get(name, ())} & computing.keys()
         number = _on_fullest_node(plan, {role for each in at_a_time for role in computing[each][1]})
         for role in own:
             table.setdefault(role, {}).update(dict.fromkeys(calls, number))

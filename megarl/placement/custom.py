@@ -1,5 +1,4 @@
-"""What can be wrong with `placement.roles` and `placement.pools`, a user's own map from role to pool and from
-pool to devices."""
+"""Validate `placement.roles` and `placement.pools`: the user's map from roles to pools and to devices."""
 
 from __future__ import annotations
 
@@ -16,16 +15,15 @@ _POOLS = "placement.pools"
 
 
 def custom_problems(config: RunConfig) -> list[str]:
-    """All that is wrong, one line each; nothing where the strategy is another and none of the two is
-    given."""
+    """Return all problems, one line each. For other strategies, neither key may be given."""
     placement = config.placement
     if placement.strategy is not PlacementStrategy.custom:
         return list(_without_effect(placement))
 
     if isinstance(config, SFTConfig):
         return [
-            "placement.strategy: is custom, but supervised fine-tuning has one role, the actor; leave "
-            "placement.strategy as it is"
+            "placement.strategy: is custom, but supervised fine-tuning has only the actor; leave "
+            "placement.strategy at its default"
         ]
 
     requests = group_requests(config)
@@ -40,7 +38,7 @@ def _without_effect(placement: PlacementConfig) -> Iterator[str]:
         if value:
             yield (
                 f"{key}, placement.strategy: is given, but the strategy is {strategy}; use "
-                f"strategy=custom, or leave it out"
+                f"strategy=custom, or omit it"
             )
 
 
@@ -49,7 +47,7 @@ def _role_problems(placement: PlacementConfig, requests: Collection[GroupRequest
     for role in needed:
         if role not in placement.roles and role not in WITHOUT_DEVICES:
             pools = " or ".join(placement.pools) or "a pool"
-            yield f"{_ROLES}: the role {role!r} has no pool; give it one, as {_ROLES}.{role}={pools}"
+            yield f"{_ROLES}: the role {role!r} has no pool; assign one, such as {_ROLES}.{role}={pools}"
 
     for role, pool in placement.roles.items():
         if role not in needed:
@@ -57,11 +55,11 @@ def _role_problems(placement: PlacementConfig, requests: Collection[GroupRequest
                 f"{_ROLES}: this run has no role {role!r}; it has {', '.join(needed)}{_nearest(role, needed)}"
             )
         if pool not in placement.pools:
-            known = f"there are {', '.join(placement.pools)}" if placement.pools else "there is none"
+            known = f"there are {', '.join(placement.pools)}" if placement.pools else "no pools are defined"
             yield (
                 f"{_ROLES}.{role}, {_POOLS}: there is no pool {pool!r}; "
                 f"{known}{_nearest(pool, placement.pools)}; "
-                f"give its devices on each node, as {_POOLS}.{pool}=[4]"
+                f"define its devices per node, such as {_POOLS}.{pool}=[4]"
             )
 
 
@@ -77,14 +75,14 @@ def _pool_problems(placement: PlacementConfig) -> Iterator[str]:
         if pool not in used:
             yield f"{key}: no role runs in it; map a role to it in {_ROLES}, or remove it"
         if any(count < 0 for count in counts) or not any(counts):
-            yield f"{key}: is {counts}, but must say how many devices it has on each node, as [4] or [0, 4]"
+            yield f"{key}: is {counts}, but must list the number of devices on each node, such as [4] or [0, 4]"
         if len(counts) > placement.num_nodes:
             yield (
                 f"{key}, placement.num_nodes: names {len(counts)} nodes, but num_nodes is "
                 f"{placement.num_nodes}; use {len(counts)} nodes"
             )
 
-    # Without a given size, nodes are as large as the pools need.
+    # Without a configured size, nodes are as large as the pools need.
     if placement.devices_per_node is None:
         return
     for node in range(placement.num_nodes):
@@ -97,14 +95,13 @@ def _pool_problems(placement: PlacementConfig) -> Iterator[str]:
             parts = ", ".join(f"{pool} {count}" for pool, count in asked.items())
             yield (
                 f"{_POOLS}, placement.devices_per_node: on node {node} the pools have {sum(asked.values())} "
-                f"devices ({parts}), but "
-                f"devices_per_node is {placement.devices_per_node}; use smaller pools there, another node, "
-                f"or roles that share a pool"
+                f"devices ({parts}), but devices_per_node is {placement.devices_per_node}; use smaller pools "
+                f"there, another node, or let roles share a pool"
             )
 
 
 def _sizes(placement: PlacementConfig, requests: Collection[GroupRequest]) -> Iterator[str]:
-    """Each role by itself: roles of one pool take turns on the same devices."""
+    """Check each role separately, since roles in one pool take turns on the same devices."""
     for request in requests:
         pool = placement.roles.get(request.name)
         if pool is None or request.together == 0 or fits_alone(request, counts := placement.pools[pool]):
@@ -116,8 +113,7 @@ def _sizes(placement: PlacementConfig, requests: Collection[GroupRequest]) -> It
         else:
             reason = (
                 f"is {counts}: {request.name} needs {needed} devices in groups of {request.together}, each "
-                f"on one node; "
-                f"use a multiple of {request.together} on each node"
+                f"on one node; use a multiple of {request.together} on each node"
             )
         yield f"{key}, {_keys_of(request)}: {reason}, or smaller sizes of {request.name}"
 

@@ -1,7 +1,7 @@
-"""The phases of a PPO step as data: which roles work in each, what it reads, writes and needs in memory; and
-which phases may overlap.
+"""The phases of a PPO step as data, and which of them may overlap.
 
-The phases of the models come from the table of roles (config/roles.py).
+A phase lists the roles that work in it, what it reads and writes, and what it needs in memory. The phases of
+the models come from the role table (config/roles.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ ENGINE = "engine"
 
 
 class Item(NamedTuple):
-    """A part of a role's memory: one of the four above. `ENGINE` is all that an inference engine has,
-    including its weights."""
+    """One of the four parts of a role's memory. `ENGINE` is all of an inference engine, with its weights."""
 
     role: str
     part: str
@@ -32,11 +31,11 @@ class Phase(NamedTuple):
     """A phase of a step.
 
     Attributes:
-        name: As in the metric `timing_s/<name>`.
+        name: The name, as in the metric `timing_s/<name>`.
         roles: The roles that work. If there are none, the driver works.
         reads: The columns of the batch that it reads, and `<role>.weights`.
         writes: The columns and weights that it writes.
-        needs: What must be in memory meanwhile.
+        needs: What must be in memory during the phase.
         calls: The methods of the first role's worker that compute it, if any.
     """
 
@@ -84,8 +83,7 @@ _PUSH = _phase(
 
 
 def step_phases() -> tuple[Phase, ...]:
-    """Returns all phases of a step, of every role in the table, in an order in which one process could run
-    them."""
+    """Return all phases of a step for all roles, in an order in which one process could run them."""
     scoring = (*_at(Stage.reward), *_at(Stage.score))
     columns = " ".join(["token_level_scores", *(column for phase in scoring for column in phase.writes)])
     advantages = _phase("adv", [], columns, "advantages returns", {})
@@ -109,13 +107,15 @@ def _of_role(role: Role, phase: RolePhase) -> Phase:
 
 
 def phases_of(roles: Collection[str]) -> tuple[Phase, ...]:
-    """Returns the phases of a run with these roles."""
+    """Return the phases of a run with these roles."""
     return tuple(phase for phase in step_phases() if set(phase.roles) <= set(roles))
 
 
 def waits_for(step: Sequence[Phase]) -> dict[str, frozenset[str]]:
-    """Of each phase the ones that must have ended before it begins, directly or through others: it reads what
-    they write, or writes what they read or write."""
+    """Return, for each phase, the phases that must end before it begins, directly or transitively.
+
+    A phase depends on another if it reads what the other writes, or writes what the other reads or writes.
+    """
     before: dict[str, frozenset[str]] = {}
     for index, phase in enumerate(step):
         # Write after read, read after write and write after write all order two phases.
@@ -130,12 +130,18 @@ def waits_for(step: Sequence[Phase]) -> dict[str, frozenset[str]]:
 
 
 def overlaps(plan: PlacementPlan, *, generates_ahead: bool = False) -> list[tuple[str, str]]:
-    """The pairs of phases that run at the same time: neither waits for the other, and they have no device in
-    common. generates_ahead: the samples of a step are not by the weights of the step before, so that only the
-    push of weights is in the way of generation."""
+    """Return the pairs of phases that may run at the same time.
+
+    Neither depends on the other, and they share no device.
+
+    Args:
+        plan: The placement.
+        generates_ahead: Whether the samples of a step may come from older weights (async rollout), so that
+            generation only has to wait for the weight sync.
+    """
     step = [phase for phase in phases_of(plan.roles) if phase.roles]
     before = waits_for(phases_of(plan.roles))
-    # Generating ahead lifts the wait for training, but not for phases of the rollout itself.
+    # Async rollout does not wait for training, but still for other phases of the rollout.
     return [
         (one.name, other.name)
         for one, other in combinations(step, 2)
@@ -148,5 +154,5 @@ def overlaps(plan: PlacementPlan, *, generates_ahead: bool = False) -> list[tupl
 
 
 def _in_the_way(plan: PlacementPlan, role: str, other: str) -> bool:
-    """A process does one thing at a time, and so does a device."""
+    """Return whether two roles share a process or a device, which can do only one thing at a time."""
     return plan.group_of(role) is plan.group_of(other) or plan.share_devices(role, other)

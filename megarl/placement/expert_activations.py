@@ -1,8 +1,7 @@
-"""Memory of a layer with experts while a rank works, in elements of the weights' type for each token of a
-micro-batch. Pure.
+"""Memory of a mixture-of-experts layer at work, in elements of the weights' dtype per token of a micro-batch.
 
-Counted along Megatron-Core's all-to-all dispatcher with local layers: a rank sends each of its tokens once to
-each expert that it meets, and gets those of its own experts, which it sorts by expert.
+The count follows Megatron-Core's all-to-all dispatcher with local layers: a rank sends each of its tokens
+once to each selected expert, and sorts the tokens that it receives by expert. Pure.
 """
 
 from __future__ import annotations
@@ -15,39 +14,50 @@ from megarl.models.architecture import Architecture, Experts
 
 
 class SparseLayer(NamedTuple):
-    """kept: for the way back, by router, dispatch and experts. beside: the most that there is beside that
-    while it computes. scoring: the most where nothing is kept."""
+    """Elements per token.
+
+    Attributes:
+        kept: Saved activations of router, dispatch and experts.
+        transient: The peak in addition to saved activations.
+        scoring: The peak of a forward pass that saves nothing.
+    """
 
     kept: int
-    beside: int
+    transient: int
     scoring: int
 
 
 def sparse_layer(
     architecture: Architecture, parallel: ParallelConfig, element_bytes: int, *, uneven: bool
 ) -> SparseLayer:
-    """Of the rank that has expert 0, which has as many tokens as another expert, or where routes are uneven
-    twice its share. All 0 for a model without experts."""
+    """Return the elements per token on the rank that holds expert 0; all zero for a dense model.
+
+    Args:
+        architecture: The model.
+        parallel: The layout.
+        element_bytes: The size of an element of the weights' dtype.
+        uneven: Whether expert 0 receives twice its share of the tokens.
+    """
     experts = architecture.experts
     if experts is None:
         return SparseLayer(0, 0, 0)
     hidden = architecture.hidden_size
     cut = parallel.expert_tensor_parallel_size
 
-    # of a micro-batch's tokens, those of this rank
+    # This rank's fraction of a micro-batch's tokens.
     own = 1 / (parallel.tensor_parallel_size if parallel.sequence_parallel else 1)
     sent = own * experts.num_experts_per_tok
 
-    # to a rank's experts, of which others may have other parts
+    # Tokens that arrive at the rank's experts. With expert tensor parallelism, other ranks receive them too.
     come = sent * (_crowding(experts, parallel) if uneven else 1)
     met = come * cut
 
-    # float32 and int64, in elements
+    # The sizes of float32 and int64 values, in elements.
     number = 4 / element_bytes
     index = 8 / element_bytes
 
-    # Of each token a number and a mark for each expert, and the chosen ones' indices and weights; of each
-    # that is sent its place, of each that is met its weight.
+    # Per token: a number and a mark for each expert, and indices and weights of the selected ones. Per sent
+    # token: its position. Per token at an expert: its weight.
     routing = own * (
         experts.num_experts * (number + 1 / element_bytes)
         + experts.num_experts_per_tok * (index + 2 * number)
@@ -56,17 +66,17 @@ def sparse_layer(
     shared = experts.shared_intermediate_size
     of_shared = 3 * shared / parallel.tensor_parallel_size + own * (hidden + 2) * bool(shared)
 
-    # Each expert's input, its gate and up, and their product.
+    # Each expert's input, gate and up, and their product.
     kept = routing + met * (hidden + 3 * experts.intermediate_size / cut) + of_shared
 
-    # Tokens as they are sent and as they come, what each expert makes of them, and that together; parts of a
-    # cut expert are added up in float32.
-    beside = (sent + come + 2 * met) * hidden + (2 * met + come) * hidden * number * (cut > 1)
-    return SparseLayer(ceil(kept), ceil(beside), ceil(beside + routing + met * hidden))
+    # Tokens as sent and as received, expert outputs, and their combination. Parts of a sharded expert are
+    # summed in float32.
+    transient = (sent + come + 2 * met) * hidden + (2 * met + come) * hidden * number * (cut > 1)
+    return SparseLayer(ceil(kept), ceil(transient), ceil(transient + routing + met * hidden))
 
 
 def layers_of_stage(architecture: Architecture, parallel: ParallelConfig, stage: int) -> tuple[int, ...]:
-    """Return the global numbers of a pipeline stage's layers. Layers go to virtual stages in turn."""
+    """Return a stage's global layer numbers. Layers are assigned to virtual stages round-robin."""
     stages = parallel.pipeline_parallel_size
     num_chunks = parallel.virtual_pipeline_parallel_size or 1
     num_layers = architecture.num_hidden_layers
@@ -75,9 +85,9 @@ def layers_of_stage(architecture: Architecture, parallel: ParallelConfig, stage:
 
 
 def _crowding(experts: Experts, parallel: ParallelConfig) -> float:
-    """Tokens of a rank whose first expert has twice its share, of those that it would have."""
+    """Return a rank's tokens, relative to its share, if its first expert receives twice its share."""
     held = experts.num_experts // parallel.expert_parallel_size
     others = experts.num_experts - 1
-    most = experts.num_experts / experts.num_experts_per_tok  # every token
+    most = experts.num_experts / experts.num_experts_per_tok  # the expert gets every token
     first = min(2.0, most)
     return (first + (held - 1) * (experts.num_experts - first) / others) / held if others else 1.0

@@ -1,11 +1,10 @@
-"""Memory of each device in each phase of a step, before anything starts: from layouts, lengths and who is in
-memory then. Pure.
+"""Plan the memory of each device in each phase of a step before anything starts. Pure.
 
 Parameters, gradients and optimizer state are counted to the element, as Megatron allocates them (its buffers
-are padded by less than a hundredth). What models need while they work is counted in activations.py, for
-micro-batches as full as allowed, of the rows that there are. An engine has the share of its device that it is
-given (mem_fraction_static); without one, room for rows as long as allowed. Buckets are as configured. What
-the device itself needs (a CUDA context, NCCL, fragments) is left out.
+are padded by less than 1%). Working memory is estimated in activations.py for micro-batches as full as
+allowed, out of the rows that exist. An engine takes its configured share of the device (mem_fraction_static),
+or otherwise room for rows of the maximum length. Buckets have their configured size. The needs of the device
+itself (CUDA context, NCCL, fragmentation) are not included.
 """
 
 from __future__ import annotations
@@ -30,8 +29,11 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Bytes. activations: all that a model needs while it works, beside its state, and what stays of that
-    when it does not."""
+    """Memory of one role on one device, in bytes.
+
+    `activations` is the working memory in addition to the state, and what remains of it when the model is
+    idle.
+    """
 
     parameters: int = 0
     gradients: int = 0
@@ -52,9 +54,14 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """`phases`: name of a phase -> what is in memory, by role. A phase in which nothing of the device changes
-    is left out.
-    `pinned`: by role, the host's memory that is kept for what leaves a GPU.
+    """The memory of one device.
+
+    Attributes:
+        node: The node.
+        device: The number of the device on its node.
+        pool: The pool of the device.
+        phases: The memory use by role, for each phase. Phases that change nothing on the device are omitted.
+        pinned: By role, the host memory reserved for state that is offloaded from a GPU.
     """
 
     node: int
@@ -78,15 +85,21 @@ class DeviceMemory:
 def plan_memory(
     config: RunConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture]
 ) -> list[DeviceMemory]:
-    """Of each device, in the order of nodes and numbers. `architectures`: of each model role, by its name."""
+    """Return the memory of each device, ordered by node and device number.
+
+    Args:
+        config: The run.
+        plan: The placement.
+        architectures: The architecture of each model role, by its name.
+    """
     turns = OffloadPlan(plan)
     sizes = _Sizes(config, architectures, plan, turns)
     held = turns.held()
     steps = [phase for phase in turns.phases if phase.roles]
-    on_device: dict[tuple[int, int], list[tuple[str, int]]] = {}  # roles, with the rank of their process
+    on_device: dict[tuple[int, int], list[tuple[str, int]]] = {}  # roles and the ranks of their processes
     pools: dict[tuple[int, int], str] = {}
 
-    # Collect the roles of each device; groups of one pool share devices.
+    # Collect the roles of each device; groups in one pool share devices.
     for group in plan.groups:
         for process in group.processes:
             for number in process.devices:
@@ -95,7 +108,7 @@ def plan_memory(
                     (role, process.rank) for role in group.roles
                 )
 
-    # Devices with the same roles and pipeline stages have equal usage, so it is computed once.
+    # Devices with the same roles and pipeline stages use the same memory, so it is computed once.
     known: dict[tuple[tuple[str, int], ...], tuple[dict[str, dict[str, Usage]], dict[str, int]]] = {}
     devices = []
 
@@ -120,8 +133,10 @@ def plan_memory(
 
 
 def budget_problems(config: RunConfig, devices: list[DeviceMemory]) -> list[str]:
-    """One line for each pool whose fullest device has more in memory than `placement.device_memory_gb`, and
-    one for engines whose share of that cannot hold a row."""
+    """Return one line for each pool whose fullest device exceeds `placement.device_memory_gb`.
+
+    One more line is returned if the engines' share of the device memory cannot hold one row.
+    """
     limit_gb = config.placement.device_memory_gb
     if limit_gb is None:
         return []
@@ -137,10 +152,9 @@ def budget_problems(config: RunConfig, devices: list[DeviceMemory]) -> list[str]
             )
             problems.append(
                 f"placement.device_memory_gb: in {fullest.peak_phase}, device {fullest.device} of node "
-                f"{fullest.node} (pool {pool}) would "
-                f"hold {fullest.peak / 2**30:,.2f} GiB ({parts}), but has {limit_gb:g}; use larger parallel "
-                f"sizes, smaller micro-batches, "
-                "recompute=full, a placement in which fewer roles share it, or placement.over_budget=warn"
+                f"{fullest.node} (pool {pool}) needs {fullest.peak / 2**30:,.2f} GiB ({parts}), but has "
+                f"{limit_gb:g}; use larger parallel sizes, smaller micro-batches, recompute=full, a placement "
+                "in which fewer roles share the device, or placement.over_budget=warn"
             )
 
     return problems
@@ -149,7 +163,7 @@ def budget_problems(config: RunConfig, devices: list[DeviceMemory]) -> list[str]
 def _share_problems(config: PPOConfig, devices: list[DeviceMemory]) -> list[str]:
     share = engine_share(config)
     limit_gb = config.placement.device_memory_gb
-    # All engines are alike, so the first phase in which one is in memory tells the sizes.
+    # All engines have the same sizes, so the first phase with one in memory is enough.
     engine = next(
         usages["rollout"]
         for device in devices
@@ -164,20 +178,19 @@ def _share_problems(config: PPOConfig, devices: list[DeviceMemory]) -> list[str]
 
     return [
         f"{key}: {fraction} of placement.device_memory_gb {limit_gb:g} is {share / 2**30:,.2f} GiB, but the "
-        f"weights take "
-        f"{engine.parameters / 2**30:,.2f} and one row of {config.max_row_tokens:,} tokens "
+        f"weights need {engine.parameters / 2**30:,.2f} and one row of {config.max_row_tokens:,} tokens needs "
         f"{engine.kv_cache / 2**30:,.2f}; use at least "
         f"{ceil(100 * needed / (limit_gb * 2**30)) / 100:.2f}, or a larger rollout.tensor_parallel_size"
     ]
 
 
 def refuses(config: RunConfig) -> bool:
-    """Whether a placement over its budget is an error."""
+    """Return whether a placement that exceeds its budget is an error."""
     return config.placement.over_budget is OverBudget.refuse
 
 
 class _Sizes:
-    """Of each role of a run."""
+    """Computes the memory of each role of a run."""
 
     def __init__(
         self,
@@ -191,7 +204,7 @@ class _Sizes:
         self._buckets: dict[str, int] = {}
         self._keeps_buckets: dict[str, frozenset[str]] = {}
 
-        # Supervised fine-tuning has no engines, so it pushes no weights.
+        # Supervised fine-tuning has no engines, so it syncs no weights.
         if isinstance(config, PPOConfig):
             transport = choose_transport(config, plan)
             self._buckets = _buckets(config, transport)
@@ -202,12 +215,12 @@ class _Sizes:
         self._weight_bytes = weight_bytes(config.model.dtype)
 
     def stage(self, role: str, rank: int) -> int:
-        """The pipeline stage of a rank; 0 for an engine."""
+        """Return the pipeline stage of a rank; 0 for an engine."""
         return stage_of(self._roles[role].parallel, rank) if role in self._roles else 0
 
     def usage(self, role: str, stage: int, phase: Phase, held: frozenset[Item]) -> Usage:
         works = role in phase.roles
-        # Only the engine has no model role; it is in memory as a whole or not at all.
+        # Only the engine has no model role; it is in memory entirely or not at all.
         if role not in self._roles:
             return self._engine(phase, works) if Item(role, ENGINE) in held else Usage()
         model = self._roles[role]
@@ -231,26 +244,32 @@ class _Sizes:
         )
 
     def _buckets_in(self, phase: Phase, role: str, weights: int) -> int:
-        """Return the bytes of message and IPC buffers that a rank has in a phase: never more than the weights
-        that they carry."""
+        """Return the bytes of a rank's message and IPC buffers in a phase, at most the weights' size."""
         return min(self._buckets[role], weights) if phase.name in self._keeps_buckets.get(role, ()) else 0
 
     def pinned(self, role: str, stage: int) -> int:
-        """Gradients and an engine's weights and cache are dropped; on a CPU what leaves goes into a file."""
+        """Return the bytes of pinned host memory of a rank.
+
+        Gradients and an engine's weights and cache are dropped when offloaded; on a CPU, offloaded state is
+        written to a file.
+        """
         if role not in self._roles or self._config.device is Device.cpu:
             return 0
         state = model_state(self._roles[role], self._architectures[role], self._config.model.dtype, stage)
         return sum(getattr(state, part) for part in self._turns.offloaded_at_first(role) if part != GRADIENTS)
 
     def _engine(self, phase: Phase, works: bool) -> Usage:
-        """Weights, and a cache: of the share of the device that the engine takes, or for as many sequences as
-        it writes at a time. One that takes turns gets its weights first, and its cache when the trainer has
-        made room."""
+        """Return the memory of an engine: its weights and its KV cache.
+
+        The cache takes the rest of the engine's share of the device, or room for its concurrent sequences. An
+        engine that is offloaded receives its weights first, and its cache once the trainer has freed memory.
+        """
         config = self._config
         policy = self._architectures["actor"]
         assert isinstance(config, PPOConfig)
         weights = engine_weights(config, policy)
-        # An engine writes no more at a time than its concurrency, or its share of a step's samples.
+        # The number of concurrent sequences is limited by the concurrency and by the engine's share of a
+        # step's samples.
         sequences = min(
             config.rollout.max_concurrency, -(-config.samples_per_step // config.rollout.num_replicas)
         )
@@ -270,11 +289,11 @@ class _Sizes:
 
 
 def _buckets(config: PPOConfig, transport: Transport) -> dict[str, int]:
-    """Return the bytes that a weight push takes on each side.
+    """Return the bytes that a weight sync takes on each side.
 
-    `device`: IPC buffers of two buckets, which are the trainer's, and two messages of half a bucket to
-    others. `group`: two buckets for what is sent, and two for what is received. `folder`: two where files are
-    written.
+    `device`: IPC buffers of two buckets, which belong to the trainer, and two messages of half a bucket to
+    other trainers. `group`: two buckets for sending and two for receiving. `folder`: two buckets where files
+    are written.
     """
     bucket = int(config.resharding.bucket_mb * 2**20)
     return {
@@ -284,11 +303,11 @@ def _buckets(config: PPOConfig, transport: Transport) -> dict[str, int]:
 
 
 def _keeps_buckets(turns: OffloadPlan, transport: Transport) -> dict[str, frozenset[str]]:
-    """Return the phases in which each side of a weight push has its buffers.
+    """Return the phases in which each side of a weight sync has its buffers.
 
-    With `folder` they exist during the push only. The actor keeps those of the other transports until a part
-    of its state is offloaded, which with `device` is as soon as the engines have their weights. What an
-    engine frees after a push stays with its allocator.
+    With `folder` they exist only during the sync. With other transports, the actor keeps them until a part of
+    its state is offloaded, which with `device` is as soon as the engines have their weights. What an engine
+    frees after a sync stays with its allocator.
     """
     every_phase = frozenset(phase.name for phase in turns.phases)
     pushing = "update_weights"
@@ -301,7 +320,7 @@ def _keeps_buckets(turns: OffloadPlan, transport: Transport) -> dict[str, frozen
 
 
 def stage_of(parallel: ParallelConfig, rank: int) -> int:
-    """The pipeline stage of a rank."""
+    """Return the pipeline stage of a rank."""
     return parallel.coordinate(rank).pp
 
 
@@ -310,12 +329,12 @@ def weight_bytes(dtype: DType) -> int:
 
 
 def engine_weights(config: PPOConfig, policy: Architecture) -> int:
-    """Bytes of one device's part."""
+    """Return the bytes of the weights on one device of an engine."""
     return num_parameters(policy) * weight_bytes(config.model.dtype) // config.rollout.tensor_parallel_size
 
 
 def row_cache(config: PPOConfig, policy: Architecture) -> int:
-    """Bytes of one device's part of the keys and values of a row as long as allowed."""
+    """Return the bytes of the KV cache of one row of maximum length on one device of an engine."""
     # With more ranks than key-value heads, each rank still holds one whole head.
     heads = max(1, policy.num_key_value_heads // config.rollout.tensor_parallel_size)
     return (
@@ -329,8 +348,7 @@ def row_cache(config: PPOConfig, policy: Architecture) -> int:
 
 
 def engine_share(config: PPOConfig) -> int | None:
-    """Bytes that the engine takes of a GPU for weights and cache, whatever it needs; None where nobody says
-    so."""
+    """Return the bytes of a GPU that the engine takes for weights and cache, None if not configured."""
     share = config.rollout.memory_share_of(config.rollout.engine)
     limit_gb = config.placement.device_memory_gb
     on_gpu = config.device is not Device.cpu
@@ -340,8 +358,8 @@ def engine_share(config: PPOConfig) -> int | None:
 def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stage: int) -> Usage:
     """Return the parameters, gradients and optimizer state of one rank of a pipeline stage.
 
-    Weights are in `dtype`. Where the model trains, there are float32 gradients and, over the ranks that hold
-    the same (ZeRO 1), which are fewer for experts, two float32 moments and, for bfloat16, a float32 master
+    Weights are in `dtype`. A model that trains also has float32 gradients and, sharded over the ranks with
+    equal weights (ZeRO 1; fewer ranks for experts), two float32 moments and, for bfloat16, a float32 master
     copy.
     """
     parallel = model.parallel
@@ -352,7 +370,7 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
         return Usage(parameters=held.total * element_bytes)
 
     state_bytes = 8 + master_bytes
-    # Experts have fewer copies than dense weights, so ZeRO 1 divides their state less.
+    # Experts have fewer copies than dense weights, so ZeRO 1 divides their state by less.
     optimizer = -(-held.dense * state_bytes // parallel.num_copies)
     optimizer += -(-held.experts * state_bytes // parallel.expert_data_parallel_size)
 
@@ -364,7 +382,7 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
 
 
 def second_moments(model: ModelRole, architecture: Architecture, stage: int) -> int:
-    """Return the bytes of those that one optimizer of a rank has: experts have one of their own."""
+    """Return the bytes of second moments in the larger optimizer of a rank. Experts have a separate one."""
     parallel = model.parallel
     held = stage_parameters(architecture, parallel, stage, with_value_head=model.with_value_head)
     dense = -(-held.dense // parallel.num_copies)

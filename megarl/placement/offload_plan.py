@@ -1,10 +1,9 @@
-"""Who is in memory in each phase where roles share devices: what comes in, what goes out, with the fewest
-moves. Pure.
+"""Plan which state is in memory in each phase if roles share devices, with the fewest moves. Pure.
 
-A step repeats, so for everything in memory it is known when it is needed next. What a phase does not need
-leaves at the first phase on its devices after its last use, but only if there is a phase before its next use
-that cannot have it beside itself: it would have to leave anyway. So each thing comes in at most once and
-leaves at most once between two uses, and what is never in the way stays.
+Steps repeat, so the next use of everything in memory is known. State that a phase does not need is offloaded
+at the first phase on its devices after its last use, but only if a phase before its next use cannot run with
+it in memory: it would have to be offloaded anyway. So each part is loaded at most once and offloaded at most
+once between two uses, and state that is never in the way stays.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _HEAVY = (GRADIENTS, OPTIMIZER)
 
 
 class OffloadPlan:
-    """Of a placement. All parts are named as in dataflow.py."""
+    """The offload plan of a placement. Parts are named as in dataflow.py."""
 
     def __init__(self, plan: PlacementPlan) -> None:
         self._plan = plan
@@ -27,7 +26,7 @@ class OffloadPlan:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """In the order of a step."""
+        """The phases in the order of a step."""
         return tuple(self._phases.values())
 
     def phase(self, name: str) -> Phase:
@@ -35,7 +34,7 @@ class OffloadPlan:
 
     @cached_property
     def offloadable(self) -> frozenset[Item]:
-        """What has to leave at some time. The rest is always in memory."""
+        """The parts that are offloaded at some time. All others are always in memory."""
         items = {item for phase in self._phases.values() for item in phase.needs}
         return frozenset(
             item for item in items if any(self._must_be_out(item, phase) for phase in self._phases.values())
@@ -46,13 +45,13 @@ class OffloadPlan:
         return Item("rollout", ENGINE) in self.offloadable
 
     def offloaded_at_first(self, role: str) -> tuple[str, ...]:
-        """Parts of a model that leave as soon as it is built."""
+        """Return the parts of a model that are offloaded as soon as it is built."""
         return tuple(
             part for part in (GRADIENTS, OPTIMIZER, PARAMETERS) if Item(role, part) in self.offloadable
         )
 
     def leaving(self, name: str) -> frozenset[Item]:
-        """What goes out, where it is in, when the phase begins."""
+        """Return the parts that are offloaded, if they are in memory, when the phase begins."""
         phase = self._phases[name]
         near = {role for own in phase.roles for role in (own, *self._plan.on_same_devices(own))}
         return frozenset(
@@ -62,15 +61,15 @@ class OffloadPlan:
         )
 
     def coming(self, name: str) -> frozenset[Item]:
-        """What must be in when the phase begins, and may be out."""
+        """Return the parts that must be in memory when the phase begins, and may be offloaded."""
         return self._phases[name].needs & self.offloadable
 
     def held(self) -> dict[str, frozenset[Item]]:
-        """Of each phase: all that is in memory while it runs, in a step like the one before it."""
+        """Return, for each phase, everything that is in memory while it runs in the steady state."""
         held = {item for phase in self.phases for item in phase.needs}
         in_phase: dict[str, frozenset[Item]] = {}
 
-        # The second round starts from what the first one left, which is the steady state.
+        # The second round starts from the result of the first, which is the steady state.
         for phase in (*self.phases, *self.phases):
             held = held - self.leaving(phase.name) | phase.needs
             in_phase[phase.name] = frozenset(held)
@@ -78,9 +77,9 @@ class OffloadPlan:
         return in_phase
 
     def until_moved(self, role: str, first: str) -> frozenset[str]:
-        """Return the phases from `first` on, round the step, until something of `role` is offloaded.
+        """Return the phases from `first` on, cyclically, until something of `role` is offloaded.
 
-        A worker frees the message buffers of a weight push when any part of its state leaves the device.
+        A worker frees the message buffers of a weight sync when any part of its state leaves the device.
         """
         in_phase = self.held()
         names = list(self._phases)
@@ -97,22 +96,21 @@ class OffloadPlan:
         return frozenset(kept)
 
     def takes_turns_with(self, role: str) -> tuple[str, ...]:
-        """Roles in other processes on the same devices: what they do must have ended before `role` has its
-        turn."""
+        """Return roles in other processes on the same devices, which must finish before `role` starts."""
         own = self._plan.group_of(role)
         return tuple(
             other for other in self._plan.on_same_devices(role) if self._plan.group_of(other) is not own
         )
 
     def are_fused(self, role: str, other: str) -> bool:
-        """In one process, which does what it is asked in order."""
+        """Return whether two roles share one process, which executes its calls in order."""
         return self._plan.group_of(role) is self._plan.group_of(other)
 
     def _would_leave(self, item: Item, phase: Phase) -> bool:
         return any(self._must_be_out(item, later) for later in self._until_next_use(item, phase))
 
     def _until_next_use(self, item: Item, phase: Phase) -> Iterator[Phase]:
-        """The phases from `phase` on, round the step, up to the one that needs the item."""
+        """Yield the phases from `phase` on, cyclically, up to the one that needs the item."""
         step = list(self._phases.values())
         start = step.index(phase)
 
@@ -122,8 +120,11 @@ class OffloadPlan:
             yield later
 
     def _must_be_out(self, item: Item, phase: Phase) -> bool:
-        """An engine and a training model cannot be beside each other; nor the gradients and optimizer states
-        of two models. What a forward pass needs may stay beside another model's."""
+        """Return whether an item cannot be in memory during a phase.
+
+        An engine and a training model cannot be in memory together, nor can the gradients and optimizer
+        states of two models. The state for a forward pass may stay with another model's.
+        """
         if item in phase.needs:
             return False
         # Only roles on the same devices compete for memory.

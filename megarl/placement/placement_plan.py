@@ -1,5 +1,4 @@
-"""What a placement plan says: pools, the groups of processes in them, and the devices of each process. Data
-only."""
+"""The placement plan: pools, the groups of processes in them, and the devices of each process. Data only."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from megarl.config.schema import PlacementStrategy
 
 
 class Bundle(NamedTuple):
-    """Devices of one node that are reserved together; none: a CPU."""
+    """Devices of one node that are reserved together. Without devices, the bundle is one CPU."""
 
     node: int
     devices: tuple[int, ...]
@@ -20,8 +19,17 @@ class Bundle(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessPlan:
-    """One process. `devices`: their numbers on the node, none for a process that only needs a CPU, several
-    for an engine that cuts its model over them."""
+    """One process.
+
+    Attributes:
+        pool: The pool.
+        group: The group of the process.
+        rank: The rank in the group.
+        roles: The roles that the process holds.
+        node: The node.
+        devices: Device numbers on the node. Empty for a process that only needs a CPU; several for an engine
+            that shards its model.
+    """
 
     pool: str
     group: str
@@ -44,8 +52,15 @@ class ProcessPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
-    """Processes that hold the same roles with one layout. `reservation`: whose bundles their processes run
-    in."""
+    """Processes that hold the same roles with one layout.
+
+    Attributes:
+        name: The name of the group.
+        pool: The pool.
+        roles: The roles that each process holds.
+        processes: The processes by rank.
+        reservation: The reservation whose bundles the processes run in.
+    """
 
     name: str
     pool: str
@@ -63,14 +78,20 @@ class GroupPlan:
 
     @cached_property
     def devices(self) -> frozenset[tuple[int, int]]:
-        """Node and number of each."""
+        """The node and device number of each device."""
         return frozenset((process.node, device) for process in self.processes for device in process.devices)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """What is asked of the cluster at once: `bundles` in the order of nodes and devices, each for
-    `num_groups` processes."""
+    """Resources that are requested from the cluster at once.
+
+    Attributes:
+        name: The name of the reservation.
+        pool: The pool.
+        bundles: The bundles, ordered by node and device.
+        num_groups: The number of groups, each with a process in every bundle.
+    """
 
     name: str
     pool: str
@@ -83,7 +104,7 @@ class Reservation:
 
     @property
     def bundles_on_nodes(self) -> list[int]:
-        """Of each of `nodes`."""
+        """The number of bundles on each of `nodes`."""
         counts = dict.fromkeys(self.nodes, 0)
         for bundle in self.bundles:
             counts[bundle.node] += 1
@@ -92,8 +113,11 @@ class Reservation:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementPlan:
-    """Pools share no device, so they work at the same time. The groups of a pool begin at its first device,
-    so they take turns."""
+    """The placement of a run.
+
+    Pools share no devices, so they work at the same time. The groups of a pool start at its first device and
+    take turns.
+    """
 
     strategy: PlacementStrategy
     num_nodes: int
@@ -111,7 +135,7 @@ class PlacementPlan:
 
     @property
     def pools(self) -> dict[str, int]:
-        """Pool name -> devices."""
+        """The number of devices by pool."""
         devices: dict[str, set[tuple[int, int]]] = {group.pool: set() for group in self.groups}
         for group in self.groups:
             devices[group.pool] |= group.devices
@@ -123,43 +147,42 @@ class PlacementPlan:
 
     @property
     def process_on_nodes(self) -> dict[str, list[int]]:
-        """Reservation -> bundles on each of its nodes."""
+        """The number of bundles on each of a reservation's nodes, by reservation."""
         return {each.name: each.bundles_on_nodes for each in self.reservations}
 
     @property
     def nodes(self) -> dict[str, tuple[int, ...]]:
-        """Reservation -> the numbers of its nodes, as `process_on_nodes` counts bundles."""
+        """The numbers of a reservation's nodes, in the order of `process_on_nodes`, by reservation."""
         return {each.name: each.nodes for each in self.reservations}
 
     @property
     def devices_per_process(self) -> dict[str, int]:
-        """Reservation -> devices of a bundle; 0 where it is a CPU."""
+        """The number of devices per bundle by reservation; 0 for CPU bundles."""
         return {each.name: len(each.bundles[0].devices) for each in self.reservations}
 
     @property
     def colocate_counts(self) -> dict[str, int]:
-        """Reservation -> groups whose processes share its bundles."""
+        """The number of groups whose processes share the bundles, by reservation."""
         return {each.name: each.num_groups for each in self.reservations}
 
     @property
     def num_cpus(self) -> int:
-        """Ray's logical CPUs that the reservations count: one for each process that a bundle may hold."""
+        """Ray's logical CPUs in the reservations: one for each process that a bundle may hold."""
         return sum(len(each.bundles) * each.num_groups for each in self.reservations)
 
     @property
     def role_pools(self) -> dict[str, str]:
-        """Role -> the reservation that it runs in, a key of `process_on_nodes`."""
+        """The reservation of each role, a key of `process_on_nodes`."""
         return {role: group.reservation for group in self.groups for role in group.roles}
 
     def bundles(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Of each process of a group, the bundles in its reservation whose devices it has; its own is the
-        first."""
+        """Return the bundles whose devices each process of a group uses. The first is its own."""
         group = self.group(name)
         reserved = next(each for each in self.reservations if each.name == group.reservation).bundles
         # A group without devices has one bundle per process.
         if not group.uses_devices:
             return tuple((rank,) for rank in range(len(group.processes)))
-        # Groups that share a reservation cut it differently, so bundles are found by device.
+        # Groups that share a reservation divide it differently, so bundles are looked up by device.
         numbers = {
             (bundle.node, device): number
             for number, bundle in enumerate(reserved)
@@ -175,7 +198,11 @@ class PlacementPlan:
         return next(group for group in self.groups if group.name == name)
 
     def group_of(self, role: str) -> GroupPlan:
-        """Where `role` runs. Raises ValueError for a role that the run does not have."""
+        """Return the group that runs `role`.
+
+        Raises:
+            ValueError: The run has no such role.
+        """
         for group in self.groups:
             if role in group.roles:
                 return group
@@ -186,11 +213,11 @@ class PlacementPlan:
         return tuple(role for group in self.groups for role in group.roles)
 
     def share_devices(self, role: str, other: str) -> bool:
-        """Whether two roles have a device in common; they take turns then."""
+        """Return whether two roles have a device in common, so that they take turns."""
         return bool(self.group_of(role).devices & self.group_of(other).devices)
 
     def on_same_devices(self, role: str) -> tuple[str, ...]:
-        """The other roles with which it has a device in common."""
+        """Return the other roles that share a device with `role`."""
         return tuple(other for other in self.roles if other != role and self.share_devices(role, other))
 
     def __str__(self) -> str:
@@ -198,14 +225,17 @@ class PlacementPlan:
 
 
 def reserve(groups: Iterable[GroupPlan]) -> Iterator[Reservation]:
-    """One for the devices of each pool, named after its first group: a bundle for each process where there is
-    one group, else one for each device. One for each group without devices."""
+    """Yield the reservations: one for the devices of each pool, and one for each group without devices.
+
+    A reservation is named after its first group. It has a bundle per process if it has a single group, and
+    otherwise a bundle per device.
+    """
     sharing: dict[str, list[GroupPlan]] = {}
     for group in groups:
         sharing.setdefault(group.reservation, []).append(group)
 
     for name, members in sharing.items():
-        # Groups that share devices cut them differently, so then each device is a bundle of its own.
+        # Groups that share devices divide them differently, so each device gets its own bundle.
         if len(members) == 1:
             bundles = tuple(Bundle(process.node, process.devices) for process in members[0].processes)
         else:

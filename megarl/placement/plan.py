@@ -1,5 +1,4 @@
-"""Which role runs in which process on which device: a pure plan, made from the configuration and printed
-before anything starts."""
+"""Plan which role runs in which process on which device. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +13,20 @@ from megarl.placement.requests import PoolRequest, pool_requests
 
 
 def plan_placement(config: RunConfig) -> PlacementPlan:
-    """The plan of a valid configuration; the same configuration gives the same plan.
+    """Return the plan of a valid configuration. Equal configurations give equal plans.
 
     Without `placement.devices_per_node`, nodes are as large as the roles need.
-    Raises ConfigError when the devices that the configuration states are too few, or a tensor-parallel group
-    has no node to fit, and for pools of a user's own that cannot be.
+
+    Raises:
+        ConfigError: There are too few devices, a tensor-parallel group does not fit on a node, or a custom
+            pool is invalid.
     """
     placement = config.placement
     if problems := custom_problems(config):
         raise ConfigError("placement", problems)
     pools = pool_requests(config)
 
-    # Without a given size, take the smallest nodes that all groups fit on.
+    # Without a configured size, use the smallest nodes that all groups fit on.
     for devices_per_node in _node_sizes(config, pools):
         groups = assign(pools, placement.num_nodes, devices_per_node)
         if groups is not None:
@@ -41,12 +42,12 @@ def plan_placement(config: RunConfig) -> PlacementPlan:
 
 
 def _node_sizes(config: RunConfig, pools: Sequence[PoolRequest]) -> Sequence[int]:
-    """To try, in this order."""
+    """Return the node sizes to try, in order."""
     placement = config.placement
     if placement.devices_per_node is not None:
         return [placement.devices_per_node]
 
-    # A custom placement fixes the devices of each node, so the fullest node sets the size.
+    # A custom placement fixes the devices of each node, so the fullest node determines the size.
     if placement.strategy is PlacementStrategy.custom:
         counts = [pool.devices_on_nodes or () for pool in pools]
         return [
@@ -76,21 +77,20 @@ def _does_not_fit(config: RunConfig, pools: Sequence[PoolRequest]) -> str:
 
     return (
         f"placement.num_nodes, placement.devices_per_node: {placement.num_nodes} x {size} = "
-        f"{placement.num_nodes * size} devices, "
-        f"but the roles need {needed} ({roles}){split}; use devices_per_node "
-        f"{_devices_that_work(pools, placement.num_nodes)} or more, "
-        "more nodes, or smaller parallel sizes"
+        f"{placement.num_nodes * size} devices, but the roles need {needed} ({roles}){split}; use "
+        f"devices_per_node {_devices_that_work(pools, placement.num_nodes)} or more, more nodes, or smaller "
+        f"parallel sizes"
     )
 
 
 def _described(pool: PoolRequest) -> str:
-    """Groups that share devices, with how many the largest needs."""
+    """Describe the groups that share devices, with the number of devices of the largest."""
     names = ["+".join(group.roles) for group in pool.groups if group.together]
     return f"{' and '.join(names)} {pool.num_devices}"
 
 
 def _devices_that_work(pools: Sequence[PoolRequest], num_nodes: int) -> int:
-    """All roles fit on one node of this size, so the search ends."""
+    """Return the smallest sufficient node size. The search ends, since all roles fit on one large node."""
     devices = 1
     while assign(pools, num_nodes, devices) is None:
         devices += 1

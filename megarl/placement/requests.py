@@ -1,5 +1,7 @@
-"""What a strategy asks for: pools, and the groups of processes in each. The strategies are tables from role
-to pool."""
+"""What a placement strategy requests: pools, and the groups of processes in each.
+
+The strategies are tables from roles to pools.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,21 @@ from typing import NamedTuple
 from megarl.config.roles import ENVIRONMENT, model_roles, needs_critic
 from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig, RunConfig
 
-# functions and tools run on a CPU, so that a user may leave them out
+# Reward functions and tools run on a CPU, so a custom placement may omit them.
 WITHOUT_DEVICES = ("reward", ENVIRONMENT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRequest:
-    """Processes to place. `together`: devices (of a tensor-parallel group) that must be on one node; 0: CPU
-    processes.
+    """Processes to place.
 
-    `devices_per_process`: consecutive ones that a process has. `parallel`: the layout, which roles fused in a
-    process share; None where it is nobody else's.
+    Attributes:
+        roles: The roles that each process holds.
+        num_processes: The number of processes.
+        together: The number of devices (of a tensor-parallel group) that must be on one node; 0 for CPU
+            processes.
+        devices_per_process: The number of consecutive devices of each process.
+        parallel: The layout, which roles fused in one process share. None if it cannot be shared.
     """
 
     roles: tuple[str, ...]
@@ -40,8 +46,14 @@ class GroupRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolRequest:
-    """Groups that begin at the same device. `devices_on_nodes`: as a user gave them; None: as many as the
-    largest group needs."""
+    """Groups that start at the same device.
+
+    Attributes:
+        name: The name of the pool.
+        groups: The groups.
+        devices_on_nodes: The number of devices per node as configured by the user. None: as many as the
+            largest group needs.
+    """
 
     name: str
     groups: tuple[GroupRequest, ...]
@@ -55,7 +67,7 @@ class PoolRequest:
 
     @property
     def together(self) -> int:
-        """0 for a pool without devices."""
+        """The largest `together` of the groups; 0 for a pool without devices."""
         return max(group.together for group in self.groups)
 
 
@@ -67,7 +79,7 @@ class _Pool(NamedTuple):
 
 
 def pool_requests(config: RunConfig) -> list[PoolRequest]:
-    """In the order of the roles. Roles of one pool with one layout are fused in one group."""
+    """Return the pools in role order. Roles with one pool and one layout are fused in one group."""
     needs = group_requests(config)
     strategy = config.placement.strategy
     # Supervised fine-tuning has no strategy: its only role is the actor.
@@ -84,7 +96,7 @@ def pool_requests(config: RunConfig) -> list[PoolRequest]:
 
 def _joined(groups: tuple[GroupRequest, ...], new: GroupRequest) -> tuple[GroupRequest, ...]:
     for index, group in enumerate(groups):
-        # The same layout means the same ranks, so one process can hold both models.
+        # Equal layouts mean equal ranks, so one process can hold both models.
         if new.parallel is not None and group.parallel == new.parallel:
             fused = replace(group, roles=(*group.roles, *new.roles))
             return (*groups[:index], fused, *groups[index + 1 :])
@@ -92,8 +104,11 @@ def _joined(groups: tuple[GroupRequest, ...], new: GroupRequest) -> tuple[GroupR
 
 
 def group_requests(config: RunConfig) -> list[GroupRequest]:
-    """One for each role of the run: those with a model, the reward's functions and an agent's environments on
-    a CPU, the engines with a process per replica."""
+    """Return one request for each role of the run.
+
+    These are the roles with a model, the reward functions and an agent's environments on CPUs, and the
+    engines with one process per replica.
+    """
     requests = [
         GroupRequest(
             roles=(role.name,),
@@ -123,15 +138,18 @@ def group_requests(config: RunConfig) -> list[GroupRequest]:
 
 
 def _split_collocate(config: PPOConfig) -> Mapping[str, _Pool]:
-    """Actor and reference, critic and reward, rollout: each its own. So is a reward model with the critic: in
-    its processes where their layouts are the same, else in processes of its own on its devices."""
+    """Place actor and reference, critic and reward, and rollout in three separate pools.
+
+    A reward model is placed with the critic: in the same processes if their layouts are equal, and otherwise
+    in separate processes on the same devices.
+    """
     models = {role.name: _Pool(role.beside or role.name) for role in model_roles(config)}
     functions = _Pool("critic" if needs_critic(config) else "reward")
     return {**models, "reward": functions, ENVIRONMENT: functions, "rollout": _Pool("rollout")}
 
 
 def _hybrid(config: PPOConfig) -> Mapping[str, _Pool]:
-    """As split_collocate, but the rollout has the actor's devices."""
+    """Place roles as `split_collocate` does, but the rollout on the actor's devices."""
     return {**_split_collocate(config), "rollout": _Pool("actor")}
 
 
@@ -145,7 +163,7 @@ def _stand_alone(config: PPOConfig) -> Mapping[str, _Pool]:
 
 
 def _custom(config: PPOConfig) -> Mapping[str, _Pool]:
-    """As the user says. The reward's functions and environments need no device, and may be left out."""
+    """Place roles as configured. Reward functions and environments need no device and may be omitted."""
     placement = config.placement
     table = {role: _Pool(pool, tuple(placement.pools[pool])) for role, pool in placement.roles.items()}
     return {**{role: _Pool("reward") for role in WITHOUT_DEVICES}, **table}

@@ -1,5 +1,7 @@
-"""Which way the weights take from the trainer to the engines: a pure choice, made from the configuration and
-the plan, the same on a CPU and on CUDA."""
+"""Choose the transport of weights from the trainer to the engines, from the configuration and the plan.
+
+The choice is pure, and the same on a CPU and on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ _KEY = "resharding.transport"
 
 
 def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
-    """`resharding.transport`, or where it is auto the first that works of device, group, folder.
+    """Return `resharding.transport`; for auto, the first of device, group and folder that works.
 
-    Raises ConfigError for one that cannot work in this placement.
+    Raises:
+        ConfigError: The configured transport cannot work in this placement.
     """
     asked = config.resharding.transport
     why_not = {
@@ -36,15 +39,14 @@ def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
 
 
 def joins_weight_groups(config: RunConfig, plan: PlacementPlan) -> bool:
-    """Return whether the actor's ranks meet engines in groups of the communication library
-    (`resharding.transport=group`)."""
+    """Return whether actor ranks and engines join process groups (`resharding.transport=group`)."""
     if not isinstance(config, PPOConfig) or not {"actor", "rollout"} <= set(plan.roles):
         return False
     return choose_transport(config, plan) is Transport.group
 
 
 def _why_not(transport: Transport, plan: PlacementPlan) -> str | None:
-    """None where it works; folder always does."""
+    """Return why a transport does not work, None if it does. The folder always works."""
     trainers = plan.group_of("actor").devices
     engines = plan.group_of("rollout").devices
 
@@ -58,7 +60,7 @@ def _why_not(transport: Transport, plan: PlacementPlan) -> str | None:
     if transport is Transport.group and (shared := sorted(engines & trainers)):
         node, device = shared[0]
         return (
-            f"actor and rollout share devices (device {device} of node {node}), and NCCL refuses a group "
+            f"actor and rollout share devices (device {device} of node {node}), and NCCL does not allow a group "
             f"with two members on one device"
         )
 

@@ -15,7 +15,7 @@ from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind, qualified_name
 from megarl.controller.worker import RayClassWithInitArgs, RemoteMethod
 from megarl.machine.errors import RunError
-from megarl.placement.cores import NOBODY, AtWork
+from megarl.placement.cores import NO_LIMITS, AtWork
 from megarl.rollout.interface import ENGINE_ENDED, EngineDeadError, RolloutEngine
 from megarl.tracking.timeline import Span
 from megarl.workers.rollout_worker import RolloutWorker
@@ -80,7 +80,7 @@ class Replicas:
         *,
         restart_limit: int,
         phase_time_limit_s: float,
-        at_work: AtWork = NOBODY,
+        at_work: AtWork = NO_LIMITS,
     ) -> None:
         self._places = tuple(places)
         self._worker = RayClassWithInitArgs(RolloutWorker, build_engine)
