@@ -291,7 +291,7 @@ class _Work:
 
     @property
     def _kept_of_norms(self) -> int:
-        """Inputs and outputs of both norms. On a CPU: float32 inputs, and outputs before and after scaling."""
+        """Inputs and outputs of both norms. On a CPU: float32 inputs, outputs before and after scaling."""
         if self.kernels is Kernels.cpu:
             return 6 * self._widths.part + 2 * self._widths.whole
         return 4 * self._widths.part

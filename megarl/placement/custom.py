@@ -75,7 +75,7 @@ def _pool_problems(placement: PlacementConfig) -> Iterator[str]:
         if pool not in used:
             yield f"{key}: no role runs in it; map a role to it in {_ROLES}, or remove it"
         if any(count < 0 for count in counts) or not any(counts):
-            yield f"{key}: is {counts}, but must list the number of devices on each node, such as [4] or [0, 4]"
+            yield f"{key}: is {counts}, but must list the devices on each node, such as [4] or [0, 4]"
         if len(counts) > placement.num_nodes:
             yield (
                 f"{key}, placement.num_nodes: names {len(counts)} nodes, but num_nodes is "

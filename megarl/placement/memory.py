@@ -153,8 +153,8 @@ def budget_problems(config: RunConfig, devices: list[DeviceMemory]) -> list[str]
             problems.append(
                 f"placement.device_memory_gb: in {fullest.peak_phase}, device {fullest.device} of node "
                 f"{fullest.node} (pool {pool}) needs {fullest.peak / 2**30:,.2f} GiB ({parts}), but has "
-                f"{limit_gb:g}; use larger parallel sizes, smaller micro-batches, recompute=full, a placement "
-                "in which fewer roles share the device, or placement.over_budget=warn"
+                f"{limit_gb:g}; use larger parallel sizes, smaller micro-batches, recompute=full, a "
+                "placement in which fewer roles share the device, or placement.over_budget=warn"
             )
 
     return problems
@@ -178,8 +178,8 @@ def _share_problems(config: PPOConfig, devices: list[DeviceMemory]) -> list[str]
 
     return [
         f"{key}: {fraction} of placement.device_memory_gb {limit_gb:g} is {share / 2**30:,.2f} GiB, but the "
-        f"weights need {engine.parameters / 2**30:,.2f} and one row of {config.max_row_tokens:,} tokens needs "
-        f"{engine.kv_cache / 2**30:,.2f}; use at least "
+        f"weights need {engine.parameters / 2**30:,.2f} and one row of {config.max_row_tokens:,} tokens "
+        f"needs {engine.kv_cache / 2**30:,.2f}; use at least "
         f"{ceil(100 * needed / (limit_gb * 2**30)) / 100:.2f}, or a larger rollout.tensor_parallel_size"
     ]
 

@@ -60,8 +60,8 @@ def _why_not(transport: Transport, plan: PlacementPlan) -> str | None:
     if transport is Transport.group and (shared := sorted(engines & trainers)):
         node, device = shared[0]
         return (
-            f"actor and rollout share devices (device {device} of node {node}), and NCCL does not allow a group "
-            f"with two members on one device"
+            f"actor and rollout share devices (device {device} of node {node}), and NCCL does not allow a "
+            f"group with two members on one device"
         )
 
     return None

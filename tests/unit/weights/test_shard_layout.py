@@ -74,7 +74,7 @@ def test_planted_faults_are_named() -> None:
     with pytest.raises(WeightTransferError, match=r"covered twice"):
         check_coverage(architecture, [good[0], good[0], *good[2:]])
     shifted = replace(layouts[1], tensor_parallel_rank=0)  # a rank that reads the part of another
-    with pytest.raises(WeightTransferError, match=r"q_proj\.weight: \[0:2, 0:8, 0:32\] covered twice"):
+    with pytest.raises(WeightTransferError, match=r"q_proj\.weight: \[0:2, 0:8, 0:32\] is covered twice"):
         check_coverage(architecture, [good[0], rank_pieces(architecture, shifted), *good[2:]])
     layer_twice = replace(layouts[2], layers=(1, 2, 3))
     with pytest.raises(WeightTransferError, match=r"model\.layers\.1\..*covered twice"):
