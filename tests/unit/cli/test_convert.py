@@ -85,7 +85,7 @@ def test_what_is_in_a_folder(hugging_face: Path, capsys: pytest.CaptureFixture[s
         ),
         (
             ["hf-to-megatron", "--input", "{hf}", "--output", "{tmp}/new", "--tensor-parallel-size", "3"],
-            r"4 key-value heads cannot be cut",
+            r"4 key-value heads cannot be sharded",
         ),
         (
             [

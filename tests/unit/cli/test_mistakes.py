@@ -183,9 +183,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "no data": override("data.train_files=[]", said="name at least one file"),
     "too few weights": override("data.train_weights=[1, 2]", said="there are 2 weights for 1 files"),
-    "a model that is not there": override(
-        "model.path=nowhere", said="a model is a local Hugging Face folder"
-    ),
+    "a model that is not there": override("model.path=nowhere", said="must be a local Hugging Face folder"),
     "a GPU that is not there": override("device=cuda", said="use device=cpu", command="train"),
     # files: the configuration
     "a folder as configuration": Mistake("cannot be read", file="policy", fast=True),

@@ -59,7 +59,7 @@ IMPOSSIBLE = [
     (
         [*CUSTOM, "placement.pools={one: [4]}"],
         "there is no pool 'two'",
-        "give its devices on each node, as placement.pools.two=[4]",
+        "such as placement.pools.two=[4]",
     ),
     (
         [*CUSTOM, "placement.pools={one: [4], two: [2], three: [1]}"],
@@ -89,12 +89,12 @@ IMPOSSIBLE = [
     (["placement.pools={one: [4]}"], "is given, but the strategy is split_collocate", "use strategy=custom"),
     (
         ["placement.strategy=hybrid", "resharding.transport=group"],
-        "NCCL refuses a group with two members on one device",
+        "NCCL does not allow a group with two members on one device",
         "use device or folder, or auto",
     ),
     (
         ["placement.strategy=fully_collocate", "placement.device_memory_gb=0.001"],
-        "(pool all) would hold 0.00 GiB",  # of a step of 48 rows, less than 5 MiB
+        "(pool all) needs 0.00 GiB",  # of a step of 48 rows, less than 5 MiB
         "use larger parallel sizes, smaller micro-batches",
     ),
 ]
@@ -120,7 +120,7 @@ def test_a_placement_over_its_budget_can_be_allowed(ppo: str, capsys: pytest.Cap
         main(["check", "--fast", ppo, "placement.device_memory_gb=0.001", "placement.over_budget=warn"]) == 0
     )
     assert (
-        "warning: placement.device_memory_gb: in ref, device 0 of node 0 (pool actor) would hold"
+        "warning: placement.device_memory_gb: in ref, device 0 of node 0 (pool actor) needs"
         in capsys.readouterr().out
     )
 

@@ -275,7 +275,7 @@ def test_experts_of_30_billion_parameters_do_not_train_on_one_node(
     changes = [f"actor.parallel.{each}" for each in layout]
     one_node = ["placement.num_nodes=1", "rollout.num_replicas=2", "actor.micro_batch.max_tokens=9216"]
     assert main(["check", "--fast", path_of("qwen3_30b_a3b_grpo"), *one_node, *changes]) == 2
-    assert f"would hold {gib}" in capsys.readouterr().err
+    assert f"needs {gib}" in capsys.readouterr().err
 
 
 def test_longer_responses_are_refused_where_an_engine_has_no_room(capsys: pytest.CaptureFixture[str]) -> None:

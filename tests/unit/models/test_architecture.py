@@ -324,7 +324,7 @@ def test_first_llama_files_leave_out_heads_and_rope(tmp_path: Path) -> None:
         (
             QWEN3_MOE_V4,
             {"num_experts_per_tok": 129},
-            "'num_experts_per_tok' 129 is more than 'num_experts' 128",
+            "'num_experts_per_tok' 129 is greater than 'num_experts' 128",
         ),
         (QWEN3_MOE_V4, {"num_experts_per_tok": 1}, "the router would have no gradient"),
         (QWEN3_MOE_V4, {"num_experts": None}, "'num_experts' is missing"),

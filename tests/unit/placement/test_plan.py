@@ -369,7 +369,7 @@ def test_custom_pools_are_where_they_are_said_to_be() -> None:
     [
         (
             {"roles": {"actor": "one", "reference": "one", "critic": "one"}},
-            "placement.roles: the role 'rollout' has no pool; give it one",
+            "placement.roles: the role 'rollout' has no pool",
         ),
         ({"roles": {**SPREAD, "critik": "one"}}, "this run has no role 'critik'; .*did you mean critic?"),
         (
@@ -379,7 +379,7 @@ def test_custom_pools_are_where_they_are_said_to_be() -> None:
         ({"pools": {"one": [2], "two": [2], "three": [1]}}, "placement.pools.three: no role runs in it"),
         (
             {"pools": {"one": [0], "two": [2]}},
-            "placement.pools.one: is \\[0\\], but must say how many devices",
+            "placement.pools.one: is \\[0\\], but must list the devices",
         ),
         (
             {"pools": {"one": [2], "two": [1, 1]}},
