@@ -1,4 +1,4 @@
-"""The processes of one worker group: started on a pool, called, asked what they do, ended."""
+"""The processes of one worker group: start them on a pool, call them, inspect them, end them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from megarl.controller.worker import RayClassWithInitArgs
 
 _VERDICT_LIMIT_S = 60.0
 VERDICT_LOOK_S = 0.5
-_MONITOR = "monitor"  # a thread of its own, which answers while a call hangs
-_ANSWER_S = 5.0  # how long a process may take to say what it is doing
+_MONITOR = "monitor"  # a separate thread, which answers while a call hangs
+_ANSWER_S = 5.0  # how long a process may take to report what it is doing
 _SMALL = (type(None), bool, int, float, str)
 _group_numbers = itertools.count()
 
@@ -56,7 +56,7 @@ class ActorSet:
         self.construction: tuple[Call, ...] = ()
         self._looked_s = time.monotonic()
         self._lost_nodes = dict[int, str]()
-        # Start one process per bundle, with a monitor thread beside the one that works.
+        # Start one process per bundle, each with a monitor thread in addition to the working one.
         bundles = resource_pool.bundles()
         actor_class = ray.remote(concurrency_groups={_MONITOR: 1})(WorkerHost)  # type: ignore[call-overload]
         self._handles = [
@@ -74,7 +74,7 @@ class ActorSet:
         ]
         # Ray's errors name an actor by its id.
         self._rank_of = {handle._actor_id.hex(): rank for rank, handle in enumerate(self._handles)}
-        # The classes travel pickled, to be loaded only after the environment is set.
+        # The classes are sent pickled, so that they are loaded only after the environment is set.
         workers = cloudpickle.dumps(
             {role: (spec.cls, spec.args, spec.kwargs) for role, spec in roles.items()}
         )
@@ -90,7 +90,7 @@ class ActorSet:
         on_record: OnRecord,
         at_work: Mapping[str, Mapping[str, int]],
     ) -> tuple[Call, ...]:
-        meeting = self._handles[0].rendezvous.remote()  # goes from rank 0 to the others; nobody waits here
+        meeting = self._handles[0].rendezvous.remote()  # sent from rank 0 to the others without waiting
         group = next(_group_numbers)
         calls = []
 
@@ -109,15 +109,16 @@ class ActorSet:
         return len(self._handles)
 
     def start(self, role: str, method: str, plan: CallPlan, on_record: OnRecord) -> WorkerFuture[Any]:
-        """A call on the ranks that the plan says; returns at once. A rank's calls run in the order of their
-        submission.
+        """Start a call on the ranks of the plan and return at once. Ranks run calls in submission order.
 
-        Raises on a group that has been ended: the PhaseTimeoutError that ended it, else RuntimeError.
+        Raises:
+            PhaseTimeoutError: The group was ended by this error.
+            RuntimeError: The group was ended for another reason.
         """
         if not self.alive:
             raise self._ended_by or RuntimeError(f"{role}.{method}: the group has been ended")
         route = plan.route
-        # Store what several ranks read, then submit to all ranks before anything is waited for.
+        # Store values that several ranks read, then submit to all ranks before waiting for any.
         shared = _share(plan.parts, plan.route.parts)
         calls = {}
 
@@ -131,7 +132,7 @@ class ActorSet:
         return WorkerFuture(list(calls.values()), [calls[rank] for rank in route.results], plan.collect)
 
     def start_beside(self, role: str, method: str) -> None:
-        """A method without arguments on all ranks, whatever calls they are at; nobody hears of its end."""
+        """Run a method without arguments on all ranks, concurrently with their calls. Ignores the outcome."""
         for handle in self._handles:
             handle.execute_beside.options(concurrency_group=_MONITOR).remote(role, method)
 
@@ -139,14 +140,13 @@ class ActorSet:
         return otherwise if actor_id is None else self._rank_of.get(actor_id, otherwise)
 
     def last_word(self, rank: int, error: ActorUnavailableError) -> RayError:
-        """Ask an unreachable process until Ray says what became of it, and return that error; `error` if it
-        can be reached again.
+        """Query an unreachable process until Ray reports what happened to it, and return that error.
 
-        A connection to a node that goes away breaks at once, and Ray's health checks take about 20 s to find
-        that the node is gone.
+        Returns `error` if the process can be reached again. A connection to a node that goes away breaks at
+        once, but Ray's health checks take about 20 s to detect that the node is gone.
         """
         end_s = time.monotonic() + _VERDICT_LIMIT_S
-        # Only a later error tells whether the process is gone, so ask until one comes.
+        # Only a later error shows whether the process is gone, so ask until one comes.
         while (left_s := end_s - time.monotonic()) > 0:
             try:
                 ray.get(
@@ -164,10 +164,9 @@ class ActorSet:
         return error
 
     def lost_nodes(self) -> dict[int, str]:
-        """Returns the ranks that have not answered yet and never will: the address of the node that each was
-        to run on.
+        """Return the ranks that have not started and never will, with the address of their node.
 
-        Asks Ray at most once in NODE_LOOK_S.
+        Asks Ray at most once per NODE_LOOK_S.
         """
         now_s = time.monotonic()
         if now_s - self._looked_s >= NODE_LOOK_S:
@@ -175,11 +174,11 @@ class ActorSet:
         return {rank: node for rank, node in self._lost_nodes.items() if rank not in self.locations}
 
     def reports(self) -> list[RankReport]:
-        """What every rank is doing; takes at most a few seconds, whatever they do."""
+        """Report what every rank is doing. Takes at most a few seconds, even if ranks hang."""
         references = [
             handle.activity.options(concurrency_group=_MONITOR).remote() for handle in self._handles
         ]
-        # A process that does not answer in time is reported as silent, not waited for.
+        # A process that does not answer in time is reported as silent.
         answered, _ = ray.wait(references, num_returns=len(references), timeout=_ANSWER_S)
         return [
             self._report(rank, reference if reference in answered else None)
@@ -189,14 +188,16 @@ class ActorSet:
     def _report(self, rank: int, reference: ray.ObjectRef | None) -> RankReport:
         activity = None
         if reference is not None:
-            with contextlib.suppress(RayError):  # it died: nothing to say
+            with contextlib.suppress(RayError):  # the process died
                 activity = ray.get(reference)
         location = activity.location if activity is not None else self.locations.get(rank)
         return RankReport(self.title, rank, location.node if location else "not known yet", activity)
 
     def end(self, why: PhaseTimeoutError | None = None) -> None:
-        """At once, whatever the processes do; what they started ends with them (machine/reaper.py). `why` is
-        raised by later calls."""
+        """End all processes at once, with everything that they started (machine/reaper.py).
+
+        Later calls raise `why`.
+        """
         self.alive = False
         self._ended_by = self._ended_by or why
         for handle in self._handles:
@@ -204,19 +205,19 @@ class ActorSet:
 
 
 def _uids(arguments: Arguments) -> np.ndarray | None:
-    """(B,) of the first batch among a call's arguments that has them."""
+    """Return the uids (B,) of the first batch among a call's arguments that has them."""
     batches = (value for value in arguments.values if isinstance(value, DataProto))
     return next((batch.non_tensor_batch["uid"] for batch in batches if "uid" in batch.non_tensor_batch), None)
 
 
 def _share(parts: Sequence[Arguments], part_of_rank: Sequence[int]) -> list[Arguments]:
-    """Values that more than one rank gets go to the object store once, and the ranks get the reference."""
+    """Put values that several ranks receive into the object store once, and replace them by references."""
     # Count by identity: the same object for several ranks is one value.
     readers = Counter(id(value) for part in part_of_rank for value in parts[part].values)
     stored: dict[int, Any] = {}
 
     def sent(value: Any) -> Any:
-        # Small values travel within the call, as do those that only one rank reads.
+        # Small values, and values that only one rank reads, are sent within the call.
         if isinstance(value, _SMALL) or readers[id(value)] == 1:
             return value
         if id(value) not in stored:

@@ -1,4 +1,4 @@
-"""Starting Ray for a run, or joining the cluster that is there; and leaving nothing behind."""
+"""Start Ray for a run, or join an existing cluster, and leave no processes behind."""
 
 from __future__ import annotations
 
@@ -42,22 +42,27 @@ _MIN_OBJECT_STORE_MB = 80  # Ray refuses less than 75 MiB
 
 _log = logging.getLogger(__name__)
 
-_RAY = "/ray"  # added to the driver's mark on all that runs under Ray
+_RAY = "/ray"  # suffix of the driver's mark for processes under Ray
 
 _owner: str | None = None
 _daemons: list[int] = []  # descriptors of the processes that ray.init started here
-_added_variables: list[str] = []  # of the key of a Ray that was started here
+_added_variables: list[str] = []  # the key of a Ray that was started here
 _oom_kills_before = 0  # by this machine's kernel, when Ray was started or joined
-_needed: dict[str, int] = {}  # of those that all others need, by their names
+_needed: dict[str, int] = {}  # descriptors of indispensable daemons, by name
 
 
 def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJECT_STORE_MB) -> None:
-    """Joins the cluster of RAY_ADDRESS if that names one; else starts one on this machine, reachable from
-    this machine only.
+    """Join the cluster of RAY_ADDRESS if it is set; otherwise start Ray on this machine.
 
-    `num_cpus` is logical: one per process that the run needs, however few cores there are. `object_store_mb`
-    bounds the shared memory for what travels between processes. Raises ValueError for values that Ray would
-    refuse, and for a RAY_ADDRESS that does not answer.
+    A Ray that is started here can be reached from this machine only.
+
+    Args:
+        num_cpus: Logical CPUs: one per process that the run needs, whatever the number of cores.
+        num_gpus: The number of GPUs.
+        object_store_mb: The limit of the shared memory for values sent between processes.
+
+    Raises:
+        ValueError: A value that Ray would refuse, or a RAY_ADDRESS that does not answer.
     """
     if num_cpus < 1 or object_store_mb < _MIN_OBJECT_STORE_MB:
         raise ValueError(
@@ -66,21 +71,21 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
         )
 
     global _oom_kills_before
-    # OOM kills before this run must not be blamed on it.
+    # OOM kills before this run must not be attributed to it.
     _oom_kills_before = num_oom_kills()
     if ray.is_initialized():
-        raise ValueError("start_ray: Ray runs in this process already; call shutdown() first")
+        raise ValueError("start_ray: Ray is already running in this process; call shutdown() first")
 
-    # Join the cluster of RAY_ADDRESS, whose daemons this process neither owns nor ends.
+    # Join the cluster of RAY_ADDRESS. This process neither owns nor ends its daemons.
     if (named := cluster_address()) is not None:
         address = _found(named)
         with loopback_only() if address.startswith(LOOPBACK) else nullcontext():
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-        # a driver may share its group with the shell's pipeline
+        # The driver may share its process group with a shell pipeline.
         start_reaper(process_owner(), whole_group=False)
         return
 
-    # Start a Ray of this run's own: its daemons inherit the settings and the key from this environment.
+    # Start a Ray for this run. Its daemons inherit the settings and the key from this environment.
     for name, value in daemon_settings().items():
         os.environ.setdefault(name, value)
     _added_variables.extend(add_key(os.environ))
@@ -93,7 +98,7 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
     start_reaper(process_owner(), whole_group=False, named=daemons)
     _daemons.extend(hold(daemons))
 
-    # Nothing works without the GCS and the raylet, so their end is looked for explicitly.
+    # Nothing works without the GCS and the raylet, so their end is monitored explicitly.
     for pid in daemons:
         if (name := name_of(pid)) in ("gcs_server", "raylet"):
             _needed.update((name, descriptor) for descriptor in hold([pid]))
@@ -101,7 +106,7 @@ def start_ray(*, num_cpus: int, num_gpus: int = 0, object_store_mb: float = OBJE
 
 def _start_here(num_cpus: int, num_gpus: int, object_store_mb: float) -> None:
     ray.init(
-        address="local",  # without it, one that happens to run on this machine would be joined
+        address="local",  # otherwise a Ray that happens to run here would be joined
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         object_store_memory=int(object_store_mb * 2**20),
@@ -112,21 +117,27 @@ def _start_here(num_cpus: int, num_gpus: int, object_store_mb: float) -> None:
 
 
 def oom_kills(node: str) -> int:
-    """Returns how many processes the OOM killer of a node's kernel has ended during this run; 0 for other
-    nodes than the driver's."""
+    """Return how many processes the kernel's OOM killer has ended on a node during this run.
+
+    Returns 0 for other nodes than the driver's.
+    """
     is_here = ray.is_initialized() and node == ray._private.worker.global_worker.node_ip_address
     return max(0, num_oom_kills() - _oom_kills_before) if is_here else 0
 
 
 def ended_daemon() -> str | None:
-    """Which of Ray's own processes, of those that this one has started and that all others need, has
-    ended."""
+    """Return the name of an indispensable Ray daemon of this process that has ended, if any."""
     return next((name for name, descriptor in _needed.items() if has_ended(descriptor)), None)
 
 
 def _found(address: str) -> str:
-    """Returns the address of the cluster that is to be joined, which answers: Ray itself tries for minutes.
-    Raises ValueError."""
+    """Return the address of the cluster to join, after checking that it answers.
+
+    Without the check, Ray would try to connect for minutes.
+
+    Raises:
+        ValueError: There is no cluster, or it does not answer.
+    """
     if address != AUTO:
         _check_answers(f"{VARIABLE}={address}", *host_and_port(address))
         return address
@@ -139,7 +150,7 @@ def _found(address: str) -> str:
 
     if found is None:
         raise ValueError(
-            f"{VARIABLE}=auto: no Ray cluster runs on this machine; start one (ray start --head), give "
+            f"{VARIABLE}=auto: no Ray cluster runs on this machine; start one (ray start --head), set it to "
             f"HOST:PORT, or unset {VARIABLE}"
         )
 
@@ -154,13 +165,13 @@ def _check_answers(named: str, host: str, port: int) -> None:
         socket.create_connection((host, port), timeout=_ANSWER_S).close()
     except OSError as error:
         raise ValueError(
-            f"{named} does not answer ({error}); start the cluster, or unset it to run on this machine"
+            f"{named} does not answer ({error}); start the cluster, or unset {VARIABLE} to run here"
         ) from error
 
 
 @contextmanager
 def _marked_as_ray() -> Iterator[None]:
-    """Ray's daemons, and so its workers, inherit a mark of their own."""
+    """Give Ray's daemons, and so its workers, a separate mark."""
     os.environ[OWNER] = process_owner() + _RAY
     try:
         yield
@@ -169,10 +180,12 @@ def _marked_as_ray() -> Iterator[None]:
 
 
 def shutdown() -> list[int]:
-    """Leaves the cluster, which ends this run's workers, and waits until no process that this one started
-    through Ray is left.
+    """Leave the cluster and wait until no process that this one started through Ray is left.
 
-    Returns the pids of those that could not be ended, normally none. May be called twice.
+    Leaving the cluster ends this run's workers. May be called twice.
+
+    Returns:
+        The pids that could not be ended, normally none.
     """
     # Disconnect first, which ends the workers; the daemons follow.
     ray.shutdown()
@@ -187,12 +200,12 @@ def shutdown() -> list[int]:
 
 
 def worker_owner(group: int, rank: int) -> str:
-    """By which a worker's descendants are known."""
+    """Return the mark that identifies a worker's descendants."""
     return f"{process_owner()}{_RAY}/{group}.{rank}/"
 
 
 def process_owner() -> str:
-    """By which this driver's descendants are known."""
+    """Return the mark that identifies this driver's descendants."""
     global _owner
     if _owner is None:
         _owner = os.environ.get(OWNER, "") + uuid.uuid4().hex
@@ -203,15 +216,15 @@ def process_owner() -> str:
 
 
 def log_folder() -> str:
-    """Where Ray and all workers log, by the same name on each node."""
+    """Return the folder in which Ray and all workers log. It has the same path on each node."""
     return ray._private.worker._global_node.get_logs_dir_path()  # type: ignore[attr-defined]
 
 
 def node_addresses() -> list[str]:
-    """Of the cluster that this process has joined."""
+    """Return the addresses of the nodes of the joined cluster."""
     return sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
 
 
 def num_cluster_gpus() -> int:
-    """Of all nodes of the cluster that this process has joined."""
+    """Return the number of GPUs on all nodes of the joined cluster."""
     return int(ray.cluster_resources().get("GPU", 0))

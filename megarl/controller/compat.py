@@ -1,5 +1,6 @@
-"""The names that verl gives to worker groups and their calls, for code that was written for verl. megarl
-itself does not use them.
+"""The names that verl gives to worker groups and their calls, for code written for verl.
+
+megarl itself does not use them.
 
 | verl, and here | megarl |
 |---|---|
@@ -61,16 +62,16 @@ _ONE_EACH = Rule(_route_one_part_each, _arrange_one_each, CollectKind.listed)
 
 
 class VerlDispatch(Enum):
-    """How the arguments of a call reach the ranks, by verl's names. The value is megarl's rule."""
+    """How the arguments of a call reach the ranks, by verl's names. The values are megarl's rules."""
 
-    RANK_ZERO = (RULES[OwnDispatch.RANK_ZERO],)  # rank 0 alone; its result
-    ONE_TO_ALL = (RULES[OwnDispatch.ONE_TO_ALL],)  # the same arguments to all; a list of all results
-    # every argument is a list with one value per rank; a list of all results
+    RANK_ZERO = (RULES[OwnDispatch.RANK_ZERO],)  # rank 0 only; returns its result
+    ONE_TO_ALL = (RULES[OwnDispatch.ONE_TO_ALL],)  # the same arguments for all; returns a list
+    # Every argument is a list with one value per rank; returns a list of all results.
     ALL_TO_ALL = (_ONE_EACH, "ALL_TO_ALL")
-    DP_COMPUTE = (_ONE_EACH, "DP_COMPUTE")  # as ALL_TO_ALL
-    # batches are split over all ranks, and joined
+    DP_COMPUTE = (_ONE_EACH, "DP_COMPUTE")  # an alias of ALL_TO_ALL
+    # Batches are split over all ranks; results are concatenated.
     DP_COMPUTE_PROTO = (Rule(_route_one_part_each, arrange_split, CollectKind.joined),)
-    # batches are split over the data-parallel replicas, and joined
+    # Batches are split over data-parallel replicas; results are concatenated.
     MEGATRON_COMPUTE_PROTO = (RULES[OwnDispatch.MEGATRON_MESH],)
 
     @property
@@ -93,14 +94,14 @@ def register(
     """Mark a worker's method that a group calls by its name.
 
     Raises:
-        ValueError: `execute_mode` is RANK_ZERO, but `dispatch_mode` sends something else to each rank.
+        ValueError: `execute_mode` is RANK_ZERO, but `dispatch_mode` sends different arguments to each rank.
     """
     rule = dispatch_mode.rule
     if execute_mode is Execute.RANK_ZERO:
-        # Rank 0 alone can stand for all ranks only if all would get the same arguments.
+        # Rank 0 can replace all ranks only if all would receive the same arguments.
         if dispatch_mode not in (VerlDispatch.ONE_TO_ALL, VerlDispatch.RANK_ZERO):
             raise ValueError(
-                f"execute_mode=RANK_ZERO goes with dispatch_mode=ONE_TO_ALL or RANK_ZERO, not "
+                f"execute_mode=RANK_ZERO requires dispatch_mode=ONE_TO_ALL or RANK_ZERO, not "
                 f"{dispatch_mode.name}"
             )
         rule = VerlDispatch.RANK_ZERO.rule
@@ -109,14 +110,14 @@ def register(
 
 
 class _VerlNames(RoleGroup):
-    """Adds verl's names to a group: a worker's registered methods as methods of the group, and `execute_*`.
+    """Adds verl's names to a group: the worker's registered methods as methods of the group, and `execute_*`.
 
     A type checker cannot follow these names.
     """
 
     def __getattr__(self, name: str) -> Any:
-        """Return a registered method of the worker, for names that the group does not have itself."""
-        # Private names fail at once: a missing `_worker_class` would otherwise be looked up without end.
+        """Return a registered method of the worker for a name that the group does not define."""
+        # Private names fail at once: a missing `_worker_class` would otherwise cause infinite recursion.
         if name.startswith("_"):
             raise AttributeError(name)
         return partial(self.call, self._method(name, AttributeError))
@@ -131,7 +132,11 @@ class _VerlNames(RoleGroup):
     execute_all = execute_all_async
 
     def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> WorkerFuture[Any]:
-        """Call a method on one rank. Raises ValueError for a rank that does not exist."""
+        """Call a method on one rank.
+
+        Raises:
+            ValueError: The rank does not exist.
+        """
         return self.call_rank(rank, self._method(method, ValueError), *args, **kwargs)
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> WorkerFuture[Any]:
@@ -160,10 +165,10 @@ class _VerlNames(RoleGroup):
 
 
 class VerlWorkerGroup(_VerlNames, OwnWorkerGroup):
-    """A `RayWorkerGroup` with verl's names, on it and on the groups that `spawn()` returns.
+    """A `RayWorkerGroup` with verl's names, also on the groups that `spawn()` returns.
 
     Raises:
-        ValueError: A worker registers a method whose name the group needs for itself.
+        ValueError: A worker registers a method with the name of a group method.
     """
 
     _role_group = _VerlNames
@@ -179,18 +184,18 @@ class VerlWorkerGroup(_VerlNames, OwnWorkerGroup):
             if isinstance(ray_cls_with_init, RayClassWithInitArgs)
             else ray_cls_with_init.roles.values()
         )
-        # __getattr__ is never asked for a name that the group has itself.
+        # __getattr__ is not called for names that the group defines itself.
         for spec in specs:
             for name in registered_methods(spec.cls):
                 if hasattr(VerlWorkerGroup, name):
                     raise ValueError(
-                        f"{spec.cls.__name__}.{name} cannot be called by its name: {name} is a method of "
-                        f"the group; give it another name"
+                        f"{spec.cls.__name__}.{name} cannot be called by its name, because {name} is a "
+                        f"method of the group; rename it"
                     )
 
         super().__init__(resource_pool, ray_cls_with_init, **options)
 
 
-# Under the names by which verl's users know them.
+# The names that verl's users know.
 Dispatch = VerlDispatch
 RayWorkerGroup = VerlWorkerGroup

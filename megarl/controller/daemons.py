@@ -1,5 +1,4 @@
-"""Ray's daemons on one node: which of them run, their ports and key, how much memory they share, and why they
-did not start."""
+"""Ray's daemons on one node: their selection, ports, key, shared memory, and startup failures."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ from megarl.machine.errors import RunError
 from megarl.machine.ports import hold_lasting_ports
 from megarl.machine.reaper import descendants, end_held, hold
 
-LOOPBACK = "127."  # addresses of which Ray would take that of a network card in their place
+LOOPBACK = "127."  # Ray would replace such addresses by that of a network card
 OBJECT_STORE_MB = 512
 SHARED_MEMORY = "/dev/shm"
 AUTH_MODE = "RAY_AUTH_MODE"
 AUTH_TOKEN = "RAY_AUTH_TOKEN"
 _AUTH_FILE = "RAY_AUTH_TOKEN_PATH"
-# Ray's variable for the most that a node's object store takes
+# Ray's variable for the maximum size of a node's object store.
 _STORE_BYTES = "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"
 _NUM_ATTEMPTS = 2
 _TIMED_OUT = "node timed out during startup"
@@ -40,32 +39,31 @@ T = TypeVar("T")
 
 
 class NodeStartError(RunError):
-    """Ray did not start on a node. The message has the last severe lines of its daemons' logs."""
+    """Ray did not start on a node. The message contains the last severe lines of its daemons' logs."""
 
 
 class SmallNode(node.Node):
-    """A node of a cluster for one run, which does without two of Ray's daemons and does not wait for two
-    others.
+    """A node of a single-run cluster without two of Ray's daemons. It does not wait for two others.
 
-    A raylet ends the node when its agents, which are Python programs, have not written the numbers of their
-    ports to files within 15 s. On a busy machine, or from an environment on a slow shared disk, their imports
-    alone take longer. Here the ports are chosen beforehand, so that the raylet starts at once and the agents
-    when they can. A node with a job server waits for its agents, since it reaches them at the ports that they
-    report.
+    A raylet ends the node if its agents, which are Python programs, have not written their port numbers to
+    files within 15 s. On a busy machine, or with an environment on a slow shared disk, their imports alone
+    take longer. Here the ports are chosen in advance, so that the raylet starts at once and the agents when
+    they are ready. A node with a job server waits for its agents, because it reaches them at the ports that
+    they report.
     """
 
     def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
-        self._options: list[str] = []  # of the raylet
+        self._options: list[str] = []  # additional options of the raylet
         if ray_params.include_dashboard:
-            # Any free port. Ray's default is a fixed one that the system also hands out to connections. If
-            # the agent finds it in use it stays alive without a server, and the node never takes a job.
+            # Any free port. Ray's default is a fixed port that the system also assigns to connections. If it
+            # is in use, the agent stays alive without a server, and the node never takes a job.
             ray_params.dashboard_agent_listen_port = 0
         else:
             self._choose_agent_ports(ray_params)
 
         try:
             super().__init__(ray_params, *args, **kwargs)
-        except Exception as error:  # Ray raises no class of its own here
+        except Exception as error:  # Ray raises a plain Exception here
             raise NodeStartError(
                 "\n".join([f"Ray did not start: {error}", *last_words(getattr(self, "_logs_dir", None))])
             ) from error
@@ -83,7 +81,7 @@ class SmallNode(node.Node):
         ray_params.update_if_absent(**dict(zip(names, ports, strict=True)))
         self._options.append(f"--dashboard_agent_listen_port={ports[-1]}")
 
-        # The agents' servers cannot listen beside a socket that is only bound.
+        # The agents' servers cannot listen on a port while another socket is bound to it.
         for each in held:
             each.close()
 
@@ -92,19 +90,19 @@ class SmallNode(node.Node):
             super().start_raylet(*args, **kwargs)
 
     def start_monitor(self) -> None:
-        """Starts no autoscaler: the nodes of a run are fixed."""
+        """Start no autoscaler: the nodes of a run are fixed."""
 
     def start_log_monitor(self) -> None:
-        """Starts no log monitor: the driver reads the workers' files itself where it needs them."""
+        """Start no log monitor: the driver reads the workers' log files itself if needed."""
 
 
 @contextmanager
 def _with_raylet_options(*options: str) -> Iterator[None]:
-    """Ray's Python has no parameter for them."""
+    """Add options to the raylet's command line, for which Ray's Python API has no parameter."""
     start: Callable[..., Any] = services.start_ray_process
 
     def start_with_options(command: list[str], *args: Any, **kwargs: Any) -> Any:
-        # All daemons are started through this function; only the raylet takes the options.
+        # All daemons are started through this function; only the raylet takes these options.
         return start(
             [*command, *options] if command[0] == services.RAYLET_EXECUTABLE else command, *args, **kwargs
         )
@@ -118,7 +116,7 @@ def _with_raylet_options(*options: str) -> Iterator[None]:
 
 @contextmanager
 def small_nodes() -> Iterator[None]:
-    """Makes `ray.init` start a `SmallNode`."""
+    """Make `ray.init` start a `SmallNode`."""
     full = node.Node
     node.Node = SmallNode  # type: ignore[misc]
 
@@ -130,10 +128,10 @@ def small_nodes() -> Iterator[None]:
 
 @contextmanager
 def without_job_server() -> Iterator[None]:
-    """Starts the small agent, which takes no jobs.
+    """Start the minimal agent, which does not accept jobs.
 
-    Where the packages of ray[default] are installed, the agent of each node takes jobs from whoever reaches
-    its port, also without a dashboard, and needs seconds to start. Ray asks for these packages by this
+    If the packages of ray[default] are installed, the agent of each node accepts jobs from anyone who can
+    reach its port, even without a dashboard, and needs seconds to start. Ray detects these packages with this
     import.
     """
     name = "ray.dashboard.optional_deps"
@@ -150,10 +148,10 @@ def without_job_server() -> Iterator[None]:
 
 @contextmanager
 def loopback_only() -> Iterator[None]:
-    """Makes Ray use 127.0.0.1 as the node's address, at which alone its daemons then listen.
+    """Make Ray use 127.0.0.1 as the node's address, so that its daemons listen only there.
 
-    With any other address they listen at every address of the machine. The switch was made for laptops with
-    other systems; it is read when ray is imported, and from the environment by the daemons.
+    With any other address they listen on all interfaces. The switch was made for laptops with other operating
+    systems. It is read when ray is imported, and by the daemons from the environment.
     """
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -177,12 +175,15 @@ def start_node(
     dashboard_port: int | None = None,
     temp_dir: str | None = None,
 ) -> SmallNode:
-    """Starts a node of a cluster at an address of this machine, by itself or as a member of `head`'s. Its
-    ports are free ones.
+    """Start a node at an address of this machine, as a new cluster or as a member of the one of `head`.
 
-    With `dashboard_port` it has Ray's dashboard, which is the job server. Raises NodeStartError.
+    Its ports are free ones. With `dashboard_port`, the node runs Ray's dashboard, which includes the job
+    server.
+
+    Raises:
+        NodeStartError: The node did not start.
     """
-    # Port 0 means any free port, as several nodes may run on one machine.
+    # Port 0 means any free port, because several nodes may run on one machine.
     parameters = RayParams(
         node_ip_address=address,
         gcs_address=head,
@@ -193,9 +194,9 @@ def start_node(
         node_manager_port=0,
         include_dashboard=dashboard_port is not None,
         dashboard_host=address,
-        dashboard_port=dashboard_port,  # type: ignore[arg-type]  # and here a bool
+        dashboard_port=dashboard_port,  # type: ignore[arg-type]  # bool in Ray
         temp_dir=temp_dir,
-        include_log_monitor=False,  # type: ignore[arg-type]  # Ray's hint says a text
+        include_log_monitor=False,  # type: ignore[arg-type]  # str in Ray
     )
     is_loopback = address.startswith(LOOPBACK)
 
@@ -206,25 +207,32 @@ def start_node(
         started = SmallNode(parameters, head=head is None, shutdown_at_exit=False, spawn_reaper=True)
 
     if head is None:
-        # The job server finds its own cluster, among several on a machine, by this file.
+        # The job server uses this file to find its own cluster among several on a machine.
         write_ray_address(started.gcs_address, started.get_temp_dir_path())
 
     return started
 
 
 def start_patiently(start: Callable[[], T], say: Callable[[str], None]) -> T:
-    """Calls `start`, which starts a `SmallNode`, and once more where it timed out. Raises NodeStartError.
+    """Call `start`, which starts a `SmallNode`, and retry once after a timeout.
 
-    The second attempt finds the files of Ray's programs in memory. `say` gets the cause of the first failure.
+    The second attempt finds the files of Ray's programs in the page cache.
+
+    Args:
+        start: Starts the node.
+        say: Receives the cause of the first failure.
+
+    Raises:
+        NodeStartError: The node did not start.
     """
     for attempt in range(1, _NUM_ATTEMPTS + 1):
         before = set(descendants(os.getpid()))
         try:
             return start()
         except NodeStartError as error:
-            # End the daemons that the failed attempt has left.
+            # End the daemons that the failed attempt left behind.
             end_held(hold([pid for pid in descendants(os.getpid()) if pid not in before]))
-            # Only a timeout is worth another attempt: by then the programs' files are in memory.
+            # Only a timeout is worth a retry: by now the programs' files are in the page cache.
             if attempt == _NUM_ATTEMPTS or _TIMED_OUT not in str(error):
                 raise
             say(f"{error}\nstarting Ray again (attempt {attempt + 1} of {_NUM_ATTEMPTS})")
@@ -232,8 +240,7 @@ def start_patiently(start: Callable[[], T], say: Callable[[str], None]) -> T:
 
 
 def last_words(logs: str | None) -> list[str]:
-    """Returns the last CRITICAL and ERROR lines of the raylet and the GCS of a node, with the name of their
-    file."""
+    """Return the last CRITICAL and ERROR lines of a node's raylet and GCS, with their file names."""
     words = []
     for file in sorted(Path(logs).glob("*.out")) if logs else ():
         if not file.name.startswith(("raylet", "gcs_server")):
@@ -248,23 +255,21 @@ def last_words(logs: str | None) -> list[str]:
 
 
 def object_store_bytes(object_store_mb: float = OBJECT_STORE_MB) -> int:
-    """Returns the size of a node's object store: as given, or what the user's variable says."""
+    """Return the size of a node's object store: the user's variable if set, otherwise the argument."""
     given = os.environ.get(_STORE_BYTES)
     return int(given) if given else int(object_store_mb * 2**20)
 
 
 def too_little_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> str | None:
-    """Returns a warning where the object store does not fit into shared memory, in which case Ray keeps it in
-    files on a disk."""
+    """Return a warning if shared memory is too small for the object store, so that Ray keeps it on disk."""
     free = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
     if free >= needed:
         return None
     sizes = f"{free / 2**20:,.0f} MiB free, less than the {needed / 2**20:,.0f} MiB of Ray's object store"
 
     return (
-        f"{folder} has {sizes}, which is therefore kept in files of Ray's temporary folder; give the node "
-        f"or container a larger {folder}, "
-        f"or set {_STORE_BYTES}"
+        f"{folder} has {sizes}, so Ray keeps the object store in files of its temporary folder; give the "
+        f"node or container a larger {folder}, or set {_STORE_BYTES}"
     )
 
 
@@ -272,12 +277,15 @@ def too_little_shared_memory(needed: int, folder: str = SHARED_MEMORY) -> str | 
 
 
 def add_key(environment: MutableMapping[str, str]) -> list[str]:
-    """Adds a key for the cluster, without which whoever reaches its ports can run code. Returns the variables
-    that it has set."""
+    """Add a key for the cluster. Without one, anyone who can reach its ports can run code.
+
+    Returns:
+        The variables that were set.
+    """
     added = [] if AUTH_MODE in environment else [AUTH_MODE]
     environment.setdefault(AUTH_MODE, "token")
 
-    # A key that the user has given, as a value or in a file, is kept.
+    # Keep a key that the user has set, as a value or in a file.
     if environment[AUTH_MODE] == "token" and _AUTH_FILE not in environment and AUTH_TOKEN not in environment:
         environment[AUTH_TOKEN] = secrets.token_hex(32)
         added.append(AUTH_TOKEN)
@@ -286,7 +294,6 @@ def add_key(environment: MutableMapping[str, str]) -> list[str]:
 
 
 def read_key() -> None:
-    """Makes Ray in this process, which has read the environment when it was imported, take the key that is
-    there now."""
+    """Make Ray in this process read the key again. Ray read the environment when it was imported."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

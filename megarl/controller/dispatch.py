@@ -1,8 +1,8 @@
-"""Plans a call: which rank gets which part of the arguments, and what becomes of the results. Pure, no Ray.
+"""Plan a call: which rank gets which part of the arguments, and how results are combined. Pure, without Ray.
 
 dispatch (`plan_call`) -> execute (actors.py) -> collect (`collect`). A mode is a row of the table `RULES`; a
-worker's method may also have a `Rule` of its own. megarl's workers give MEGATRON_MESH the parts that the
-driver has cut; a whole batch is cut here.
+worker's method may also have its own `Rule`. megarl's workers receive parts that the driver has already split
+under MEGATRON_MESH; a whole batch is split here.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from megarl.batch.padding import pad_dataproto_to_divisor, unpad_dataproto
 
 
 class Dispatch(Enum):
-    RANK_ZERO = "rank_zero"  # rank 0 alone; its result
-    ONE_TO_ALL = "one_to_all"  # the same arguments to all; a list of all results
-    # batches are split over replicas; joined from tp 0, last pp stage, cp 0 of each
+    RANK_ZERO = "rank_zero"  # rank 0 only; returns its result
+    ONE_TO_ALL = "one_to_all"  # the same arguments for all; returns a list of all results
+    # Batches are split over replicas; results come from tp 0, the last pp stage and cp 0 of each.
     MEGATRON_MESH = "megatron_mesh"
 
 
 class MeshCoordinate(NamedTuple):
-    """Where a rank stands in its role's parallel layout. Ranks with the same `dp` form one replica and work
-    on the same rows."""
+    """The coordinate of a rank in its role's parallel layout.
+
+    Ranks with the same `dp` form one replica and work on the same rows.
+    """
 
     dp: int
     tp: int = 0
@@ -33,11 +35,17 @@ class MeshCoordinate(NamedTuple):
     cp: int = 0
 
 
-Mesh = tuple[MeshCoordinate, ...]  # of the ranks of a group, in order
+Mesh = tuple[MeshCoordinate, ...]  # the coordinates of a group's ranks, in order
 
 
 class CallRoute(NamedTuple):
-    """`ranks[i]` gets part `parts[i]`; the results of the ranks `results` are kept, in that order."""
+    """Who receives what in a call.
+
+    Attributes:
+        ranks: The ranks that run the call.
+        parts: The part that each of `ranks` receives.
+        results: The ranks whose results are kept, in order.
+    """
 
     ranks: tuple[int, ...]
     parts: tuple[int, ...]
@@ -51,12 +59,18 @@ class CallRoute(NamedTuple):
 class CollectKind(Enum):
     first = "first"
     listed = "listed"
-    joined = "joined"  # batches are concatenated; anything else is a list
+    joined = "joined"  # batches are concatenated; other results form a list
 
 
 class Collect(NamedTuple):
-    """`num_rows`: of the batch that was split, before padding; None when nothing was split here (or by the
-    caller)."""
+    """How results are combined.
+
+    Attributes:
+        kind: The rule.
+        num_rows: The rows of the split batch before padding. None if nothing was split, or the caller did.
+        padding: The number of padding rows.
+        presplit: Whether the caller passed parts, and gets parts.
+    """
 
     kind: CollectKind
     num_rows: int | None = None
@@ -65,7 +79,7 @@ class Collect(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """What one method call gets."""
+    """The arguments of one method call."""
 
     positional: tuple[Any, ...]
     named: Mapping[str, Any]
@@ -76,7 +90,13 @@ class Arguments(NamedTuple):
 
 
 class CallPlan(NamedTuple):
-    """`parts[p]`: what the ranks of part p get."""
+    """A planned call.
+
+    Attributes:
+        route: Who receives which part.
+        parts: The arguments of each part.
+        collect: How results are combined.
+    """
 
     route: CallRoute
     parts: tuple[Arguments, ...]
@@ -84,8 +104,12 @@ class CallPlan(NamedTuple):
 
 
 class Arranged(NamedTuple):
-    """One argument, as the ranks of each part get it. `split`: how its results come together, where it was a
-    batch that was cut."""
+    """One argument, divided into parts.
+
+    Attributes:
+        parts: The value for the ranks of each part.
+        split: How results are combined, if the argument was a batch that was split.
+    """
 
     parts: tuple[Any, ...]
     split: Collect | None = None
@@ -98,11 +122,14 @@ class Rule(NamedTuple):
 
 
 def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[str, Any]) -> CallPlan:
-    """Raises ValueError for arguments that do not fit the mode: an empty batch, a list of another length, a
-    future."""
+    """Plan a call.
+
+    Raises:
+        ValueError: The arguments do not fit the mode: an empty batch, a list of another length, or a future.
+    """
     if any(isinstance(value, DataProtoFuture) for value in (*positional, *named.values())):
-        raise ValueError("a future cannot be an argument of a call: give future.get()")
-    # Arrange each argument into one value per part, then regroup the values by part.
+        raise ValueError("a future cannot be an argument of a call: pass future.get()")
+    # Divide each argument into one value per part, then regroup the values by part.
     route = rule.route(mesh)
     values = [rule.arrange(value, route.num_parts) for value in positional]
     by_name = {name: rule.arrange(value, route.num_parts) for name, value in named.items()}
@@ -113,16 +140,16 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
         )
         for part in range(route.num_parts)
     )
-    # All batches of a call must be split alike, or the results could not be joined in one way.
+    # All batches of a call must be split the same way, or the results could not be combined.
     splits = list(
         dict.fromkeys(value.split for value in (*values, *by_name.values()) if value.split is not None)
     )
 
     if len(splits) > 1:
         raise ValueError(
-            "the batches of one call must be split alike; here: "
+            "the batches of one call must be split the same way; here: "
             + ", ".join(
-                "parts of the caller's" if split.presplit else f"{split.num_rows} rows" for split in splits
+                "parts from the caller" if split.presplit else f"{split.num_rows} rows" for split in splits
             )
         )
 
@@ -130,7 +157,11 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
 
 
 def collect(results: Sequence[Any], how: Collect) -> Any:
-    """Raises ValueError when padding rows cannot be told from real ones in the results."""
+    """Combine the results of a call.
+
+    Raises:
+        ValueError: Padding rows cannot be distinguished from real ones in the results.
+    """
     if how.kind is CollectKind.first:
         return results[0]
     if (
@@ -142,10 +173,9 @@ def collect(results: Sequence[Any], how: Collect) -> Any:
         if how.padding:
             raise ValueError(
                 f"a batch of {how.num_rows} rows was padded by {how.padding} to be split into "
-                f"{len(results)} equal parts, but the method "
-                f"returns {type(results[0]).__name__}, in which the extra rows were counted: give it a "
-                f"multiple of {len(results)} rows, "
-                "or split it yourself into a list of DataProto"
+                f"{len(results)} equal parts, but the method returns {type(results[0]).__name__}, in which "
+                f"the padding rows were counted: pass a multiple of {len(results)} rows, or split the batch "
+                f"yourself into a list of DataProto"
             )
         return list(results)
 
@@ -154,12 +184,11 @@ def collect(results: Sequence[Any], how: Collect) -> Any:
         return joined
     assert how.num_rows is not None
 
-    # A method may return several rows for each row; only a whole multiple can be unpadded.
+    # A method may return several rows per input row; only a whole multiple can be unpadded.
     if len(joined) % (how.num_rows + how.padding):
         raise ValueError(
-            f"{how.num_rows} rows, padded to {how.num_rows + how.padding}, came back as {len(joined)}: the "
-            f"padding cannot be taken off; "
-            f"give the method a multiple of {len(results)} rows"
+            f"{how.num_rows} rows, padded to {how.num_rows + how.padding}, resulted in {len(joined)} rows: "
+            f"the padding cannot be removed; pass a multiple of {len(results)} rows"
         )
 
     return unpad_dataproto(joined, how.padding * (len(joined) // (how.num_rows + how.padding)))
@@ -178,15 +207,19 @@ def route_same_to_all(mesh: Mesh) -> CallRoute:
 
 
 def route_mesh(mesh: Mesh) -> CallRoute:
-    """Part d to every rank of replica d. Raises ValueError when the coordinates are not one full grid."""
-    # A full grid has every coordinate once, so distinct coordinates and the product of the sizes decide.
+    """Send part d to every rank of replica d.
+
+    Raises:
+        ValueError: The coordinates do not form a full grid.
+    """
+    # A full grid has every coordinate once, so it is enough to check distinctness and the product of sizes.
     sizes = [max(coordinate[axis] for coordinate in mesh) + 1 for axis in range(4)]
     if len(set(mesh)) != len(mesh) or sizes[0] * sizes[1] * sizes[2] * sizes[3] != len(mesh):
         raise ValueError(
             f"the mesh of {len(mesh)} ranks is not a full grid: {[tuple(coordinate) for coordinate in mesh]}"
         )
 
-    # One rank speaks for each replica; only the last pipeline stage has the model's output.
+    # One rank reports for each replica; only the last pipeline stage has the model's output.
     last_stage = sizes[2] - 1
     speaker = {
         coordinate.dp: rank for rank, coordinate in enumerate(mesh) if coordinate[1:] == (0, last_stage, 0)
@@ -206,19 +239,18 @@ def arrange_same(value: Any, num_parts: int) -> Arranged:
 
 
 def arrange_split(value: Any, num_parts: int) -> Arranged:
-    """A DataProto is padded and cut; a list of DataProto is cut already; anything else goes to all."""
+    """Pad and split a DataProto. A list of DataProto is already split; anything else goes to all ranks."""
     if isinstance(value, DataProto):
         padded, padding = pad_dataproto_to_divisor(value, num_parts)
         return Arranged(
             tuple(padded.chunk(num_parts)), Collect(CollectKind.joined, num_rows=len(value), padding=padding)
         )
 
-    # The driver has cut the batch itself: its parts pass through, and the results stay in parts.
+    # The driver has split the batch itself: its parts pass through, and the results stay in parts.
     if isinstance(value, (list, tuple)) and value and all(isinstance(item, DataProto) for item in value):
         if len(value) != num_parts:
             raise ValueError(
-                f"the batch was split by the caller into {len(value)} parts, the group has {num_parts} "
-                f"replicas"
+                f"the caller split the batch into {len(value)} parts, but the group has {num_parts} replicas"
             )
         return Arranged(tuple(value), Collect(CollectKind.joined, presplit=True))
 

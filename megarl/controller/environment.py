@@ -1,8 +1,8 @@
-"""The environment variables of a run, in one table: what megarl sets where the user has not, where, and why.
+"""The environment variables of a run in one table: what megarl sets if the user has not, where, and why.
 
-What the user sets, in the shell of the driver or on a node, is left as it is, and what is set for the driver
-reaches every worker process of every node. docs/launch.md shows the table, a test compares the two. Imports
-neither torch nor ray.
+Variables that the user sets, in the shell of the driver or on a node, are kept. Those set for the driver
+reach every worker process on every node. docs/launch.md contains the table, and a test compares the two.
+Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -26,14 +26,20 @@ class Where(str, Enum):
 
 
 class Setting(NamedTuple):
-    """`value` None: it is found on each node (INTERFACES)."""
+    """The default of one variable.
+
+    Attributes:
+        value: The value. None: it is determined on each node (INTERFACES).
+        where: The processes that get it.
+        why: The reason.
+    """
 
     value: str | None
     where: Where
     why: str
 
 
-# A model takes about 15 per shape of a micro-batch, whatever its number of layers.
+# A model needs about 15 per micro-batch shape, whatever its number of layers.
 _KERNELS_KEPT = "128"
 
 SETTINGS: Mapping[str, Setting] = MappingProxyType(
@@ -48,88 +54,86 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
             "0",
             Where.weight_group_workers,
             "the actor joins NCCL groups with SGLang's engines, which set it to 0, and all ranks of a group "
-            "must agree; elsewhere NCCL's "
-            "default lets communicators connect their peers when they are first used, which saves device "
-            "memory",
+            "must agree; otherwise NCCL's default connects peers when they are first used, which saves "
+            "device memory",
         ),
-        "NCCL_DEBUG": Setting("WARN", Where.gpu_workers, "NCCL says why it fails"),
+        "NCCL_DEBUG": Setting("WARN", Where.gpu_workers, "NCCL reports why it fails"),
         "NCCL_SOCKET_IFNAME": Setting(
             None,
             Where.gpu_workers,
-            "the interface that has the node's address in the cluster; NCCL would take the first that it "
+            "the interface with the node's address in the cluster; by default NCCL takes the first that it "
             "finds",
         ),
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": Setting(
             "1800",
             Where.gpu_workers,
-            "as long as trainer.phase_time_limit_s, which ends a hang with every rank's stack; torch's 480 "
-            "s would come before it",
+            "equals trainer.phase_time_limit_s, which ends a hang with every rank's stack; torch's 480 s "
+            "would expire first",
         ),
         "TORCHINDUCTOR_COMPILE_THREADS": Setting(
             "1",
             Where.gpu_workers,
-            "Megatron compiles a few small functions; torch would start a pool of up to 32 processes for it "
-            "per worker",
+            "Megatron compiles a few small functions; by default torch starts a pool of up to 32 processes "
+            "per worker for it",
         ),
         "GLOO_SOCKET_IFNAME": Setting(
             None,
             Where.workers,
-            "the interface that has the node's address in the cluster; gloo would take what the host's name "
+            "the interface with the node's address in the cluster; by default gloo takes what the host name "
             "resolves to",
         ),
         "OMP_NUM_THREADS": Setting(
             "1",
             Where.cpu_workers,
-            "as many threads as cores, in each of several processes, stand in each other's way: a phase "
-            "gives each process that computes "
-            "in it an equal part of the cores; what you set is the number in all",
+            "as many threads as cores in each of several processes compete for the cores; each phase gives "
+            "its processes equal shares of the cores; a value that you set is the total",
         ),
         "OMP_WAIT_POLICY": Setting(
             "PASSIVE",
             Where.cpu_workers,
-            "threads that wait for each other leave the core to others, where more than a run is at work",
+            "waiting threads leave the core to others when more than one run is active",
         ),
         "LRU_CACHE_CAPACITY": Setting(
             _KERNELS_KEPT,
             Where.cpu_workers,
-            "torch keeps the kernels of 1024 shapes, 0.3 MB each; packed micro-batches differ in shape, so "
-            "that few are used again",
+            "torch caches kernels for 1024 shapes, 0.3 MB each; packed micro-batches differ in shape, so few "
+            "are reused",
         ),
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": Setting(
-            _KERNELS_KEPT, Where.cpu_workers, "oneDNN keeps as many again, below LRU_CACHE_CAPACITY"
+            _KERNELS_KEPT, Where.cpu_workers, "oneDNN's own cache of the same size, below LRU_CACHE_CAPACITY"
         ),
         "TOKENIZERS_PARALLELISM": Setting(
-            "false", Where.workers, "the tokenizers' threads do not survive a fork, and warn of it at length"
+            "false", Where.workers, "the tokenizers' threads do not survive a fork, and warn about it"
         ),
-        "RAY_USAGE_STATS_ENABLED": Setting("0", Where.daemons, "nothing is sent out of the cluster"),
+        "RAY_USAGE_STATS_ENABLED": Setting("0", Where.daemons, "no data is sent out of the cluster"),
         "RAY_agent_register_timeout_ms": Setting(
             "600000",
             Where.daemons,
-            "a node whose agents start slowly, from a busy or slow disk, is not ended for it",
+            "a node whose agents start slowly, for example from a slow disk, is not ended",
         ),
         "RAY_worker_register_timeout_seconds": Setting(
             "600",
             Where.daemons,
-            "nor is a worker; by default Ray ends it after 60 s and starts another, which is as slow",
+            "the same for workers; by default Ray ends one after 60 s and starts another, equally slow one",
         ),
         "RAY_worker_niceness": Setting(
             "0",
             Where.daemons,
-            "workers share the cores as the driver does; at Ray's 15, any other busy process of the node "
-            "takes nearly all of their time",
+            "workers share the cores like the driver; at Ray's 15, any other busy process on the node takes "
+            "nearly all CPU time",
         ),
         "RAY_enable_worker_prestart": Setting(
-            "0", Where.daemons, "workers are started when they are needed, not one per logical CPU in advance"
+            "0", Where.daemons, "workers are started when needed, not in advance for each logical CPU"
         ),
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": Setting(
-            "0", Where.daemons, "a worker that asks for no GPU keeps the node's CUDA_VISIBLE_DEVICES"
+            "0", Where.daemons, "a worker without a GPU keeps the node's CUDA_VISIBLE_DEVICES"
         ),
     }
 )
 INTERFACES = tuple(name for name, setting in SETTINGS.items() if setting.value is None)
-# What the user sets of these for the driver is meant for every process, also where it is not in the table.
-# torch's allocator (PYTORCH_) stays as torch has it: expandable segments can neither be shared with an engine
-# on the same device nor given back by SGLang.
+# Variables with these prefixes that the user sets for the driver reach every process, even if they are not in
+# the table. torch's allocator (PYTORCH_) keeps torch's defaults: expandable segments can neither be shared
+# with an engine on the same device nor released by SGLang.
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_", "PYTORCH_", "UCX_", "NVTE_", "SGLANG_")
 
 
@@ -142,8 +146,10 @@ def daemon_settings() -> dict[str, str]:
 
 
 def users_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What the user has set in this process's environment, of the table and of PREFIXES: a driver gives it to
-    its workers."""
+    """Return the variables of the table and of PREFIXES in this process's environment.
+
+    The driver passes them to its workers.
+    """
     for_workers = {name for name, setting in SETTINGS.items() if setting.where is not Where.daemons}
     return {
         name: value for name, value in environment.items() if name in for_workers or name.startswith(PREFIXES)
@@ -151,10 +157,15 @@ def users_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str
 
 
 def fill_in(environment: MutableMapping[str, str], node: str, use_gpu: bool) -> None:
-    """Adds to the environment of a worker process on `node`, an address, what nobody has set. Before torch is
-    loaded."""
+    """Add the defaults to the environment of a worker process, before torch is loaded.
+
+    Args:
+        environment: The environment of the process.
+        node: The address of its node.
+        use_gpu: Whether the process has GPUs.
+    """
     places = (Where.workers, Where.gpu_workers if use_gpu else Where.cpu_workers)
-    # What the user or the driver has set takes precedence.
+    # Values set by the user or the driver take precedence.
     for name, setting in SETTINGS.items():
         value = setting.value if setting.value is not None else interface_of(node)
         if setting.where in places and value is not None:
@@ -162,8 +173,10 @@ def fill_in(environment: MutableMapping[str, str], node: str, use_gpu: bool) -> 
 
 
 def weight_group_settings(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that trainer processes need to join NCCL groups with engines, except those the
-    user has set."""
+    """Return the variables that trainer processes need to join NCCL groups with engines.
+
+    Those that the user has set are omitted.
+    """
     return {
         name: setting.value
         for name, setting in SETTINGS.items()
@@ -174,9 +187,11 @@ def weight_group_settings(environment: Mapping[str, str] = os.environ) -> dict[s
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has the address; None where none has it (an address that is
-    translated)."""
-    import psutil  # here, so that reading the table needs nothing
+    """Return the network interface of this machine that has the address.
+
+    None if there is none, as with a translated (NAT) address.
+    """
+    import psutil  # imported here, so that reading the table needs no packages
 
     try:
         wanted = {info[4][0] for info in socket.getaddrinfo(address, None)}
@@ -193,8 +208,7 @@ def interface_of(address: str) -> str | None:
 def describe(
     use_gpu: bool, places: Collection[Where], environment: Mapping[str, str] = os.environ
 ) -> list[tuple[str, str, str]]:
-    """(name, value, whose value it is) in those of `places` that a run has which this process drives, for its
-    first page."""
+    """Return (name, value, origin) of the variables in `places` for the first page of a run."""
     absent = {Where.cpu_workers} if use_gpu else {Where.gpu_workers, Where.weight_group_workers}
     rows = [
         (
@@ -205,7 +219,7 @@ def describe(
         for name, setting in SETTINGS.items()
         if setting.where in places and setting.where not in absent
     ]
-    # Add what the user has set beyond the table, since it reaches the workers too.
+    # Add variables outside the table that the user has set, because they reach the workers too.
     listed = {name for name, _, _ in rows}
 
     return rows + [

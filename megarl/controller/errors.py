@@ -1,4 +1,4 @@
-"""What the driver raises when a worker group fails, and which of several failures is shown."""
+"""What the driver raises when a worker group fails, and which of several failures is reported first."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class RankFailure(NamedTuple):
     role: str
     rank: int
     node: str
-    pid: int | None  # None: the process ended before it could tell
+    pid: int | None  # None: the process ended before it could report it
     method: str
     failure: CallFailure
-    rows: Rows | None = None  # None: it was given no batch, or one that the driver does not have
-    log_path: str = ""  # of the process, on its node; empty where it is not known
+    rows: Rows | None = None  # None: no batch, or one that the driver does not have
+    log_path: str = ""  # the log of the process on its node; empty if not known
 
     def describe(self) -> str:
         process = f"pid {self.pid}" if self.pid is not None else "pid unknown"
@@ -29,8 +29,10 @@ class RankFailure(NamedTuple):
 
 
 class WorkerError(RunError):
-    """A worker raised, or its process ended. The attributes are those of the failure that came first;
-    `others` came with it."""
+    """A worker raised, or its process ended.
+
+    The attributes describe the first failure; `others` contains the failures that followed.
+    """
 
     def __init__(self, first: RankFailure, others: Sequence[RankFailure] = ()) -> None:
         self.role = first.role
@@ -47,11 +49,11 @@ class WorkerError(RunError):
         self.others = tuple(others)
         lines = [first.describe(), "", self.remote_traceback.rstrip()]
 
-        # When one rank fails, most of its peers fail after it: a few of them are enough.
+        # When one rank fails, most of its peers fail afterwards: a few of them are enough.
         if others:
             lines += [
                 "",
-                f"{len(others)} more failed after it:",
+                f"{len(others)} other ranks failed afterwards:",
                 *(f"  {other.describe()}" for other in others[:8]),
             ]
 
@@ -59,7 +61,7 @@ class WorkerError(RunError):
 
 
 class RankReport(NamedTuple):
-    """`activity` is None when the process did not answer."""
+    """What one rank is doing. `activity` is None if the process did not answer."""
 
     role: str
     rank: int
@@ -72,10 +74,10 @@ class RankReport(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """One line, without the stack."""
+        """One line without the stack."""
         head = f"{self.role} rank {self.rank} (node {self.node}"
         if self.activity is None:
-            return f"{head}): no answer from the process; it is stopped, or holds Python's lock"
+            return f"{head}): no answer from the process; it is stopped or holds the GIL"
         head += f", pid {self.activity.location.pid})"
         if self.activity.method is None:
             return f"{head}: idle"
@@ -85,20 +87,22 @@ class RankReport(NamedTuple):
 
 
 class RayEndedError(RunError):
-    """`daemon`, a process of Ray's own on the driver's node, has ended: what it ran has ended too."""
+    """`daemon`, a process of Ray's own on the driver's node, has ended, and so has the run."""
 
     hint = hints.RAY_ENDED
 
     def __init__(self, daemon: str) -> None:
         super().__init__(
-            f"Ray's {daemon} has ended (killed, out of memory, or crashed), and all processes of the run "
-            f"end with it"
+            f"Ray's {daemon} has ended (killed, out of memory, or crashed), which ends all processes of the "
+            f"run"
         )
 
 
 class PhaseTimeoutError(RunError, TimeoutError):
-    """A call outlived its group's limit; the group has been ended. `rank`: where it ran longest; `reports`
-    tell what each was doing."""
+    """A call exceeded the time limit of its group, and the group was ended.
+
+    `rank` is the rank with the longest call; `reports` describe what each rank was doing.
+    """
 
     def __init__(
         self,
@@ -115,10 +119,10 @@ class PhaseTimeoutError(RunError, TimeoutError):
         self.reports = tuple(reports)
         self.rows = rows
         self.rank = rank
-        # The user has called no constructor: say what the construction does instead.
+        # The user did not call a constructor, so describe what it does.
         what = f"{role}.{method}"
         if method == CONSTRUCTION:
-            what = f"the construction of {role} rank {rank} (its model is read, its engine starts)"
+            what = f"the construction of {role} rank {rank} (loading its model, starting its engine)"
         lines = [
             f"{what} took longer than phase_time_limit_s={limit_s:g}; the group was ended. What each rank "
             f"was doing:"
@@ -130,11 +134,11 @@ class PhaseTimeoutError(RunError, TimeoutError):
 
 
 def first_failure(failures: Sequence[RankFailure]) -> WorkerError:
-    """The likeliest cause: an exception of a worker's own before a death, a death before complaints about
-    peers; then the earliest.
+    """Return an error for the likeliest cause.
 
-    A rank that raises leaves its peers in a collective that breaks or aborts them, so their errors are its
-    consequences.
+    A worker's own exception comes before a death, and a death before complaints about peers; then the
+    earliest comes first. A rank that raises leaves its peers in a collective that breaks or aborts them, so
+    their errors are consequences.
     """
     ordered = sorted(failures, key=lambda failure: (failure.failure.kind, failure.failure.time_s))
     return WorkerError(ordered[0], ordered[1:])

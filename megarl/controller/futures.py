@@ -1,5 +1,7 @@
-"""One remote call on one rank, the future of a call on many, and waiting: the first failure, a dead process
-or a hang ends the wait."""
+"""Remote calls on single ranks, futures of calls on many ranks, and waiting for them.
+
+The first failure, a dead process or a hang ends the wait.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ from megarl.controller.messages import (
     Rows,
 )
 
-GRACE_S = 2.0  # after the first failure is seen, for an earlier one of another rank that is still on its way
-NODE_LOOK_S = 5.0  # between two looks at whether the nodes of processes that are still to start are there
+GRACE_S = 2.0  # wait after the first failure, for an earlier failure of another rank still on its way
+NODE_LOOK_S = 5.0  # interval for checking the nodes of processes that have not started
 _LOG_LINES = 30
 _SHOWN_UIDS = 4
 
@@ -47,7 +49,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Processes(Protocol):
-    """The processes of a group (actors.py), as a call to one of them needs them."""
+    """The interface of a group's processes (actors.py) that calls use."""
 
     phase_time_limit_s: float
     locations: dict[int, Location]
@@ -66,8 +68,11 @@ class Processes(Protocol):
 
 @dataclass(eq=False)
 class Call:
-    """`result` stays in the object store until someone asks. `uids`: of the rows of the batch that it was
-    given, (B,), where it was."""
+    """A call on one rank.
+
+    `result` stays in the object store until it is fetched. `uids` (B,) are those of the rows of the call's
+    batch, if any.
+    """
 
     processes: Processes
     role: str
@@ -93,14 +98,14 @@ class Call:
         return Rows(distinct[:_SHOWN_UIDS], len(distinct), len(self.uids))
 
     def fetch(self) -> None:
-        """Reads the record, which must be there, or learns that it never will be."""
+        """Read the record, which must be available, or determine why there will be none."""
         try:
             self.record = ray.get(self.record_reference)
         except RayError as error:
             self.failure = self._failure_outside(error)
             return
 
-        # Keep the location, which tells the node and log of the process if it dies in a later call.
+        # Keep the location: it identifies the node and log of the process if it dies in a later call.
         self.processes.locations[self.rank] = self.record.location
         self.on_record(self.role, self.rank, self.record)
 
@@ -118,8 +123,11 @@ class Call:
             )
 
     def fetch_result(self) -> Any:
-        """Returns what the call returned. Raises WorkerError where that was lost with the node that kept
-        it."""
+        """Return the result of the call.
+
+        Raises:
+            WorkerError: The result was lost with the node that stored it.
+        """
         try:
             return ray.get(self.result)
         except RayError as error:
@@ -127,15 +135,14 @@ class Call:
             raise WorkerError(self.failure) from error
 
     def _failure_outside(self, error: RayError) -> RankFailure:
-        """Builds the failure for an error of Ray's own: the process is gone, or a value could not be sent or
-        received."""
+        """Describe one of Ray's own errors: the process is gone, or a value could not be sent or received."""
         rank = self.rank
-        if isinstance(error, RayActorError):  # may be about the process that should have made an argument
+        if isinstance(error, RayActorError):  # may concern the process that should have produced an argument
             rank = self.processes.rank_of(error.actor_id, self.rank)
             if daemon := ended_daemon():
                 raise RayEndedError(daemon) from error
 
-        # A broken connection alone does not tell whether the process or its node is gone.
+        # A broken connection alone does not show whether the process or its node is gone.
         if isinstance(error, ActorUnavailableError):
             error = self.processes.last_word(rank, error)
         location = self.processes.locations.get(rank)
@@ -147,14 +154,14 @@ class Call:
             summary = f"{type(error).__name__}: {text.strip().splitlines()[-1]}"
             failure = CallFailure(FailureKind.exception, summary, text, time.time())
         else:
-            # The process is gone: the end of its log and the node's OOM kills may tell why.
+            # The process is gone: the end of its log and the node's OOM kills may explain why.
             log = _end_of_log(log_path) if location else ""
             loss = why_lost(error, location.node if location else None, log, oom_kills(node))
             failure = CallFailure(
                 FailureKind.death, loss.summary, f"{error}\n{log}", time.time(), hint=loss.hint
             )
 
-        # The rows are those of this call, so they say nothing of a failure on another rank.
+        # The rows belong to this call, so they are unrelated to a failure on another rank.
         return RankFailure(
             self.role,
             rank,
@@ -167,9 +174,8 @@ class Call:
         )
 
     def fail_without_node(self, node: str) -> RankFailure:
-        """Records that the process will never start, because `node` left the cluster and no other may take
-        its place."""
-        loss = node_lost(node, f"{self.role} rank {self.rank} has nowhere to start")
+        """Record that the process will never start, as `node` left the cluster and cannot be replaced."""
+        loss = node_lost(node, f"{self.role} rank {self.rank} cannot start anywhere")
         failure = CallFailure(FailureKind.death, loss.summary, loss.summary, time.time(), hint=loss.hint)
         self.failure = RankFailure(self.role, self.rank, node, None, self.method, failure, self.rows)
         return self.failure
@@ -179,7 +185,7 @@ class Call:
 
 
 class RemoteFuture(DataProtoFuture, Generic[T_co]):
-    """A result that rests on remote calls, `calls`."""
+    """A result that depends on the remote calls `calls`."""
 
     calls: tuple[Call, ...]
 
@@ -188,13 +194,13 @@ class RemoteFuture(DataProtoFuture, Generic[T_co]):
 
     @classmethod
     def gather(cls, futures: Sequence[RemoteFuture[Any]], timeout: float | None = None) -> list[Any]:
-        # Wait for all calls at once: a failure must not hide behind an earlier future that still works.
+        # Wait for all calls at once: a failure must not be hidden by an earlier future that is still running.
         wait_for_calls([call for future in futures for call in future.calls], timeout)
         return [future.get() for future in futures]
 
 
 class WorkerFuture(RemoteFuture[T_co]):
-    """`.get()` waits. The results stay in the object store until then."""
+    """The future of a call. `get()` waits. Results stay in the object store until then."""
 
     def __init__(self, calls: Sequence[Call], kept: Sequence[Call], how: Collect) -> None:
         self.calls = tuple(calls)  # all ranks
@@ -202,14 +208,19 @@ class WorkerFuture(RemoteFuture[T_co]):
         self._how = how
 
     def get(self, timeout: float | None = None) -> T_co:
-        """Raises WorkerError with the first failure of any rank, PhaseTimeoutError, or TimeoutError after
-        `timeout` seconds."""
+        """Wait for the result.
+
+        Raises:
+            WorkerError: A rank failed; it describes the first failure.
+            PhaseTimeoutError: The call exceeded its group's limit.
+            TimeoutError: `timeout` seconds have passed.
+        """
         wait_for_calls(self.calls, timeout)
         return collect([call.fetch_result() for call in self._kept], self._how)
 
 
 class DerivedFuture(RemoteFuture[T_co]):
-    """`finish` of the results of other futures, computed on the driver by whoever asks."""
+    """The future of `finish`, applied on the driver to the results of other futures."""
 
     def __init__(self, parts: Sequence[RemoteFuture[Any]], finish: Callable[[list[Any]], T_co]) -> None:
         self.calls = tuple(call for part in parts for call in part.calls)
@@ -217,27 +228,31 @@ class DerivedFuture(RemoteFuture[T_co]):
         self._finish = finish
 
     def get(self, timeout: float | None = None) -> T_co:
-        """As WorkerFuture.get; also what `finish` raises."""
+        """Wait for the result. Raises what `WorkerFuture.get` and `finish` raise."""
         return self._finish(self.gather(self._parts, timeout))
 
 
 def gather(*futures: RemoteFuture[T], timeout: float | None = None) -> list[T]:
-    """Waits for futures of any groups at the same time; their results in order.
+    """Wait for futures of any groups at the same time, and return their results in order.
 
-    Raises the first failure of any (a failure behind the second is not hidden by a first one that still
-    works), PhaseTimeoutError, or TimeoutError after `timeout` seconds.
+    Raises:
+        WorkerError: The first failure of any future, even if earlier futures are still running.
+        PhaseTimeoutError: A call exceeded its group's limit.
+        TimeoutError: `timeout` seconds have passed.
     """
     return RemoteFuture.gather(futures, timeout)
 
 
 def wait_for_any(futures: Sequence[RemoteFuture[Any]], timeout: float) -> list[RemoteFuture[Any]]:
-    """Those of `futures` that have ended, well or not, after at most `timeout` seconds of waiting for the
-    first; `get` tells how."""
+    """Return the futures that have ended, successfully or not; `get` shows which.
+
+    Waits at most `timeout` seconds for the first one.
+    """
     ended = [future for future in futures if has_ended(future.calls)]
-    give_up_s = time.monotonic() + timeout
+    deadline_s = time.monotonic() + timeout
 
     # The end of one call need not end its future: wait until a whole future is done or has failed.
-    while not ended and (remaining_s := give_up_s - time.monotonic()) > 0:
+    while not ended and (remaining_s := deadline_s - time.monotonic()) > 0:
         wait_for_one([call for future in futures for call in future.calls], remaining_s)
         ended = [future for future in futures if has_ended(future.calls)]
 
@@ -248,61 +263,66 @@ def wait_for_any(futures: Sequence[RemoteFuture[Any]], timeout: float) -> list[R
 
 
 def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
-    """Returns when all have succeeded. Raises WorkerError, PhaseTimeoutError (the group is killed),
-    RayEndedError, or TimeoutError after `timeout` s."""
-    give_up_s = None if timeout is None else time.monotonic() + timeout
+    """Wait until all calls have succeeded.
+
+    Raises:
+        WorkerError: A call failed.
+        PhaseTimeoutError: A call exceeded its limit; the group was ended.
+        RayEndedError: An indispensable daemon of Ray has ended.
+        TimeoutError: `timeout` seconds have passed.
+    """
+    deadline_s = None if timeout is None else time.monotonic() + timeout
     construction = [
         call
         for processes in dict.fromkeys(call.processes for call in calls)
         for call in processes.construction
     ]
 
-    # what fails or hangs in a constructor is the cause of ours
+    # A failure or hang in the constructor causes those of later calls.
     everything = list(dict.fromkeys([*construction, *calls]))
-    # Failures that an earlier wait has found are raised at once.
+    # Failures found by an earlier wait are raised at once.
     if failures := [call.failure for call in everything if call.failure is not None]:
         raise first_failure(failures)
     pending = {call.record_reference: call for call in everything if not call.ended}
     if pending and (daemon := ended_daemon()):
-        raise RayEndedError(daemon)  # Ray itself says so after a minute, or not at all
+        raise RayEndedError(daemon)  # Ray itself reports this after a minute, or never
     look_s = dict.fromkeys((call.processes for call in pending.values()), 0.0)
     next_look_s = 0.0
 
     while pending:
-        # The first failure seen is often a consequence of another one that is still on its way.
+        # The first observed failure is often a consequence of another one that is still on its way.
         if failures := _collect_ended(pending, next_look_s - time.monotonic()):
             raise first_failure(failures + _late_failures(pending))
         # The caller's timeout ends the wait only; the calls continue.
-        if pending and give_up_s is not None and time.monotonic() >= give_up_s:
+        if pending and deadline_s is not None and time.monotonic() >= deadline_s:
             waiting = next(iter(pending.values()))
             raise TimeoutError(
                 f"{waiting.role}.{waiting.method} has not finished after {timeout:g} s (rank "
                 f"{waiting.rank}); it is still running"
             )
-        # A call that has outlived the limit of its group ends the group.
+        # A call that exceeds the limit of its group ends the group.
         for processes in look_s:
             own = [call for call in pending.values() if call.processes is processes]
             look_s[processes] = _check_limit(processes, own, look_s[processes])
         # Sleep until the next limit can expire, or the caller's timeout.
-        next_look_s = min([*look_s.values(), *([] if give_up_s is None else [give_up_s])])
+        next_look_s = min([*look_s.values(), *([] if deadline_s is None else [deadline_s])])
 
 
 def wait_for_one(calls: Sequence[Call], timeout: float) -> None:
-    """Waits until one more of them has ended, at most `timeout` s; it raises nothing but RayEndedError."""
+    """Wait until one more of the calls has ended, for at most `timeout` s. Raises only RayEndedError."""
     pending = {call.record_reference: call for call in calls if not call.ended}
     if pending:
         _collect_ended(pending, timeout)
 
 
 def has_ended(calls: Sequence[Call]) -> bool:
-    """All of them have succeeded, or one has failed."""
+    """Return whether all calls have succeeded, or one has failed."""
     _collect_ended({call.record_reference: call for call in calls if not call.ended}, 0.0)
     return any(call.failure is not None for call in calls) or all(call.ended for call in calls)
 
 
 def _collect_ended(pending: dict[ray.ObjectRef, Call], wait_s: float) -> list[RankFailure]:
-    """Takes the calls that have ended out of `pending`, after at most `wait_s`; returns the failures among
-    them."""
+    """Remove the calls that have ended from `pending` after at most `wait_s`, and return their failures."""
     references = list(pending)
     if not references:
         return []
@@ -323,15 +343,14 @@ def _collect_ended(pending: dict[ray.ObjectRef, Call], wait_s: float) -> list[Ra
 def _wait(
     references: list[ray.ObjectRef], pending: dict[ray.ObjectRef, Call], wait_s: float
 ) -> list[RankFailure]:
-    """Waits at most `wait_s` for one of the calls to end. Returns the failures of processes that will never
-    start.
+    """Wait at most `wait_s` for a call to end, and return failures of processes that cannot start.
 
-    Ray reports the loss of a running process. One that is still to be placed on a node that is gone it keeps
-    waiting for ever.
+    Ray reports the loss of a running process. A process that is still to be placed on a lost node, it keeps
+    pending forever.
     """
     end_s = time.monotonic() + wait_s
     while True:
-        # Only a process that is still to start can wait for ever, so its node is looked at regularly.
+        # Only a process that has not started can be pending forever, so its node is checked regularly.
         starting = {reference: call for reference, call in pending.items() if call.method == CONSTRUCTION}
         remaining_s = max(0.0, end_s - time.monotonic())
         ended, _ = ray.wait(
@@ -342,7 +361,7 @@ def _wait(
         )
         if ended:
             return []
-        # Nothing has ended: look for ranks whose node has left before they started there.
+        # Nothing has ended: find ranks whose node left before they started there.
         lost = {
             processes: processes.lost_nodes()
             for processes in dict.fromkeys(call.processes for call in starting.values())
@@ -365,16 +384,17 @@ def _late_failures(pending: dict[ray.ObjectRef, Call]) -> list[RankFailure]:
 
 
 def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float) -> float:
-    """When to look again (monotonic seconds). Ends the group and raises when a call has outlived the limit.
+    """Return when to check again (monotonic seconds). Ends the group and raises at the limit.
 
-    A call may wait in its rank's queue behind others; the limit is for each of them, from its own start. A
-    rank that is idle although a call is pending has not got it yet: that counts from when the call was made.
+    A call may wait in its rank's queue after others; the limit applies to each call from its own start. If a
+    rank is idle although a call is pending, it has not received the call, and the limit applies from its
+    submission.
     """
     if not calls:
         return float("inf")
     now_s = time.monotonic()
     limit_s = processes.phase_time_limit_s
-    # Until the oldest call could have outlived the limit, the ranks need not be asked.
+    # The ranks need not be asked until the oldest call could have exceeded the limit.
     first_look_s = min(call.submitted_s for call in calls) + limit_s
     if now_s < max(first_look_s, looked_at_s):
         return max(first_look_s, looked_at_s)
@@ -388,21 +408,21 @@ def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float
         return now_s + limit_s - age_s
     is_idle = (activity := running[oldest.rank]) is not None and activity.method is None
     if is_idle and ray.wait([oldest.record_reference], timeout=GRACE_S, fetch_local=False)[0]:
-        return now_s  # it had just ended, and its record was on its way
+        return now_s  # it has just ended, and its record is on its way
     error = PhaseTimeoutError(oldest.role, oldest.method, limit_s, reports, oldest.rows, oldest.rank)
     processes.end(error)
     raise error
 
 
 def _age_s(activity: RankActivity | None, call: Call, now_s: float) -> float:
-    # A queued call cannot start before the running one has ended, so that one's age counts.
+    # A queued call cannot start before the running one has ended, so the age of the running one counts.
     if activity is not None and activity.method is not None:
         return activity.running_s
     return now_s - call.submitted_s
 
 
 def _end_of_log(path: str) -> str:
-    """Returns the end of what a process that died has printed, if it ran on this machine."""
+    """Return the end of a dead process's log, if it ran on this machine."""
     try:
         lines = Path(path).read_text(errors="replace").splitlines()
     except OSError:

@@ -1,5 +1,7 @@
-"""RayWorkerGroup: the driver's handle on all ranks of a role, which call a worker's methods by
-`group.call(ActorWorker.update, ...)`."""
+"""RayWorkerGroup: the driver's handle on all ranks of a role.
+
+Methods of the workers are called with `group.call(ActorWorker.update, ...)`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
 
 
 class RoleGroup:
-    """All ranks of one role. Several may share the same processes (`RayWorkerGroup.spawn`)."""
+    """All ranks of one role. Several groups may share the same processes (`RayWorkerGroup.spawn`)."""
 
     def __init__(self, actors: ActorSet, role: str, worker: RayClassWithInitArgs) -> None:
         self._actors = actors
@@ -54,18 +56,20 @@ class RoleGroup:
 
     @property
     def has_ended(self) -> bool:
-        """It was shut down, or a call that outlived its limit ended it: it takes no more calls."""
+        """Whether the group was shut down or exceeded a call's limit, so that it accepts no calls."""
         return not self._actors.alive
 
     @property
     def ready(self) -> WorkerFuture:
-        """Of the workers' construction. Waiting is optional: calls queue behind it, and report its failure as
-        theirs."""
+        """The future of the workers' construction.
+
+        Waiting is optional: calls are queued after it, and report its failure as theirs.
+        """
         return WorkerFuture(self._actors.construction, (), Collect(CollectKind.listed))
 
     @property
     def phase_time_limit_s(self) -> float:
-        """How long a call may run. A new value also holds for the calls that are under way."""
+        """How long a call may run, in seconds. A new value also applies to calls in progress."""
         return self._actors.phase_time_limit_s
 
     @phase_time_limit_s.setter
@@ -77,11 +81,15 @@ class RoleGroup:
     def call(
         self, method: RemoteMethod[..., Any, CallP, CallR], *args: CallP.args, **kwargs: CallP.kwargs
     ) -> CallR:
-        """A worker's method as its `@register` says: on which ranks, and whether this waits or returns a
-        future.
+        """Call a worker's method on the ranks that its `@register` defines.
 
-        Waiting raises WorkerError, PhaseTimeoutError. ValueError where the method is not one of this group's
-        worker.
+        Returns:
+            The result, or a future if the method is registered as non-blocking.
+
+        Raises:
+            WorkerError: A rank failed.
+            PhaseTimeoutError: The call exceeded its limit.
+            ValueError: The method does not belong to this group's worker.
         """
         future = self._execute(method.rule, method, args, kwargs)
         return future.get() if method.blocking else future  # type: ignore[return-value]
@@ -89,10 +97,10 @@ class RoleGroup:
     def call_rank(
         self, rank: int, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs
     ) -> WorkerFuture[R]:
-        """Call a worker's method on one rank alone, whatever its `@register` says.
+        """Call a worker's method on one rank only, regardless of its `@register`.
 
         Raises:
-            ValueError: The rank does not exist, or the method is not one of this group's worker.
+            ValueError: The rank does not exist, or the method does not belong to this group's worker.
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.role} has ranks 0 to {self.world_size - 1}, not {rank}")
@@ -101,15 +109,17 @@ class RoleGroup:
     def call_all(
         self, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs
     ) -> WorkerFuture[list[R]]:
-        """Call a worker's method on every rank with the same arguments, whatever its `@register` says; the
-        result is a list by rank."""
+        """Call a worker's method on every rank with the same arguments, regardless of its `@register`.
+
+        Returns:
+            A future of the list of results by rank.
+        """
         return self._execute(RULES[Dispatch.ONE_TO_ALL], method, args, kwargs)
 
     def call_beside(self, method: RemoteMethod[[], None, ..., Any]) -> None:
-        """A worker's method, which must be safe in a thread of its own, on every rank at once, beside the
-        call that the rank is at.
+        """Run a worker's method on every rank at once, concurrently with the rank's current call.
 
-        Returns at once, and nobody hears of its end.
+        The method must be thread-safe. Returns at once; the outcome is ignored.
         """
         self._actors.start_beside(self.role, self._name(method))
 
@@ -143,12 +153,11 @@ class RoleGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that have answered a call, in the order of ranks; each is a number of its own
-        node."""
+        """The pids of the processes that have answered a call, by rank. Each pid is one of its own node."""
         return [self._actors.locations[rank].pid for rank in sorted(self._actors.locations)]
 
     def reports(self) -> list[RankReport]:
-        """What every rank is doing right now, without its help; takes at most a few seconds."""
+        """Report what every rank is doing, even if it hangs. Takes at most a few seconds."""
         return self._actors.reports()
 
     # ---- timeline and end
@@ -158,30 +167,31 @@ class RoleGroup:
         self._spans += [Span(pool, role, rank, span.name, span.start_s, span.end_s) for span in record.spans]
 
     def drain_spans(self) -> list[Span]:
-        """What the calls that were waited for did since the last time, on every rank: each call, then its
-        phases."""
+        """Return the spans of calls completed since the last time: each call, then its phases."""
         spans = self._spans
         self._spans = []
         return spans
 
     def shutdown(self) -> None:
-        """Ends the processes at once, those of all roles that share them."""
+        """End the processes at once, and so all roles that share them."""
         self._actors.end()
 
 
 class RayWorkerGroup(RoleGroup):
-    """Starts one process per bundle of `resource_pool` and constructs the workers there; returns before they
-    are ready.
+    """Starts one process per bundle of a pool and constructs workers there, without waiting for them.
 
-    `ray_cls_with_init`: one worker class, or several fused (`create_colocated_worker_cls`), whose groups
-    `spawn` gives.
-    `environment`: set in the processes before torch is loaded, beside what the user and environment.py set
-    for all.
-    `at_work`: role -> method -> how many processes of a node compute while it runs, which share its cores
-    where there is no GPU and the user has not set OMP_NUM_THREADS. Another method has the threads of the one
-    before it.
-    `phase_time_limit_s`: a call that runs longer raises PhaseTimeoutError with every rank's stack, and the
-    group is ended.
+    Args:
+        resource_pool: Where the processes run.
+        ray_cls_with_init: One worker class, or several fused ones (`create_colocated_worker_cls`), whose
+            groups `spawn` returns.
+        role: The role of a single worker class.
+        phase_time_limit_s: A call that runs longer raises PhaseTimeoutError with every rank's stack, and the
+            group is ended.
+        environment: Variables to set in the processes before torch is loaded, in addition to those of the
+            user and environment.py.
+        at_work: role -> method -> the number of processes that compute on a node while it runs. They share
+            its cores if there is no GPU and the user has not set OMP_NUM_THREADS. Other methods keep the
+            thread count of the previous one.
     """
 
     _role_group = RoleGroup  # the class of the groups that spawn() returns
@@ -204,7 +214,7 @@ class RayWorkerGroup(RoleGroup):
         for each, spec in self._roles.items():
             _check_layout(each, spec, resource_pool)
 
-        # What is given for this group overrides what the user has set for all.
+        # Variables for this group override what the user has set for all.
         given = {**users_settings(), **environment}
         shares = {role: dict(methods) for role, methods in at_work.items()}
         actors = ActorSet(resource_pool, self._roles, given, phase_time_limit_s, self._record_spans, shares)
@@ -212,7 +222,7 @@ class RayWorkerGroup(RoleGroup):
         if isinstance(ray_cls_with_init, RayClassWithInitArgs):
             super().__init__(actors, role, ray_cls_with_init)
         else:
-            # Fused roles have no single worker class: calls are made on the groups that spawn() returns.
+            # Fused roles have no single worker class: calls go through the groups that spawn() returns.
             self._actors = actors
             self.role = ""
             self._worker_class = None
@@ -224,7 +234,11 @@ class RayWorkerGroup(RoleGroup):
 
 
 def _check_layout(role: str, worker: RayClassWithInitArgs, pool: RayResourcePool) -> None:
-    """Raise ValueError, before a process is started, for a layout of another size than the pool."""
+    """Refuse a layout of another size than the pool, before a process is started.
+
+    Raises:
+        ValueError: The sizes differ.
+    """
     num_ranks = len(worker.mesh(pool.world_size))
     if num_ranks != pool.world_size:
         raise ValueError(

@@ -1,5 +1,4 @@
-"""One process that holds the workers of one rank, runs their methods, and can tell what it is doing. A Ray
-actor.
+"""A Ray actor that holds the workers of one rank, runs their methods, and reports what it is doing.
 
 Imports neither torch nor a worker class: the environment is set before either is loaded.
 """
@@ -38,7 +37,7 @@ from megarl.machine.ports import hold_port, own_address
 from megarl.machine.processors import usable_cores
 from megarl.machine.reaper import OWNER, start_reaper
 
-# What gloo, NCCL and c10d say on the ranks whose peer has gone.
+# Messages of gloo, NCCL and c10d on ranks whose peer is gone.
 _COMMUNICATION_WORDS = (
     "gloo/transport",
     "Connection closed by peer",
@@ -52,8 +51,11 @@ _COMMUNICATION_WORDS = (
 
 
 class WorkerHost:
-    """Methods return (result, CallRecord) as two objects, and never raise: the driver reads the record before
-    it asks for the result."""
+    """The actor of one rank.
+
+    Methods return (result, CallRecord) as two objects and never raise: the driver reads the record before it
+    fetches the result.
+    """
 
     def __init__(self) -> None:
         self._activity = Activity()
@@ -63,7 +65,7 @@ class WorkerHost:
         self._at_work: Mapping[str, Mapping[str, int]] = {}
 
     def rendezvous(self) -> Rendezvous:
-        """An address of this process's node that no one else takes."""
+        """Reserve a port and return an address of this process's node for torch.distributed."""
         self._held_port = hold_port(own_address(self._location.node))
         return Rendezvous(self._location.node, self._held_port.getsockname()[1])
 
@@ -77,9 +79,19 @@ class WorkerHost:
         owner: str,
         at_work: Mapping[str, Mapping[str, int]],
     ) -> tuple[Any, CallRecord]:
-        """`workers`: pickled {role: (class, arguments, named arguments)}, opened only after the environment
-        is set. `at_work`: see RayWorkerGroup."""
-        # Cores are divided by phase only on CPUs, and only where the user has not set the number of threads.
+        """Construct the workers of this rank.
+
+        Args:
+            workers: Pickled {role: (class, arguments, named arguments)}. It is loaded only after the
+                environment is set.
+            identity: The rank.
+            rendezvous: Where the ranks of the group meet.
+            environment: Variables to set.
+            use_gpu: Whether the process has GPUs.
+            owner: The mark of this process's descendants.
+            at_work: See `RayWorkerGroup`.
+        """
+        # Cores are divided by phase only on CPUs, and only if the user has not set the number of threads.
         if not use_gpu and "OMP_NUM_THREADS" not in environment:
             self._at_work = at_work
         # Complete the environment before a worker class, and torch with it, is loaded.
@@ -93,7 +105,7 @@ class WorkerHost:
         os.environ.update(
             {OWNER: owner, **environment, **{name: str(value) for name, value in launch.items()}}
         )
-        # Defaults come last, since they leave alone what is set already.
+        # Defaults come last, since they do not override existing values.
         fill_in(os.environ, self._location.node, use_gpu)
 
         return self._record(CONSTRUCTION, lambda: self._construct(workers, identity, owner))
@@ -102,7 +114,7 @@ class WorkerHost:
         # Start the reaper first: a constructor may start processes that have to end with this one.
         start_reaper(owner, whole_group=True)
         for role, (cls, arguments, named_arguments) in pickle.loads(workers).items():
-            # The context must be there before __init__ runs, which may use it.
+            # Set the context before __init__ runs, which may use it.
             worker = cls.__new__(cls)
             worker.context = WorkerContext(
                 role,
@@ -118,20 +130,20 @@ class WorkerHost:
     def execute(
         self, role: str, method: str, keep_result: bool, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, CallRecord]:
-        """`keep_result` False: another rank's result is the one that counts, so this one's is not stored."""
+        """Run a method. The result is not stored if `keep_result` is False, because another rank's counts."""
         self._take_cores(self._at_work.get(role, {}).get(method))
         result, record = self._record(method, lambda: getattr(self._workers[role], method)(*args, **kwargs))
         return result if keep_result else None, record
 
     def _take_cores(self, processes: int | None) -> None:
-        """An equal part of the node's for each of so many processes."""
+        """Limit this process to its share of the node's cores, divided among `processes` processes."""
         if processes is not None:
             import torch
 
             torch.set_num_threads(max(1, usable_cores() // processes))
 
     def execute_beside(self, role: str, method: str) -> None:
-        """While `execute` works, from another thread; nothing where the workers are not there yet."""
+        """Run a method from another thread while `execute` works. Does nothing before the workers exist."""
         if role in self._workers:
             getattr(self._workers[role], method)()
 
@@ -143,19 +155,19 @@ class WorkerHost:
             with self._activity.call(method), _output_flushed():
                 result = call()
         except BaseException as error:  # noqa: BLE001
-            # The boundary of a process: the driver gets it, sys.exit included.
+            # This is a process boundary: the driver gets every exception, sys.exit included.
             failure = _failure_of(error)
 
         return result, CallRecord(self._location, self._activity.spans(), failure)
 
     def activity(self) -> RankActivity:
-        """Answers while `execute` hangs, from another thread."""
+        """Report what this process is doing, from another thread, even if `execute` hangs."""
         return self._activity.report(self._location)
 
 
 @contextlib.contextmanager
 def _output_flushed() -> Iterator[None]:
-    """What a worker printed is in its log when the process is killed later."""
+    """Flush the output of a worker, so that it is in the log if the process is killed later."""
     try:
         yield
     finally:
@@ -166,14 +178,17 @@ def _output_flushed() -> Iterator[None]:
 def _failure_of(error: BaseException) -> CallFailure:
     now = time.time()
     summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-    # Cut off the host's own frames: the traceback should begin with the worker's code.
+    # Remove the host's own frames: the traceback should begin with the worker's code.
     text = "".join(traceback.format_exception(type(error), error, _after_host(error.__traceback__)))
     kind = FailureKind.communication if _is_about_a_peer(error) else FailureKind.exception
     return CallFailure(kind, summary, text, now, qualified_name(type(error)), tuple(hint_of(error)))
 
 
 def _after_host(trace: TracebackType | None) -> TracebackType | None:
-    """The part that begins with the worker's own code; all of it when the host itself failed."""
+    """Return the part of a traceback that begins with the worker's own code.
+
+    Returns all of it if the host itself failed.
+    """
     own = trace
     step = trace
 
@@ -196,7 +211,7 @@ def _is_about_a_peer(error: BaseException) -> bool:
 
 
 def _node_address() -> str:
-    """As the cluster knows this node (loopback for a local cluster), not as its network card is called."""
+    """Return the node's address in the cluster, which is loopback for a local cluster."""
     node_id = ray.get_runtime_context().get_node_id()
     return next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
 

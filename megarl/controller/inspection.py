@@ -1,5 +1,4 @@
-"""What a Ray cluster is made of: each node's resources, versions and limits, what it sees of the driver's
-files, and its clock."""
+"""Inspect a Ray cluster: resources, versions and limits of each node, visible files, and clock offset."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ class Software(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Of a worker on the node: /dev/shm in bytes, and how many files it may have open."""
+    """Limits of a worker on the node: the size of /dev/shm in bytes, and the number of open files."""
 
     shared_memory: int
     shared_memory_free: int
@@ -37,9 +36,18 @@ class Limits(NamedTuple):
 
 
 class NodeReport(NamedTuple):
-    """`software`, `limits`: None where no worker could be started, as `error` says. `unseen`: of the paths
-    asked for, those that the node does not have. `clock_offset_s`: its clock less the driver's, known to
-    within `clock_uncertainty_s`."""
+    """One node.
+
+    Attributes:
+        address: The address.
+        resources: Its resources by kind.
+        software: Versions. None if no worker could be started.
+        clock_offset_s: Its clock minus the driver's, in seconds.
+        clock_uncertainty_s: The maximum error of the offset, in seconds.
+        error: Why no worker could be started.
+        limits: Limits of a worker. None if no worker could be started.
+        unseen: The requested paths that do not exist on the node.
+    """
 
     address: str
     resources: Mapping[str, float]
@@ -52,7 +60,14 @@ class NodeReport(NamedTuple):
 
 
 class ClusterReport(NamedTuple):
-    """`dead`: addresses of nodes that have left. `free`: what nobody has reserved."""
+    """The cluster.
+
+    Attributes:
+        nodes: One report per node.
+        whole: All resources of each node.
+        free: The resources that are not reserved.
+        dead: The addresses of nodes that have left.
+    """
 
     nodes: tuple[NodeReport, ...]
     whole: tuple[NodeResources, ...]
@@ -61,7 +76,7 @@ class ClusterReport(NamedTuple):
 
 
 class _Witness:
-    """A process on the node. It answers within milliseconds once it runs, so that clocks can be compared."""
+    """A process on the node. Once it runs, it answers within milliseconds, so that clocks can be compared."""
 
     def software(self) -> Software:
         return here()
@@ -82,19 +97,23 @@ def here() -> Software:
 
 
 def inspect_cluster(limit_s: float, paths: Sequence[str] = ()) -> ClusterReport:
-    """Of the cluster that this process has joined; a node that does not answer within `limit_s` is reported
-    as such. `paths`: that every node should have."""
+    """Inspect the cluster that this process has joined.
+
+    Args:
+        limit_s: A node that does not answer within this time is reported as silent.
+        paths: Paths that every node should have.
+    """
     nodes = living_nodes()
-    # A witness takes no CPU, so that it starts where all are reserved.
+    # A witness takes no CPU, so that it starts even if all are reserved.
     witness = ray.remote(num_cpus=0)(_Witness)
     placed = [NodeAffinitySchedulingStrategy(node.identity, soft=False) for node in nodes]
     actors: list[Any] = [witness.options(scheduling_strategy=place).remote() for place in placed]
-    # The nodes share one deadline, so that several silent ones do not add up.
-    give_up_s = time.monotonic() + limit_s
+    # The nodes share one deadline, so that the delays of several silent ones do not add up.
+    deadline_s = time.monotonic() + limit_s
 
     try:
         reports = tuple(
-            _report(node, actor, paths, give_up_s) for node, actor in zip(nodes, actors, strict=True)
+            _report(node, actor, paths, deadline_s) for node, actor in zip(nodes, actors, strict=True)
         )
     finally:
         for actor in actors:
@@ -104,21 +123,21 @@ def inspect_cluster(limit_s: float, paths: Sequence[str] = ()) -> ClusterReport:
     return ClusterReport(nodes=reports, whole=tuple(nodes), free=tuple(free_nodes()), dead=dead)
 
 
-def _report(node: NodeResources, actor: Any, paths: Sequence[str], give_up_s: float) -> NodeReport:
+def _report(node: NodeResources, actor: Any, paths: Sequence[str], deadline_s: float) -> NodeReport:
     try:
         answers = [actor.software.remote(), actor.limits.remote(), actor.unseen.remote(list(paths))]
-        software, limits, unseen = ray.get(answers, timeout=max(0.0, give_up_s - time.monotonic()))
+        software, limits, unseen = ray.get(answers, timeout=max(0.0, deadline_s - time.monotonic()))
         offsets = [_compare(actor) for _ in range(_PINGS)]
     except RayError as error:
         return NodeReport(node.node, node.resources, error=str(error).strip().splitlines()[-1])
 
-    # The fastest question bounds the clock's offset most tightly.
+    # The fastest query bounds the clock's offset most tightly.
     uncertainty, offset = min(offsets)
     return NodeReport(node.node, node.resources, software, offset, uncertainty, limits=limits, unseen=unseen)
 
 
 def _compare(actor: Any) -> tuple[float, float]:
-    """(half of the time that the question took, the node's clock less this one's)."""
+    """Return half of the duration of a query, and the node's clock minus this one's, in seconds."""
     before = time.time()
     there: float = ray.get(actor.now.remote(), timeout=5)
     after = time.time()

@@ -1,5 +1,7 @@
-"""Says why a process is gone: what Ray reports about it, told apart by whether the process, its node or the
-network failed."""
+"""Explain why a process is gone, from Ray's errors.
+
+Distinguishes failures of the process, its node and the network.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from ray.exceptions import (
 from megarl.controller import hints
 from megarl.machine.wording import counted
 
-# Errors that mean that the process, or what it returned, no longer exists.
+# Errors which mean that the process, or what it returned, no longer exists.
 LOST = (
     ActorUnavailableError,
     LocalRayletDiedError,
@@ -56,13 +58,13 @@ def why_lost(error: RayError, node: str | None, log: str, oom_kills: int) -> Pro
 
     Args:
         error: Ray's error, one of `LOST`.
-        node: The address of the process's node, None where it is not known.
-        log: The end of the process's standard error, empty where it cannot be read.
-        oom_kills: Processes of that node that the kernel's OOM killer has ended during this run, 0 where it
-            is not known.
+        node: The address of the process's node, None if not known.
+        log: The end of the process's standard error, empty if it cannot be read.
+        oom_kills: The number of processes on that node that the kernel's OOM killer has ended during this
+            run, 0 if not known.
     """
     text = str(error)
-    # The memory monitor gives its reason itself.
+    # The memory monitor states its reason itself.
     if isinstance(error, OutOfMemoryError):
         used = _MEMORY_USED.search(text)
         memory = f" ({used[1]} of {used[2]} used)" if used else ""
@@ -71,7 +73,7 @@ def why_lost(error: RayError, node: str | None, log: str, oom_kills: int) -> Pro
             hints.MEMORY_MONITOR,
         )
 
-    # A lost node takes its processes along, so look for it before blaming the process.
+    # A lost node takes its processes with it, so check for it before blaming the process.
     if isinstance(error, NodeDiedError) or _NODE_DIED.search(text):
         address = _NODE_ADDRESS.search(text)
         reason = _NODE_REASON.search(text)
@@ -81,15 +83,14 @@ def why_lost(error: RayError, node: str | None, log: str, oom_kills: int) -> Pro
 
     if isinstance(error, ActorUnavailableError):
         summary = (
-            "the process cannot be reached: the connection to it broke, and its node is still part of "
+            "the process cannot be reached: the connection broke, although its node is still part of "
             "the cluster"
         )
         return ProcessLoss(summary, hints.PROCESS_EXITED)
 
     if isinstance(error, ObjectLostError):
         summary = (
-            f"a value that was kept on node {node or 'not known'} is lost: the process or the node "
-            f"that kept it is gone"
+            f"a value on node {node or 'not known'} is lost: the process or the node that stored it is gone"
         )
         return ProcessLoss(summary, hints.NODE_LOST)
 
@@ -114,7 +115,7 @@ def _why_ended(text: str, log: str, oom_kills: int) -> ProcessLoss:
     if oom_kills:
         processes = counted(oom_kills, "process")
         summary = (
-            f"the process ended; the kernel's OOM killer has ended {processes} of its node during this run"
+            f"the process ended; the kernel's OOM killer has ended {processes} on its node during this run"
         )
         return ProcessLoss(summary, hints.OOM_KILLED)
 
@@ -122,8 +123,7 @@ def _why_ended(text: str, log: str, oom_kills: int) -> ProcessLoss:
 
 
 def num_oom_kills() -> int:
-    """Count the processes that the OOM killer of this machine's kernel has ended since boot, 0 where it does
-    not say."""
+    """Return the number of processes that this machine's OOM killer has ended since boot, 0 if not known."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

@@ -1,5 +1,7 @@
-"""What a worker process knows of itself and its calls, and tells the driver apart from their results. Small,
-and free of torch, as the process starts with it."""
+"""What a worker process reports to the driver separately from results.
+
+Small and free of torch, because it is loaded when the process starts.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ CONSTRUCTION = "__init__"  # the method of a rank's first call
 
 
 def qualified_name(cls: type) -> str:
-    """By which a failure's exception class is known where it cannot be sent itself."""
+    """Return the name of a failure's exception class, which cannot always be sent itself."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class FailureKind(IntEnum):
-    """How likely a failure is the cause of the others: the smaller, the likelier."""
+    """How likely a failure is the cause of others. Smaller values are likelier."""
 
     exception = 0
     death = 1  # the process is gone
@@ -32,16 +34,16 @@ class FailureKind(IntEnum):
 class CallFailure(NamedTuple):
     kind: FailureKind
     summary: str  # one line: type and message
-    traceback: str  # as it was in the worker's process
-    time_s: float  # seconds since the epoch on the worker's clock
-    error_type: str = ""  # module and name of the exception's class, where there was one
+    traceback: str  # as formatted in the worker's process
+    time_s: float  # seconds since the epoch, by the worker's clock
+    error_type: str = ""  # module and name of the exception's class, if any
     hint: tuple[str, ...] = ()  # see HintedError
 
 
 class Rows(NamedTuple):
-    """Which rows of the batch a call was given, for whoever looks for the one that it failed on."""
+    """The rows of a call's batch, to help find the one that it failed on."""
 
-    uids: tuple[str, ...]  # the first of them, each once
+    uids: tuple[str, ...]  # the first distinct ones
     num_uids: int
     num_rows: int
 
@@ -57,7 +59,7 @@ class PhaseSpan(NamedTuple):
 
 
 class Location(NamedTuple):
-    """Where a rank runs. `stderr_path` is a file of that node."""
+    """Where a rank runs. `stderr_path` is a file on that node."""
 
     node: str
     pid: int
@@ -65,19 +67,18 @@ class Location(NamedTuple):
 
 
 class CallRecord(NamedTuple):
-    """How a call went. It comes back beside the result, so that the driver learns this without fetching the
-    result."""
+    """How a call ended. It is returned separately, so that the driver need not fetch the result to know."""
 
     location: Location
     spans: tuple[PhaseSpan, ...]
     failure: CallFailure | None
 
 
-OnRecord = Callable[[str, int, CallRecord], None]  # of a role's rank
+OnRecord = Callable[[str, int, CallRecord], None]  # called with role, rank and record
 
 
 class RankActivity(NamedTuple):
-    """What a process is doing right now. `method` is None when it is idle."""
+    """What a process is doing. `method` is None if it is idle."""
 
     location: Location
     method: str | None
@@ -87,7 +88,7 @@ class RankActivity(NamedTuple):
 
 
 class RankIdentity(NamedTuple):
-    """The launch variables of one rank, by the names that torch.distributed reads."""
+    """The launch variables of one rank, with the names that torch.distributed reads."""
 
     rank: int
     world_size: int
@@ -102,8 +103,10 @@ class Rendezvous(NamedTuple):
 
 
 class Activity:
-    """One call at a time, with named phases inside it: kept up to date by the thread that works, and read by
-    the monitor thread while that one hangs."""
+    """The current call of a process and its named phases.
+
+    The working thread updates it, and the monitor thread reads it, even if the working thread hangs.
+    """
 
     def __init__(self) -> None:
         self._method: str | None = None
@@ -118,13 +121,13 @@ class Activity:
         self._phases = []
         self._thread = threading.get_ident()
         self._began = Began()
-        # Set last: the monitor thread takes a method as the sign that the other fields belong to it.
+        # Set last: a method signals to the monitor thread that the other fields belong to it.
         self._method = method
 
         try:
             yield
         finally:
-            # The call comes first, although its phases have ended before it.
+            # The call comes first, although its phases ended before it.
             self._spans.insert(0, PhaseSpan(method, self._began.start_s, self._began.now_s()))
             self._method = None
 
@@ -140,11 +143,11 @@ class Activity:
             self._spans.append(PhaseSpan(name, began.start_s, began.now_s()))
 
     def spans(self) -> tuple[PhaseSpan, ...]:
-        """Of the last call: the whole of it first, then its phases in the order in which they ended."""
+        """Return the spans of the last call: the whole call, then its phases in the order of their end."""
         return tuple(self._spans)
 
     def report(self, location: Location) -> RankActivity:
-        """Needs no help from the working thread: that one may hang in a collective."""
+        """Report the activity without the help of the working thread, which may hang in a collective."""
         # Read each field once: the working thread may change it meanwhile.
         method = self._method
         phases = list(self._phases)
@@ -159,7 +162,7 @@ class Activity:
         frame = sys._current_frames().get(self._thread)
         if frame is None:
             return "  (the thread has ended)\n"
-        # Frames of the import machinery would bury the worker's own.
+        # Frames of the import machinery would obscure the worker's own.
         entries = [
             entry
             for entry in traceback.extract_stack(frame)

@@ -1,4 +1,4 @@
-"""What the nodes of a cluster have, and which of them can hold what is asked for."""
+"""The resources of a cluster's nodes, and matching of demands to nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ GPU = "GPU"
 
 
 class NodeResources(NamedTuple):
-    """`node`: its address. `identity`: Ray's id of it."""
+    """The resources of one node.
+
+    Attributes:
+        node: The address.
+        resources: Amounts by kind.
+        identity: Ray's id of the node.
+    """
 
     node: str
     resources: Mapping[str, float]
@@ -20,22 +26,27 @@ class NodeResources(NamedTuple):
 
 
 def fits(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources]) -> bool:
-    """Whether each demand finds a node; see `match`."""
+    """Return whether each demand can be placed on a node; see `match`."""
     return match(demands, nodes) is not None
 
 
 def match(
     demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources], apart: bool = False
 ) -> list[int] | None:
-    """The node of each demand; None where one finds none: the largest first, each on the node where it leaves
-    least.
+    """Place each demand on a node: the largest first, each on the node where it leaves least.
 
-    apart: no node has two.
+    Args:
+        demands: Amounts by kind.
+        nodes: What the nodes have.
+        apart: Whether no node may get two demands.
+
+    Returns:
+        The index of the node for each demand. None if a demand cannot be placed.
     """
     left = [dict(node.resources) for node in nodes]
     found = [0] * len(demands)
 
-    # Best fit, largest first: small demands must not take the room that only a large one needs.
+    # Best fit, largest first: small demands must not take the space that only a large one needs.
     for index in sorted(
         range(len(demands)),
         key=lambda index: (demands[index].get(GPU, 0), demands[index][CPU]),
@@ -49,7 +60,7 @@ def match(
         if not able:
             return None
         found[index] = min(able, key=lambda number: (left[number].get(GPU, 0), left[number][CPU]))
-        # A node without room is not offered to another demand.
+        # A used node is not offered to another demand.
         if apart:
             left[found[index]] = {}
         for kind, amount in demands[index].items():
@@ -68,7 +79,7 @@ def living_nodes() -> list[NodeResources]:
 
 
 def free_nodes() -> list[NodeResources]:
-    # Ray has no public call for this that works without its dashboard.
+    # Ray has no public API for this that works without its dashboard.
     free = ray._private.state.available_resources_per_node()
     return [node._replace(resources=free.get(node.identity, {CPU: 0.0})) for node in living_nodes()]
 

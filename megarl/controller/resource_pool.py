@@ -1,5 +1,7 @@
-"""Devices as pools: a pool is a Ray placement group per node, and is refused at once when the cluster cannot
-hold it."""
+"""Device pools. A pool is one Ray placement group per node.
+
+Pools that the cluster cannot hold are refused at once.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,17 @@ from megarl.controller.node_resources import (
 from megarl.machine.errors import HintedError
 from megarl.placement.placement_plan import PlacementPlan
 
-_NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
-_SETTLE_S = 5.0  # until what was given back just now is known to be free
+_NODE_LABEL = "ray.io/node-id"  # a label that Ray sets on each node
+_SETTLE_S = 5.0  # until resources that were just released appear as free
 NO_EXCEPTIONS: Mapping[str, int] = MappingProxyType({})
 _log = logging.getLogger(__name__)
 
 
 class InsufficientResourcesError(HintedError, ValueError):
-    """The cluster does not have, or does not free, what a pool asks for; the message sets requested beside
-    available, per node."""
+    """The cluster does not have, or does not free, what a pool requests.
+
+    The message lists requested and available resources per node.
+    """
 
     hint = hints.NO_RESOURCES
 
@@ -53,13 +57,21 @@ class PoolBundle(NamedTuple):
 
 
 class RayResourcePool:
-    """`process_on_nodes[i]` processes, each with `gpus_per_process` devices of its own, together on one node,
-    for every i.
+    """A pool of devices with one process per bundle.
 
-    `max_colocate_count` worker groups may share the pool: each process then takes that fraction of a GPU.
-    `nodes[i]`: the number of that node in the run's plan: pools of one ResourcePoolManager that name the same
-    number are on the same node. None: any node that has room. On CPU a process takes one of Ray's logical
-    CPUs, which `start_ray(num_cpus=...)` counts as the run needs them.
+    On a CPU, a process takes one of Ray's logical CPUs, which `start_ray(num_cpus=...)` counts as the run
+    needs them.
+
+    Args:
+        process_on_nodes: The number of processes on each node.
+        use_gpu: Whether the processes get GPUs.
+        name: The name in messages.
+        max_colocate_count: The number of worker groups that may share the pool. Each process then takes that
+            fraction of a GPU.
+        wait_limit_s: How long to wait for resources that others hold, in seconds.
+        gpus_per_process: The number of GPUs of each process.
+        nodes: The numbers of the nodes in the run's plan. Pools of one ResourcePoolManager with the same
+            number are on the same node. None: any nodes with free resources.
     """
 
     def __init__(
@@ -86,9 +98,9 @@ class RayResourcePool:
         self.wait_limit_s = wait_limit_s
         self.gpus_per_process = gpus_per_process
         self.nodes = None if nodes is None else tuple(nodes)
-        self._node_ids: list[str] | None = None  # Ray's, of `nodes`
+        self._node_ids: list[str] | None = None  # Ray's ids of `nodes`
         self._groups: list[PlacementGroup] = []
-        self._reserved_on: list[str] = []  # Ray's ids of their nodes
+        self._reserved_on: list[str] = []  # Ray's ids of the nodes of `_groups`
 
     @property
     def world_size(self) -> int:
@@ -98,8 +110,12 @@ class RayResourcePool:
         return {CPU: self.max_colocate_count, **({GPU: self.gpus_per_process} if self.use_gpu else {})}
 
     def bundles(self) -> list[PoolBundle]:
-        """In the order of ranks; reserves them on the first call. Raises InsufficientResourcesError, at once
-        when it can never be, and after `wait_limit_s` when others hold what is needed."""
+        """Return the bundles in rank order. The first call reserves them.
+
+        Raises:
+            InsufficientResourcesError: The cluster can never hold them (raised at once), or others still hold
+                them after `wait_limit_s`.
+        """
         if not self._groups:
             # A reservation that can never be met would otherwise wait until the limit.
             check_fits([self])
@@ -110,14 +126,14 @@ class RayResourcePool:
                 _group_on_node(share, count, node_id)
                 for count, node_id in zip(self.process_on_nodes, ids, strict=True)
             ]
-            # All groups share one deadline. A partial reservation is released, or it would block others.
+            # All groups share one deadline. A partial reservation is released, because it would block others.
             deadline_s = time.monotonic() + self.wait_limit_s
             if not all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in self._groups):
                 self.release()
                 raise InsufficientResourcesError(
                     explain([self], free_nodes(), f"still not free after {self.wait_limit_s:g} s")
                 )
-            # Keep the nodes' ids, by which a lost node is recognized later.
+            # Keep the ids of the nodes, to recognize a lost node later.
             self._reserved_on = [
                 placement_group_table(group)["bundles_to_node_id"][0] for group in self._groups
             ]
@@ -128,26 +144,23 @@ class RayResourcePool:
         ]
 
     def split(self) -> list[RayResourcePool]:
-        """One pool for each process, on the bundles of this one: for groups that are ended and restarted
-        one by one."""
+        """Return one pool per process on this one's bundles, for groups that restart one by one."""
         return [self.part([rank]) for rank in range(self.world_size)]
 
     def part(self, bundles: Sequence[int]) -> RayResourcePool:
-        """A pool of some of this one's bundles, by their numbers: for a group that shares it with others."""
+        """Return a pool of some of this one's bundles, for a group that shares it with others."""
         return _PoolPart(self, bundles)
 
     def pin(self, node_ids: Sequence[str]) -> None:
-        """Reserves on these nodes, by Ray's ids, one for each of `process_on_nodes`."""
+        """Reserve on these nodes, given by Ray's ids, one for each of `process_on_nodes`."""
         self._node_ids = list(node_ids)
 
     def lost_nodes(self) -> dict[int, str]:
-        """Returns the ranks whose node has left the cluster, with its address, where no other node can take
-        its place.
+        """Return the ranks whose node has left the cluster and cannot be replaced, with its address.
 
-        A planned pool stays on the nodes that it was reserved on. Ray moves another pool to a node that has
-        room.
+        A planned pool stays on its reserved nodes. Ray moves another pool to any node with free resources.
         """
-        # A pool that is not pinned can move, so nothing is lost while other nodes have room.
+        # A pool that is not pinned can move, so nothing is lost while other nodes have free resources.
         if self._node_ids is None and fits(node_demands([self]), living_nodes()):
             return {}
         gone = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if not node["Alive"]}
@@ -160,7 +173,7 @@ class RayResourcePool:
         return {rank: gone[node] for rank, node in enumerate(node_of) if node in gone}
 
     def release(self) -> None:
-        """Gives the devices back; ends the processes that still use them."""
+        """Release the devices. This ends the processes that still use them."""
         for group in self._groups:
             remove_placement_group(group)
         self._groups = []
@@ -204,13 +217,19 @@ class _PoolPart(RayResourcePool):
 
 
 class ResourcePoolManager:
-    """The pools of a run, and which role runs on which.
+    """The pools of a run, and which role runs on which pool.
 
-    `resource_pool_spec`: pool name -> processes on each node; `mapping`: role -> pool name;
-    `gpus_per_process`: pool name -> GPUs of each process where `use_gpu`, 1 for those that it does not name,
-    0 for processes that need none; `max_colocate_counts`: pool name -> worker groups that share it, 1 for
-    those that it does not name; `nodes`: pool name -> the numbers of its nodes, see RayResourcePool. Raises
-    ValueError for a role whose pool does not exist.
+    Args:
+        resource_pool_spec: The number of processes on each node, by pool.
+        mapping: The pool of each role.
+        use_gpu: Whether processes get GPUs.
+        gpus_per_process: The number of GPUs of each process, by pool; 0 for processes without GPUs. Default
+            1.
+        max_colocate_counts: The number of worker groups that share a pool. Default 1.
+        nodes: The numbers of its nodes by pool; see `RayResourcePool`.
+
+    Raises:
+        ValueError: A role is mapped to a pool that does not exist.
     """
 
     def __init__(
@@ -225,7 +244,7 @@ class ResourcePoolManager:
         for role, pool in mapping.items():
             if pool not in resource_pool_spec:
                 raise ValueError(
-                    f"role {role!r} is mapped to the pool {pool!r}; there are {sorted(resource_pool_spec)}"
+                    f"role {role!r} is mapped to pool {pool!r}; the pools are {sorted(resource_pool_spec)}"
                 )
 
         self.resource_pools = {
@@ -253,9 +272,12 @@ class ResourcePoolManager:
         )
 
     def create_resource_pool(self) -> None:
-        """Reserves all pools. Raises InsufficientResourcesError before reserving any when they do not fit
-        together."""
-        # Check and pin all pools together: one by one, the last might fail after the others are reserved.
+        """Reserve all pools.
+
+        Raises:
+            InsufficientResourcesError: The pools do not fit together. None is reserved then.
+        """
+        # Check and pin all pools together: one by one, the last might fail after others are reserved.
         pools = list(self.resource_pools.values())
         check_fits(pools)
         _pin(pools)
@@ -264,7 +286,7 @@ class ResourcePoolManager:
 
     def get_resource_pool(self, role: str) -> RayResourcePool:
         if role not in self._mapping:
-            raise ValueError(f"role {role!r} has no pool; there are {sorted(self._mapping)}")
+            raise ValueError(f"role {role!r} has no pool; the roles are {sorted(self._mapping)}")
         return self.resource_pools[self._mapping[role]]
 
     def release(self) -> None:
@@ -273,8 +295,11 @@ class ResourcePoolManager:
 
 
 def check_fits(pools: Sequence[RayResourcePool]) -> None:
-    """Raises InsufficientResourcesError when the nodes that are alive could not hold the pools even if they
-    were empty."""
+    """Check that the living nodes could hold the pools if they were empty.
+
+    Raises:
+        InsufficientResourcesError: They could not.
+    """
     nodes = living_nodes()
     if not fits(node_demands(pools), nodes):
         raise InsufficientResourcesError(
@@ -283,36 +308,38 @@ def check_fits(pools: Sequence[RayResourcePool]) -> None:
 
 
 def _pin(pools: Sequence[RayResourcePool]) -> None:
-    """A node of the cluster for each node of the plan: each its own and of those with room now, where they
-    suffice."""
+    """Choose a node of the cluster for each node of the plan.
+
+    Distinct nodes with free resources are preferred.
+    """
     planned = [pool for pool in pools if pool.nodes is not None]
     numbers = _numbers(planned)
     demands = node_demands(planned)
     whole = living_nodes()
     free = free_nodes()
 
-    # Resources that were released just now take a moment to appear as free.
+    # Resources that were just released take a moment to appear as free.
     if match(demands, whole, apart=True) is not None:
         deadline_s = time.monotonic() + _SETTLE_S
         while match(demands, free, apart=True) is None and time.monotonic() < deadline_s:
             time.sleep(_SETTLE_S / 20)
             free = free_nodes()
 
-    # Prefer nodes with room now over occupied ones, and separate nodes over shared ones.
+    # Prefer free nodes over occupied ones, and separate nodes over shared ones.
     for nodes, apart in ((free, True), (free, False), (whole, True), (whole, False)):
         if (chosen := match(demands, nodes, apart)) is not None:
             break
     else:
-        return  # with what is not planned it fits, so the reservation itself finds out
+        return  # leave the decision to the reservation
 
     # The pools fit only once others release what they hold, which may take a while.
     if nodes is whole:
         _log.warning(
             "%s",
-            explain(pools, free, f"held by others now; waiting up to {pools[0].wait_limit_s:g} s for it"),
+            explain(pools, free, f"held by others now; waiting up to {pools[0].wait_limit_s:g} s"),
         )
 
-    # Pools that name the same node of the plan get the same node of the cluster.
+    # Pools with the same planned node get the same node of the cluster.
     identities = {number: nodes[index].identity for number, index in zip(numbers, chosen, strict=True)}
     for pool in planned:
         pool.pin([identities[number] for number in pool.nodes or ()])
@@ -323,11 +350,11 @@ def _numbers(pools: Sequence[RayResourcePool]) -> list[int]:
 
 
 def node_demands(pools: Sequence[RayResourcePool]) -> list[dict[str, float]]:
-    """Of each node of the plan, in order; then of each node of the pools that are on any."""
+    """Return the demand on each planned node, in order, followed by those that may go to any node."""
     together: dict[int, dict[str, float]] = {number: {CPU: 0.0} for number in _numbers(pools)}
     alone: list[dict[str, float]] = []
 
-    # Demands on the same node of the plan add up; a pool without a plan needs room of its own.
+    # Demands on the same planned node add up; a pool without a plan needs separate space.
     for pool in pools:
         for index, count in enumerate(pool.process_on_nodes):
             demand = _demand(pool, count)
@@ -354,13 +381,13 @@ def _demand(pool: RayResourcePool, count: int) -> dict[str, float]:
     return {kind: amount * count for kind, amount in pool.resources_per_process().items()}
 
 
-_SMALLER = "Add nodes or devices, or give the roles smaller parallel sizes or a shared pool."
+_SMALLER = "Add nodes or devices, use smaller parallel sizes, or let roles share a pool."
 
 
 def _hint(pools: Sequence[RayResourcePool], whole_nodes: Sequence[NodeResources]) -> str:
     wants_gpus = any(GPU in pool.resources_per_process() for pool in pools)
     if wants_gpus and not any(node.resources.get(GPU) for node in whole_nodes):
-        return "No node has a GPU: join a cluster whose nodes have some, or run on CPUs with device=cpu."
+        return "No node has a GPU: join a cluster with GPUs, or run on CPUs with device=cpu."
     return _SMALLER
 
 

@@ -1,5 +1,8 @@
-"""What runs in a worker process: the base class, `@register` for the methods that the driver calls, to Python
-and to a type checker, and its delayed construction there, alone or beside others."""
+"""The base class of workers, `@register` for the methods that the driver calls, and delayed construction.
+
+`register` types the calls for a type checker. Workers are constructed in a worker process, alone or with
+others.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,16 @@ if TYPE_CHECKING:  # worker classes are imported without Ray
     from megarl.controller.futures import WorkerFuture
 
 
-P = ParamSpec("P")  # what the method takes on a rank, without the worker itself
-R = TypeVar("R", covariant=True)  # what it returns there
-CallP = ParamSpec("CallP")  # what the driver gives to `group.call(method, ...)`
-CallR = TypeVar("CallR", covariant=True)  # what it gets: of one rank or of several, at once or as a future
+P = ParamSpec("P")  # the method's parameters on a rank, without self
+R = TypeVar("R", covariant=True)  # its return type on a rank
+CallP = ParamSpec("CallP")  # the parameters of `group.call(method, ...)` on the driver
+CallR = TypeVar("CallR", covariant=True)  # its return type on the driver: one or several results, or a future
 
 
 class RemoteMethod(Generic[P, R, CallP, CallR]):
     """A method of a worker class that a group's ranks run: `group.call(ActorWorker.update, parts, loss)`.
 
-    Of a worker it is an ordinary method.
+    On a worker it is an ordinary method.
     """
 
     def __init__(self, function: Callable[..., Any], rule: Rule, blocking: bool) -> None:
@@ -55,8 +58,8 @@ class RemoteMethod(Generic[P, R, CallP, CallR]):
         return f"{self.owner.__name__}.{self.name}"
 
 
-# Of a mesh: the method takes its part of a batch first; the driver gives the parts of all replicas, and gets
-# a result of each.
+# On a mesh, the method takes its part of a batch first; the driver passes the parts of all replicas, and gets
+# one result from each.
 
 
 @overload
@@ -97,23 +100,22 @@ def register(dispatch_mode: Dispatch | Rule = Dispatch.ONE_TO_ALL, blocking: boo
     """Mark a worker's method for `group.call`.
 
     Args:
-        dispatch_mode: Which ranks run it, on which part of the arguments, and whose results come back. A
-            `Rule` is a mode of your own.
+        dispatch_mode: Which ranks run it, on which part of the arguments, and whose results are returned. A
+            `Rule` is a custom mode.
         blocking: Whether a call waits for the results. Otherwise it returns a future at once.
 
     Raises:
-        ValueError: The method is an `async def`. All ranks of a group run a call together, one call after the
-            other.
+        ValueError: The method is an `async def`. All ranks of a group run calls together, one call after
+            another.
     """
     rule = RULES[dispatch_mode] if isinstance(dispatch_mode, Dispatch) else dispatch_mode
 
     def mark(method: Callable[..., Any]) -> RemoteMethod[..., Any, ..., Any]:
         if iscoroutinefunction(method) or isasyncgenfunction(method):
             raise ValueError(
-                f"{method.__qualname__} is `async def`, but ranks run their calls one after the other, and "
-                f"nothing would await it; "
-                "make it a plain `def`, with asyncio.run around what it awaits (blocking=False frees the "
-                "driver meanwhile)"
+                f"{method.__qualname__} is `async def`, but ranks run their calls one after another and do "
+                "not await them; make it a plain `def` that uses asyncio.run for what it awaits "
+                "(blocking=False lets the driver continue meanwhile)"
             )
         return RemoteMethod(method, rule, blocking)
 
@@ -121,17 +123,17 @@ def register(dispatch_mode: Dispatch | Rule = Dispatch.ONE_TO_ALL, blocking: boo
 
 
 def registered_methods(worker_class: type) -> dict[str, RemoteMethod[..., Any, ..., Any]]:
-    """Those of the class and of its bases, by name."""
+    """Return the registered methods of the class and of its bases, by name."""
     # Read from the class, so that __get__ returns the RemoteMethod itself; dir() includes the bases.
     found = {name: getattr(worker_class, name) for name in dir(worker_class)}
     return {name: method for name, method in found.items() if isinstance(method, RemoteMethod)}
 
 
 class Worker:
-    """Subclass it and mark with `@register` the methods that the driver calls.
+    """The base class of workers. Mark the methods that the driver calls with `@register`.
 
-    The context is there before `__init__` runs, and so are RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-    MASTER_PORT in the environment. Outside a worker group (in a unit test) a worker is rank 0 of 1.
+    Before `__init__` runs, the context and the variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+    MASTER_PORT are set. Outside a worker group (in a unit test), a worker is rank 0 of 1.
     """
 
     context = WorkerContext(
@@ -152,38 +154,37 @@ class Worker:
 
     @property
     def local_rank(self) -> int:
-        """Among the group's ranks of this node. With GPUs, Ray shows a process its own ones only: the first
-        is always number 0."""
+        """The rank among the group's ranks on this node.
+
+        With GPUs, Ray shows a process only its own ones: the first is always number 0.
+        """
         return self.context.local_rank
 
     @property
     def node(self) -> str:
-        """Its IP address."""
+        """The IP address of the node."""
         return self.context.node
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """`with self.phase("forward"):` names a part of a call, for the timeline and for the report of a
-        hang."""
+        """Name a part of a call in the timeline and in hang reports: `with self.phase("forward"):`."""
         return self.context.activity.phase(name)
 
     @classmethod
     def mesh(cls, world_size: int, *args: Any, **kwargs: Any) -> Mesh:
-        """Where each rank stands in the layout of a worker that is made of these arguments: known to the
-        driver without asking.
+        """Return the coordinate of each rank in the layout of a worker with these arguments.
 
-        Every rank is a replica of its own unless a subclass knows better.
+        The driver calls this without a worker. By default, every rank is a replica of its own.
         """
         return tuple(MeshCoordinate(dp=rank) for rank in range(world_size))
 
     @register()
     def visible_gpus(self) -> str:
-        """The GPUs that Ray shows this process, as CUDA_VISIBLE_DEVICES names them."""
+        """Return the GPUs that Ray shows this process, as CUDA_VISIBLE_DEVICES."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     @register()
     def resident_memory_gb(self) -> float:
-        """Memory of this process and of all that it started, in 10^9 bytes; what they share counts for
-        each."""
+        """Return the memory of this process and its descendants in GB (10^9 bytes), shared memory for each."""
         import psutil
 
         process = psutil.Process()
@@ -197,7 +198,11 @@ class Worker:
 
 
 class RayClassWithInitArgs:
-    """`cls(*args, **kwargs)`, later and elsewhere. Raises ValueError when `cls` is not a Worker."""
+    """A delayed `cls(*args, **kwargs)`, for another process.
+
+    Raises:
+        ValueError: `cls` is not a Worker.
+    """
 
     def __init__(self, cls: type[Worker], *args: Any, **kwargs: Any) -> None:
         if not (isinstance(cls, type) and issubclass(cls, Worker)):
@@ -214,14 +219,18 @@ class RayClassWithInitArgs:
 
 
 class ColocatedWorkerClass:
-    """Several roles in one process. Calls to them take turns, in the order in which the driver makes them."""
+    """Several roles in one process. Their calls run one at a time, in submission order."""
 
     def __init__(self, roles: Mapping[str, RayClassWithInitArgs]) -> None:
         self.roles = dict(roles)
 
 
 def create_colocated_worker_cls(roles: Mapping[str, RayClassWithInitArgs]) -> ColocatedWorkerClass:
-    """Workers are made in the order of `roles`. Raises ValueError when there are none."""
+    """Fuse several workers in one process. They are constructed in the order of `roles`.
+
+    Raises:
+        ValueError: There are no roles.
+    """
     if not roles:
         raise ValueError("create_colocated_worker_cls: there are no roles")
     return ColocatedWorkerClass(roles)
