@@ -1,4 +1,4 @@
-"""Start Ray for a run, or join an existing cluster, and leave no processes behind."""
+"""Start Ray for a run, or join an existing cluster, and end all processes afterwards."""
 
 from __future__ import annotations
 

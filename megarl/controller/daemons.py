@@ -230,7 +230,7 @@ def start_patiently(start: Callable[[], T], say: Callable[[str], None]) -> T:
         try:
             return start()
         except NodeStartError as error:
-            # End the daemons that the failed attempt left behind.
+            # End the daemons of the failed attempt.
             end_held(hold([pid for pid in descendants(os.getpid()) if pid not in before]))
             # Only a timeout is worth a retry: by now the programs' files are in the page cache.
             if attempt == _NUM_ATTEMPTS or _TIMED_OUT not in str(error):

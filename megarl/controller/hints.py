@@ -74,5 +74,5 @@ SLOW_CALL = (
     "stack is above",
     "if all are in the same collective, check the network between their nodes (NCCL_DEBUG=INFO, "
     "NCCL_SOCKET_IFNAME)",
-    "if all are computing, the call is slow, not stuck: raise the limit {trainer.phase_time_limit_s}",
+    "if all are computing, the call is slow, not stuck; raise the limit: {trainer.phase_time_limit_s}",
 )

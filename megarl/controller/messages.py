@@ -59,7 +59,7 @@ class PhaseSpan(NamedTuple):
 
 
 class Location(NamedTuple):
-    """Where a rank runs. `stderr_path` is a file on that node."""
+    """The process of a rank. `stderr_path` is a file on that node."""
 
     node: str
     pid: int
@@ -96,7 +96,7 @@ class RankIdentity(NamedTuple):
 
 
 class Rendezvous(NamedTuple):
-    """Where the ranks of one group meet: torch.distributed's MASTER_ADDR and MASTER_PORT."""
+    """The rendezvous of a group: torch.distributed's MASTER_ADDR and MASTER_PORT."""
 
     address: str
     port: int

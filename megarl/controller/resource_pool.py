@@ -401,7 +401,7 @@ def explain(
     ]
     available = [f"  node {node.node}: {amounts_in_words(node.resources)}" for node in nodes]
     return "\n".join(
-        [f"the pools ask for what is {problem}. Requested:", *requested, "Available:", *available, hint]
+        [f"the requested resources are {problem}. Requested:", *requested, "Available:", *available, hint]
     )
 
 

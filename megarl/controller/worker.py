@@ -184,7 +184,7 @@ class Worker:
 
     @register()
     def resident_memory_gb(self) -> float:
-        """Return the memory of this process and its descendants in GB (10^9 bytes), shared memory for each."""
+        """Return the memory of this process and its descendants in GB (10^9 bytes), sharing ignored."""
         import psutil
 
         process = psutil.Process()

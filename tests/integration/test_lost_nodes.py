@@ -56,13 +56,13 @@ def test_a_lost_node_is_named(told: dict[str, dict[str, Any]]) -> None:
 
 def test_results_that_the_node_kept_are_lost_with_it(told: dict[str, dict[str, Any]]) -> None:
     assert (told["result"]["error"], told["result"]["kind"]) == ("WorkerError", "death")
-    assert "the process or the node that kept it is gone" in told["result"]["summary"]
+    assert "the process or the node that stored it is gone" in told["result"]["summary"]
 
 
 def test_a_process_of_a_lost_node_does_not_wait_for_it(told: dict[str, dict[str, Any]]) -> None:
     """The program's phase limit is hours."""
     assert (told["start"]["error"], told["start"]["kind"]) == ("WorkerError", "death")
-    assert told["start"]["summary"].endswith("has nowhere to start")
+    assert told["start"]["summary"].endswith("cannot start anywhere")
 
 
 def test_neither_does_a_rollout_replica(told: dict[str, dict[str, Any]]) -> None:

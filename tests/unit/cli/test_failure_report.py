@@ -170,7 +170,7 @@ def test_a_full_gpu_while_weights_are_sent(tmp_path: Path) -> None:
         (InsufficientResourcesError("more than the cluster has"), "`ray status` what is free"),
         (
             PhaseTimeoutError("actor", "finish_save", 60.0, [SILENT]),
-            "all of them at work: it is slow, not stuck",
+            "if all are computing, the call is slow, not stuck",
         ),
         (
             PhaseTimeoutError("actor", "update", 60.0, [SILENT]),

@@ -23,7 +23,7 @@ def test_values_that_cannot_work_are_refused() -> None:
 
 
 def test_it_runs_once_and_listens_to_this_machine_only(ray_cluster: None) -> None:
-    with pytest.raises(ValueError, match="Ray runs in this process already"):
+    with pytest.raises(ValueError, match="Ray is already running in this process"):
         start_ray(num_cpus=1)
     listening = [
         one.laddr.ip
@@ -93,7 +93,7 @@ def test_an_address_that_cannot_work_is_refused_at_once(
 def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.controller.cluster.ray.is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a port that no one is given
-    with pytest.raises(ValueError, match="unset it to run on this machine") as caught:
+    with pytest.raises(ValueError, match="or unset RAY_ADDRESS") as caught:
         start_ray(num_cpus=1)
     check_documented("ray-does-not-answer", f"megarl train: {caught.value}")
 

@@ -91,7 +91,7 @@ def test_padding_that_cannot_come_off_is_an_error() -> None:
         collect([0.5, 0.5], call.collect)
 
     with pytest.raises(
-        ValueError, match="3 rows, padded to 4, came back as 2: the padding cannot be taken off"
+        ValueError, match="3 rows, padded to 4, resulted in 2 rows: the padding cannot be removed"
     ):
         collect([rows(5), rows(7)], call.collect)
 
@@ -103,12 +103,14 @@ def test_a_batch_that_the_caller_split_comes_back_as_parts() -> None:
     call = plan(Dispatch.MEGATRON_MESH, parts)
     assert [len(args[0]) for args, _ in received(call)] == [1, 1, 3, 3]
     assert collect(parts, call.collect) == parts
-    with pytest.raises(ValueError, match="split by the caller into 2 parts, the group has 4 replicas"):
+    with pytest.raises(
+        ValueError, match="the caller split the batch into 2 parts, but the group has 4 replicas"
+    ):
         plan(VerlDispatch.DP_COMPUTE_PROTO, parts)
 
 
 def test_batches_of_one_call_are_split_alike() -> None:
-    with pytest.raises(ValueError, match="split alike; here: 4 rows, 2 rows"):
+    with pytest.raises(ValueError, match="split the same way; here: 4 rows, 2 rows"):
         plan(Dispatch.MEGATRON_MESH, rows(0, 1, 2, 3), rows(0, 1))
     call = plan(Dispatch.MEGATRON_MESH, rows(0, 1, 2), values=rows(5, 6, 7))
     args, named = received(call)[2]

@@ -79,7 +79,7 @@ def test_a_construction_that_takes_too_long_names_its_rank() -> None:
         PhaseTimeoutError("actor", "__init__", 60.0, [RankReport("actor", 1, "10.0.0.1", activity)], rank=1)
     )
     assert text.startswith(
-        "the construction of actor rank 1 (its model is read, its engine starts) took longer than "
+        "the construction of actor rank 1 (loading its model, starting its engine) took longer than "
         "phase_time_limit_s=60"
     )
     assert 'pid 8): in __init__, phase reading weights for 61 s\n  File "a.py", line 1, in f' in text

@@ -45,9 +45,9 @@ OUT_OF_MEMORY = "Task was killed: memory on the node was 9.6GB used / 10.0GB lim
 LOST = "node 10.0.0.7 is lost: health check failed due to missing too many heartbeats"
 SEGFAULT = "step 3\n*** SIGSEGV received at time=17 ***"
 UNREACHABLE = (
-    "the process cannot be reached: the connection to it broke, and its node is still part of the cluster"
+    "the process cannot be reached: the connection broke, although its node is still part of the cluster"
 )
-KEPT = "a value that was kept on node 10.0.0.9 is lost: the process or the node that kept it is gone"
+KEPT = "a value on node 10.0.0.9 is lost: the process or the node that stored it is gone"
 MONITOR = "Ray's memory monitor ended the process: its node is running out of memory (9.6GB of 10.0GB used)"
 
 
@@ -78,7 +78,7 @@ def died(text: str) -> RayActorError:
             died(WORKER_DIED + COMMON_CAUSES),
             "",
             2,
-            "the process ended; the kernel's OOM killer has ended 2 processes of its node during this run",
+            "the process ended; the kernel's OOM killer has ended 2 processes on its node during this run",
         ),
         (died(WORKER_DIED + TERMINATED), "", 0, "the process was ended by SIGTERM"),
         (

@@ -42,7 +42,7 @@ def test_bad_arguments_are_refused() -> None:
         with pytest.raises(ValueError, match="must be at least 1"):
             RayResourcePool(counts)
 
-    with pytest.raises(ValueError, match=r"'actor' is mapped to the pool 'train'; there are \['main'\]"):
+    with pytest.raises(ValueError, match=r"'actor' is mapped to pool 'train'; the pools are \['main'\]"):
         ResourcePoolManager({"main": [1]}, {"actor": "train"})
     with pytest.raises(ValueError, match="role 'critic' has no pool"):
         ResourcePoolManager({"main": [1]}, {"actor": "main"}).get_resource_pool("critic")
