@@ -1,2 +1,1 @@
-"""A run's engine, rank by rank, on devices that are not there: what it holds, sends, waits for, and where it
-would fail."""
+"""Dry run of an engine on fake devices, rank by rank: what it holds, sends, waits for, where it fails."""

@@ -1,5 +1,4 @@
-"""What a call of torch.distributed is, as torch's dispatcher sees it: over fake tensors, and over real ones
-just the same."""
+"""Describe calls of torch.distributed as torch's dispatcher sees them, over fake or real tensors."""
 
 from __future__ import annotations
 
@@ -29,8 +28,12 @@ _KINDS = {
 
 
 def collective_of(operator: Any, arguments: Any, keywords: Any) -> tuple[Collective, Tensor] | None:
-    """An operator of torch's namespace `c10d`, and the larger side of this rank, which gives the type and
-    size; None for one without tensors, as a barrier."""
+    """Describe a call of an operator in torch's namespace `c10d`.
+
+    Returns:
+        The call, and the larger of this rank's tensors, which determines dtype and size. None for a call
+        without tensors, such as a barrier.
+    """
     tensors = tensors_of(arguments, keywords)
     if not tensors:
         return None
@@ -39,7 +42,7 @@ def collective_of(operator: Any, arguments: Any, keywords: Any) -> tuple[Collect
     group = dist.ProcessGroup.unbox(named["process_group"])
     ranks = tuple(dist.get_process_group_ranks(group))
 
-    # A message has two ends; the sender comes first on both ranks, so that their records match.
+    # A message has two ends; the sender comes first in the record of both ranks, so that they match.
     if name in ("send", "recv_"):
         peer = ranks[named["dst" if name == "send" else "src"]]
         mine = dist.get_rank()
@@ -63,8 +66,13 @@ def collective_of(operator: Any, arguments: Any, keywords: Any) -> tuple[Collect
 
 
 def _split(tensor: Tensor, rows: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    """Elements of each rank's part of a tensor, which has so many rows; where nobody says how many, as many
-    as another's."""
+    """Return the number of elements of each rank's part of a tensor.
+
+    Args:
+        tensor: The tensor.
+        rows: The number of rows of each part. Empty: the parts are equal.
+        num_ranks: The number of ranks.
+    """
     if not len(rows):
         return (tensor.numel() // num_ranks,) * num_ranks
     return tuple(int(number) * prod(tensor.shape[1:]) for number in rows)

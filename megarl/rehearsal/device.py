@@ -1,10 +1,9 @@
-"""A CUDA device that is not there: its tensors are fake ones, with a shape and no memory; those of the host
-are real.
+"""A simulated CUDA device. Its tensors are fake tensors without memory; those of the host are real.
 
-Integers on the device that follow from integers of the host (ids, boundaries of sequences, shapes) are also
-kept on the host, so that where the engine reads them it gets what a real device would give. Every other
-number that it reads is 1. Which experts a router takes is given (`FakeDevice.routes`), and what other ranks
-have to say about it is taken to be the same.
+Integers on the device that are computed from host integers (ids, sequence boundaries, shapes) are also kept
+on the host, so that the engine reads the same values as on a real device. Every other number that it reads is
+1. The experts selected by a router are given (`FakeDevice.routes`), and other ranks are assumed to route in
+the same way.
 """
 
 from __future__ import annotations
@@ -32,10 +31,11 @@ from megarl.rehearsal.collectives import collective_of, kind_of, tensors_of
 from megarl.rehearsal.ledger import Ledger, place
 from megarl.rehearsal.record import RehearsalError
 
-_MOST_KNOWN = 2**22  # elements of a tensor of integers of which the host keeps a copy
-_KNOWN = "megarl_known"  # on a fake tensor: its copy
-_IS_ZERO = "megarl_is_zero"  # on a fake tensor of other numbers that was made so
-# elements of a tensor of the host: what is larger (the host buffer of a model's state) has no memory either
+_MOST_KNOWN = 2**22  # the largest integer tensor, in elements, of which the host keeps a copy
+_KNOWN = "megarl_known"  # attribute of a fake tensor: its copy on the host
+_IS_ZERO = "megarl_is_zero"  # attribute of a fake tensor of other dtypes that was created as zeros
+# The largest host tensor, in elements, with real memory. Larger ones (the host buffer of a model's state) are
+# fake as well.
 _MOST_REAL = 2**26
 _INTEGERS = (torch.int64, torch.int32, torch.bool)
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
@@ -46,16 +46,18 @@ _SELECT = torch.ops.aten.masked_select.default
 
 
 class _FakeTensors(FakeTensorMode):
-    avoid_device_init = True  # torch asks whether there is a GPU, and is told so (fake_cuda.py)
+    avoid_device_init = True  # fake_cuda.py reports a GPU to torch
 
 
 class FakeDevice(TorchDispatchMode):
-    """Within it `cuda` is that device. Collectives are of a world of `fake` groups, and end at once.
+    """A dispatch mode in which `cuda` is the simulated device. Collectives use `fake` groups and end at once.
 
-    received_integers: what a message of integers holds that comes from another rank: the shape of hidden
-    states, which pipeline stages tell each other.
-    routes: the experts (T, K) that a router takes for so many tokens: of each row of numbers for experts the
-    indices of the largest K.
+    Attributes:
+        ledger: Where memory, calls and operations are counted.
+        received_integers: What an integer message from another rank contains: the shape of hidden states,
+            which pipeline stages send to each other.
+        routes: Returns the experts (T, K) that a router selects for T tokens. They are used as the indices of
+            each top-k over rows of expert scores.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -70,8 +72,8 @@ class FakeDevice(TorchDispatchMode):
 
     def __enter__(self) -> FakeDevice:
         dist.batch_isend_irecv = self._communicate_batch  # type: ignore[assignment]
-        # `torch.tensor(..., device="cuda")` is made on the host and then moved, an operation that is seen
-        # here.
+        # `torch.tensor(..., device="cuda")` is created on the host and then copied, which is an operation
+        # that this mode sees.
         torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
 
@@ -91,7 +93,7 @@ class FakeDevice(TorchDispatchMode):
         )
 
         if on_device:
-            # what is asked for where the memory of a fake tensor says that it is
+            # The memory of a fake tensor is on `meta`, which stands for the simulated device.
             keywords = {**keywords, "device": CUDA}
 
         fakes = [each for each in tensors if isinstance(each, FakeTensor)]
@@ -99,11 +101,11 @@ class FakeDevice(TorchDispatchMode):
             return self._on_host(operator, tensors, arguments, keywords)
         if operator is _READ:
             return self._read(fakes[0])
-        # What follows from numbers of the host is computed there too, since shapes may depend on it.
+        # What is computed from host numbers is computed on the host too, since shapes may depend on it.
         known = self._known(operator, tensors, arguments, keywords)
         result = self._on_device(operator, tensors, known, arguments, keywords)
 
-        # A tensor that was changed in an unknown way has no known value any more.
+        # A tensor that was modified in an unknown way no longer has a known value.
         if known is None:
             for mutated in _mutated(operator, arguments, keywords):
                 vars(mutated).pop(_KNOWN, None)
@@ -118,7 +120,7 @@ class FakeDevice(TorchDispatchMode):
         if operator is _TOP_K and self.routes is not None and arguments[0].dim() == 2:
             vars(result[1])[_KNOWN] = self._routes_of(*arguments[:2])
 
-        # A small copy to the host gets values: the known ones, or ones for floats, which are not tracked.
+        # A small copy to the host gets values: known ones, or ones for floats, which are not tracked.
         if operator in _COPIES:
             self._count_copy(operator, arguments, keywords, result)
             if operator is _COPIES[0] and result.device.type == "cpu" and result.numel() <= _MOST_KNOWN:
@@ -129,7 +131,7 @@ class FakeDevice(TorchDispatchMode):
 
         formula = flop_registry.get(operator._overloadpacket)
         if formula is not None:
-            # Attention of packed rows is of their lengths, where the formula can read them.
+            # Attention of packed rows depends on their lengths, if the formula can read them.
             sized, named = tree_map_only(
                 FakeTensor, lambda fake: vars(fake).get(_KNOWN, fake), (arguments, keywords)
             )
@@ -162,7 +164,7 @@ class FakeDevice(TorchDispatchMode):
                 known = torch.empty(int(mask.sum()), dtype=arguments[0].dtype)
             if known is None:
                 raise RehearsalError(
-                    f"{operator} needs numbers of the device that follow from no number of the host, at "
+                    f"{operator} needs numbers of the device that are not computed from host numbers, at "
                     f"{place()}"
                 ) from error
             self.ledger.synchronizes("read")
@@ -173,7 +175,7 @@ class FakeDevice(TorchDispatchMode):
         # In-place operators return their argument.
         mutated = _mutated(operator, arguments, keywords)
 
-        # A host tensor that is written from the device stays itself.
+        # A host tensor that is written from the device stays the same object.
         return mutated[0] if len(mutated) == 1 and not isinstance(mutated[0], FakeTensor) else result
 
     def _like(self, known: Any) -> Any:
@@ -181,8 +183,10 @@ class FakeDevice(TorchDispatchMode):
             return tree_map_only(Tensor, lambda value: torch.empty_like(value, device="cuda"), known)
 
     def _known(self, operator: Any, tensors: Sequence[Tensor], arguments: Any, keywords: Any) -> Any:
-        """What the operator gives, on the host; None where it is not known. Changes the host's copy where the
-        operator changes a tensor."""
+        """Compute an operator's result on the host; None if it is not known.
+
+        If the operator modifies a tensor, the host's copy is modified.
+        """
         if (
             operator is _COPIES[0]
             and vars(tensors[0]).get(_IS_ZERO)
@@ -191,7 +195,7 @@ class FakeDevice(TorchDispatchMode):
         ):
             return torch.zeros(tensors[0].shape, dtype=keywords["dtype"])
 
-        # The value is known only where all inputs are, and the operator defines its elements.
+        # The value is known only if all inputs are, and the operator defines its elements.
         values = [_value(each) for each in tensors]
         if any(value is None for value in values) or "empty" in operator._opname:
             return None
@@ -202,13 +206,13 @@ class FakeDevice(TorchDispatchMode):
             keywords = {**keywords, "device": torch.device("cpu")}
         result = operator(*arguments, **keywords)
 
-        # Large values are dropped, since they would cost the host what the device is spared.
+        # Large values are dropped, since they would cost the host the memory that the device is spared.
         return result if all(_is_small(value) for value in _tensors(result)) else None
 
     def _routes_of(self, scores: Tensor, num_chosen: int) -> Tensor:
         assert self.routes is not None
         routes = self.routes(scores.shape[0])
-        assert routes.shape[1] == num_chosen, "the largest of other numbers than a router's"
+        assert routes.shape[1] == num_chosen, "a top-k of other scores than a router's"
         return routes
 
     def _read(self, tensor: FakeTensor) -> Any:
@@ -221,11 +225,11 @@ class FakeDevice(TorchDispatchMode):
         if tensor.is_floating_point():
             return 1.0
         raise RehearsalError(
-            f"a number ({tensor.dtype}) is read that follows from no number of the host, at {place()}"
+            f"a number ({tensor.dtype}) is read that is not computed from host numbers, at {place()}"
         )
 
     def _count_copy(self, operator: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Between host and device, unless it is said that nobody waits for it."""
+        """Count a copy between host and device, unless it is asynchronous."""
         source, target = (arguments[0], result) if operator is _COPIES[0] else (arguments[1], arguments[0])
         blocks = not (
             keywords.get("non_blocking") or (operator is _COPIES[1] and len(arguments) > 2 and arguments[2])
@@ -237,12 +241,13 @@ class FakeDevice(TorchDispatchMode):
         for tensor in tensors_of(arguments, keywords):
             if tensor.device.type != "cuda":
                 raise RehearsalError(
-                    f"{kind_of(operator)} of a tensor on {tensor.device}, which NCCL refuses, at {place()}"
+                    f"{kind_of(operator)} of a tensor on {tensor.device}, which NCCL does not support, at "
+                    f"{place()}"
                 )
 
         if (call := collective_of(operator, arguments, keywords)) is not None:
             collective, tensor = call
-            # A pipeline stage receives shapes before activations; the rehearsal knows them in advance.
+            # A pipeline stage receives shapes before activations; the dry run knows them in advance.
             if collective.kind == "recv" and not tensor.is_floating_point():
                 vars(tensor)[_KNOWN] = torch.tensor(self.received_integers, dtype=tensor.dtype).view(
                     tensor.shape
@@ -274,8 +279,10 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _gather_known(gathered: Any, part: Any, num_ranks: int) -> None:
-    """Of a tensor into which one is gathered: the other ranks, whose tokens are as many and go to the same
-    experts, send the same."""
+    """Set the known value of a gathered tensor.
+
+    Other ranks have the same number of tokens and the same routes, so they send the same values.
+    """
     if (
         isinstance(gathered, FakeTensor)
         and isinstance(part, FakeTensor)
@@ -307,7 +314,7 @@ def _has_room(tensor: Tensor) -> bool:
 
 
 def _value(tensor: Tensor) -> Tensor | None:
-    """What the host knows of it."""
+    """Return the value of a tensor that is known on the host, if any."""
     if isinstance(tensor, FakeTensor):
         return vars(tensor).get(_KNOWN)
     return tensor if _is_small(tensor) else None

@@ -1,7 +1,6 @@
-"""The inert guard of CUDA devices (guard.cpp), for machines without a GPU: compiled at first use, loaded
-before torch.
+"""The inert guard of CUDA devices (guard.cpp) for machines without a GPU.
 
-Imports no torch.
+It is compiled at first use, and loaded before torch. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,20 +21,21 @@ _FLAGS = ("-shared", "-fPIC", "-std=c++20", "-O0")
 
 
 def load_guard() -> None:
-    """Load the guard into this process, which then has a CUDA device on which nothing happens. Must run
-    before torch is imported.
+    """Load the guard into this process, which then has a CUDA device on which nothing happens.
+
+    Must run before torch is imported.
 
     Raises:
-        ValueError: there is no C++ compiler, or it refuses the source.
+        ValueError: There is no C++ compiler, or it rejects the source.
     """
     assert "torch" not in sys.modules, (
-        "the guard comes too late: torch has been imported, and may have looked for its accelerator"
+        "the guard must be loaded before torch, which may already have looked for its accelerator"
     )
     library = compiled_guard()
     libraries = _torch_dir() / "lib"
 
-    # The guard links to the first two; a CUDA build registers its own guard when the others are loaded, so
-    # they have to come first.
+    # The guard links to the first two libraries. A CUDA build registers its own guard when the others are
+    # loaded, so they have to come first.
     for name in ("libc10.so", "libtorch_cpu.so", "libc10_cuda.so", "libtorch_cuda.so"):
         if (libraries / name).exists():
             ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
@@ -44,7 +44,7 @@ def load_guard() -> None:
 
 
 def compiled_guard() -> Path:
-    """The library, compiled where the cache has none for this torch and this source: some ten seconds."""
+    """Return the library. It is compiled (about ten seconds) if the cache lacks it for this torch."""
     torch_dir = _torch_dir()
     torch_version = version("torch")
     identity = hashlib.sha256(_SOURCE.read_bytes() + torch_version.encode()).hexdigest()[:16]
@@ -55,14 +55,14 @@ def compiled_guard() -> Path:
 
     if compiler is None:
         raise ValueError(
-            "a dry run on fake devices compiles a guard for CUDA devices once, and there is no g++ on PATH: "
+            "a dry run on fake devices compiles a guard for CUDA devices once, but there is no g++ on PATH; "
             "install it (apt install g++)"
         )
 
     library.parent.mkdir(parents=True, exist_ok=True)
     includes = [f"-I{torch_dir / 'include'}", f"-I{torch_dir / 'include/torch/csrc/api/include'}"]
 
-    # Compiled in the cache's own file system, so that the result can be renamed into place.
+    # Compile on the file system of the cache, so that the result can be renamed into place.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / library.name
         linked = [f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10"]
@@ -74,7 +74,7 @@ def compiled_guard() -> Path:
                 f"{run.returncode}):\n"
                 f"{run.stderr[-2000:]}\nuse a g++ that supports C++20"
             )
-        made.replace(library)  # at once: others may be compiling it
+        made.replace(library)  # atomic: others may be compiling it
 
     return library
 

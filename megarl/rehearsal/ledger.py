@@ -1,5 +1,7 @@
-"""Counts what fake tensors would do to a device: memory, collectives, waits and floating-point operations,
-phase by phase."""
+"""Count what fake tensors would do to a device, phase by phase.
+
+Counts memory, collectives, host-device synchronizations and floating-point operations.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,7 @@ UNSEEN = (_TORCH, _OURS, fake_cuda.__file__, contextlib.__file__)
 
 
 def place() -> str:
-    """The innermost line that is neither torch's nor the rehearsal's: `megarl/engine/layers.py:57
-    forward`."""
+    """Return the innermost line outside torch and this package: `megarl/engine/layers.py:57 forward`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(UNSEEN):
         frame = frame.f_back
@@ -35,7 +36,7 @@ def place() -> str:
 
 
 def place_of(error: Exception) -> str:
-    """Likewise of where an error was raised."""
+    """Return the innermost such line in the traceback of an error."""
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return _line(
         *next((each for each in reversed(frames) if not each[0].co_filename.startswith(UNSEEN)), frames[-1])
@@ -56,7 +57,7 @@ def _size(nbytes: int) -> str:
 
 
 class Ledger:
-    """Of one rank. `limit`: bytes of the device; None: nobody knows."""
+    """The counts of one rank. `limit` is the memory of the device in bytes, None if not known."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
@@ -68,8 +69,11 @@ class Ledger:
         self._host_syncs: Counter[tuple[str, str]] = Counter()
 
     def sees(self, tensors: Iterable[Tensor]) -> None:
-        """Counts memory that is new, until it is freed. Raises RehearsalError where it is more than the
-        device has."""
+        """Count new memory until it is freed.
+
+        Raises:
+            RehearsalError: It exceeds the memory of the device.
+        """
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -89,14 +93,15 @@ class Ledger:
     def _check(self, size: int) -> None:
         if self._limit is not None and self._held > self._limit:
             raise RehearsalError(
-                f"{_size(self._held)} would be in the memory of a device that has {_size(self._limit)}, "
-                f"with {_size(size)} more, "
-                f"at {place()}"
+                f"{_size(self._held)} would be allocated on a device that has {_size(self._limit)}, "
+                f"including {_size(size)} more, at {place()}"
             )
 
     def look_again(self) -> None:
-        """Storages are emptied and filled in place where state is moved away and back, of which no operation
-        tells."""
+        """Count storages again that were resized in place.
+
+        Offloading and restoring state resizes storages without an operation that this package could see.
+        """
         for key, (reference, size) in list(self._storages.items()):
             storage = reference()
             if storage is not None and storage.nbytes() != size:
@@ -107,7 +112,7 @@ class Ledger:
         self._check(0)
 
     def communicates(self, collective: Collective) -> int:
-        """The number of the call, for `awaits`."""
+        """Record a call. Returns its number, for `awaits`."""
         self._collectives.append(collective)
         self._num_calls += 1
         return self._num_calls - 1
@@ -122,7 +127,7 @@ class Ledger:
         self._flops += flops
 
     def end_phase(self, name: str) -> PhaseRecord:
-        """What there was since the end of the phase before."""
+        """Return what happened since the end of the previous phase."""
         self.look_again()
         record = PhaseRecord(
             name=name,
@@ -133,7 +138,7 @@ class Ledger:
             host_syncs=tuple(HostSync(*key, count) for key, count in self._host_syncs.items()),
             awaits=tuple(self._awaits),
         )
-        # The next phase starts with what this one leaves behind.
+        # The next phase starts with the memory that this one leaves allocated.
         self._peak = self._held
         self._flops = 0
         self._collectives = []

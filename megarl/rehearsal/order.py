@@ -1,11 +1,11 @@
-"""Whether ranks whose calls agree in each group would still wait for each other for ever, because the order
-between groups differs. Pure.
+"""Detect deadlocks of ranks whose calls agree within each group but whose order differs between groups. Pure.
 
-As NCCL's devices do it: a call begins when all before it in its group have ended and the device has come to
-it, and ends when its members have begun; the device continues, and stops where it waits for a call. All
-calls of a group, messages too, are one after another, for each group has one communicator (it is made with
-its device); messages of a batch go at the same time. A message ends when sender and receiver are there, as a
-large one does. Of ranks that were not rehearsed it is taken that they come.
+The model follows NCCL on devices. A call starts once all previous calls of its group have ended and the
+device has reached it, and ends once all members have started it. The device continues, and blocks where it
+waits for a call. All calls of a group, including messages, run one after another, because each group has a
+single communicator, which is created with its device; the messages of one batch run at the same time. A
+message ends when both sender and receiver have reached it, as large messages do. Ranks that were not
+simulated are assumed to reach every call.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class _Rank:
         self.awaits: deque[Await] = deque(each for phase in record.phases for each in phase.awaits)
         self.num_begun = 0
         self.ended: set[int] = set()
-        self.queues: dict[str, deque[int]] = defaultdict(deque)  # of each group, calls that have not ended
+        self.queues: dict[str, deque[int]] = defaultdict(deque)  # by group: calls that have not ended
 
     def advance(self) -> None:
-        """To where the device waits for a call that has not ended, or to the end."""
+        """Continue to where the device waits for a call that has not ended, or to the end."""
         while True:
             while self.awaits and self.awaits[0].num_calls == self.num_begun:
                 if self.awaits[0].call not in self.ended:
@@ -37,7 +37,7 @@ class _Rank:
             self.num_begun += 1
 
     def at_work(self, group: str) -> list[int]:
-        """The first call of the group that has not ended, with the others of its batch."""
+        """Return the first call of the group that has not ended, with the others of its batch."""
         queue = self.queues[group]
         if not queue:
             return []
@@ -48,7 +48,7 @@ class _Rank:
         )
 
     def same(self, group: str, call: Collective) -> int | None:
-        """The number of the rank's own call that belongs to one of another, if it is at work."""
+        """Return the number of the rank's own call that matches another rank's, if it is running."""
         numbers = (number for number in self.at_work(group) if _meet(self.calls[number], call))
         return next(numbers, None)
 
@@ -57,8 +57,7 @@ class _Rank:
         self.queues[self.calls[number].group].remove(number)
 
     def stands_at(self, group: str | None) -> int | None:
-        """The call for which the rank does nothing more in the group, or at all; None where it has come to
-        its end."""
+        """Return the call at which the rank blocks, in the group or at all; None if it has finished."""
         if group is None or not self.queues[group]:
             group = (
                 self.calls[self.awaits[0].call].group
@@ -73,12 +72,15 @@ def _meet(mine: Collective, theirs: Collective) -> bool:
 
 
 def deadlock(records: Sequence[RankRecord]) -> str | None:
-    """One line that names who waits for whom, with the lines of all; None where every rank comes to its end.
-    Of records whose calls agree group by group."""
+    """Return one line that describes a deadlock, with the source lines of all ranks; None if there is none.
+
+    Args:
+        records: Records whose calls agree within each group.
+    """
     ranks = {record.rank: _Rank(record) for record in records}
     moved = True
 
-    # Advance all ranks until no call can end any more.
+    # Advance all ranks until nothing else can end.
     while moved:
         moved = False
         for mine in ranks.values():
@@ -87,14 +89,14 @@ def deadlock(records: Sequence[RankRecord]) -> str | None:
                 for number in mine.at_work(group):
                     moved |= _end_where_all_are_there(ranks, group, mine.calls[number])
 
-    # A rank that still waits is part of a deadlock, or behind one.
+    # A rank that still waits is part of a deadlock, or waits for one.
     waiting = [number for number, rank in ranks.items() if rank.stands_at(None) is not None]
     return _told(ranks, waiting[0]) if waiting else None
 
 
 def _end_where_all_are_there(ranks: dict[int, _Rank], group: str, call: Collective) -> bool:
     numbers = {member: ranks[member].same(group, call) for member in call.ranks if member in ranks}
-    # A collective ends only when every rehearsed member has reached it.
+    # A collective ends only when every simulated member has reached it.
     if None in numbers.values():
         return False
 
@@ -106,7 +108,7 @@ def _end_where_all_are_there(ranks: dict[int, _Rank], group: str, call: Collecti
 
 
 def _told(ranks: dict[int, _Rank], first: int) -> str:
-    """Along those who wait for each other until one comes again; what led there is left out."""
+    """Describe the ranks that wait for each other, without those that only lead to the cycle."""
     chain: list[int] = []
     places: list[str] = []
     number = first
@@ -116,7 +118,7 @@ def _told(ranks: dict[int, _Rank], first: int) -> str:
         chain.append(number)
         at = ranks[number].stands_at(group)
         if at is None:
-            places.append(f"rank {number} has come to its end")
+            places.append(f"rank {number} has finished")
             break
         call = ranks[number].calls[at]
         places.append(
@@ -130,4 +132,6 @@ def _told(ranks: dict[int, _Rank], first: int) -> str:
     else:
         del places[: chain.index(number)]
 
-    return "a hang, as the order of calls differs between groups: " + ", which waits for ".join(places)
+    return "a deadlock, because the order of calls differs between groups: " + ", which waits for ".join(
+        places
+    )

@@ -1,4 +1,4 @@
-"""What the plan of memory says that a rank would hold in each phase of its rehearsal. Pure."""
+"""Predict the memory of a rank in each phase of its dry run, from the memory plan. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from megarl.models.architecture import Architecture
 from megarl.placement.activations import working_memory
 from megarl.placement.memory import model_state, second_moments, stage_of
 
-UNEVEN = ", uneven"  # behind the name of a phase: one expert has twice its share of the tokens
+UNEVEN = ", uneven"  # suffix of a phase in which one expert has twice its share of the tokens
 
 
 class PredictedMemory(NamedTuple):
-    """Bytes. held: state of the model. stays: on the device when the state has left. peaks: by the
-    rehearsal's phase. While it is built, a model that trains has its parameters twice, before the optimizer
-    has its state. batches: what of a peak is the batch of the whole pass, of which a rehearsal has a few
-    micro-batches."""
+    """The predicted memory of a rank, in bytes.
+
+    Attributes:
+        held: The state of the model.
+        stays: What remains on the device while the state is offloaded.
+        peaks: The peak of each phase of the dry run. While a model that trains is built, it has its
+            parameters twice, before the optimizer has its state.
+        batches: The part of each peak that belongs to the batch of a whole pass, of which a dry run has only
+            a few micro-batches.
+    """
 
     held: int
     stays: int
@@ -42,10 +48,12 @@ def predicted_memory(
         crowded = working_memory(config, role, architecture, stage, moments, uneven=True)
         passes |= {f"score{UNEVEN}": crowded.score, f"train{UNEVEN}": crowded.train}
 
-    beside = {"build": built, **passes, "offload": work.stays, "restore": work.stays}
+    transient = {"build": built, **passes, "offload": work.stays, "restore": work.stays}
     batches = {
         phase: work.trained_batch if phase.startswith("train") else work.scored_batch
         for phase in passes
         if phase != "step"
     }
-    return PredictedMemory(held, work.stays, {phase: held + size for phase, size in beside.items()}, batches)
+    return PredictedMemory(
+        held, work.stays, {phase: held + size for phase, size in transient.items()}, batches
+    )

@@ -1,5 +1,7 @@
-"""Each rank in a process of its own, a few at a time, forked from one that has imported torch and Megatron.
-Imports no torch itself."""
+"""Run each rank in a process forked from one that has imported torch and Megatron.
+
+A few ranks run at a time. Imports no torch itself.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from megarl.rehearsal.guard import load_guard
 from megarl.rehearsal.record import RankProgress, RankRecord, RankRequest, RehearsalError
 
-Answer = RankProgress | RankRecord | Exception | None  # None: the end
+Answer = RankProgress | RankRecord | Exception | None  # None: all ranks are done
 
 
 def rehearse_ranks(
@@ -21,7 +23,7 @@ def rehearse_ranks(
     prepare: Callable[[], None] | None = None,
     report: Callable[[RankProgress], None] = lambda progress: None,
 ) -> Iterator[RankRecord]:
-    """Rehearse each requested rank in a process of its own and yield the records as they arrive.
+    """Simulate each requested rank in a process of its own and yield the records as they arrive.
 
     Args:
         requests: The ranks.
@@ -40,7 +42,7 @@ def rehearse_ranks(
         target=_serve, args=(theirs, list(requests), num_processes, prepare or make_ready)
     )
     process.start()
-    # With this end open here too, the death of the process would never show as an end of file.
+    # If this end stayed open here too, the death of the process would never appear as an end of file.
     theirs.close()
 
     try:
@@ -52,7 +54,7 @@ def rehearse_ranks(
             else:
                 yield answer
     finally:
-        # A caller that stops early ends the ranks too, which are daemons of the process.
+        # If the caller stops early, this also ends the ranks, which are daemons of the process.
         process.terminate()
         process.join()
 
@@ -62,12 +64,12 @@ def _received(connection: Connection) -> Answer:
         return connection.recv()
     except EOFError:
         return RehearsalError(
-            "the process that rehearses ended without a word; its standard error, above, says why"
+            "the process of the dry run ended without a message; its standard error, above, may show why"
         )
 
 
 def make_ready() -> None:
-    """Of a process that imports torch only now."""
+    """Load the guard and the engine in a process that has not imported torch."""
     os.environ["OMP_NUM_THREADS"] = "1"
     load_guard()
     from megarl.rehearsal import rank
@@ -78,7 +80,7 @@ def make_ready() -> None:
 def _serve(
     connection: Connection, requests: list[RankRequest], num_processes: int, prepare: Callable[[], None]
 ) -> None:
-    # the command says that it was interrupted; here is nothing to say
+    # The command reports the interruption, so nothing is printed here.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         prepare()
@@ -91,7 +93,7 @@ def _serve(
     waiting = list(reversed(requests))
 
     while waiting or running:
-        # Each rank is forked from this process, which has imported torch and the guard already.
+        # Each rank is forked from this process, which has already imported torch and the guard.
         while waiting and len(running) < num_processes:
             request = waiting.pop()
             mine, theirs = context.Pipe(duplex=False)
@@ -106,7 +108,7 @@ def _serve(
                 rank = running[ready].rank
                 connection.send(
                     RehearsalError(
-                        f"the process of rank {rank} ended without a word, perhaps for want of memory"
+                        f"the process of rank {rank} ended without a message, possibly out of memory"
                     )
                 )
                 return

@@ -1,5 +1,4 @@
-"""What a rank of the actor packs and sends when it gives its weights away: the plan of a push, on the
-engine's own parameters."""
+"""Simulate what an actor rank packs and sends in a weight sync, with the engine's own parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class _Sent(PendingMessages):
 
 
 class _RecordedGroup(P2PGroup):
-    """Notes what is sent. Engine ranks are numbered behind those of the actor."""
+    """Records what is sent. Engine ranks are numbered after those of the actor."""
 
     def __init__(self, ledger: Ledger, rank: int, num_ranks: int) -> None:
         self._ledger = ledger
@@ -44,8 +43,12 @@ class _RecordedGroup(P2PGroup):
 
 
 def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: int) -> None:
-    """Raises RehearsalError, with the tensor's name, where the rank does not hold what the plan says, or in
-    another type."""
+    """Run the sends of a weight sync.
+
+    Raises:
+        RehearsalError: The rank does not hold what the plan requires, or in another dtype. The message names
+            the tensor.
+    """
     spec = engine.spec
     shards = Shards(
         parameters=engine.parameters(), architecture=spec.architecture, layout=engine.layout, head=spec.head
@@ -60,20 +63,19 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
 
         if held != part.tensor_slice.volume or types != {dtype}:
             raise RehearsalError(
-                f"a push sends {part.tensor_slice.volume:,} elements of {part.name} as {dtype}, of which "
-                f"this rank holds {held:,}, as "
-                f"{', '.join(map(str, types))}"
+                f"a weight sync sends {part.tensor_slice.volume:,} elements of {part.name} as {dtype}, but "
+                f"this rank holds {held:,} of them as {', '.join(map(str, types))}"
             )
 
         return found
 
-    ledger.look_again()  # the weights have just come back
-    # Run the transfer's own code, with a group that records the sends.
+    ledger.look_again()  # the weights have just been restored
+    # Run the transfer's own code with a group that records the sends.
     transfers = PeerTransfers(push.schedules)
     buffers = torch.empty(2, transfers.largest, dtype=dtype, device=shards.device)
     ipc_buffers = torch.empty(push.buffer_bytes, dtype=torch.uint8, device=shards.device)
     channel = Channel(_RecordedGroup(ledger, rank, spec.parallel.world_size), transfers)
     is_done = PipelinedTransfer([channel], transfers.num_rounds, buffers, regions).run()
-    assert is_done, "nobody is waited for"
-    # Held until here, as in a run, so that the peak of the phase includes them.
+    assert is_done, "there are no peers to wait for"
+    # Keep the buffers until here, as in a run, so that the peak of the phase includes them.
     del ipc_buffers

@@ -1,5 +1,4 @@
-"""One rank of a role on a fake device: its engine is built, scores, trains, steps, and is moved out of the
-way and back.
+"""Simulate one rank of a role on a fake device: build its engine, score, train, step, offload and restore.
 
 The process must have loaded the guard (guard.py) and activated the fake device (`prepare`) before.
 """
@@ -37,11 +36,11 @@ from megarl.rehearsal.rows import RehearsedBatch, make_rows, with_loss
 from megarl.weights.load import check_parameters
 from megarl.weights.shard_layout import shard_shapes
 
-if TYPE_CHECKING:  # importing it imports Megatron, which wants the platform to be active
+if TYPE_CHECKING:  # imports Megatron, which requires an active platform
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.vocab_parallel import Extra
 
-_ledger: Ledger | None = None  # of the rank that this process rehearses
+_ledger: Ledger | None = None  # the ledger of this process's rank
 
 
 def _on_wait() -> None:
@@ -50,17 +49,24 @@ def _on_wait() -> None:
 
 
 def prepare() -> None:
-    """Once in a process, before any other use of the engine; takes as long as importing Megatron."""
+    """Activate the fake device, once per process and before any other use of the engine.
+
+    Takes as long as importing Megatron.
+    """
     platform.activate_fake_cuda(_on_wait)
-    # Imported here, so that the processes of ranks, which are forked from this one, have them.
+    # Import the engine here, so that the processes of ranks, which are forked from this one, have it.
     importlib.import_module("megarl.engine.engine")
-    with FakeTensorMode():  # likewise what torch imports for its first fake tensor
+    with FakeTensorMode():  # the same for what torch imports for its first fake tensor
         torch.ones(2, 2) @ torch.ones(2, 2)
 
 
 def rehearse(request: RankRequest, report: Callable[[str], None] = lambda phase: None) -> RankRecord:
-    """Run all phases, or those up to the one that fails. `report` is called with the name of each finished
-    phase."""
+    """Run all phases, or those up to the one that fails.
+
+    Args:
+        request: The rank.
+        report: Called with the name of each finished phase.
+    """
     global _ledger
     config = with_dtype(request.config, is_on_cuda=True)
     role = next(role for role in model_roles(config) if role.name == request.role)
@@ -72,13 +78,13 @@ def rehearse(request: RankRequest, report: Callable[[str], None] = lambda phase:
     # Phases are kept one by one, so that those before a failure are reported.
     phases = []
     rehearsal = _Rehearsal(config, role, architecture, request, _ledger)
-    torch.autograd.set_multithreading_enabled(False)  # dispatch modes are of one thread
+    torch.autograd.set_multithreading_enabled(False)  # dispatch modes are per thread
 
     try:
         for phase in rehearsal.phases():
             phases.append(phase)
             report(phase.name)
-    except Exception as failure:  # noqa: BLE001  (what the engine would do on a device; it is the answer)
+    except Exception as failure:  # noqa: BLE001  (the engine's failure is the result)
         error = _described(failure)
 
     return RankRecord(
@@ -121,18 +127,21 @@ class _Rehearsal:
             yield from self._run()
 
     def _batch(self, trains: bool) -> RehearsedBatch:
-        """Of the next pass: what stages are told of its shape is from now on that of its micro-batches."""
+        """Return the batch of the next pass, and announce its shape to the fake device.
+
+        Pipeline stages then receive the shape of its micro-batches.
+        """
         rows = fullest_micro_batch(self._config, self._role, self._architecture, trains=trains)
         parallel = self._role.parallel
         batch = make_rows(rows, self._request.num_micro_batches, parallel.context_parallel_size)
         packing = self._config.engine.packing
-        cut = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
+        shards = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
         length = (
             batch.tokens // parallel.context_parallel_size if packing else max(row.tokens for row in rows)
         )
-        # What a pipeline stage is told of the activations: length, rows and hidden size.
+        # The shape of activations that pipeline stages send to each other: length, rows and hidden size.
         self._device.received_integers = (
-            -(-length // cut),
+            -(-length // shards),
             1 if packing else len(rows),
             self._architecture.hidden_size,
         )
@@ -145,14 +154,14 @@ class _Rehearsal:
 
         class RehearsedEngine(MegatronEngine):
             def _load(self, folder: str) -> None:
-                """No weights are read: the parameters are those that the layout cuts out of the model."""
+                """Check the parameters against the layout. No weights are read."""
                 check_parameters(
                     self.parameters(), shard_shapes(self.spec.architecture, self.layout, self.spec.head)
                 )
 
         end = self._ledger.end_phase
 
-        # those of a batch are values, which there are none of
+        # Replayed routes would need the values of a batch, which do not exist here.
         own_routes = replace(self._config.engine, routing_replay=RoutingReplay.off)
         spec = spec_of(
             self._config.with_sections(engine=own_routes), self._role, self._architecture, Device.cuda
@@ -178,13 +187,19 @@ def run_phases(
     push: Callable[[], None] | None = None,
     crowd: Callable[[], None] | None = None,
 ) -> Iterator[PhaseRecord]:
-    """What an engine that is built does in a step of a run, and `end` of each phase. On any device: tests
-    compare fake with real ones.
-    `batch_of`: the batch of a pass, by whether it trains. `crowd`: makes the routes to experts uneven, for
-    passes that come once more.
+    """Run the phases of a step on a built engine, and yield `end` of each phase.
 
-    Trains again where gradients are reduced beside the computation: in its first pass Megatron learns when
-    they are ready, and reduces at the end.
+    Runs on any device: tests compare fake with real ones. Training is repeated if gradient reduction overlaps
+    with the computation: in the first pass Megatron learns when gradients are ready, and reduces at the end.
+
+    Args:
+        engine: The engine.
+        config: The run.
+        role: The role of the engine.
+        batch_of: Returns the batch of a pass, given whether it trains.
+        end: Ends a phase of the given name and returns its record.
+        push: Runs a weight sync.
+        crowd: Makes the routes to experts uneven, after which the passes are repeated.
     """
     from megarl.engine import data_parallel
 
@@ -228,12 +243,12 @@ def run_phases(
 def _offload_phases(
     engine: MegatronEngine, end: Callable[[str], PhaseRecord], push: Callable[[], None] | None
 ) -> Iterator[PhaseRecord]:
-    """What an engine does around generation: it gives the device's memory away, and takes it back."""
+    """Run what an engine does around generation: offload its state and restore it."""
     parts: tuple[StatePart, ...] = (StatePart.parameters,) if engine.spec.optim is None else tuple(StatePart)
     engine.offload(*parts)
     yield end("offload")
 
-    # Where engines share the device, nothing but the weights of the model is on it during a push.
+    # If engines share the device, only the model's weights are on it during a weight sync.
     if push is not None:
         engine.restore(StatePart.parameters)
         push()
@@ -253,7 +268,7 @@ def _world(rank: int, size: int) -> Iterator[None]:
 
 
 def _described(error: Exception) -> str:
-    """What happened, and the line of it: those of torch are nobody's concern."""
+    """Describe an error and its source line outside torch."""
     if isinstance(error, RehearsalError):
         return str(error)
     return f"{type(error).__name__}: {str(error).strip()}, at {place_of(error)}"

@@ -1,5 +1,4 @@
-"""Which ranks of a layout are rehearsed, and whether those that were would wait for each other for ever.
-Pure."""
+"""Choose which ranks of a layout are simulated, and check their records for hangs. Pure."""
 
 from __future__ import annotations
 
@@ -11,47 +10,53 @@ from megarl.config.schema import ParallelConfig
 from megarl.rehearsal.order import deadlock
 from megarl.rehearsal.record import POINT_TO_POINT, Collective, RankRecord
 
-# as Megatron calls the groups
+# Megatron's name of the groups.
 _DATA_PARALLEL = "DATA_PARALLEL"
 _SUMS = ("reduce_scatter", "all_reduce")
 
 
 def distinct_ranks(parallel: ParallelConfig) -> list[int]:
-    """The first rank of the first pipeline stage, of the second, which is the fullest of those in the middle,
-    and of the
-    last: ranks of a stage hold as much and do the same."""
+    """Return the first rank of the first, the second and the last pipeline stage.
+
+    The second stage is the fullest of those in the middle. Ranks of one stage hold and do the same.
+    """
     stages = parallel.pipeline_parallel_size
     return [stage * parallel.stage_size for stage in sorted({0, min(1, stages - 1), stages - 1})]
 
 
 def chosen_ranks(text: str, parallel: ParallelConfig) -> list[int]:
-    """`distinct`, `all`, or numbers with commas between them. Raises ValueError for anything else and for a
-    rank that there is not."""
+    """Parse `--ranks`: `distinct`, `all`, or comma-separated numbers.
+
+    Raises:
+        ValueError: The text is something else, or a rank does not exist.
+    """
     if text == "distinct":
         return distinct_ranks(parallel)
     if text == "all":
         return list(range(parallel.world_size))
     names = text.split(",")
     if not all(name.strip().isdigit() for name in names):
-        raise ValueError(f"--ranks {text}: give distinct, all, or ranks with commas between them, as 0,8")
+        raise ValueError(f"--ranks {text}: must be distinct, all, or comma-separated ranks such as 0,8")
     ranks = sorted({int(name) for name in names})
 
     if ranks[-1] >= parallel.world_size:
         raise ValueError(
-            f"--ranks {text}: the role has {parallel.world_size} ranks, the last of them "
-            f"{parallel.world_size - 1}"
+            f"--ranks {text}: the role has {parallel.world_size} ranks, from 0 to {parallel.world_size - 1}"
         )
 
     return ranks
 
 
 def hangs(records: Sequence[RankRecord]) -> list[str]:
-    """Where members of a group would not make the same calls in the same order, of the same element type and
-    size; and where what a rank sends is not what its peer receives. One line for each group and pair, of its
-    first call that differs. Where there is none, one line if ranks wait for each other because their orders
-    differ between groups (order.py)."""
+    """Return one line for each hang.
+
+    Members of a group must make the same calls in the same order, with equal dtypes and sizes, and what a
+    rank sends must be what its peer receives. There is one line for each group or pair, about its first call
+    that differs. If there is none, there is one line if ranks deadlock because their orders differ between
+    groups (order.py).
+    """
     sequences: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
-    # Collect what each rank calls in each group, in its order.
+    # Collect what each rank calls in each group, in order.
     for record in records:
         for phase in record.phases:
             for call in phase.collectives:
@@ -65,22 +70,24 @@ def hangs(records: Sequence[RankRecord]) -> list[str]:
     for (name, ranks), calls in sequences.items():
         members = [rank for rank in ranks if rank in rehearsed]
         first = members[0]
-        # One difference is enough: those after it follow from the first.
+        # One difference is enough: later ones follow from the first.
         for other in members[1:]:
             problem = _difference(first, calls.get(first, []), other, calls.get(other, []))
             if problem is not None:
                 problems.append(f"a hang in {name} of ranks {_shown(ranks)}: {problem}")
                 break
 
-    # The order between groups is only meaningful where the calls agree within each.
+    # The order between groups is only meaningful if the calls agree within each group.
     if not problems and (problem := deadlock(records)) is not None:
         problems.append(problem)
     return problems
 
 
 def rounded_sums(records: Sequence[RankRecord]) -> list[str]:
-    """Where gradients are summed over data-parallel ranks in another type than float32: each sum would be
-    rounded to it. One line for each place."""
+    """Return one line for each place that sums gradients over data-parallel ranks not in float32.
+
+    Such a sum would be rounded to its dtype.
+    """
     problems = {
         f"gradients are summed over {len(call.ranks)} data-parallel ranks in {call.dtype}, not in float32, "
         f"at {call.place}": None
@@ -98,13 +105,15 @@ def rounded_sums(records: Sequence[RankRecord]) -> list[str]:
 def _difference(one: int, calls: list[Collective], other: int, others: list[Collective]) -> str | None:
     for number, (mine, theirs) in enumerate(zip_longest(calls, others), start=1):
         if mine is None or theirs is None or not _agree(one, mine, other, theirs):
-            return f"call {number} of rank {one} is {_told(mine)}, of rank {other} {_told(theirs)}"
+            return f"call {number} of rank {one} is {_told(mine)}, but of rank {other} {_told(theirs)}"
     return None
 
 
 def _agree(one: int, mine: Collective, other: int, theirs: Collective) -> bool:
-    """Whether they are one call of both ranks. Of an all_to_all each has another size, but what goes from one
-    to the other is the same."""
+    """Return whether two records describe the same call.
+
+    The sizes of an all_to_all differ, but what one rank sends to the other must be what that one receives.
+    """
     if _what(mine) != _what(theirs):
         return False
     if not mine.sent:

@@ -1,4 +1,4 @@
-"""What a rehearsal of one rank says: frozen data that travels between processes and into JSON. No torch."""
+"""The result of simulating one rank, sent between processes and written as JSON. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,31 @@ POINT_TO_POINT = ("send", "recv")
 
 
 class RehearsalError(Exception):
-    """The engine did on a fake device what would be wrong on a real one: what, and the place in the
-    source."""
+    """The engine did something that would fail on a real device. The message has the source line."""
 
 
 class RankPush(NamedTuple):
-    """What a rank sends in a push of weights. schedules: by engine rank. buffer_bytes: memory that it shares
-    with the engine rank on its device, 0 where there is none."""
+    """What a rank sends in a weight sync.
+
+    Attributes:
+        schedules: By engine rank.
+        buffer_bytes: Memory shared with the engine rank on the same device, in bytes; 0 if there is none.
+    """
 
     schedules: Mapping[int, TransferSchedule]
     buffer_bytes: int
 
 
 class RankRequest(NamedTuple):
-    """num_micro_batches: of each pass. push: of a rank of the actor, where weights do not go through
-    files."""
+    """A rank to simulate.
+
+    Attributes:
+        config: The run.
+        role: The role.
+        rank: The rank.
+        num_micro_batches: The number of micro-batches in each pass.
+        push: The weight sync of an actor rank, unless weights are sent through files.
+    """
 
     config: RunConfig
     role: str
@@ -44,10 +54,20 @@ class RankProgress(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One call, in the order in which the rank made it. group: what Megatron calls it. ranks: who is in it,
-    or the two of a message, from its sender to its receiver. elements, nbytes: of the larger side of one
-    rank. place: the line that asked for it. batch: of messages that are given to NCCL at once. sent,
-    received: of an all_to_all, elements for and from each of the ranks."""
+    """One call, in the order in which the rank made it.
+
+    Attributes:
+        kind: The kind, such as all_reduce.
+        group: Megatron's name of the group.
+        ranks: The members, or the sender and receiver of a message.
+        dtype: The dtype.
+        elements: The elements of the larger of the rank's tensors.
+        nbytes: The bytes of the larger of the rank's tensors.
+        place: The source line that made the call.
+        batch: The number of the batch of messages that are submitted to NCCL together.
+        sent: For an all_to_all: the elements for each rank.
+        received: For an all_to_all: the elements from each rank.
+    """
 
     kind: str
     group: str
@@ -62,16 +82,21 @@ class Collective(NamedTuple):
 
 
 class Await(NamedTuple):
-    """What a rank's device does after its first `num_calls` calls waits for call number `call`; both count
-    from the first phase on."""
+    """A point at which a device waits for a call.
+
+    What the device does after its first `num_calls` calls waits for call number `call`. Both count from the
+    first phase.
+    """
 
     call: int
     num_calls: int
 
 
 class HostSync(NamedTuple):
-    """The host stands still until the device has done all it was given. kind: `read`, `copy` to the host or
-    from its pageable memory, or `synchronize`."""
+    """A place where the host blocks until the device has done all its work.
+
+    `kind` is `read`, `copy` (to the host, or from its pageable memory), or `synchronize`.
+    """
 
     kind: str
     place: str
@@ -80,8 +105,17 @@ class HostSync(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseRecord:
-    """One phase of one rank. held: bytes on the device at its end; peak: the most within it. flops: of
-    products of matrices and of attention, what is computed again included."""
+    """One phase of one rank.
+
+    Attributes:
+        name: The name.
+        held: Bytes on the device at the end.
+        peak: The maximum of bytes on the device.
+        flops: The operations of matrix products and attention, including recomputation.
+        collectives: The calls.
+        host_syncs: Where the host waits for the device.
+        awaits: Where the device waits for calls.
+    """
 
     name: str
     held: int
@@ -94,7 +128,7 @@ class PhaseRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """error: why the rehearsal ended before its last phase, None where it did not."""
+    """All phases of one rank. `error` is why the dry run ended before its last phase, if it did."""
 
     rank: int
     tensor_rank: int
@@ -107,5 +141,5 @@ class RankRecord:
 
     @property
     def peak(self) -> int:
-        """Bytes, of all phases."""
+        """The peak of all phases, in bytes."""
         return max((phase.peak for phase in self.phases), default=0)

@@ -1,5 +1,4 @@
-"""Which experts the tokens of a rehearsal go to: in a run the router's numbers decide it, and rehearsed
-devices have none."""
+"""Choose the experts of tokens in a dry run, in which routers have no values."""
 
 from __future__ import annotations
 
@@ -10,16 +9,15 @@ from megarl.models.architecture import Experts
 
 
 def even_routes(num_tokens: int, experts: Experts) -> Tensor:
-    """(T, K) integers, the K experts of each token: each expert has as many tokens as another, or one
-    more."""
+    """Return the K experts of each token, (T, K) int64. The loads of experts differ by at most one token."""
     chosen = experts.num_experts_per_tok
     return torch.arange(num_tokens * chosen).view(num_tokens, chosen) % experts.num_experts
 
 
 def uneven_routes(num_tokens: int, experts: Experts) -> Tensor:
-    """As `even_routes`, but for expert 0, which has twice its share of the tokens, or all of them."""
+    """Return the K experts of each token, (T, K) int64. Expert 0 has twice its share, or all tokens."""
     chosen = experts.num_experts_per_tok
-    # Expert 0 is the crowded one; the remaining choices go round the others.
+    # Expert 0 is the crowded one; the remaining choices cycle through the others.
     others = experts.num_experts - 1
     crowd = min(num_tokens, 2 * num_tokens * chosen // experts.num_experts)
     rest = 1 + torch.arange(num_tokens * chosen - crowd) % others

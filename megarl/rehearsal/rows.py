@@ -1,4 +1,4 @@
-"""The batch of a rehearsal, of micro-batches that are alike, and the loss of the role."""
+"""The batch of a dry run, which consists of equal micro-batches, and the loss of the role."""
 
 from __future__ import annotations
 
@@ -19,8 +19,14 @@ Loss = ActorLoss | CriticLoss | SFTLoss
 
 
 class RehearsedBatch(NamedTuple):
-    """columns: rows of tokens on the host, as a worker gets them. tokens: of one micro-batch, of all ranks
-    that share it, with what pads their parts; all have as many."""
+    """The batch of one pass.
+
+    Attributes:
+        columns: Rows of tokens on the host, as a worker receives them.
+        micro_batches: The row numbers of each micro-batch.
+        tokens: The tokens of one micro-batch on all ranks that share it, including padding. All have equal
+            numbers.
+    """
 
     columns: Mapping[str, RaggedTensor]
     micro_batches: list[list[int]]
@@ -28,7 +34,7 @@ class RehearsedBatch(NamedTuple):
 
 
 def make_rows(rows: list[Row], num_micro_batches: int, context_parallel_size: int = 1) -> RehearsedBatch:
-    """Of micro-batches that have those rows each. The ids of a row are the number of its prompt."""
+    """Return micro-batches of these rows. The token ids of a row are the number of its prompt."""
     prompts, responses, ids = (
         torch.tensor(column * num_micro_batches) for column in map(list, zip(*rows, strict=True))
     )
@@ -47,7 +53,7 @@ def make_rows(rows: list[Row], num_micro_batches: int, context_parallel_size: in
 def with_loss(
     config: RunConfig, role: ModelRole, columns: Mapping[str, RaggedTensor]
 ) -> tuple[dict[str, RaggedTensor], Loss]:
-    """The rows with what the role's loss reads beside them, all 0, and the loss."""
+    """Return the rows with the columns that the role's loss reads, all 0, and the loss."""
     mask = columns["response_mask"]
     zeros = RaggedTensor.constant(0.0, mask.lengths, torch.float32)
     counts = MiniBatchCounts.of(mask)
