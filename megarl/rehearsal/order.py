@@ -118,12 +118,11 @@ def _told(ranks: dict[int, _Rank], first: int) -> str:
         chain.append(number)
         at = ranks[number].stands_at(group)
         if at is None:
-            places.append(f"rank {number} has finished")
+            places.append(f"rank {number}, which has finished")
             break
         call = ranks[number].calls[at]
         places.append(
-            f"rank {number} is in {call.kind} of {call.elements:,} {call.dtype} in {call.group} at "
-            f"{call.place}"
+            f"rank {number} in {call.kind} of {call.elements:,} {call.dtype} in {call.group} at {call.place}"
         )
         group = call.group
         number = next(
@@ -132,6 +131,4 @@ def _told(ranks: dict[int, _Rank], first: int) -> str:
     else:
         del places[: chain.index(number)]
 
-    return "a deadlock, because the order of calls differs between groups: " + ", which waits for ".join(
-        places
-    )
+    return "a hang, because the order of calls differs between groups: " + " waits for ".join(places)

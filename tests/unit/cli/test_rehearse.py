@@ -89,7 +89,7 @@ def test_a_critic_that_does_not_fit(
     assert main(["rehearse", write(tmp_path, run), "--role", "critic"]) == 2
     out = capsys.readouterr().out
     assert "mistake: rank 0: 1." in out
-    assert "would be in the memory of a device that has 1.02 MiB, with" in out
+    assert "would be allocated on a device that has 1.02 MiB" in out
     assert "Rehearsed: ranks 0 of 1. Not proved:" in out
 
 

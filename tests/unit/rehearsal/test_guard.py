@@ -34,7 +34,7 @@ def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ValueError, match=r"there is no g\+\+ on PATH: install it"):
+    with pytest.raises(ValueError, match=r"there is no g\+\+ on PATH"):
         compiled_guard()
 
 

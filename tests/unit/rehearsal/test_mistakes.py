@@ -78,7 +78,7 @@ def test_a_number_that_is_read_and_cannot_be_known(found: dict[str, list[RankRec
     (record,) = found["a_number_that_nobody_knows"]
     assert record.error is not None
     assert record.error.startswith(
-        "a number (torch.int64) is read that follows from no number of the host, at "
+        "a number (torch.int64) is read that is not computed from host numbers, at "
         "tests/unit/rehearsal/planted.py:"
     )
 
@@ -99,8 +99,8 @@ def test_collectives_in_another_order_between_groups(found: dict[str, list[RankR
     (problem,) = hangs(records)
     line = r"all_reduce of 3 float32 in {} at tests/unit/rehearsal/planted\.py:\d+ planted"
     assert re.fullmatch(
-        "a hang, as the order of calls differs between groups: "
-        f"rank 0 is in {line.format('TENSOR_MODEL_PARALLEL_GROUP')}, which waits for rank 1 is in "
+        "a hang, because the order of calls differs between groups: "
+        f"rank 0 in {line.format('TENSOR_MODEL_PARALLEL_GROUP')} waits for rank 1 in "
         f"{line.format('default_pg')}",
         problem,
     )
@@ -149,7 +149,7 @@ def test_memory_beyond_the_device(found: dict[str, list[RankRecord]]) -> None:
     """The parameters (47,360 bytes) and gradients (94,720) fit, the optimizer's state (142,080) does not."""
     (record,) = found["too_small_a_device"]
     assert record.error is not None
-    assert " MiB would be in the memory of a device that has 0.23 MiB, with " in record.error
+    assert " MiB would be allocated on a device that has 0.23 MiB, " in record.error
     assert "at megarl/engine/optimizer.py:" in record.error or "at megatron/core/optimizer/" in record.error
     assert record.phases == ()
 
@@ -158,7 +158,7 @@ def test_a_push_of_what_the_rank_does_not_hold(found: dict[str, list[RankRecord]
     (record,) = found["a_push_of_what_another_rank_holds"]
     assert (
         record.error
-        == f"a push sends 1,024 elements of {QUERIES} as torch.bfloat16, of which this rank holds 0, as torch.bfloat16"
+        == f"a weight sync sends 1,024 elements of {QUERIES} as torch.bfloat16, but this rank holds 0 of them as torch.bfloat16"
     )
     assert record.phases[-1].name == "offload"
 

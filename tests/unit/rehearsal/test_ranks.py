@@ -59,7 +59,7 @@ def test_ranks_are_named_all_or_distinct() -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("first", "give distinct, all, or ranks"), ("0,4", "the role has 4 ranks, the last of them 3")],
+    [("first", "must be distinct, all, or"), ("0,4", "the role has 4 ranks, from 0 to 3")],
 )
 def test_other_ranks_are_refused(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -77,7 +77,7 @@ def test_the_same_calls_do_not_hang_whatever_a_rank_does_in_other_groups() -> No
         (
             call("all_reduce"),
             call("all_gather", line=2),
-            "rank 0 is all_reduce of 8 float32 at megarl/engine/engine.py:1 step, of rank 1 all_g",
+            "rank 0 is all_reduce of 8 float32 at megarl/engine/engine.py:1 step, but of rank 1 all_g",
         ),
         (call(dtype="float32"), call(dtype="bfloat16"), "8 float32 .* 8 bfloat16"),
         (call(elements=8), call(elements=1024), "of 8 float32 .* of 1,024 float32"),
