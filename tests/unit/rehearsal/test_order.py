@@ -117,7 +117,7 @@ def test_messages_that_cross_hang_unless_they_are_given_at_once(
     problem = deadlock(records)
     assert (problem is not None) == hangs
     if problem is not None:
-        assert "rank 0 is in send of 8 float32 in P at send P, which waits for rank 1 is in send" in problem
+        assert "rank 0 in send of 8 float32 in P at send P waits for rank 1 in send" in problem
 
 
 def test_messages_stand_in_the_row_of_their_groups_collectives() -> None:
