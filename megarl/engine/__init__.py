@@ -1,2 +1,1 @@
-"""Megatron-Core as megarl uses it. Call `megarl.engine.platform.activate` before importing any other module
-of this package."""
+"""The Megatron-Core engine. Call `megarl.engine.platform.activate` before importing other modules of it."""

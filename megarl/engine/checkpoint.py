@@ -1,9 +1,9 @@
-"""Saves the training state of a model beside its training, that of its random number generators too, and
-loads it into any layout.
+"""Save the training state of a model, including random number generators, and load it into any layout.
 
-On disk it is Megatron's distributed checkpoint (`torch_dist`): its names and places in whole tensors, its
-optimizer format `fully_reshardable`. Each data-parallel rank writes the elements that its optimizer updates,
-so nothing is gathered for it.
+Saving runs in the background of training. On disk, the state is a Megatron distributed checkpoint
+(`torch_dist`) with Megatron's names and offsets in whole tensors, and the optimizer format
+`fully_reshardable`. Each data-parallel rank writes the elements that its optimizer updates, so nothing is
+gathered.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ RNG_KEY = "rng_state"
 
 
 class BackgroundWriter:
-    """Writes a rank's items into one file, and gives their memory back one by one.
+    """Writes a rank's items into one file and frees their memory one by one.
 
-    Megatron's own writer forks processes that have threads and keeps a server for their results; this one is
-    a thread.
+    Megarl uses a thread, because Megatron's own writer forks processes that have threads, and needs a server
+    for their results.
     """
 
     def __init__(self, path: Path, items: list[ItemToWrite]) -> None:
@@ -55,34 +55,34 @@ class BackgroundWriter:
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Also where it has failed."""
+        """Return whether writing has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self) -> tuple[list[WrittenItem], str | None]:
-        """What was written, and what went wrong, in one line."""
+        """Wait for the end. Returns what was written, and a one-line error message if writing failed."""
         self._thread.join()
         return self._written, self._failure
 
     def _run(self) -> None:
-        # Items are popped from the end, so that each one's memory is released as soon as it is written.
+        # Items are popped from the end, so that each one's memory is released once it is written.
         self._items.reverse()
         try:
             if self._items:
                 write_items(
                     self._path, (self._items.pop() for _ in range(len(self._items))), self._written.append
                 )
-        except Exception as error:  # noqa: BLE001  (the boundary of a thread: whoever waits for it raises it)
+        except Exception as error:  # noqa: BLE001  (thread boundary: the waiting thread raises it)
             reason = (
                 error.strerror if isinstance(error, OSError) else None
             ) or f"{type(error).__name__}: {error}"
             self._failure = f"{self._path}: cannot be written: {reason}"
         finally:
-            # After a failure the copies that were not written are of no use either.
+            # After a failure, the copies that were not written are useless too.
             self._items.clear()
 
 
 class PendingSave:
-    """A save whose state has been copied, and is being written while training continues."""
+    """A save whose state has been copied, and which is written while training continues."""
 
     def __init__(self, folder: Path, writer: BackgroundWriter, common: dict) -> None:
         self._folder = folder
@@ -90,14 +90,17 @@ class PendingSave:
         self._common = common
 
     def is_written(self) -> bool:
-        """On this rank; also where that has failed, which `finish` raises."""
+        """Return whether this rank has finished writing, successfully or not. `finish` raises failures."""
         return self._writer.is_done()
 
     def finish(self) -> dict[str, str]:
-        """Waits for what is not written yet and, with all ranks, completes Megatron's part of the folder.
+        """Wait until everything is written and, with all ranks, complete Megatron's part of the folder.
 
-        Returns the checksums of what this rank wrote, by name (checkpoints/role_folder.py), for the manifest.
-        Raises CheckpointError, on all ranks, where one of them could not write.
+        Returns:
+            The checksums of what this rank wrote, by name (checkpoints/role_folder.py), for the manifest.
+
+        Raises:
+            CheckpointError: A rank could not write. Raised on all ranks.
         """
         written, failure = self._writer.wait()
 
@@ -123,19 +126,21 @@ class PendingSave:
 
 
 def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
-    """Copies the state of now to the host, wherever it is, and starts to write it into `folder`, which is
-    made, or empty.
+    """Copy the current state to the host, even if it is offloaded, and start to write it into `folder`.
 
-    Called by all ranks of the model. Training may continue when it returns. Raises CheckpointError, on all
-    ranks, where the folder cannot be made, also where the one that it is to be in has gone: a run's folder
-    that was moved away must not come to be a second time.
+    The folder is created, or must be empty. All ranks of the model call this function. Training may continue
+    when it returns.
+
+    Raises:
+        CheckpointError: The folder cannot be created. Raised on all ranks. The parent folder is not created:
+            if the folder of a run was moved away, a second one must not appear.
     """
     # Rank 0 creates the folder before any rank writes into it.
     _on_all_ranks(lambda: folder.mkdir(exist_ok=True) if dist.get_rank() == 0 else None, folder, "written")
     state = engine.training_state()
     common = _common_state(state) if dist.get_rank() == 0 else {}
 
-    # The host copies are complete when this returns; only the writing continues in the background.
+    # The host copies are complete when this function returns; only writing continues in the background.
     return PendingSave(
         folder, BackgroundWriter(folder / f"__{dist.get_rank()}_0.distcp", list(_host_items(state))), common
     )
@@ -145,7 +150,7 @@ def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
     sharding = sharding_of(state.models, state.groups)
     slices = state.optimizer.slices()
 
-    # Weights and optimizer state, copied one slice at a time from wherever they are now.
+    # Weights and optimizer state are copied one slice at a time, from memory or the host buffer.
     for shards in (sharding.of_weights(slices), sharding.of_optimizer(slices)):
         for shard in shards:
             if shard.is_main:
@@ -154,14 +159,16 @@ def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
                 )
                 yield ItemToWrite(key=shard.key, shape=shard.shape, offsets=shard.place.starts, data=data)
 
-    # The objects that Megatron stores beside the tensors, and the random state.
+    # Objects that Megatron stores in addition to tensors, and the random state.
     for entry in (*sharding.objects, _rng_entry(state.groups)):
         if is_main_replica(entry.replica_id):
-            yield ItemToWrite(key=entry.unique_key, data=[entry.data])  # Megatron stores a list, of one
+            yield ItemToWrite(
+                key=entry.unique_key, data=[entry.data]
+            )  # Megatron stores a list with one element
 
 
 def _rng_entry(groups: ParallelGroups) -> ShardedObject:
-    """Each rank has its own, but for those that share rows: of them the first has theirs."""
+    """Describe the random state of this rank. Ranks that share rows store a single state, the first one's."""
     parallel = groups.parallel
     return ShardedObject(
         RNG_KEY,
@@ -173,7 +180,7 @@ def _rng_entry(groups: ParallelGroups) -> ShardedObject:
 
 
 def _common_state(state: TrainingState) -> dict:
-    """What all ranks share, where Megatron's own programs look for it."""
+    """Return the state that all ranks share, in the place where Megatron's own programs expect it."""
     settings = {
         "distrib_optim_sharding_type": OPTIMIZER_FORMAT,
         "singleton_local_shards": False,
@@ -192,16 +199,18 @@ def _common_state(state: TrainingState) -> dict:
 
 
 def load(engine: MegatronEngine, folder: Path) -> None:
-    """The engine's state becomes that of the checkpoint, which may be of another layout; called by all its
-    ranks.
+    """Load a checkpoint, which may have another layout, into the engine. All of its ranks call this function.
 
-    The learning rate continues where it was, on this engine's schedule. Random number generators do in the
-    same layout; in another one each rank keeps its own. Raises CheckpointError, on all ranks and before
-    anything is changed, for a folder that is damaged or of another model.
+    The learning rate continues at the same point, on this engine's schedule. Random number generators
+    continue if the layout is the same; otherwise each rank keeps its own.
+
+    Raises:
+        CheckpointError: The folder is damaged or belongs to another model. Raised on all ranks, before
+            anything is changed.
     """
     state = engine.training_state()
 
-    # Tensors are filled in place, so all of them must be in memory; they are moved away again at the end.
+    # Tensors are filled in place, so all of them must be in memory. They are offloaded again at the end.
     offloaded = state.places.offloaded
     engine.restore(*offloaded)
 
@@ -221,37 +230,35 @@ def load(engine: MegatronEngine, folder: Path) -> None:
     common = dist_checkpointing.load({"shards": wanted}, str(folder), validate_access_integrity=False)
     _on_all_ranks(lambda: _check_loaded(folder, shards), folder, "read")
 
-    # Counts and random state follow only after all tensors proved to be loaded.
+    # Counts and random state are set only after all tensors have been loaded.
     state.optimizer.set_counts(StepCounts(**common["step_counts"]))
     _load_random_state(index, state.groups)
     engine.offload(*offloaded)
 
 
 def _checked_index(folder: Path) -> TorchDistIndex:
-    """Each rank checks its part of the folder's bytes. Only after it may Megatron read the folder: it runs
-    the pickles."""
+    """Check this rank's part of the folder's bytes, before Megatron reads the folder and runs its pickles."""
     check_folder(folder, part=(dist.get_rank(), dist.get_world_size()))
     return read_index(folder)
 
 
 def _check_shards(index: TorchDistIndex, shards: Sequence[Shard], vocab_size: int) -> None:
-    """The checkpoint has what this rank needs, as it needs it. A vocabulary may be padded to another size."""
+    """Check that the checkpoint has what this rank needs. The vocabulary may be padded differently."""
     if not any(key.startswith("optimizer.") for key in index.tensors):
         raise CheckpointError(
-            f"{index.folder}: holds a model without the state of its training, which cannot be resumed; "
-            f"convert it to a Hugging Face "
-            "folder and start from that (model.path)"
+            f"{index.folder}: contains a model without its training state, so it cannot be resumed; convert "
+            f"it to a Hugging Face folder and start from that (model.path)"
         )
     for shard in shards:
         stored = index.tensors.get(shard.key)
         if stored is None:
             why = (
-                "it was frozen there (experts.freeze_router)"
+                "it was frozen in that run (experts.freeze_router)"
                 if shard.key.startswith("optimizer.")
-                else "it is of another architecture"
+                else "the checkpoint has another architecture"
             )
-            raise CheckpointError(f"{index.folder}: has no tensor {shard.key}, which this model has; {why}")
-        # The padding of a vocabulary depends on the layout: only its number of rows may differ.
+            raise CheckpointError(f"{index.folder}: has no tensor {shard.key}, which this model needs; {why}")
+        # The padding of a vocabulary depends on the layout: only the number of rows may differ.
         same = stored.shape == shard.shape or (
             shard.is_padded
             and stored.shape[1:] == shard.shape[1:]
@@ -259,37 +266,39 @@ def _check_shards(index: TorchDistIndex, shards: Sequence[Shard], vocab_size: in
         )
         if not same:
             raise CheckpointError(
-                f"{index.folder}: {shard.key} has shape {stored.shape}; this model's has {shard.shape}"
+                f"{index.folder}: {shard.key} has shape {stored.shape}, but this model needs {shard.shape}"
             )
         if stored.dtype != shard.tensor.dtype:
             raise CheckpointError(
-                f"{index.folder}: {shard.key} is {stored.dtype}; this run has {shard.tensor.dtype}: set "
+                f"{index.folder}: {shard.key} is {stored.dtype}, but this run uses {shard.tensor.dtype}: set "
                 f"model.dtype"
             )
 
 
 def _check_complete(index: TorchDistIndex, shards: Sequence[Shard]) -> None:
-    """The ranks together take everything that is stored."""
+    """Check that the ranks together read every stored tensor."""
     parts: list[set[str]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, {shard.key for shard in shards})
 
-    # Each rank knows its own shards only, so leftovers are found in the union over the ranks.
+    # Each rank knows only its own shards, so leftovers are determined from the union over all ranks.
     extra = index.tensors.keys() - set().union(*parts)
 
     if extra:
         why = (
-            "; it is frozen here (experts.freeze_router)"
+            "; it is frozen in this run (experts.freeze_router)"
             if all(key.startswith("optimizer.") for key in extra)
             else ""
         )
         raise CheckpointError(
-            f"{index.folder}: has {len(extra)} tensors that this model has not, such as {min(extra)}{why}"
+            f"{index.folder}: has {len(extra)} tensors that this model lacks, such as {min(extra)}{why}"
         )
 
 
 def _sharded_tensor(shard: Shard, stored: DistributedTensor) -> ShardedTensor:
-    """For Megatron to fill in place. Where the vocabulary is padded to another size, the rows that are not
-    stored become zero."""
+    """Describe a shard for Megatron to fill in place.
+
+    If the stored vocabulary is padded to another size, rows that are not stored become zero.
+    """
     return ShardedTensor(
         key=shard.key,
         data=shard.view,
@@ -306,35 +315,34 @@ def _check_loaded(folder: Path, shards: Sequence[Shard]) -> None:
     for shard in shards:
         if bool(shard.view.isnan().any()):
             raise CheckpointError(
-                f"{folder}: {shard.key} is not a number somewhere after loading; an earlier checkpoint may "
-                f"be good"
+                f"{folder}: {shard.key} contains NaN after loading; an earlier checkpoint may be intact"
             )
 
 
 def _load_random_state(index: TorchDistIndex, groups: ParallelGroups) -> None:
     item = index.objects.get(_rng_entry(groups).unique_key)
 
-    # Another layout has no entry for this rank, which then keeps its own generators.
+    # A checkpoint of another layout has no entry for this rank, which then keeps its generators.
     if item is None:
         return
 
     with (index.folder / item.file).open("rb") as file:
         file.seek(item.position)
-        # The state consists of tensors, numbers and containers, so no code of a pickle has to run.
+        # The state consists of tensors, numbers and containers, so no pickled code has to run.
         (state,) = torch.load(io.BytesIO(file.read(item.nbytes)), weights_only=True)
 
     set_random_state(state)
 
 
 class _Failure(NamedTuple):
-    """What a rank has to say to the others about files that it could not read or write."""
+    """What a rank reports to the others about files that it could not read or write."""
 
     message: str
     hint: Sequence[str]
 
 
 def _on_all_ranks(action: Callable[[], Result], folder: Path, done: Literal["read", "written"]) -> Result:
-    """What `action` returns here. What it raises of files, on any rank, is raised on every rank."""
+    """Return the result of `action`. File errors on any rank are raised on every rank."""
     failure = None
     try:
         result = action()
@@ -344,13 +352,13 @@ def _on_all_ranks(action: Callable[[], Result], folder: Path, done: Literal["rea
         message = f"{error.filename or folder}: cannot be {done}: {error.strerror or error}"
         failure = _Failure(message, UNWRITTEN if done == "written" else CheckpointError.hint)
 
-    # A collective, which every rank reaches, whether its own action failed or not.
+    # This collective is reached by every rank, whether its own action failed or not.
     _agree(failure)
-    return result  # there is none only with a failure
+    return result  # always set: a failure has been raised
 
 
 def _agree(failure: _Failure | None) -> None:
-    """Raise CheckpointError on every rank if any of them failed, with the words of the first."""
+    """Raise CheckpointError on every rank if any of them failed, with the message of the first."""
     failures: list[_Failure | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
     for each in failures:
@@ -359,8 +367,10 @@ def _agree(failure: _Failure | None) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Of torch, the GPU, Megatron's tracker, numpy and Python: tensors, numbers and containers of them only,
-    so that it can be read without running a pickle's code."""
+    """Return the state of the generators of torch, the GPU, Megatron's tracker, numpy and Python.
+
+    It consists of tensors, numbers and containers only, so that it can be read without running pickled code.
+    """
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "torch": torch.get_rng_state(),
@@ -374,7 +384,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """What `random_state` gave, on the same kind of device."""
+    """Restore the result of `random_state`, on the same kind of device."""
     torch.set_rng_state(state["torch"])
     if platform.current().is_cuda and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

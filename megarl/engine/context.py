@@ -1,9 +1,8 @@
-"""Which tokens of a packed batch each of the ranks has that share its rows (context parallelism), and which
-of them these attend to: pure.
+"""Context parallelism: which tokens of a packed batch each rank has, and which keys they attend to. Pure.
 
-Each sequence, padded to a multiple of 2 C, is cut into 2 C equal chunks, of which rank r of C has the chunks
-r and 2 C - 1 - r: all ranks have as many tokens, and as many pairs of tokens that a causal mask leaves.
-(Dubey et al. 2024, The Llama 3 Herd of Models, section 3.3.2.)
+Each sequence, padded to a multiple of 2 C, is split into 2 C equal chunks. Rank r of C has chunks r and 2 C -
+1 - r, so that all ranks have equally many tokens and equally many pairs of tokens under a causal mask (Dubey
+et al. 2024, The Llama 3 Herd of Models, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 
 
 class ContextParallelRank(NamedTuple):
-    """Of a rank among those that share the tokens of its rows."""
+    """The number of ranks that share the tokens of rows, and the rank among them."""
 
     size: int
     rank: int
@@ -27,11 +26,14 @@ ALONE = ContextParallelRank(1, 0)
 
 
 class QueryPiece(NamedTuple):
-    """Neighbours among a rank's tokens, for its attention a sequence: `length` of them, from the rank's token
-    `start` on.
+    """Consecutive tokens of a rank that are one sequence for its attention.
 
-    prompt, own: places in the whole batch of the keys that they see: all of `prompt`, and of `own` each as
-    many as there are up to itself, the last one all.
+    Attributes:
+        start: The first token, counted among the rank's tokens.
+        length: The number of tokens.
+        prompt: Positions in the whole batch of prompt keys, all of which every token sees.
+        own: Positions in the whole batch of the sequence's keys. Each token sees those up to itself, the last
+            token all.
     """
 
     start: int
@@ -45,7 +47,7 @@ class QueryPiece(NamedTuple):
 
 
 def _chunks(length: int, place: ContextParallelRank) -> list[range]:
-    """Of a padded sequence, those of one rank."""
+    """Return the chunks of a padded sequence that belong to one rank."""
     if place.size == 1:
         return [range(length)]
 
@@ -58,8 +60,12 @@ def _chunks(length: int, place: ContextParallelRank) -> list[range]:
 
 
 def own_tokens(lengths: Sequence[int], place: ContextParallelRank) -> Tensor:
-    """(T / C,) places in the whole batch of a rank's tokens, in its order. lengths: of the padded
-    sequences."""
+    """Return the positions (T / C,) int64 in the whole batch of a rank's tokens, in its order.
+
+    Args:
+        lengths: The lengths of the padded sequences.
+        place: The rank.
+    """
     starts = accumulate(lengths[:-1], initial=0)
     return torch.cat(
         [
@@ -71,14 +77,18 @@ def own_tokens(lengths: Sequence[int], place: ContextParallelRank) -> Tensor:
 
 
 def whole_order(lengths: Sequence[int], size: int) -> Tensor:
-    """(T,) of each token of the whole batch its place where the ranks' tokens stand one rank's behind the
-    other's."""
+    """Return the position (T,) int64 of each token of the batch in the concatenation of the ranks' tokens."""
     return torch.cat([own_tokens(lengths, ContextParallelRank(size, rank)) for rank in range(size)]).argsort()
 
 
 def pieces(lengths: Sequence[int], prompts: Sequence[range], place: ContextParallelRank) -> list[QueryPiece]:
-    """Of one rank. lengths: of the padded sequences. prompts: of each sequence the places of the prompt that
-    it continues, or none."""
+    """Return the query pieces of one rank.
+
+    Args:
+        lengths: The lengths of the padded sequences.
+        prompts: For each sequence, the positions of the prompt that it continues; empty if there is none.
+        place: The rank.
+    """
     found = []
     start = 0
 

@@ -1,10 +1,9 @@
-"""What Megatron-Core needs in order to run on a machine without CUDA: replacements for the few places that
-name the GPU.
+"""Replacements for the few places in Megatron-Core that require CUDA, so that it runs on a CPU.
 
-Megatron is used as published: nothing of it is edited on disk. Replacements are installed once per process,
-in two steps: those on `torch` before Megatron is imported, those on Megatron's own functions after.
-`EVIDENCE` names, for each of the latter, a piece of Megatron's source that makes it necessary: a test fails
-when a new Megatron no longer holds it.
+Megatron is used as published; no file of it is edited. Replacements are installed once per process in two
+steps: those on `torch` before Megatron is imported, those on Megatron's own functions afterwards. For each of
+the latter, `EVIDENCE` quotes the part of Megatron's source that makes it necessary: a test fails when a new
+Megatron no longer contains it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megarl.engine.cpu_kernels import gated_linear, linear
 CPU = torch.device("cpu")
 
 # Factories that Megatron calls with device="cuda" or torch.cuda.current_device() (schedules, optimizer,
-# losses, p2p). Wrapping these costs nothing elsewhere; a TorchFunctionMode would add microseconds to every
+# losses, p2p). Wrapping them costs nothing elsewhere; a TorchFunctionMode would add microseconds to every
 # operation.
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like")
 
@@ -118,7 +117,7 @@ EVIDENCE = (
 
 
 class InertStream:
-    """A CUDA stream or event where there is none: every method does nothing."""
+    """A CUDA stream or event on a machine without CUDA. Every method does nothing."""
 
     device = CPU
 
@@ -162,9 +161,9 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _adapt_torch() -> None:
-    # torch caches the set of functions that `with torch.device(...)` applies to. It has to hold the
-    # originals, which the wrappers call: built later, it would hold the wrappers, and the context would
-    # change nothing.
+    # torch caches the set of functions that `with torch.device(...)` applies to. The cache must contain the
+    # originals, which the wrappers call: built later, it would contain the wrappers, and the context would
+    # have no effect.
     torch.utils._device._device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -174,7 +173,7 @@ def _adapt_torch() -> None:
 
     torch.Tensor.cuda = torch.nn.Module.cuda = torch.Tensor.pin_memory = itself
 
-    # A CPU operation is finished when its call returns, so streams and synchronization do nothing.
+    # A CPU operation is complete when its call returns, so streams and synchronization do nothing.
     cuda = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.synchronize = cuda.empty_cache = lambda *arguments: None
@@ -183,7 +182,7 @@ def _adapt_torch() -> None:
     cuda.Stream = cuda.Event = InertStream
     cuda.is_current_stream_capturing = lambda: False
 
-    # The CPU's generator stands in for that of the GPU.
+    # The CPU's generator replaces that of the GPU.
     cuda.get_rng_state = lambda *arguments: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None
@@ -195,8 +194,10 @@ def _adapt_torch() -> None:
 
 @contextlib.contextmanager
 def no_compiler() -> Iterator[None]:
-    """`jit_fuser` is bound to torch.compile while Megatron is imported, and would start a C++ compiler at its
-    first call."""
+    """Prevent `jit_fuser` from starting a C++ compiler at its first call.
+
+    It is bound to torch.compile while Megatron is imported.
+    """
     compiler = torch.compile
     torch.compile = lambda model=None, **options: model if model is not None else (lambda function: function)
 
@@ -208,8 +209,10 @@ def no_compiler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Within it `Tensor.type()` speaks of CUDA: the optimizers sort parameters by comparing with
-    'torch.cuda.FloatTensor'."""
+    """Make `Tensor.type()` return CUDA types within the block.
+
+    The optimizers sort parameters by comparison with 'torch.cuda.FloatTensor'.
+    """
     spelled = torch.Tensor.type
 
     def cuda_spelling(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -229,12 +232,12 @@ def _clip_by_total_norm(
     total_norm: float,
     use_decoupled_grad: bool = False,
 ) -> None:
-    """Megatron's arithmetic (clip_grads.py) without its assertion on CUDA tensors."""
+    """Clip gradients with Megatron's arithmetic (clip_grads.py), without its assertion on CUDA tensors."""
     assert not use_decoupled_grad
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
 
-    # Megatron's own formula, whose small term keeps a norm of zero from dividing by zero.
+    # Megatron's own formula, whose small term avoids a division by zero.
     coefficient = max_norm / (total_norm + 1.0e-6)
     if coefficient < 1.0 and gradients:
         torch._foreach_mul_(gradients, coefficient)
@@ -252,11 +255,11 @@ def _linear(
     async_grad_allreduce: bool | None = None,
     tp_group: torch.distributed.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Computes Megatron's tensor-parallel linear layer with our product, instead of overlapping collectives
-    with products as on CUDA.
+    """Compute Megatron's tensor-parallel linear layer with megarl's matrix product.
 
-    The signature is that of Megatron's `linear_with_grad_accumulation_and_async_allreduce`.
-    `async_grad_allreduce` is deprecated there and has no effect.
+    On CUDA, Megatron overlaps collectives with products instead. The signature is that of Megatron's
+    `linear_with_grad_accumulation_and_async_allreduce`, in which `async_grad_allreduce` is deprecated and has
+    no effect.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -269,7 +272,7 @@ def _linear(
     elif allreduce_dgrad:
         input = mappings.copy_to_tensor_model_parallel_region(input, group=tp_group)
 
-    # a gate's rows, and those of what it lets through (see mark_cut_parameters)
+    # The weight stacks the rows of gate and up (see mark_cut_parameters).
     if getattr(weight, "partition_stride", 1) == 2:
         assert bias is None
         return gated_linear(input, weight)
@@ -289,8 +292,10 @@ def _linear_with_frozen_weight(
     wgrad_deferral_limit: int | None = None,
     async_grad_allreduce: bool | None = None,
 ) -> torch.Tensor:
-    """Computes the same as `_linear`, with the signature of Megatron's function of this name: `tp_group`
-    comes earlier."""
+    """Compute the same as `_linear`, with the signature of Megatron's function of this name.
+
+    In that signature, `tp_group` comes earlier.
+    """
     assert wgrad_deferral_limit is None
     return _linear(
         input,
@@ -305,7 +310,7 @@ def _linear_with_frozen_weight(
 
 
 def _bias_swiglu(activated: torch.Tensor, bias: torch.Tensor | None, *unused: bool) -> torch.Tensor:
-    """Megatron's gated activation, which `_linear` has applied already."""
+    """Return the gated activation, which `_linear` has already applied."""
     assert bias is None
     assert not any(unused)
     return activated
@@ -314,7 +319,7 @@ def _bias_swiglu(activated: torch.Tensor, bias: torch.Tensor | None, *unused: bo
 def _weighted_bias_swiglu(
     activated: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, *unused: bool
 ) -> torch.Tensor:
-    """As `_bias_swiglu`, of an expert, whose tokens have weights (..., 1) float32."""
+    """Return the gated activation of an expert, scaled by its tokens' weights (..., 1) float32."""
     return (_bias_swiglu(activated, bias, *unused) * weights).to(activated.dtype)
 
 
@@ -329,7 +334,7 @@ def _adapt_experts() -> None:
 
 
 def adapt_products() -> None:
-    """Linear layers, and activations, of which one is in a linear layer now."""
+    """Replace linear layers and activations. The gated activation becomes a part of a linear layer."""
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer import mlp
 
@@ -349,7 +354,7 @@ def _adapt_megatron() -> None:
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
-    # imported by name in the last three
+    # The last three modules import the function by name.
     for module in (clip_grads, base_optimizer, distrib_optimizer, optimizer):
         if hasattr(module, "clip_grad_by_total_norm_fp32"):
             module.clip_grad_by_total_norm_fp32 = _clip_by_total_norm
@@ -362,11 +367,11 @@ def _adapt_megatron() -> None:
 
 
 def install() -> None:
-    """Installs every adaptation; imports Megatron-Core, which takes 6 to 8 seconds of CPU."""
-    # Before the import, during which Megatron binds functions of torch.
+    """Install every adaptation. Imports Megatron-Core, which takes 6 to 8 seconds of CPU time."""
+    # torch is adapted before the import, during which Megatron binds functions of torch.
     _adapt_torch()
 
-    # Megatron says at length that Transformer Engine and Apex are absent: here that is the point.
+    # Megatron prints long warnings that Transformer Engine and Apex are absent, which is intended here.
     for module in ("megatron.core", "torch.distributed"):
         warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
     with no_compiler(), warnings.catch_warnings():

@@ -11,10 +11,10 @@ import torch.utils._device
 
 
 def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Reduce-scatter or all-gather between a buffer and this rank's slice of it: in a group of one, one and
-    the same memory.
+    """Skip a reduce-scatter or all-gather between a buffer and this rank's slice of it in a group of one.
 
-    gloo copies it there and back all the same, at every step and for every parameter.
+    The two are the same memory then, but gloo copies it back and forth anyway, at every step and for every
+    parameter.
     """
 
     @functools.wraps(collective)
@@ -30,13 +30,16 @@ def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def numbers_on_host(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron's copy of a tensor to the host, where it is already."""
+    """Replace Megatron's copy of a tensor to the host, where it already is."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """gloo gathers parts of one size only: they are padded to the largest. Experts need it that are
-    spread and cut over ranks."""
+    """Wrap a gather so that parts may differ in size.
+
+    gloo gathers only parts of equal size, so they are padded to the largest. This is needed for experts with
+    both expert and expert tensor parallelism.
+    """
 
     @functools.wraps(gather)
     def run(
@@ -49,7 +52,7 @@ def gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.T
             return gather(part, group, output_split_sizes, use_global_buffer)
         sizes = [int(size) for size in output_split_sizes]
 
-        # Gather parts of equal size, then drop what pads them.
+        # Gather parts of equal size, then drop the padding.
         padded = part.new_zeros(max(sizes), *part.shape[1:])
         padded[: part.shape[0]] = part
         gathered = part.new_empty(len(sizes) * max(sizes), *part.shape[1:])
@@ -61,7 +64,7 @@ def gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 def scatter_unequal(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Adapt a scatter of the sum of all ranks' parts, as `gather_unequal` adapts a gather."""
+    """Wrap a reduce-scatter so that parts may differ in size, as `gather_unequal` does for a gather."""
 
     @functools.wraps(scatter)
     def run(
@@ -74,7 +77,7 @@ def scatter_unequal(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch
             return scatter(parts, group, input_split_sizes, use_global_buffer)
         sizes = [int(size) for size in input_split_sizes]
 
-        # Row r of the padded tensor is what rank r gets of the sum.
+        # Row r of the padded tensor is what rank r receives of the sum.
         padded = parts.new_zeros(len(sizes), max(sizes), *parts.shape[1:])
         for room, part in zip(padded, parts.split(sizes), strict=True):
             room[: part.shape[0]] = part

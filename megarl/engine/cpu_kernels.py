@@ -1,20 +1,19 @@
-"""The kernels that make Megatron fast on a CPU: matrix products of linear layers by oneDNN or MKL, with the
-gated activation.
+"""Kernels that make Megatron fast on a CPU: matrix products by oneDNN or MKL, and the gated activation.
 
-Which library multiplies follows from the shapes and the processor's family, never from a clock: a run that is
-resumed has the same bits. Both round alike, in float32. Measured in GFLOP/s of a core, MKL, which is torch's
-own, against oneDNN, for the shapes of small models:
+The choice of library follows from the shapes and the processor's family, never from a measurement, so that a
+resumed run is bitwise identical. Both round in the same way, in float32. GFLOP/s per core, MKL (torch's
+default) against oneDNN, for the shapes of small models:
 
                               outputs and gradients of inputs      gradients of weights
     AMD Zen 5                   100 against 220                    as outputs
     AMD Zen 4                   83 to 101 against 92 to 109        91 to 101 against 75 to 103
     Intel with AVX-512          about the same                     136 against 81
 
-Gradients of weights are oneDNN's on Zen 5 alone: elsewhere MKL is as fast, and adds them to a buffer while it
-multiplies. Adding oneDNN's is a pass of its own, and slow where it made the transpose: on Zen 4 a step of 100
-million parameters took 3 % more.
+oneDNN computes gradients of weights on Zen 5 only. On other processors MKL is as fast, and adds them to a
+buffer while it multiplies. With oneDNN, the addition is a separate pass, which is slow for a transposed
+result: on Zen 4, a step of 100 million parameters took 3 % longer.
 
-oneDNN is in torch as the operator that torch.compile emits for linear layers.
+torch exposes oneDNN through the operator that torch.compile emits for linear layers.
 """
 
 from __future__ import annotations
@@ -28,34 +27,47 @@ from torch import Tensor
 
 from megarl.machine.processors import ZEN_5, processor_family
 
-# Multiplications of a product from which oneDNN, whose calls cost 15 microseconds more, is the faster one.
+# The number of multiplications from which oneDNN is faster. Its calls cost 15 microseconds more.
 MIN_ONEDNN_SIZE = 2**20
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
 WEIGHT_GRADIENTS_BY_ONEDNN = HAS_ONEDNN and processor_family() == ZEN_5
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left (M, K), right (N, K), bias (N,) -> left @ right.T + bias (M, N). Either matrix may be transposed
-    in memory. Has no gradient."""
+    """Return left @ right.T + bias. Has no gradient.
+
+    Args:
+        left: (M, K), possibly transposed in memory.
+        right: (N, K), possibly transposed in memory.
+        bias: (N,).
+
+    Returns:
+        (M, N).
+    """
     if _by_onednn(left, left.shape[0] * right.numel()):
         return torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
     return F.linear(left, right, bias)
 
 
 def product_and_sum(left: Tensor, right: Tensor, summand: Tensor) -> Tensor:
-    """`product` of left (M, K) and right (N, K), with `summand` (M, N) added, which may be overwritten."""
+    """Return the product of left (M, K) and right.T, right (N, K), plus `summand` (M, N).
+
+    `summand` may be overwritten.
+    """
     if _by_onednn(left, left.shape[0] * right.numel()):
         return torch.ops.mkldnn._linear_pointwise.binary(left, summand, right, None, "add")
     return summand.addmm_(left, right.t())
 
 
 def product_over_rows(left: Tensor, right: Tensor) -> Tensor:
-    """left (R, M), right (R, N) -> left.T @ right (M, N), of which a transpose may be in memory. Has no
-    gradient."""
+    """Return left.T @ right (M, N) for left (R, M) and right (R, N). Has no gradient.
+
+    The result may be transposed in memory.
+    """
     if not WEIGHT_GRADIENTS_BY_ONEDNN:
         return left.t() @ right
     if _by_onednn(left, left.numel() * right.shape[1]) and left.shape[1] > right.shape[1]:
-        # oneDNN copies the one on its left, unless it stands in order
+        # oneDNN copies its left operand unless it is contiguous.
         return product(right.t(), left.t()).t()
 
     return product(left.t(), right.t())
@@ -71,7 +83,7 @@ def _by_onednn(matrix: Tensor, size: int) -> bool:
 
 
 def add_product_over_rows(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds `product_over_rows` to `total` (M, N) float32."""
+    """Add `product_over_rows` to `total` (M, N) float32."""
     by_onednn = WEIGHT_GRADIENTS_BY_ONEDNN and _by_onednn(left, left.numel() * right.shape[1])
     if left.dtype == torch.float32 and not by_onednn:
         total.addmm_(left.t(), right)  # added while it is multiplied
@@ -80,16 +92,24 @@ def add_product_over_rows(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def in_main_grad(weight: Tensor) -> Tensor:
-    """What a backward pass returns of a weight whose gradient it has added to Megatron's buffer. Megatron is
-    told; as it wants of its own layers, the tensor has no meaning but where the weight is an embedding too,
-    and has a gradient as such that will be added to it."""
+    """Return the gradient of a weight whose gradient has already been added to Megatron's buffer.
+
+    Megatron is informed through an attribute of the weight. As Megatron requires of its own layers, the
+    returned tensor has no meaning, unless the weight is also an embedding: then it is zero, so that the
+    embedding's gradient can be added to it.
+    """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
 def _gradient_of(weight: Tensor, outputs: Sequence[Tensor], hidden: Tensor) -> Tensor:
-    """Of a weight (N, K) whose rows, in equal parts, made of `hidden` (R, K) what `outputs` (R, N / parts)
-    are the gradients of."""
+    """Compute the gradient of a weight from its inputs and the gradients of its outputs.
+
+    Args:
+        weight: (N, K). Its rows are divided into as many equal parts as there are outputs.
+        outputs: The gradients of each part's outputs, (R, N / parts).
+        hidden: The inputs, (R, K).
+    """
     buffer: Tensor | None = getattr(weight, "main_grad", None)
 
     # Without Megatron's buffer the gradient is returned, and autograd accumulates it.
@@ -97,7 +117,7 @@ def _gradient_of(weight: Tensor, outputs: Sequence[Tensor], hidden: Tensor) -> T
         parts = [product_over_rows(output, hidden) for output in outputs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    # The parts of the weight, such as gate and up, were separate products of the same input.
+    # The parts of the weight, such as gate and up, are separate products of the same input.
     for part, output in zip(buffer.chunk(len(outputs)), outputs, strict=True):
         add_product_over_rows(part, output, hidden)
     return in_main_grad(weight)
@@ -123,14 +143,25 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """hidden (..., K), weight (N, K), bias (N,) -> (..., N): `torch.nn.functional.linear` on `product`."""
+    """Compute `torch.nn.functional.linear` with `product`.
+
+    Args:
+        hidden: (..., K).
+        weight: (N, K).
+        bias: (N,).
+
+    Returns:
+        (..., N).
+    """
     return _Linear.apply(hidden, weight, bias)
 
 
 class _GatedLinear(torch.autograd.Function):
-    """Each half is a product of its own: activations read and write them about twice as fast as halves of the
-    rows of one tensor. What was just written is read next, from a cache, and the one backward pass writes
-    where the forward pass's activations lie."""
+    """The gated activation with a separate product for each half of the weight.
+
+    Activations read and write separate tensors about twice as fast as halves of the rows of one tensor. Each
+    result is read while it is still in a cache, and the backward pass overwrites the saved activations.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -168,6 +199,10 @@ class _GatedLinear(torch.autograd.Function):
 
 
 def gated_linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden (..., K), weight (2 I, K), first the gate's rows, then those of what it lets through ->
-    silu(gate) * up (..., I)."""
+    """Return silu(gate) * up (..., I).
+
+    Args:
+        hidden: (..., K).
+        weight: (2 I, K): the rows of gate, then those of up.
+    """
     return _GatedLinear.apply(hidden, weight)

@@ -1,5 +1,7 @@
-"""Megatron's data parallelism around the models of a rank: gradients are reduced and parameters gathered,
-bucket by bucket beside the computation."""
+"""Megatron's data parallelism around the models of a rank.
+
+Gradients are reduced and parameters gathered bucket by bucket, overlapping with the computation.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +25,7 @@ def wrap_models(models: Sequence[ModelChunk], parallel: ParallelConfig) -> list[
 
     Args:
         models: One for each virtual pipeline stage of this rank.
+        parallel: The layout.
     """
     overlap = overlaps(parallel, platform.current().is_cuda)
     config = DistributedDataParallelConfig(
@@ -30,18 +33,18 @@ def wrap_models(models: Sequence[ModelChunk], parallel: ParallelConfig) -> list[
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
-        # The optimizer's step starts to gather all buckets; no layer starts with those of the next one.
+        # The optimizer step starts gathering all buckets, so no layer has to start gathering the next one.
         align_param_gather=overlap,
     )
 
-    # The models of later virtual stages wait for nobody, so they have one bucket.
+    # The models of later virtual stages do not need to overlap, so they have one bucket.
     chunks = [
         DistributedDataParallel(model.config, config, model, disable_bucketing=number > 0)
         for number, model in enumerate(models)
     ]
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = finalize_gradients
-        # The gradients of all micro-batches but the last are only added up.
+        # Only the last micro-batch reduces gradients; the others accumulate them.
         if overlap:
             chunk.config.no_sync_func = (
                 chunks[0].no_sync if len(chunks) == 1 else [each.no_sync for each in chunks]
@@ -51,22 +54,26 @@ def wrap_models(models: Sequence[ModelChunk], parallel: ParallelConfig) -> list[
 
 
 def await_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Wait for parameters that other replicas have updated. To be called before anybody reads or moves
-    them."""
+    """Wait for parameters that other replicas have updated.
+
+    Must be called before parameters are read or moved.
+    """
     for group in _bucket_groups(chunks):
         if group.param_gather_handle is not None:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def expect_no_gather(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Tell Megatron that the parameters are whole until the next step. It would gather them in the next
-    forward pass, of which some replicas may have none."""
+    """Tell Megatron that the parameters are complete until the next step.
+
+    Otherwise Megatron would gather them in the next forward pass, which some replicas may not have.
+    """
     for group in _bucket_groups(chunks):
         group.param_gather_dispatched = True
 
 
 def start_gather(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Start to gather the updated parameters, so that it overlaps with what follows."""
+    """Start to gather the updated parameters, overlapping with what follows."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync()
@@ -79,12 +86,16 @@ def _bucket_groups(chunks: Sequence[DistributedDataParallel]) -> Iterator[Any]:
 
 
 def overlaps(parallel: ParallelConfig, on_cuda: bool) -> bool:
-    """Return whether replicas communicate beside the computation. With gloo the processors that compute would
-    do both."""
+    """Return whether communication between replicas overlaps with the computation.
+
+    It does not with gloo, which would use the same processors.
+    """
     return on_cuda and parallel.num_copies > 1
 
 
 def finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **keywords: Any) -> None:
-    """Reduce the gradients as Megatron does (data parallel, sequence parallel, tied embeddings), without its
-    division by a number of tokens."""
+    """Reduce the gradients as Megatron does, without its division by a number of tokens.
+
+    This covers data parallelism, sequence parallelism and tied embeddings.
+    """
     finalize_model_grads(chunks, None, **keywords)

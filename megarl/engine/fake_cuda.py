@@ -1,11 +1,9 @@
-"""What torch and Megatron-Core need in order to run for CUDA on a machine without a GPU, on fake tensors that
-have shapes and no memory.
+"""Replacements in torch and Megatron-Core for running CUDA code on fake tensors without a GPU.
 
-As with `cpu_adaptations`, nothing is edited on disk: replacements are installed once per process, and
-`EVIDENCE` names for each on Megatron's own functions the piece of its source that makes it necessary. No
-factory is changed and no device is put in the place of
-another: what makes a tensor on the wrong device does so here as well. `rehearsal` gives the tensors and
-watches over them.
+As in `cpu_adaptations`, no file is edited: replacements are installed once per process, and `EVIDENCE` quotes
+the part of Megatron's source that makes each replacement of its functions necessary. Factories and devices
+are not changed, so code that creates a tensor on the wrong device does so here as well. The package
+`rehearsal` provides the tensors and records operations on them.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ CUDA = torch.device("cuda", 0)
 
 _RNG = "tensor_parallel.random"
 _NORM = "aten::_fused_rms_norm"
-_KERNELS = torch.library.Library("aten", "IMPL", "CUDA")  # what is registered lives as long as this
+_KERNELS = torch.library.Library("aten", "IMPL", "CUDA")  # registrations live as long as this object
 EVIDENCE = (
     MegatronEvidence(
         _RNG, "_get_cuda_rng_state", "torch.cuda.random.get_rng_state", "reads the GPU's random state"
@@ -37,7 +35,7 @@ EVIDENCE = (
         "optimizer",
         "_get_param_groups",
         "torch.distributed.all_gather_object",
-        "asks all ranks, who are not there",
+        "asks all ranks, which do not exist",
     ),
     MegatronEvidence(
         "optimizer.distrib_optimizer",
@@ -70,7 +68,7 @@ EVIDENCE = (
 
 
 class _FakeRuntime:
-    """The CUDA runtime as far as it is asked to pin memory: it says that it did."""
+    """The part of the CUDA runtime that pins memory. It reports success."""
 
     @staticmethod
     def cudaHostRegister(pointer: int, size: int, flags: int) -> int:  # noqa: N802
@@ -82,7 +80,11 @@ class _FakeRuntime:
 
 
 def _adapt_cuda(on_wait: Callable[[], None]) -> None:
-    """on_wait: called where the host would wait for the device without reading a tensor."""
+    """Replace functions of torch.cuda.
+
+    Args:
+        on_wait: Called where the host would wait for the device without reading a tensor.
+    """
 
     class Stream(InertStream):
         device = CUDA
@@ -101,7 +103,7 @@ def _adapt_cuda(on_wait: Callable[[], None]) -> None:
     cuda.current_device = lambda: 0
     cuda.set_device = cuda.empty_cache = cuda.reset_peak_memory_stats = lambda *arguments: None
 
-    # A rehearsal learns of every place at which the host would wait for the device.
+    # The dry run records every place where the host would wait for the device.
     cuda.synchronize = lambda *arguments: on_wait()
     cuda.current_stream = cuda.default_stream = cuda.Stream = cuda.Event = Stream
     cuda.stream = lambda stream: contextlib.nullcontext()
@@ -110,7 +112,7 @@ def _adapt_cuda(on_wait: Callable[[], None]) -> None:
     cuda.set_rng_state = lambda state, *arguments: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: None if torch.default_generator.manual_seed(seed) else None
 
-    # The properties of an H100, by which kernels are chosen.
+    # The properties of an H100, which determine the choice of kernels.
     cuda.get_device_capability = lambda *arguments: (9, 0)
     cuda.get_device_properties = lambda *arguments: types.SimpleNamespace(
         multi_processor_count=132, major=9, minor=0, name="fake"
@@ -127,8 +129,11 @@ def _to_cuda(
 def _apply(
     module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> torch.nn.Module:
-    """`torch.nn.Module._apply`, which changes a parameter's data and so keeps what is marked on it. A host
-    tensor cannot become a fake one in place: the parameter is a new one, with the marks of the old."""
+    """Replace `torch.nn.Module._apply` for fake tensors.
+
+    torch changes a parameter's data in place, which keeps its attributes. A host tensor cannot become a fake
+    one in place, so the parameter is replaced and its attributes copied.
+    """
     for child in module.children() if recurse else ():
         child._apply(change)
     for name, parameter in module._parameters.items():
@@ -137,7 +142,7 @@ def _apply(
         with torch.no_grad():
             changed = change(parameter)
         if changed is not parameter:
-            # Marks, such as Megatron's on cut parameters, are attributes of the parameter that is replaced.
+            # Marks such as Megatron's on sharded parameters are attributes of the replaced parameter.
             moved = torch.nn.Parameter(changed, requires_grad=parameter.requires_grad)
             for mark, value in vars(parameter).items():
                 if mark not in vars(moved):
@@ -152,7 +157,7 @@ def _apply(
 
 
 def _read(data: Any) -> Any:
-    """Numbers in the place of tensors, in nested lists."""
+    """Replace tensors in nested lists by numbers."""
     if isinstance(data, list | tuple):
         return [_read(each) for each in data]
     return data.item() if isinstance(data, torch.Tensor) and not data.dim() else data
@@ -166,7 +171,7 @@ def _adapt_tensors() -> None:
     spelled = torch.Tensor.type
 
     def spell(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        """Of a fake tensor torch says the type that it is made of."""
+        """Return the CUDA type of a fake tensor, for which torch returns the type of its memory."""
         if arguments or keywords or not isinstance(tensor, FakeTensor) or tensor.device.type != "cuda":
             return spelled(tensor, *arguments, **keywords)
         return spelled(torch.empty(0, dtype=tensor.dtype)).replace("torch.", "torch.cuda.", 1)
@@ -174,18 +179,18 @@ def _adapt_tensors() -> None:
     made = torch.tensor
 
     def tensor(data: Any, **options: Any) -> torch.Tensor:
-        """torch reads tensors that stand in a list where no mode of dispatch sees it."""
+        """Read tensors inside a list here: torch would read them where no dispatch mode sees it."""
         return made(_read(data) if isinstance(data, list | tuple) else data, **options)
 
     def read(tensor: torch.Tensor) -> Any:
-        """In one copy. torch's own for fake tensors reads each element."""
+        """Read a tensor in one copy. torch's own function for fake tensors reads each element."""
         host = tensor.cpu()
-        if isinstance(host, FakeTensor):  # its numbers are not known, which who is asked for one of them says
+        if isinstance(host, FakeTensor):  # unknown values: reading one raises the error
             host.reshape(-1)[0].item()
         return host.tolist()
 
     def pin(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        """Refuse what CUDA refuses. Fake tensors have no memory that could be pinned."""
+        """Refuse what CUDA refuses. Fake tensors have no memory to pin."""
         if torch._debug_has_internal_overlap(tensor) == 1:
             raise RuntimeError(
                 "unsupported operation: more than one element of the written-to tensor refers to a single "
@@ -193,7 +198,7 @@ def _adapt_tensors() -> None:
             )
         return tensor
 
-    # else a CUDA build makes a tensor on the device before the first fake one
+    # Otherwise a CUDA build creates a tensor on the device before the first fake one.
     fake_tensor.init_gpu_context = lambda device: None
     FakeTensor.tolist = read
     torch.tensor = tensor
@@ -207,20 +212,23 @@ def _adapt_tensors() -> None:
     torch.nn.Module.cuda = lambda module, device=None: module.to(CUDA)
     torch.nn.Module._apply = _apply
 
-    # Adam takes all parameters at a time on a GPU, and so needs more memory than one by one.
+    # On a GPU, Adam processes all parameters at once, which needs more memory than one by one.
     optimizer._foreach_supported_types.append(FakeTensor)
 
 
 def _adapt_attention() -> None:
-    """Choose the kernel in torch's place, which asks the device and cuDNN what they can do."""
+    """Choose the attention kernel instead of torch, which would query the device and cuDNN."""
     plain = F.scaled_dot_product_attention
 
     def attention(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any
     ) -> torch.Tensor:
-        """As on an H100, flash attention of 16-bit numbers without a mask, with fewer heads of keys than of
-        queries. All else is the plain product of matrices, which needs more memory than the kernels that a
-        device has for some of it."""
+        """Choose kernels as on an H100.
+
+        Flash attention is used for 16-bit dtypes without a mask, also with fewer key heads than query heads.
+        Everything else uses explicit matrix products, which need more memory than the kernels that a device
+        has for some of these cases.
+        """
         if query.device.type != "cuda":
             return plain(query, key, value, *arguments, **options)
         assert not arguments, arguments
@@ -241,24 +249,28 @@ def _adapt_attention() -> None:
 
 
 def _adapt_norm() -> None:
-    """A build for CPUs only has no kernel for a norm on CUDA. Without one torch takes the norm apart before
-    gradients are thought of, and keeps float32 copies that the kernel does not make. This one is only known
-    to be there: no fake tensor comes to it."""
+    """Register a norm for CUDA in CPU builds, which have none.
+
+    Without a kernel, torch decomposes the norm before autograd and keeps float32 copies that the kernel does
+    not make. The registered function only has to exist: fake tensors never call it.
+    """
     if not torch._C._dispatch_has_kernel_for_dispatch_key(_NORM, "CUDA"):
         _KERNELS.impl(_NORM, lambda *arguments: NotImplemented)
 
 
 def _gather_from_oneself(gathered: list[Any], mine: Any, group: Any = None) -> None:
-    """The objects of the other ranks are taken to be like this one's. Of torch's two calls, the lengths of
-    the pickles and then their bytes, the first is made, so that a rehearsal has it in the sequence; how long
-    the second would be no rank can know alone."""
+    """Gather objects, assuming that those of the other ranks equal this one's.
+
+    torch makes two calls: the lengths of the pickles, then their bytes. Only the first is made, so that the
+    dry run records it; a single rank cannot know the length of the second.
+    """
     length = torch.zeros(1, dtype=torch.int64, device=CUDA)
     dist.all_gather([torch.empty_like(length) for _ in gathered], length, group=group)
     gathered[:] = [mine] * len(gathered)
 
 
 def _adapt_groups() -> None:
-    """NCCL's and gloo's groups are made of ranks that are not there."""
+    """Create fake groups. NCCL and gloo would need ranks that do not exist."""
     made = dist.new_group
 
     def new_group(*arguments: Any, **options: Any) -> Any:
@@ -276,15 +288,19 @@ def _adapt_megatron() -> None:
 
 
 def install(on_wait: Callable[[], None]) -> None:
-    """Installs every adaptation; imports Megatron-Core. on_wait: called where the host would wait for the
-    device without reading a tensor. The device itself is torch's: in a build for CPUs only a guard for it
-    must have been loaded before torch was."""
+    """Install every adaptation. Imports Megatron-Core.
+
+    The device itself is torch's: in a CPU build, a guard for it must be loaded before torch.
+
+    Args:
+        on_wait: Called where the host would wait for the device without reading a tensor.
+    """
     _adapt_cuda(on_wait)
     _adapt_groups()
     for module in ("megatron.core", "torch"):
         warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
 
-    # it is 0, and goes to the fake runtime
+    # The pointer is 0 and passed to the fake runtime.
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     with no_compiler(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -14,20 +14,31 @@ from megarl.config.schema import ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelGroups:
-    """The groups of this rank and its place in them. Stage: pipeline rank; chunk: virtual pipeline stage on
-    this rank.
+    """The groups of this rank and its position in them.
 
-    expert_data: the ranks that hold the same parts of the same experts. expert_rank: which of the stage's
-    experts this rank holds.
-    stage: the ranks that hold the same layers.
+    A stage is a pipeline rank; a chunk is a virtual pipeline stage on this rank.
+
+    Attributes:
+        parallel: The layout.
+        tensor: The tensor-parallel group.
+        pipeline: The pipeline-parallel group.
+        context: The ranks that share the tokens of each row.
+        data: The data-parallel group.
+        data_context: The ranks with equal parameters, which sum gradients and shard the optimizer state.
+        stage: The ranks that hold the same layers.
+        tensor_rank: The rank in `tensor`.
+        pipeline_rank: The rank in `pipeline`.
+        context_rank: The rank in `context`.
+        data_rank: The rank in `data`.
+        expert_data: The ranks that hold the same parts of the same experts.
+        expert_rank: Which of the stage's experts this rank holds.
     """
 
     parallel: ParallelConfig
     tensor: dist.ProcessGroup
     pipeline: dist.ProcessGroup
-    context: dist.ProcessGroup  # ranks that share the tokens of each row
+    context: dist.ProcessGroup
     data: dist.ProcessGroup
-    # ranks with the same parameters, whose gradients are added and who share the optimizer's state
     data_context: dist.ProcessGroup
     stage: dist.ProcessGroup
     tensor_rank: int
@@ -39,7 +50,7 @@ class ParallelGroups:
 
     @property
     def rank(self) -> int:
-        """Among all ranks of the layout, as Megatron counts them."""
+        """The rank among all ranks of the layout, in Megatron's order."""
         parallel = self.parallel
 
         # Tensor parallelism varies fastest, followed by context, data and pipeline parallelism.
@@ -63,17 +74,22 @@ class ParallelGroups:
 
 
 def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> ParallelGroups:
-    """Creates every group, on all ranks in Megatron's one global order (tp, then cp, then dp, then pp). Roles
-    of one process share them.
-    `limit_s`: for each of their collectives.
+    """Create every group on all ranks, in Megatron's single global order (tp, then cp, then dp, then pp).
 
-    Raises ValueError when the world has another size than the layout.
+    Roles in one process share the groups.
+
+    Args:
+        parallel: The layout.
+        seed: The seed of the random number generators.
+        limit_s: The time limit of each collective, in seconds.
+
+    Raises:
+        ValueError: The world size differs from the layout.
     """
     if dist.get_world_size() != parallel.world_size:
         raise ValueError(
-            f"the layout {parallel} needs {parallel.world_size} ranks, the process group has "
-            f"{dist.get_world_size()}: "
-            "tensor x context x pipeline x data must equal the number of ranks"
+            f"the layout {parallel} needs {parallel.world_size} ranks, but the process group has "
+            f"{dist.get_world_size()}: tensor x context x pipeline x data must equal the number of ranks"
         )
 
     # Megatron's groups are global to the process, so those of an earlier call are destroyed first.

@@ -1,7 +1,7 @@
-"""Of which modules a decoder is built: Transformer Engine's, or Megatron's with the local layers of `layers`.
+"""Choose the modules of a decoder: Transformer Engine's, or Megatron's with the local layers of `layers`.
 
-Only this file knows that Transformer Engine's modules hold some parameters in other places: everywhere else a
-parameter has one name, which is that of the local layers.
+Transformer Engine's modules hold some parameters in other places. Only this file knows that: everywhere else
+a parameter has the name that it has in the local layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ from megarl.models.mapping import EXPERT
 
 
 def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool) -> LayerChoice:
-    """Raises ValueError where the layers that are asked for cannot be had here."""
+    """Choose the layers.
+
+    Raises:
+        ValueError: The requested layers are not available here.
+    """
     choice = choose_layers(asked, dtype, on_cuda=on_cuda, has_transformer_engine=gpt_layer_specs.HAVE_TE)
     if choice.layers is Layers.transformer_engine and not on_cuda:
         raise ValueError(
@@ -44,8 +48,7 @@ def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool) -> LayerChoice:
     if choice.layers is Layers.transformer_engine and not gpt_layer_specs.HAVE_TE:
         raise ValueError(
             "engine.layers=transformer_engine, but transformer_engine.pytorch cannot be imported here: "
-            "install "
-            "'transformer-engine[pytorch]' (docs/versions.md), or use engine.layers=local"
+            "install 'transformer-engine[pytorch]' (docs/versions.md), or use engine.layers=local"
         )
 
     return choice
@@ -54,20 +57,23 @@ def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool) -> LayerChoice:
 def block_spec(
     config: TransformerConfig, sparse_layers: Collection[int], layers: Layers, chunk: int | None
 ) -> TransformerBlockSubmodules:
-    """The modules of this rank's layers, those of the virtual pipeline stage `chunk`, and of the norm behind
-    the last.
+    """Return the modules of this rank's layers and of the norm after the last one.
 
-    sparse_layers: numbers of the layers that have experts.
+    Args:
+        config: Megatron's configuration of the model.
+        sparse_layers: The numbers of the layers that have experts.
+        layers: The implementation.
+        chunk: The virtual pipeline stage, None if there is only one.
     """
     make = _transformer_engine_layer if layers is Layers.transformer_engine else _local_layer
     norm = gpt_layer_specs.TESpecProvider().layer_norm() if layers is Layers.transformer_engine else RMSNorm
 
-    # One spec for each kind of layer that occurs: dense, and sparse where the model has experts.
+    # One spec for each kind of layer that occurs: dense, and sparse if the model has experts.
     kinds = {
         is_sparse: make(config, is_sparse) for is_sparse in ((False, True) if sparse_layers else (False,))
     }
 
-    # Dense layers too receive the routers' tokens as an attention bias, which they must not apply.
+    # Dense layers also receive the routers' tokens as an attention bias, which they must not apply.
     if sparse_layers:
         for kind in kinds.values():
             kind.module = RoutedLayer
@@ -78,7 +84,7 @@ def block_spec(
     held = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
     layer_specs = [kinds[layer in sparse_layers] for layer in held]
 
-    # Behind the last attention only the tokens that predict another one are needed.
+    # After the last attention, only tokens that predict another one are needed.
     if config.num_layers - 1 in held and ends_with_predictors(sparse_layers):
         layer_specs[-1] = replace(layer_specs[-1], module=LogitLayer)
 
@@ -86,7 +92,7 @@ def block_spec(
 
 
 def ends_with_predictors(sparse_layers: Collection[int]) -> bool:
-    """Whether the model's last layer is a LogitLayer. Routers count all tokens in each layer."""
+    """Return whether the model's last layer is a LogitLayer. Routers count all tokens in each layer."""
     return not sparse_layers
 
 
@@ -116,8 +122,8 @@ def _local_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
 
     if is_sparse:
         _name_absent_product()
-        # Transformer Engine has this norm by itself where experts follow, and Megatron's checkpoints are to
-        # be the same.
+        # Transformer Engine has a separate norm before experts. Megatron's checkpoints must be the same for
+        # both.
         stored = {
             name: key
             for name, key in layer.submodules.sharded_state_dict_keys_map.items()
@@ -129,8 +135,10 @@ def _local_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
 
 
 def _name_absent_product() -> None:
-    """Megatron's router asks whether Transformer Engine's product is None; where that cannot be imported
-    there is no such name."""
+    """Define the name of Transformer Engine's product, which Megatron's router compares with None.
+
+    If Transformer Engine cannot be imported, the name does not exist.
+    """
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
@@ -138,7 +146,7 @@ def _name_absent_product() -> None:
 _LAYER_PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
-# Transformer Engine has a norm in the linear layer behind it.
+# Transformer Engine has a norm inside the linear layer that follows it.
 _CANONICAL = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -146,14 +154,19 @@ _CANONICAL = {
 
 
 def canonical_name(name: str, first_layer: int, first_expert: int) -> str:
-    """The name of a parameter in the whole model, whatever its layers are. name: in a chunk whose layers
-    follow `first_layer` others, and the rank's experts `first_expert` others."""
+    """Return the name of a parameter in the whole model, independent of the layers' implementation.
+
+    Args:
+        name: The name in a chunk.
+        first_layer: The number of layers before the chunk.
+        first_expert: The number of experts before this rank's.
+    """
     match = _LAYER_PARAMETER.fullmatch(name)
     if match is None:
         return name
     rest = _CANONICAL.get(match[2], match[2])
 
-    # Experts are modules of their own, or numbered weights of one grouped product.
+    # Experts are separate modules, or numbered weights of one grouped product.
     if local := _LOCAL_EXPERT.fullmatch(rest):
         rest = f"{EXPERT.format(expert=int(local[1]) + first_expert)}{local[2]}"
     elif grouped := _GROUPED_EXPERT.fullmatch(rest):
@@ -163,11 +176,10 @@ def canonical_name(name: str, first_layer: int, first_expert: int) -> str:
 
 
 def mark_cut_parameters(model: torch.nn.Module) -> None:
-    """Marks the parameters that are cut over ranks, which Megatron does only while it initialises them.
+    """Mark the parameters that are sharded over ranks, which Megatron does only while it initializes them.
 
-    Unmarked, a cut parameter passes for a copy and all but rank 0's part is left out of the gradient norm:
-    silently. A stride of 2 says that each rank has two parts of the whole, of the gate and of what it lets
-    through.
+    An unmarked parameter counts as replicated, and all parts except rank 0's are silently left out of the
+    gradient norm. A stride of 2 means that each rank has two parts of the whole: of gate and of up.
     """
     columns = {ColumnParallelLinear, VocabParallelEmbedding}
     rows = {RowParallelLinear}
@@ -186,7 +198,7 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
             continue
         stride = 2 if path.endswith("linear_fc1") else 1
         for name, parameter in module.named_parameters(recurse=False):
-            # what a row-parallel layer adds is whole
+            # The bias of a row-parallel layer is replicated.
             is_cut = name.startswith("weight") or (name == "bias" and type(module) in columns)
             if is_cut and not getattr(parameter, "tensor_model_parallel", False):
                 set_tensor_model_parallel_attributes(
@@ -195,8 +207,11 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
 
 
 def forget_routes(model: torch.nn.Module) -> None:
-    """Megatron's dispatchers keep the routes of a layer's last pass, and with them the graph of what was
-    computed again: a layer's input and its gradient, of each layer, until the next pass."""
+    """Make Megatron's dispatchers release the routes of a layer's last pass.
+
+    Otherwise they keep, until the next pass, the graph of recomputed activations: the input and its gradient
+    of each layer.
+    """
     for module in model.modules():
         if isinstance(module, MoELayer):
             dispatcher: Any = module.token_dispatcher
@@ -215,8 +230,10 @@ def _and_forget(
 
 
 def fuse_gradient_accumulation(model: torch.nn.Module) -> None:
-    """Transformer Engine's linear layers add the gradients of their weights to Megatron's buffer themselves,
-    with kernels of their own. Megatron's flag for it would also ask for Apex's, for its own layers."""
+    """Let Transformer Engine's layers add weight gradients to Megatron's buffer with their own kernels.
+
+    Megatron's flag for this would also require Apex, for Megatron's own layers.
+    """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # it is a plain attribute

@@ -1,8 +1,7 @@
-"""The local layers that are not Megatron's: RMSNorm and the attention core, for padded and for packed
-batches, on a CPU and on CUDA; and a model's last layer.
+"""The local layers that replace Megatron's: RMSNorm, the attention core, and a model's last layer.
 
-None of them reads anything from the device: what it needs of the sequences' lengths was known on the host
-when the batch was made.
+They support padded and packed batches, on a CPU and on CUDA. None of them reads anything from the device: the
+sequence lengths were known on the host when the batch was made.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from torch.nn.attention.varlen import varlen_attn
 from megarl.engine.packed_rows import AttentionPlan, PackedRows, attention_plan, key_places
 from megarl.engine.shared_prompts import attend as attend_shared
 
-# torch 2.11 takes fewer heads of keys than of queries as they are; later ones want to be told.
+# torch 2.11 accepts fewer key heads than query heads as is; later versions require a flag.
 _SAYS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-_CAUSAL = (-1, 0)  # all that stands before a token, nothing after it
-# torch's kernel for CPUs takes so many keys at a time, and works no less where a mask leaves some of them
-# out: responses to a prompt that they share are one call with it up to here, and two where whole blocks can
-# be left out.
+_CAUSAL = (-1, 0)  # everything before a token, nothing after it
+# torch's CPU kernel processes this many keys at a time, and does not skip masked keys within a block. Up to
+# this length, responses with a shared prompt are one masked call; beyond it they are two, so that whole
+# blocks are skipped.
 KEY_BLOCK = 512
 
 
 class RMSNorm(torch.nn.Module):
     """Root mean square norm (Zhang & Sennrich 2019).
 
-    On a CPU with Hugging Face's rounding: normalised in float32, rounded to the weights' type, then scaled.
-    On CUDA it is one kernel, which reads and writes the tokens once and rounds once, after scaling: in
-    bfloat16 an element can be the neighbour of Hugging Face's.
+    On a CPU it rounds like Hugging Face: normalized in float32, rounded to the dtype of the weights, then
+    scaled. On CUDA it is a single kernel that reads and writes the tokens once and rounds once, after
+    scaling: in bfloat16, an element can differ from Hugging Face's by one unit in the last place.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Under sequence parallelism each rank sees a part of the tokens: Megatron sums the gradients of
+        # Under sequence parallelism each rank sees a part of the tokens. Megatron sums the gradients of
         # marked parameters.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -57,7 +56,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class _CPUNorm(torch.autograd.Function):
-    """torch's own is made of small operations on a CPU, and its gradient of twice as many as these.
+    """RMSNorm for CPUs, where torch's own consists of small operations and twice as many in backward.
 
     n = x / rms(x); dx = (g w - n mean(g w n)) / rms(x).
     """
@@ -83,14 +82,15 @@ class _CPUNorm(torch.autograd.Function):
 
 
 class AttentionCore(torch.nn.Module):
-    """Causal attention in the place of Megatron's `core_attention`: on CUDA torch's `varlen_attn`, of all
-    sequences of a packed batch at once; else `scaled_dot_product_attention`, which is also all there is for
-    float32.
+    """Causal attention that replaces Megatron's `core_attention`.
 
-    Padded: query (S, b, heads, D), key and value (S, b, groups, D) -> (S, b, heads * D); sequences start at
-    position 0 and are padded on the right, so the causal mask is enough. Packed: (T, heads, D) -> (T, heads *
-    D), with the boundaries in `packed_seq_params`. Of rows that ranks share each has its own queries, and
-    takes the keys and values of all.
+    On CUDA it uses torch's `varlen_attn` for all sequences of a packed batch at once. On a CPU, and for
+    float32, it uses `scaled_dot_product_attention`.
+
+    Padded: query (S, b, heads, D), key and value (S, b, groups, D) -> (S, b, heads * D). Sequences start at
+    position 0 and are padded on the right, so the causal mask is sufficient. Packed: query (T, heads, D), key
+    and value (T, groups, D) -> (T, heads * D), with the boundaries in `packed_seq_params`. With context
+    parallelism, each rank has its own queries and attends to the keys and values of all ranks.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class AttentionCore(torch.nn.Module):
         assert attention_bias is None
         assert attention_mask is None
 
-        # A padded batch is one call, for which the causal mask is enough.
+        # A padded batch is one call, for which the causal mask is sufficient.
         if packed_seq_params is None:
             sequence, batch = query.shape[:2]
             mixed = self._attend(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
@@ -128,14 +128,14 @@ class AttentionCore(torch.nn.Module):
 
         on_cuda = query.device.type == "cuda"
 
-        # With context parallelism this rank's queries see the keys and values of all ranks.
+        # With context parallelism, this rank's queries see the keys and values of all ranks.
         if self.context is not None:
             key, value = whole_keys(key, value, self.context)
             if on_cuda and query.dtype != torch.float32:
                 return attend_pieces(query, key, value, packed_seq_params, self.softmax_scale)
             return self.attend_packed(query, key, value, attention_plan(packed_seq_params))
 
-        # One masked call for float32 on CUDA, and on a CPU where no whole block of keys could be left out.
+        # One masked call for float32 on CUDA, and on a CPU if no whole block of keys could be skipped.
         by_mask = query.dtype == torch.float32 if on_cuda else packed_seq_params.max_seqlen_kv <= KEY_BLOCK
         if packed_seq_params.shared is not None and not by_mask:
             return attend_shared(query, key, value, packed_seq_params.shared, self.softmax_scale)
@@ -145,9 +145,17 @@ class AttentionCore(torch.nn.Module):
         return self.attend_packed(query, key, value, attention_plan(packed_seq_params))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(b, heads, S, D), (b, groups, before + S, D) x 2 -> (b, heads, S, D). Every query sees the keys
-        before the first one's own."""
-        # With keys before the first query the mask is shifted, which `is_causal` does not express.
+        """Attend to all keys before the first query's own, and causally to the rest.
+
+        Args:
+            query: (b, heads, S, D).
+            key: (b, groups, before + S, D).
+            value: (b, groups, before + S, D).
+
+        Returns:
+            (b, heads, S, D).
+        """
+        # With keys before the first query the mask is shifted, which `is_causal` cannot express.
         before = key.shape[2] - query.shape[2]
         mask = (
             torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(before)
@@ -180,7 +188,7 @@ class AttentionCore(torch.nn.Module):
             window_size=_CAUSAL,
             **heads,
         )
-        assert isinstance(mixed, Tensor), "no more than the values was asked for"
+        assert isinstance(mixed, Tensor), "only the output was requested"
 
         return mixed.flatten(1)
 
@@ -190,12 +198,12 @@ class AttentionCore(torch.nn.Module):
         keys = key
         values = value
 
-        # Put the pieces of each call side by side, padded to one length.
+        # Arrange the pieces of each call side by side, padded to one length.
         if plan.gather is not None and plan.gather_keys is not None:
             gathered = ((query, plan.gather), (key, plan.gather_keys), (value, plan.gather_keys))
             queries, keys, values = (tensor.flatten(1).index_select(0, at) for tensor, at in gathered)
 
-        # Each piece has its own keys behind those that all of its tokens see.
+        # Each piece has its own keys after those that all of its tokens see.
         query_shapes = [(call.sequences, call.length) for call in plan.calls]
         key_shapes = [(call.sequences, call.before + call.length) for call in plan.calls]
         mixed = []
@@ -208,23 +216,25 @@ class AttentionCore(torch.nn.Module):
         ):
             mixed.append(self._attend(*call).transpose(1, 2).reshape(-1, heads * dim))
 
-        # Restore the order of the batch and drop what padded the pieces.
+        # Restore the order of the batch and drop the padding.
         joined = torch.cat(mixed) if len(mixed) > 1 else mixed[0]
         return joined if plan.scatter is None else joined.index_select(0, plan.scatter)
 
 
 def _cut(heads: Tensor, shapes: list[tuple[int, int]], dim: int) -> Iterator[Tensor]:
-    """(N, heads, dim) or (N, heads * dim) -> (count, heads, length, dim) for each shape."""
-    # A split's gradient is a copy, also where it has one part.
+    """Split heads (N, heads, dim) or (N, heads * dim) into (count, heads, length, dim) for each shape."""
+    # The gradient of a split is a copy, even with a single part.
     parts = heads.split([count * length for count, length in shapes]) if len(shapes) > 1 else [heads]
     for part, shape in zip(parts, shapes, strict=True):
         yield part.view(*shape, -1, dim).transpose(1, 2)
 
 
 def whole_keys(key: Tensor, value: Tensor, context: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """(T / C, groups, D) x 2 -> (T, groups, D) x 2, one rank's tokens behind the other's; gradients are
-    summed over the ranks."""
-    # Keys and values travel in one collective.
+    """Gather keys and values, (T / C, groups, D) each, to (T, groups, D) each, in rank order.
+
+    Gradients are summed over the ranks.
+    """
+    # Keys and values share one collective.
     both = gather_from_sequence_parallel_region(
         torch.cat([key, value], 1), tensor_parallel_output_grad=True, group=context
     )
@@ -235,8 +245,18 @@ def whole_keys(key: Tensor, value: Tensor, context: dist.ProcessGroup) -> tuple[
 def attend_pieces(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, scale: float | None
 ) -> Tensor:
-    """query (T / C, heads, D), of `whole_keys` key and value (T, groups, D) -> (T / C, heads * D), on CUDA,
-    in 16 bits."""
+    """Attend with context parallelism, on CUDA in 16-bit dtypes.
+
+    Args:
+        query: This rank's queries, (T / C, heads, D).
+        key: All keys (T, groups, D), from `whole_keys`.
+        value: All values (T, groups, D), from `whole_keys`.
+        packed: The sequences.
+        scale: The softmax scale.
+
+    Returns:
+        (T / C, heads * D).
+    """
     index = key_places(packed)
     heads = _heads_of(query, key)
 
@@ -255,7 +275,7 @@ def attend_pieces(
         window_size=_CAUSAL,  # counted from the last query and the last key of each piece
         **heads,
     )
-    assert isinstance(mixed, Tensor), "no more than the values was asked for"
+    assert isinstance(mixed, Tensor), "only the output was requested"
 
     return mixed.flatten(1)
 
@@ -265,8 +285,7 @@ def _heads_of(query: Tensor, key: Tensor) -> dict[str, Any]:
 
 
 def sharing_prompts(attention: type) -> Any:
-    """Transformer Engine's attention, of which each sequence knows itself only, but for batches that share
-    prompts."""
+    """Extend Transformer Engine's attention, in which sequences are independent, to shared prompts."""
 
     class SharingAttention(attention):
         def __init__(
@@ -286,7 +305,7 @@ def sharing_prompts(attention: type) -> Any:
             packed_seq_params: PackedRows | None = None,
             **options: Any,
         ) -> Tensor:
-            # Transformer Engine's kernel treats every sequence as independent of the others.
+            # Transformer Engine's kernel treats sequences as independent.
             if packed_seq_params is not None and packed_seq_params.shares_prompts:
                 if self.context is not None:
                     return attend_pieces(
@@ -302,13 +321,15 @@ def sharing_prompts(attention: type) -> Any:
 
 
 class LogitLayer(TransformerLayer):
-    """Behind its attention, for which other tokens are keys and values, it goes on with those of packed rows
-    that predict a token."""
+    """A last layer that, after its attention, keeps only the tokens of packed rows that predict another.
+
+    For the attention, all tokens are keys and values.
+    """
 
     def _forward_attention(
         self, *arguments: Any, packed_seq_params: PackedRows | None = None, **options: Any
     ) -> tuple[Tensor, Any]:
-        """hidden (T, 1, H) -> (K, 1, H), and Megatron's context."""
+        """Run the attention: hidden (T, 1, H) -> (K, 1, H). Also returns Megatron's context."""
         hidden, context = super()._forward_attention(
             *arguments, packed_seq_params=packed_seq_params, **options
         )

@@ -1,5 +1,7 @@
-"""Megatron's GPTModel built from a Hugging Face architecture: one chunk per virtual pipeline stage, for a
-policy or a critic."""
+"""Megatron's GPTModel for a Hugging Face architecture, one chunk per virtual pipeline stage.
+
+The model is a policy or a critic.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,14 @@ def transformer_config(
     recomputation: Recomputation,
     on_cpu: bool,
 ) -> TransformerConfig:
-    """Megatron's configuration of the model. Losses come as sums over a fixed denominator: Megatron must not
-    average again.
+    """Return Megatron's configuration of the model.
 
-    Of Megatron's fused kernels those are taken that replace several passes over the tokens: the activation of
-    the MLP, which torch.compile makes on CUDA and cpu_kernels.py on a CPU; on CUDA Transformer Engine's
-    rotary embedding, and Apex's sum of a weight's gradient into Megatron's buffer, where it is installed.
-    Without dropout there is nothing to fuse in the residual sums, and the softmax is inside the attention.
+    Losses are sums over a fixed denominator, so Megatron must not average them again.
+
+    Fused kernels are used if they replace several passes over the tokens: the activation of the MLP (by
+    torch.compile on CUDA, by cpu_kernels.py on a CPU); on CUDA, Transformer Engine's rotary embedding, and
+    Apex's accumulation of weight gradients in Megatron's buffer if it is installed. Without dropout, the
+    residual sums have nothing to fuse, and the softmax is inside the attention.
     """
     virtual = parallel.virtual_pipeline_parallel_size
     return TransformerConfig(
@@ -71,14 +74,14 @@ def transformer_config(
         sequence_parallel=parallel.sequence_parallel,
         context_parallel_size=parallel.context_parallel_size,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # of dense models too: variable_seq_lengths refuses the default
+        moe_token_dispatcher_type="alltoall",  # also for dense models: variable_seq_lengths refuses the default
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,
-        perform_initialization=False,  # every element comes from a file, or the load fails
+        perform_initialization=False,  # every element is loaded from a file
         use_cpu_initialization=on_cpu,
         bias_activation_fusion=True,
         bias_dropout_fusion=False,
@@ -92,12 +95,11 @@ def transformer_config(
 
 
 def _expert_options(architecture: Architecture, parallel: ParallelConfig, layers: Layers) -> dict[str, Any]:
-    """Experts as Megatron's options. The router computes in float32; of its losses none is Megatron's (see
-    moe_router.py).
+    """Return Megatron's options for experts.
 
-    A softmax over the chosen is the same as choosing after a softmax over all and dividing by their sum. With
-    Transformer Engine the experts of a rank are one grouped product; its experts without, and Megatron's on a
-    CPU, are computed one after the other.
+    The router computes in float32, without Megatron's losses (see moe_router.py). A softmax over the selected
+    experts equals selection after a softmax over all experts, divided by the sum. With Transformer Engine, a
+    rank's experts are one grouped product; without it, and on a CPU, they are computed one after another.
     """
     experts = architecture.experts
     if experts is None:
@@ -112,7 +114,7 @@ def _expert_options(architecture: Architecture, parallel: ParallelConfig, layers
         "moe_shared_expert_intermediate_size": experts.shared_intermediate_size or None,
         "moe_shared_expert_gate": bool(experts.shared_intermediate_size),
         "moe_grouped_gemm": layers is Layers.transformer_engine,
-        # A list makes Megatron store each layer by itself.
+        # A list makes Megatron store each layer separately.
         "moe_layer_freq": [int(layer in experts.layers) for layer in range(architecture.num_hidden_layers)]
         if architecture.num_dense_layers
         else 1,
@@ -122,8 +124,11 @@ def _expert_options(architecture: Architecture, parallel: ParallelConfig, layers
 
 
 def _recompute_options(recomputation: Recomputation, architecture: Architecture) -> dict[str, Any]:
-    """Megarl's keys as Megatron's options: `uniform` recomputes all layers, one at a time, and `block` the
-    first so many of a chunk. The MLP of a sparse layer, router and experts, is another module to Megatron."""
+    """Return Megatron's options for recomputation.
+
+    `uniform` recomputes all layers one at a time; `block` recomputes the first layers of a chunk. For
+    Megatron, the MLP of a sparse layer (router and experts) is a separate module.
+    """
     how, modules, num_layers = recomputation
     if how is Recompute.none:
         return {}
@@ -143,12 +148,11 @@ def _recompute_options(recomputation: Recomputation, architecture: Architecture)
 
 
 def inverse_frequencies(architecture: Architecture) -> Tensor:
-    """Rotary inverse frequencies (head_dim / 2,) float32, with Llama 3's scaling where the architecture has
-    it.
+    """Return the rotary inverse frequencies, (head_dim / 2,) float32.
 
-    Megatron knows that scaling for one set of constants only, so the numbers are made here. (Llama 3.1, as in
-    Hugging Face's `rope_type: llama3`: long wavelengths are slowed by `factor`, short ones kept, the band
-    between blended.)
+    They include Llama 3's scaling if the model has it. Megatron supports that scaling with one set of
+    constants only, so the frequencies are computed here. As in Hugging Face's `rope_type: llama3` (Llama
+    3.1), long wavelengths are slowed by `factor`, short ones are kept, and those between are blended.
     """
     exponent = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32) / architecture.head_dim
     frequencies = 1.0 / (architecture.rope_theta**exponent)
@@ -171,20 +175,22 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
 
 
 class ValueHead(torch.nn.Module):
-    """One number per token, from replicated hidden states: a critic's output layer. weight (1, H)."""
+    """The output layer of a critic: one number per token, from replicated hidden states. weight: (1, H)."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(..., H) -> (...) float32."""
+        """Map hidden states (..., H) to values (...) float32."""
         return F.linear(hidden, self.weight)[..., 0].float()
 
 
 class ModelChunk(GPTModel):
-    """GPTModel whose last stage returns hidden states, because its head runs in chunks of tokens
-    (`vocab_parallel`)."""
+    """A GPTModel whose last stage returns hidden states, because its head runs in chunks of tokens.
+
+    See `vocab_parallel`.
+    """
 
     def __init__(
         self,
@@ -195,7 +201,7 @@ class ModelChunk(GPTModel):
         head: Head,
         chunk: int,
     ) -> None:
-        # Megatron's number of a virtual stage is None where each rank has one chunk.
+        # Megatron's number of a virtual stage is None if each rank has one chunk.
         virtual_stage = chunk if groups.num_chunks > 1 else None
         super().__init__(
             config,
@@ -218,18 +224,19 @@ class ModelChunk(GPTModel):
             self.rotary_pos_emb.inv_freq.device
         )
 
-        # A critic has one output per token instead of one per entry of the vocabulary.
+        # A critic has one output per token instead of one per vocabulary entry.
         if self.post_process and head == "value":
             self.output_layer = ValueHead(config)
 
-        # Megatron marks cut parameters while it initialises them, which is skipped because all are loaded.
+        # Megatron marks sharded parameters while it initializes them, which is skipped because all are
+        # loaded.
         mark_cut_parameters(self)
         forget_routes(self)
         if layers is Layers.transformer_engine:
             fuse_gradient_accumulation(self)
 
     def canonical_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """By the names of local layers, numbered over the whole model."""
+        """Yield the parameters with their names in local layers, numbered over the whole model."""
         first_layer = self.decoder.layers[0].layer_number - 1 if len(self.decoder.layers) else 0
         for name, parameter in self.named_parameters():
             yield canonical_name(name, first_layer, self._first_expert), parameter
@@ -238,10 +245,13 @@ class ModelChunk(GPTModel):
         return hidden_states
 
     def output_hidden(self, hidden: Tensor) -> Tensor:
-        """Last stage: (S / tp or S, b, H) -> (S * b, H), whole on each tensor-parallel rank.
+        """Return the last stage's hidden states (S * b, H), complete on each tensor-parallel rank.
 
-        In the backward pass the head's gradient is summed over the ranks for a vocabulary cut among them, and
-        taken as it is for a value head, which every rank computes alike.
+        The gradient of a language-model head is summed over the ranks, which have different vocabulary
+        shards. That of a value head, which every rank computes equally, is used as is.
+
+        Args:
+            hidden: (S / tp or S, b, H).
         """
         if self.config.sequence_parallel:
             summed = self.head == "lm"
@@ -270,8 +280,7 @@ def build_chunks(
     recomputation: Recomputation,
     device: torch.device,
 ) -> list[ModelChunk]:
-    """This rank's part of the model: one chunk, or one per virtual pipeline stage. Weights are not set
-    yet."""
+    """Build this rank's part of the model: one chunk per virtual pipeline stage. Weights are not set yet."""
     config = transformer_config(
         architecture, groups.parallel, dtype, layers, recomputation, on_cpu=device.type == "cpu"
     )

@@ -1,11 +1,10 @@
-"""Routers of experts: which tokens of a micro-batch count, what is counted of where they go, and the losses
-that routers add.
+"""Routers of experts: which tokens of a micro-batch count, statistics of their routes, and router losses.
 
-Both losses are of a mini-batch: sums over its tokens, divided by their number, so that no way of cutting it
-changes them. The share of tokens that an expert gets, which the load-balancing loss multiplies with, is a
-constant of its gradient, and is of the whole mini-batch: it must be known before the first micro-batch's
-backward pass (see `MegatronEngine.forward_backward`). Megatron's own losses take the shares of each
-micro-batch, and count what pads it.
+Both losses refer to a mini-batch: they are sums over its tokens divided by their number, so that splitting it
+into micro-batches does not change them. The load-balancing loss multiplies by the fraction of tokens that
+each expert receives. This fraction is a constant for the gradient and covers the whole mini-batch, so it must
+be known before the backward pass of the first micro-batch (see `MegatronEngine.forward_backward`). Megatron's
+own losses use the fractions of each micro-batch, and include padding.
 
 Letters: T tokens of a rank, E experts, L layers of the whole model.
 """
@@ -30,10 +29,12 @@ from megarl.models.architecture import Architecture
 
 
 class RoutedTokens(NamedTuple):
-    """What routers are told of the tokens of a micro-batch that are on this rank.
+    """What routers are told about the tokens of a micro-batch on this rank.
 
-    counts: (T,) how often each counts (see MicroBatch). tally: what they are counted in, or None. routes: see
-    router_replay.py.
+    Attributes:
+        counts: (T,) int64, how often each token counts (see MicroBatch).
+        tally: Where they are counted, or None.
+        routes: See router_replay.py.
     """
 
     counts: Tensor
@@ -44,7 +45,7 @@ class RoutedTokens(NamedTuple):
     def of(
         cls, micro_batch: MicroBatch, tally: RouterStatistics | None, groups: ParallelGroups
     ) -> RoutedTokens:
-        """Of tokens of which ranks that are sequence-parallel have each a part."""
+        """Describe the tokens of a micro-batch. Each sequence-parallel rank has a part of them."""
         flat = micro_batch.counts.t().flatten()  # hidden states are (S, b, H)
         if groups.parallel.sequence_parallel:
             flat = flat.chunk(groups.parallel.tensor_parallel_size)[groups.tensor_rank]
@@ -52,13 +53,15 @@ class RoutedTokens(NamedTuple):
 
 
 class RouterStatistics:
-    """Where the tokens of a mini-batch go, and what is added to its loss.
+    """Statistics of the routes of a mini-batch, and the losses of its routers.
 
-    tokens: (L, E) how many go to each expert. probabilities: (L, E) the mean of their probabilities, with a
-    load-balancing loss.
-    squares: (L,) the mean of the squared log-sum-exp of their logits, with a z loss. num_tokens: of the
-    mini-batch, which both losses need. Until `reduce` each rank has its own tokens' part. losses None: the
-    pass only counts.
+    Until `reduce`, each rank has the statistics of its own tokens. If `losses` is None, the pass only counts.
+
+    Attributes:
+        tokens: (L, E) float64, the number of tokens that go to each expert.
+        probabilities: (L, E) float64, the mean of the tokens' probabilities, for a load-balancing loss.
+        squares: (L,) float64, the mean of the squared log-sum-exp of the tokens' logits, for a z loss.
+        num_tokens: The number of tokens in the mini-batch, which both losses need.
     """
 
     def __init__(
@@ -68,7 +71,14 @@ class RouterStatistics:
         losses: ExpertsConfig | None,
         shares: Tensor | None = None,
     ) -> None:
-        """shares: (L, E) of the mini-batch's tokens, which a load-balancing loss needs."""
+        """Create empty statistics.
+
+        Args:
+            architecture: The model.
+            device: The device of the statistics.
+            losses: The coefficients of the losses. None: the pass only counts.
+            shares: (L, E) fractions of the mini-batch's tokens, for a load-balancing loss.
+        """
         num_layers = architecture.num_hidden_layers
         self._num_experts = architecture.num_experts
         self.losses = losses
@@ -79,15 +89,29 @@ class RouterStatistics:
         self.num_tokens = self.tokens.new_zeros(())
 
     def begin(self, num_counted: int, groups: ParallelGroups) -> None:
-        """num_counted: of all micro-batches' tokens that are on this rank."""
+        """Sum the number of tokens over the ranks.
+
+        Args:
+            num_counted: The number of counted tokens of all micro-batches on this rank.
+            groups: The process groups.
+        """
         if self.losses is not None and (self.losses.aux_loss_coefficient or self.losses.z_loss_coefficient):
             self.num_tokens.fill_(num_counted)
             dist.all_reduce(self.num_tokens, group=groups.data_context)
 
     def add(self, layer: int, logits: Tensor, routing_map: Tensor, counts: Tensor) -> Tensor | None:
-        """The tokens of one micro-batch in one layer: logits (T, E), routing_map (T, E) of bool. Returns what
-        they add to the loss."""
-        # Padding counts zero times, and a token that rows share once for each row.
+        """Add the tokens of one micro-batch in one layer.
+
+        Args:
+            layer: The number of the layer.
+            logits: (T, E).
+            routing_map: (T, E) bool.
+            counts: (T,).
+
+        Returns:
+            The contribution of the tokens to the loss, if there is one.
+        """
+        # Padding counts zero times, and a token shared by several rows once for each row.
         self.tokens[layer] += (routing_map * counts[:, None]).sum(0)
         if self.losses is None:
             return None
@@ -111,10 +135,10 @@ class RouterStatistics:
         return loss
 
     def reduce(self, groups: ParallelGroups) -> None:
-        """Of all ranks, each of which has tokens or layers that the others have not."""
+        """Sum the statistics over all ranks, which have different tokens or layers."""
         parts = (self.tokens, self.probabilities, self.squares)
 
-        # One tensor, so that each group needs a single collective.
+        # A single tensor needs only one collective per group.
         whole = torch.cat([part.flatten() for part in parts])
 
         # Ranks of a stage have different tokens of the same layers, and stages have different layers.
@@ -125,12 +149,15 @@ class RouterStatistics:
 
     @property
     def shares(self) -> Tensor:
-        """(L, E) of the tokens of each layer that has experts, in all 1; elsewhere 0."""
+        """The fractions (L, E) of each layer's tokens per expert; 0 in layers without experts."""
         return self.tokens / self.tokens.sum(1, keepdim=True).clamp(min=1)
 
     def metrics(self) -> dict[str, Metric]:
-        """After `reduce`: the largest share of a layer's tokens that went to one expert, and each loss
-        without its coefficient, as the mean over the layers."""
+        """Return the metrics after `reduce`.
+
+        These are the largest fraction of a layer's tokens that went to one expert, and each loss without its
+        coefficient, averaged over the layers.
+        """
         num_layers = (self.tokens.sum(1) > 0).sum().clamp(min=1)
         found = {"expert_share/max": self.shares.max()}
         if self.losses is not None and self.losses.aux_loss_coefficient:
@@ -142,17 +169,19 @@ class RouterStatistics:
 
 
 class ExpertRouter(TopKRouter):
-    """Megatron's, which also counts, and adds its losses."""
+    """Megatron's router, which also counts tokens and adds its losses."""
 
-    tokens: RoutedTokens | None = None  # of the forward pass that goes on
+    tokens: RoutedTokens | None = None  # those of the current forward pass
 
     def routing(self, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
-        """logits: (S, b, E). Where activations are computed again it counts in that pass, which has
-        gradients."""
+        """Route tokens, given logits (S, b, E).
+
+        If activations are recomputed, statistics are taken in the recomputation, which has gradients.
+        """
         assert padding_mask is None
         probs, routing_map = super().routing(logits)
 
-        # With recomputation a layer runs twice: the pass without gradients adds nothing.
+        # With recomputation, a layer runs twice: the pass without gradients adds nothing.
         tally = None if self.tokens is None else self.tokens.tally
         if self.tokens is None or tally is None or not (tally.losses is None or torch.is_grad_enabled()):
             return probs, routing_map
@@ -163,20 +192,23 @@ class ExpertRouter(TopKRouter):
 
 
 def told_to_routers(tokens: RoutedTokens) -> dict[str, Any]:
-    """An argument of the model's forward pass. Megatron brings an attention's bias, which no model of ours
-    has, to each layer, also where that is computed again; its own mask of padding is lost where only some
-    layers are, and knows no more than yes and no."""
+    """Return the argument of the model's forward pass that brings `tokens` to the routers.
+
+    Megatron passes the attention bias, which megarl's models do not use, to each layer, even under
+    recomputation. Megatron's padding mask is lost if only some layers are recomputed, and can only express
+    yes and no.
+    """
     return {"extra_block_kwargs": {"attention_bias": tokens}}
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer of a model with experts, which hands to its router what that is told."""
+    """A layer of an MoE model, which passes the routed tokens to its router."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         if isinstance(self.mlp, MoELayer):
             self.mlp.register_forward_pre_hook(_tell, with_kwargs=True)
-            # Computed again as a whole, so that the router is told again.
+            # Recomputed as a whole, so that the router receives the tokens again.
             self.recompute_mlp = self.mlp.moe_layer_recompute
             self.mlp.moe_layer_recompute = False
 
@@ -192,7 +224,7 @@ def _tell(
 
 
 def freeze_routers(model: torch.nn.Module) -> None:
-    """They stay as they are. Before Megatron makes room for gradients."""
+    """Freeze the routers. Must be called before Megatron allocates gradients."""
     for module in model.modules():
         if isinstance(module, ExpertRouter):
             module.requires_grad_(False)

@@ -1,10 +1,10 @@
-"""Moves a model's state out of the way and back, bit for bit: gradients, optimizer state, parameters.
+"""Offload a model's gradients, optimizer state and parameters, and restore them bitwise identical.
 
-A tensor's memory is its storage, and views of it are everywhere: Megatron's buffers, their buckets, the
-parameters, the optimizer's shards of them. So storages are emptied and filled in place, and every view is
-right again afterwards. On CUDA the bytes wait in pinned host memory. On the CPU they wait in a temporary file
-(in TMPDIR, or /var/tmp) that has no name, so that a process's memory really gets smaller and a killed process
-leaves nothing behind.
+The memory of a tensor is its storage, which many views share: Megatron's buffers, their buckets, the
+parameters, and the optimizer's shards of them. Storages are therefore emptied and refilled in place, after
+which every view is valid again. On CUDA the bytes are kept in pinned host memory. On a CPU they are kept in
+an unnamed temporary file (in TMPDIR, or /var/tmp), so that the memory of the process really shrinks and a
+killed process leaves no file.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ from torch import Tensor, UntypedStorage
 
 from megarl.engine import platform
 
-_ALIGNMENT = 512  # bytes: a copy to or from a device goes fastest there
+_ALIGNMENT = 512  # bytes: the fastest alignment for copies to or from a device
 
 
 class StatePart(str, Enum):
-    """What can be moved by itself. `optimizer`: moments and, for bfloat16, float32 masters. `gradients` are
-    zero when they are back."""
+    """What can be offloaded separately.
+
+    `optimizer` contains moments and, for bfloat16, float32 masters. `gradients` are zero after they are
+    restored.
+    """
 
     gradients = "gradients"
     optimizer = "optimizer"
@@ -36,33 +39,42 @@ class StatePart(str, Enum):
 
 
 class OffloadedError(RuntimeError):
-    """The engine was asked for what it cannot do without the parts that are away."""
+    """The engine was asked to do something that needs offloaded state."""
 
 
 class _HostBuffer(Protocol):
-    """Where bytes wait, in the order in which they are given."""
+    """Storage for offloaded bytes, in the order in which they are put."""
 
     def put(self, storages: Sequence[UntypedStorage]) -> None: ...
 
     def take(self, storages: Sequence[UntypedStorage]) -> None: ...
 
     def read(self, number: int, start: int, target: Tensor) -> None:
-        """Bytes of the storage that was put as `number`, from `start` on, into `target` (bytes,) uint8 in
-        host memory; they stay."""
+        """Copy bytes of the storage number `number`, starting at `start`, into `target`. The originals stay.
+
+        Args:
+            number: The number of the storage in `put`.
+            start: The first byte.
+            target: (bytes,) uint8 in host memory.
+        """
 
 
 class _File:
-    """Of the file system, without a name. Its space is given back when the bytes are."""
+    """A host buffer in an unnamed file, whose space is freed when the bytes are taken."""
 
     def __init__(self) -> None:
         self._file: io.FileIO | None = None
         self._starts: list[int] = []
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
-        """Raises OSError that names the folder where the bytes do not fit."""
+        """Store the bytes.
+
+        Raises:
+            OSError: They do not fit. The message names the folder.
+        """
         folder = _disk_folder()
         try:
-            # Open until `take`.
+            # The file stays open until `take`.
             file = cast(io.FileIO, tempfile.TemporaryFile(buffering=0, dir=folder))  # noqa: SIM115
             for storage in storages:
                 _all_of(storage, file.write)
@@ -71,17 +83,17 @@ class _File:
             raise OSError(
                 error.errno,
                 f"cannot keep {size_mb:,.0f} MB of offloaded state in {folder}: {error.strerror}; set "
-                f"TMPDIR to a folder with room",
+                f"TMPDIR to a folder with free space",
             ) from error
 
-        # Set only after everything is written, so that a failure leaves this object as it was.
+        # Set only after everything is written, so that a failure leaves this object unchanged.
         self._file = file
         self._starts = list(accumulate((storage.nbytes() for storage in storages), initial=0))
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
         assert self._file is not None
 
-        # Closing the nameless file returns its space to the file system.
+        # Closing the unnamed file returns its space to the file system.
         with self._file as file:
             file.seek(0)
             for storage in storages:
@@ -99,29 +111,31 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def _disk_folder() -> str:
-    """/tmp is memory on many systems, /var/tmp is not."""
+    """Return the folder for offloaded state. /tmp is in memory on many systems, /var/tmp is not."""
     on_disk = "/var/tmp"
     return tempfile.gettempdir() if os.environ.get("TMPDIR") or not os.access(on_disk, os.W_OK) else on_disk
 
 
 def _all_of(storage: UntypedStorage, move: Callable[[memoryview], int | None]) -> None:
-    """One call moves at most 2 GiB on Linux."""
-    # By its address: a storage that was shown as a numpy array cannot be resized any more.
+    """Move all bytes of a storage. One call moves at most 2 GiB on Linux."""
+    # Use the address: a storage that was exposed as a numpy array can no longer be resized.
     view = memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
     while view:
         moved = move(view)
         if not moved:
-            raise OSError(f"the temporary file of an offloaded model ended {len(view)} bytes early")
+            raise OSError(f"the temporary file of an offloaded model is {len(view)} bytes too short")
         view = view[moved:]
 
 
 class PinnedMemory:
-    """One buffer, kept from one time to the next: pinning takes longer than copying. It is pinned as it is,
-    since torch's allocator of pinned memory would round it up to a power of two."""
+    """One pinned buffer, which is kept, because pinning takes longer than copying.
+
+    The buffer is pinned at its exact size; torch's pinned allocator would round it up to a power of two.
+    """
 
     def __init__(self) -> None:
         self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.places: list[Tensor] = []  # in the buffer, by storage
+        self.places: list[Tensor] = []  # the part of the buffer of each storage
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
         if [place.numel() for place in self.places] != [storage.nbytes() for storage in storages]:
@@ -162,10 +176,11 @@ class _Moved(NamedTuple):
 
 
 class MovableState:
-    """One part of a model's state. `find` gives its tensors as they are at the moment; what shares a storage
-    is moved once.
+    """One part of a model's state.
 
-    `kept` False: the contents are dropped, and zero when the memory is back.
+    Args:
+        find: Returns its current tensors. Tensors that share a storage are moved once.
+        kept: Whether the contents are kept. Otherwise they are dropped, and the restored memory is zero.
     """
 
     def __init__(self, find: Callable[[], Iterable[Tensor]], kept: bool = True) -> None:
@@ -179,14 +194,20 @@ class MovableState:
         return self._offloaded is not None
 
     def offload(self) -> int:
-        """Bytes given back; 0 where they are away already. Raises OSError where there is no room for them,
-        and moves nothing then."""
+        """Offload the state.
+
+        Returns:
+            The number of freed bytes; 0 if the state is already offloaded.
+
+        Raises:
+            OSError: There is not enough space. Nothing has been moved.
+        """
         if self._offloaded is not None:
             return 0
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._find()}
         moved = [_Moved(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
 
-        # All bytes are stored before any memory is released: where that fails nothing has moved.
+        # All bytes are stored before any memory is released: if that fails, nothing has moved.
         if self._kept:
             self._host_buffer.put([each.storage for each in moved])
         for each in moved:
@@ -199,7 +220,7 @@ class MovableState:
         return sum(each.nbytes for each in moved)
 
     def restore(self) -> int:
-        """Bytes taken again; 0 where nothing is away."""
+        """Restore the state. Returns the number of allocated bytes; 0 if nothing is offloaded."""
         if self._offloaded is None:
             return 0
 
@@ -217,9 +238,11 @@ class MovableState:
         return nbytes
 
     def read(self, tensor: Tensor, start: int, count: int) -> Tensor | None:
-        """Elements start..start + count of a contiguous tensor that is away, in host memory of their own;
-        None where it is not."""
-        identity = tensor.untyped_storage()._cdata  # its address is gone with its memory
+        """Return a host copy of elements start..start + count of an offloaded contiguous tensor.
+
+        Returns None if the tensor is not offloaded.
+        """
+        identity = tensor.untyped_storage()._cdata  # the address is lost with the memory
         for number, moved in enumerate(self._offloaded or ()):
             if moved.storage._cdata == identity:
                 assert self._kept
@@ -231,8 +254,7 @@ class MovableState:
 
 
 class OffloadableState:
-    """The parts of one model that can be moved: all three where it trains, its parameters where it is
-    frozen."""
+    """The offloadable parts of one model: all three if it trains, its parameters if it is frozen."""
 
     def __init__(self, parts: Mapping[StatePart, MovableState]) -> None:
         self._parts = dict(parts)
@@ -242,27 +264,30 @@ class OffloadableState:
         return frozenset(part for part, state in self._parts.items() if state.is_offloaded)
 
     def offload(self, parts: Iterable[StatePart]) -> int:
-        """Bytes given back. What is away stays away; a part that the model does not have is nothing."""
+        """Offload parts and return the number of freed bytes. Skips offloaded and absent parts."""
         return sum(self._parts[part].offload() for part in parts if part in self._parts)
 
     def restore(self, parts: Iterable[StatePart]) -> int:
-        """Bytes taken again."""
+        """Restore parts and return the number of allocated bytes."""
         return sum(self._parts[part].restore() for part in parts if part in self._parts)
 
     def require(self, action: str, *parts: StatePart) -> None:
-        """Raises OffloadedError that says what is away."""
+        """Check that parts are in memory.
+
+        Raises:
+            OffloadedError: Some are offloaded. The message names them.
+        """
         missing = [part.value for part in parts if part in self.offloaded]
         if missing:
             raise OffloadedError(
-                f"the engine cannot {action}: {' and '.join(missing)} offloaded; restore what was moved "
-                f"away first"
+                f"the engine cannot {action}: {' and '.join(missing)} offloaded; restore the offloaded state "
+                f"first"
             )
 
     def host_copy(self, tensor: Tensor, start: int, count: int) -> Tensor:
-        """Elements start..start + count of a contiguous tensor, in its memory's order: (count,) in host
-        memory of their own.
+        """Return a host copy (count,) of elements start..start + count of a contiguous tensor.
 
-        Also of a tensor that is away, which stays away.
+        The tensor may be offloaded, and then stays so.
         """
         for state in self._parts.values():
             copy = state.read(tensor, start, count)

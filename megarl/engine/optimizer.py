@@ -1,4 +1,4 @@
-"""AdamW on Megatron's distributed optimizer, with clipping by global norm and a learning-rate schedule."""
+"""AdamW on Megatron's distributed optimizer, with global-norm clipping and a learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -18,25 +18,29 @@ from megarl.config.schema import OptimConfig
 from megarl.engine import platform
 from megarl.machine.errors import RunError
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of each element, as Adam and Megatron call them
+MOMENTS = ("exp_avg", "exp_avg_sq")  # per element, by the names of Adam and Megatron
 
 
 class TrainingDivergedError(RunError):
-    """The gradient is not finite; the weights are still those of the last good step."""
+    """The gradient is not finite. The weights are those of the last successful step."""
 
     hint = (
         "smaller updates: {role.optim.lr, role.optim.warmup_steps, role.optim.clip_grad}; try a tenth of lr",
-        "look at the last steps of metrics.jsonl: grad_norm, approx_kl, ratio_max and scores grow before a "
-        "loss breaks",
-        "no update was made: the weights are those of the step before, and the checkpoints are good",
+        "check the last steps in metrics.jsonl: grad_norm, approx_kl, ratio_max and scores grow before a "
+        "loss diverges",
+        "no update was made: the weights are those of the previous step, and the checkpoints are intact",
     )
 
 
 class OptimizerSlice(NamedTuple):
-    """What this data-parallel rank updates of a parameter: its elements start..stop, in the order of memory.
+    """The elements start..stop of a parameter, in memory order, that this data-parallel rank updates.
 
-    tensors: `param` (the float32 master, or the parameter's own memory), `exp_avg` and `exp_avg_sq`, (stop -
-    start,) float32 each.
+    Attributes:
+        parameter: The parameter.
+        start: The first element.
+        stop: The end of the elements.
+        tensors: `param` (the float32 master, or the parameter's own memory), `exp_avg` and `exp_avg_sq`, each
+            (stop - start,) float32.
     """
 
     parameter: torch.nn.Parameter
@@ -46,12 +50,17 @@ class OptimizerSlice(NamedTuple):
 
 
 class StepStatistics(NamedTuple):
-    grad_norm: float  # of all parameters, before clipping
-    lr: float  # that this step used
+    grad_norm: float  # norm over all parameters, before clipping
+    lr: float  # the learning rate of this step
 
 
 class StepCounts(NamedTuple):
-    """Updates so far. adam: what its bias correction counts. schedule: where the learning rate is."""
+    """The number of updates so far.
+
+    Attributes:
+        adam: The count for Adam's bias correction.
+        schedule: The position in the learning-rate schedule.
+    """
 
     adam: int
     schedule: int
@@ -60,12 +69,16 @@ class StepCounts(NamedTuple):
 class Optimizer:
     """Steps the parameters of `chunks`. Weights must be loaded before: float32 masters are copied here.
 
-    Update k (from 1) uses lr * k / warmup_steps while warming up; decay reaches `min_lr` at update
-    `total_steps`. As is usual, biases and norms are not decayed.
+    Update k (from 1) uses lr * k / warmup_steps during warm-up; the decay reaches `min_lr` at update
+    `total_steps`. As usual, biases and norms have no weight decay.
 
     Args:
-        names: the canonical name of every parameter of `chunks`; the global gradient norm is summed in their
+        config: The hyperparameters.
+        chunks: The wrapped models.
+        names: The canonical name of every parameter of `chunks`. The global gradient norm is summed in their
             order.
+        dtype: The dtype of the weights.
+        total_steps: The end of the decay.
     """
 
     def __init__(
@@ -119,16 +132,15 @@ class Optimizer:
         self.megatron_optimizer.zero_grad()
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
-        """Moments, and what the steps are applied to: float32 masters of bfloat16 parameters, or the
-        parameters themselves."""
+        """Yield moments and the tensors that are stepped: float32 masters, or the parameters themselves."""
         for group in self.megatron_optimizer.param_groups:
             yield from group["params"]
-        # Of several optimizers it is Megatron's own type, with no more.
+        # With several optimizers, the state is Megatron's own type, which has only `items`.
         for _, state in self.megatron_optimizer.state.items():  # noqa: PERF102
             yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
 
     def slices(self) -> list[OptimizerSlice]:
-        """Every element of every parameter is in one slice of one data-parallel rank."""
+        """Return the slices of this rank. Every element of every parameter is in one slice of one rank."""
         slices = []
         for optimizer in self._parts():
             for ranges in (
@@ -138,7 +150,7 @@ class Optimizer:
                 for ranges in buckets
             ):
                 for parameter, parameter_ranges in ranges["param_map"].items():
-                    # From Megatron's range of a parameter to the tensors that its optimizer steps.
+                    # Map Megatron's range of a parameter to the tensors that its optimizer steps.
                     group, number = optimizer.model_param_group_index_map[parameter]
                     master = optimizer.optimizer.param_groups[group]["params"][number]
                     moments = optimizer.optimizer.state[master]
@@ -149,69 +161,71 @@ class Optimizer:
         return slices
 
     def _parts(self) -> list[Any]:
-        """One, or one for each kind of parameters."""
+        """Return the optimizers: one, or one per kind of parameters."""
         return list(getattr(self.megatron_optimizer, "chained_optimizers", [self.megatron_optimizer]))
 
     def counts(self) -> StepCounts:
-        """How far this optimizer is."""
+        """Return the number of updates so far."""
         counts = set()
 
-        # torch counts steps by parameter; Transformer Engine and Apex count by parameter group.
+        # torch counts steps per parameter; Transformer Engine and Apex count per parameter group.
         for optimizer in (part.optimizer for part in self._parts()):
             counts |= {int(state["step"]) for state in optimizer.state.values() if "step" in state}
             counts |= {int(group["step"]) for group in optimizer.param_groups if "step" in group}
 
         assert len(counts) <= 1, (
-            f"Adam has taken {sorted(counts)} steps: of each parameter it must be the same number"
+            f"Adam has taken {sorted(counts)} steps: the number must be the same for each parameter"
         )
         return StepCounts(adam=max(counts, default=0), schedule=int(self._schedule.num_steps))
 
     def set_counts(self, counts: StepCounts) -> None:
-        """The next step is the one after `counts`, on this optimizer's own schedule. Of a rank without
-        parameters too."""
+        """Continue after `counts` on this optimizer's own schedule, also on ranks without parameters."""
         for optimizer in (part.optimizer for part in self._parts()):
             for state in optimizer.state.values():
                 if "step" in state:
                     state["step"].fill_(counts.adam)
-            # those of Transformer Engine and Apex count by group
+            # Transformer Engine and Apex count per parameter group.
             if not isinstance(optimizer, torch.optim.Adam):
                 for group in optimizer.param_groups:
                     group["step"] = counts.adam
 
-        # A step of zero sets the learning rate for this place in the schedule.
+        # A step of zero sets the learning rate for this position in the schedule.
         self._schedule.num_steps = counts.schedule
         self._schedule.step(0)
 
     def megatron_state(self, **settings: str) -> dict[Any, Any]:
-        """Settings and counts without tensors, and `settings` beside them, as Megatron stores them; of a rank
-        that has a part of the optimizer. Where experts have one of their own, each by its number."""
+        """Return settings and counts without tensors, plus `settings`, as Megatron stores them.
+
+        Only for a rank that has a part of the optimizer. If experts have a separate optimizer, each is keyed
+        by its number.
+        """
         states = [{**part.state_dict(), **settings} for part in self._parts()]
         return states[0] if len(states) == 1 else dict(enumerate(states))
 
     def schedule_state(self) -> dict[str, Any]:
-        """As Megatron stores it."""
+        """Return the state of the schedule as Megatron stores it."""
         return dict(self._schedule.state_dict())
 
     def step(self) -> StepStatistics:
         """Clip the gradients by their global norm and update the parameters.
 
         Raises:
-            TrainingDivergedError: the gradient is not finite. Nothing has been changed.
+            TrainingDivergedError: The gradient is not finite. Nothing has been changed.
         """
-        # Attach the gradients to the float32 masters, whose norm is taken.
+        # Attach the gradients to the float32 masters, from which the norm is computed.
         self.megatron_optimizer.prepare_grads()
         norm = self._gradient_norm()
 
         if not math.isfinite(norm):
             raise TrainingDivergedError(
-                f"the gradient norm is {norm}: no update was made. Look for NaN in rewards or advantages, "
-                f"or lower optim.lr"
+                f"the gradient norm is {norm}: no update was made. Check rewards and advantages for NaN, or "
+                f"lower optim.lr"
             )
 
-        # The schedule advances first: update k uses the learning rate of place k, counted from 1.
+        # The schedule advances first: update k uses the learning rate of position k, counted from 1.
         self._schedule.step(1)
 
-        # All parts are clipped by the one norm of the whole model.
+        # All parts are clipped by the single norm of the whole model.
         if self._clip_grad > 0:
             for part in self._parts():
                 clip_grads.clip_grad_by_total_norm_fp32(part.get_parameters(), self._clip_grad, norm)
@@ -224,14 +238,14 @@ class Optimizer:
 
         Floating-point sums depend on their order, and Megatron adds gradients in the order in which layers
         register their parameters, which differs between layer implementations. Sorting by canonical name
-        makes the norm, and everything that it clips, independent of the implementation.
+        makes the norm, and everything clipped by it, independent of the implementation.
         """
         gradients: dict[Any, list[torch.Tensor]] = defaultdict(list)  # by the process group that sums them
         for part in self._parts():
             by_name = sorted(part.get_main_grads_for_grad_norm(), key=self._gradient_names(part).__getitem__)
             gradients[part.get_grad_stats_parallel_group()] += by_name
 
-        # Squares of norms add up where parts, such as experts, are summed over different groups.
+        # Squared norms add up if parts, such as experts, are summed over different groups.
         norms = [
             float(clip_grads.get_grad_norm_fp32(each, grad_stats_parallel_group=group))
             for group, each in gradients.items()
@@ -239,15 +253,17 @@ class Optimizer:
         return norms[0] if len(norms) == 1 else math.hypot(*norms)
 
     def _gradient_names(self, part: Any) -> dict[torch.Tensor, str]:
-        """Return the canonical parameter name of each gradient that this rank holds for one of Megatron's
-        optimizers."""
+        """Return the canonical parameter name of each gradient of one of Megatron's optimizers."""
         masters = [group["params"] for group in part.optimizer.param_groups]
         places = part.model_param_group_index_map.items()
         return {masters[group][number].grad: self._names[parameter] for parameter, (group, number) in places}
 
 
 def _make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """As the first step would: what can be moved away or saved is then the same before it and after."""
+    """Create the moments, as the first step would.
+
+    The state that can be offloaded or saved is then the same before and after the first step.
+    """
     counts_by_tensor = isinstance(optimizer, torch.optim.Adam)
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,5 +1,4 @@
-"""The sequences of a packed batch, and the calls in which attention goes over them: plans, made on the host,
-once per micro-batch."""
+"""The sequences of a packed batch and their attention calls, planned on the host per micro-batch."""
 
 from __future__ import annotations
 
@@ -18,15 +17,19 @@ from megarl.engine.context import ALONE, ContextParallelRank, QueryPiece, pieces
 from megarl.engine.platform import to_device
 from megarl.engine.shared_prompts import shared_prompts
 
-# What a call of attention costs beside its work, as pairs of tokens: sequences share a padded call where that
-# costs less.
+# The overhead of an attention call, in pairs of tokens. Sequences share a padded call if that costs less.
 CALL_COST = 1024
 
 
 class PackedRows(PackedSeqParams):
-    """Where the sequences of a packed batch begin and end: on the device, as Megatron's layers want it, and
-    on the host, so that none has to ask the device for it. lengths: of each sequence; what pads the batch is
-    one more."""
+    """The boundaries of the sequences in a packed batch.
+
+    They are kept on the device, as Megatron's layers require, and on the host, so that no layer has to read
+    them from the device. Padding at the end of the batch is an additional sequence.
+
+    Attributes:
+        lengths: The length of each sequence, including the padding for context parallelism.
+    """
 
     def __init__(
         self,
@@ -35,15 +38,21 @@ class PackedRows(PackedSeqParams):
         prompt_of: Sequence[int | None] | None = None,
         place: ContextParallelRank = ALONE,
     ) -> None:
-        """prompt_of: for each sequence the number of the one whose tokens stand before its own, or None (see
-        `shared_prompts`).
-        place: of this rank among those that share the rows, each of whose sequences has what pads it behind
-        it (see `context`)."""
+        """Create the boundaries.
+
+        Args:
+            lengths: The lengths of the sequences.
+            device: The device.
+            prompt_of: For each sequence, the number of the sequence that it continues, or None (see
+                `shared_prompts`).
+            place: This rank among those that share the rows. Each sequence is then padded separately (see
+                `context`).
+        """
         self.lengths = [padded_length(length, place.size) for length in lengths]
         assert min(self.lengths) > 0, "a packed batch holds no empty sequence"
         self.place = place
 
-        # (K,) of this rank's tokens those that the last layer goes on with (see micro_batch.py)
+        # (K,) indices of this rank's tokens that the last layer keeps (see micro_batch.py).
         self.predicting: Tensor | None = None
         self.attention_plan: AttentionPlan | None = None
         self.key_places: KeyPlaces | None = None
@@ -52,18 +61,18 @@ class PackedRows(PackedSeqParams):
         starts = [0, *accumulate(self.lengths)]
         boundaries = to_device(torch.tensor(starts, dtype=torch.int32), device)
 
-        # For each sequence the places of the prompt that its tokens see as well.
+        # For each sequence, the positions of the prompt that its tokens see as well.
         prompts = [
             range(0) if prompt is None else range(starts[prompt], starts[prompt] + lengths[prompt])
             for prompt in prompt_of
         ]
         self.pieces = pieces(self.lengths, prompts, place)
 
-        # Ranks that share rows attend in pieces instead, whose keys include the prompt's.
+        # With context parallelism, ranks attend in pieces instead, whose keys include the prompt's.
         self.shared = shared_prompts(lengths, prompt_of, device) if place.size == 1 else None
         longest = max(self.lengths)
 
-        # Positions reach this far, because a response continues where its prompt ends.
+        # The largest position, since a response continues where its prompt ends.
         furthest = max(map(add, map(len, prompts), self.lengths))
         super().__init__(
             qkv_format="thd",
@@ -75,13 +84,18 @@ class PackedRows(PackedSeqParams):
 
     @property
     def needs_positions(self) -> bool:
-        """Whether tokens are at other positions than 0, 1, 2, ... in each sequence."""
+        """Whether the positions of tokens are not 0, 1, 2, ... in each sequence."""
         return self.shares_prompts or self.place.size > 1
 
 
 class AttentionCall(NamedTuple):
-    """So many pieces, padded to one length; `before`: tokens that all of each see, of the prompt that it
-    continues and of its own sequence."""
+    """Pieces that are padded to one length and attended in one call.
+
+    Attributes:
+        sequences: The number of pieces.
+        length: The padded number of queries of each piece.
+        before: The number of keys that all tokens of a piece see, from its prompt and its own sequence.
+    """
 
     sequences: int
     length: int
@@ -91,9 +105,13 @@ class AttentionCall(NamedTuple):
 class AttentionPlan(NamedTuple):
     """The calls that attend a rank's T tokens of a packed batch.
 
-    gather: (N,) the tokens of all calls, N - T of them padding; gather_keys: those that they see, with the
-    prompts, among the keys of all ranks; scatter: (T,) where each token stands among the first. All None
-    where that is the order in which the tokens already are.
+    The tensors are None if the tokens are already in the order of the calls.
+
+    Attributes:
+        calls: The calls.
+        gather: (N,) indices of the tokens of all calls. N - T of them are padding.
+        gather_keys: Indices of the keys that they see, including prompts, among the keys of all ranks.
+        scatter: (T,) the position of each token in `gather`.
     """
 
     calls: list[AttentionCall]
@@ -103,10 +121,10 @@ class AttentionPlan(NamedTuple):
 
 
 def attention_plan(packed: PackedRows) -> AttentionPlan:
-    """Made on the host, once per micro-batch, and kept on `packed`, because every layer asks.
+    """Return the plan for a packed batch, which is made once per micro-batch and cached for all layers.
 
-    Padding repeats a piece's last token: it comes after all real ones, so that causal attention keeps it from
-    them, and what is computed for it is dropped, so that its gradient is zero.
+    Padding repeats the last token of a piece. It comes after all real tokens, so that causal attention hides
+    it from them; its outputs are dropped, so that its gradient is zero.
     """
     if packed.attention_plan is not None:
         return packed.attention_plan
@@ -118,7 +136,7 @@ def attention_plan(packed: PackedRows) -> AttentionPlan:
     for members in _share_calls(packed.pieces):
         first = members[0]
         length = max(piece.length for piece in members)
-        # One column per property of the pieces, to be broadcast against offsets of tokens.
+        # One column per property of the pieces, to be broadcast against token offsets.
         starts, lengths, prompts, own = torch.tensor(
             [(piece.start, piece.length, piece.prompt.start, piece.own.start) for piece in members]
         ).T[..., None]
@@ -142,11 +160,11 @@ def attention_plan(packed: PackedRows) -> AttentionPlan:
     tokens = torch.arange(sum(packed.lengths) // packed.place.size)
     size = packed.place.size
 
-    # The keys stand one rank's behind the other's, as `whole_keys` gathers them.
+    # The keys are in rank order, as `whole_keys` gathers them.
     if size > 1:
         gather_keys = whole_order(packed.lengths, size)[gather_keys]
     elif torch.equal(gather, tokens) and not any(call.before for call in calls):
-        # The tokens are in the right order already, so no copy is needed.
+        # The tokens are already in the right order, so no copy is needed.
         packed.attention_plan = AttentionPlan(calls, None, None, None)
         return packed.attention_plan
 
@@ -160,14 +178,17 @@ def attention_plan(packed: PackedRows) -> AttentionPlan:
 
 
 def _share_calls(every: list[QueryPiece]) -> list[list[QueryPiece]]:
-    """Pieces by the call they share: longest first, one joins those before it that all see as many tokens,
-    unless padding it costs more than a call."""
-    alike: dict[tuple[int, int], list[QueryPiece]] = defaultdict(list)
+    """Group pieces into calls.
+
+    Sorted by length, longest first, a piece joins the previous call of pieces with equally many common keys,
+    unless padding it costs more than a call.
+    """
+    by_keys: dict[tuple[int, int], list[QueryPiece]] = defaultdict(list)
     for piece in sorted(every, key=lambda piece: -piece.length):
-        alike[len(piece.prompt), len(piece.own) - piece.length].append(piece)
+        by_keys[len(piece.prompt), len(piece.own) - piece.length].append(piece)
     calls: list[list[QueryPiece]] = []
 
-    for members in alike.values():
+    for members in by_keys.values():
         calls.append([members[0]])
         for piece in members[1:]:
             # The work of causal attention, and so the cost of padding, grows with the square of the length.
@@ -176,14 +197,18 @@ def _share_calls(every: list[QueryPiece]) -> list[list[QueryPiece]]:
             else:
                 calls.append([piece])
 
-    # In the order of the batch, so that tokens need not be moved where no padding is needed.
+    # In batch order, so that tokens need not be moved if no padding is needed.
     return sorted(sorted(members) for members in calls)
 
 
 class KeyPlaces(NamedTuple):
-    """Of the keys that pieces see, one piece's behind the other's. places: (N,) of each its place among the
-    keys of all ranks, which stand one rank's behind the other's. query_bounds, key_bounds: (pieces + 1,)
-    int32. All on the device."""
+    """The keys that pieces see, concatenated piece by piece. All tensors are on the device.
+
+    Attributes:
+        places: (N,) the position of each key among the keys of all ranks, which are in rank order.
+        query_bounds: (pieces + 1,) int32, the boundaries of the queries.
+        key_bounds: (pieces + 1,) int32, the boundaries of the keys.
+    """
 
     places: Tensor
     query_bounds: Tensor
@@ -191,10 +216,10 @@ class KeyPlaces(NamedTuple):
 
 
 def key_places(packed: PackedRows) -> KeyPlaces:
-    """Made on the host, once per micro-batch, and kept on `packed`."""
+    """Return the keys of a packed batch. They are determined once per micro-batch and cached."""
     if packed.key_places is None:
         device = packed.cu_seqlens_q.device
-        # The keys are gathered rank by rank, so places in the batch are translated into that order.
+        # The keys are gathered in rank order, so positions in the batch are translated.
         order = whole_order(packed.lengths, packed.place.size)
         places = torch.cat(
             [

@@ -1,5 +1,4 @@
-"""The one place that knows the device: CUDA with NCCL, or the CPU with gloo and Megatron-Core adapted to
-it."""
+"""The only place that knows the device: CUDA with NCCL, or a CPU with gloo and an adapted Megatron-Core."""
 
 from __future__ import annotations
 
@@ -29,21 +28,25 @@ class Platform:
         return self.name == "cuda"
 
     def peak_tflops(self, dtype: DType) -> float | None:
-        """That matrix products of a type can reach; None where it is not known."""
+        """Return the peak TFLOP/s of matrix products in a dtype, None if not known."""
         known = self.is_cuda and dtype is DType.bfloat16
         return peak_tflops(torch.cuda.get_device_name(self.device)) if known else None
 
     def return_freed_memory(self) -> None:
-        """To the device, or to the system: what allocators keep of what was freed, so that another process
-        can have it."""
+        """Return freed memory to the device or the system, so that other processes can use it."""
         if self.is_cuda:
             torch.cuda.empty_cache()
         else:
             trim_heap()
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Host memory whose pages are to stay, so that the device copies from and to it by itself; nothing on
-        the CPU. `unpin` it before it goes. Raises RuntimeError where the system does not allow as much."""
+        """Pin host memory, so that the device copies from and to it directly. Does nothing on a CPU.
+
+        The memory must be unpinned with `unpin` before it is freed.
+
+        Raises:
+            RuntimeError: The system does not allow to pin this much memory.
+        """
         if self.is_cuda and memory.numel():
             pin_memory(memory.data_ptr(), memory.nbytes)
 
@@ -56,11 +59,13 @@ _active: Platform | None = None
 
 
 def activate(device: Device) -> Platform:
-    """Chooses the device for this process and prepares Megatron-Core for it. Must run before Megatron is
-    imported.
+    """Choose the device for this process and prepare Megatron-Core for it.
 
-    On CUDA the process takes the GPU `LOCAL_RANK`. Raises ValueError where CUDA is asked for and absent, and
-    where a second call asks for another device (Megatron is adapted once per process).
+    Must run before Megatron is imported. On CUDA, the process uses the GPU `LOCAL_RANK`.
+
+    Raises:
+        ValueError: CUDA is requested but not available, or a second call requests another device (Megatron is
+            adapted once per process).
     """
     global _active
     cuda = device is Device.cuda or (device is Device.auto and torch.cuda.is_available())
@@ -70,7 +75,7 @@ def activate(device: Device) -> Platform:
             "device=cuda, but torch sees no GPU: use device=cpu or auto, or install a CUDA build of torch"
         )
 
-    # Megatron is adapted once per process, so a later call must ask for the same device.
+    # Megatron is adapted once per process, so a later call must request the same device.
     if _active is not None:
         if _active.is_cuda != cuda:
             raise ValueError(
@@ -97,11 +102,14 @@ def activate(device: Device) -> Platform:
 
 @contextmanager
 def _without_wandb() -> Iterator[None]:
-    """Megatron imports wandb where that is installed: 1.7 s of processor time and 34 MB in each process for
-    nothing, and folders in TMPDIR that stay when the process is killed, as worker processes are."""
+    """Hide wandb from Megatron, which imports it if it is installed.
+
+    The import costs each process 1.7 s of processor time and 34 MB, and creates folders in TMPDIR that remain
+    when the process is killed, as worker processes are.
+    """
     hidden = "wandb" not in sys.modules
     if hidden:
-        # Importing it raises ImportError, which Megatron takes for its absence.
+        # Importing it then raises ImportError, which Megatron treats as its absence.
         sys.modules["wandb"] = None  # type: ignore[assignment]
 
     try:
@@ -112,8 +120,10 @@ def _without_wandb() -> Iterator[None]:
 
 
 def activate_fake_cuda(on_wait: Callable[[], None]) -> Platform:
-    """CUDA for a process whose tensors are fake ones, see fake_cuda.py. Must run before Megatron is imported,
-    and instead of `activate`."""
+    """Prepare CUDA for a process whose tensors are fake (see fake_cuda.py).
+
+    Must run before Megatron is imported, instead of `activate`.
+    """
     global _active
     assert _active is None, "this process already runs on a device"
     from megarl.engine import fake_cuda

@@ -1,4 +1,4 @@
-"""Where the ranks of a group meet: torch's store, at the address of rank 0's node and no other."""
+"""The rendezvous of a group: torch's store, at the address of rank 0's node only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from megarl.machine.ports import listen
 
 
 def open_store(address: str, port: int, rank: int, num_ranks: int, limit: timedelta) -> dist.TCPStore:
-    """Returns when all ranks have come, or raises DistStoreError after `limit`. Rank 0 listens at `address`
-    (machine/ports.py).
+    """Open the store when all ranks have joined. Rank 0 listens at `address` (machine/ports.py).
 
-    torch's `env://` and `tcp://` would listen at every address of the node, and whoever reaches a store can
-    read and change it, also where the ranks' connections lead.
+    torch's `env://` and `tcp://` would listen on all interfaces of the node, and anyone who can reach a store
+    can read and change it, including where ranks connect to.
+
+    Raises:
+        DistStoreError: Not all ranks joined within `limit`.
     """
     is_master = rank == 0
     listening = listen(address, port).detach() if is_master else None

@@ -1,8 +1,8 @@
-"""Rotary embedding of packed sequences, in the place of Megatron's own: one turn of the whole batch, and
-nothing asked of the device.
+"""Rotary embedding of packed sequences that replaces Megatron's: one rotation for the whole batch.
 
-Megatron's loops over the sequences, whose lengths it reads from the device twice for queries and twice for
-keys, in every layer: each time the host waits until the device has done all it was given.
+It reads nothing from the device. Megatron's version loops over the sequences, whose lengths it reads from the
+device twice for queries and twice for keys, in every layer. Each time the host waits until the device has
+finished all its work.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_POSITIONS = "megarl_positions"  # on boundaries of sequences
+_POSITIONS = "megarl_positions"  # attribute of the tensor of sequence boundaries
 
 
 def install() -> None:
-    """Megatron's layers turn packed queries and keys by `rotary_packed`. Imports Megatron-Core."""
+    """Make Megatron's layers rotate packed queries and keys with `rotary_packed`. Imports Megatron-Core."""
     from megatron.core.models.common.embeddings import rope_utils
 
     rope_utils._apply_rotary_pos_emb_thd = rotary_packed
@@ -30,16 +30,19 @@ def install() -> None:
 
 
 def set_positions(cu_seqlens: Tensor, positions: Tensor) -> None:
-    """The tokens of a batch with those boundaries are at other positions than 0, 1, 2, ... in each sequence,
-    or are not all of them.
-    positions: (T,) integers, on the device."""
+    """Set the positions of tokens that are not 0, 1, 2, ... in each sequence, or of a part of the tokens.
+
+    Args:
+        cu_seqlens: The sequence boundaries of the batch.
+        positions: (T,) integers on the device.
+    """
     setattr(cu_seqlens, _POSITIONS, positions)
 
 
 def _fused_or_packed(
     fused: Callable[..., Tensor], t: Tensor, cu_seqlens: Tensor, freqs: Tensor, **ranks: int
 ) -> Tensor:
-    """The fused kernel begins each sequence at 0, and takes all of it."""
+    """Use the fused kernel only for whole sequences that start at position 0, which is all it supports."""
     return (
         rotary_packed(t, cu_seqlens, freqs)
         if hasattr(cu_seqlens, _POSITIONS)
@@ -48,7 +51,7 @@ def _fused_or_packed(
 
 
 class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back."""
+    """A rotation. Its gradient is the inverse rotation."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -62,8 +65,10 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """(T, heads, D): each pair (x_i, x_{i + D/2}) is rotated by the angle of its token and i, given as (T, 1,
-    D/2)."""
+    """Rotate each pair (x_i, x_{i + D/2}) of heads (T, heads, D) by the angle of its token and i.
+
+    The cosine and sine are (T, 1, D/2).
+    """
     turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
     (first, second), (turned_first, turned_second) = heads.chunk(2, -1), turned.chunk(2, -1)
 
@@ -83,10 +88,19 @@ def rotary_packed(
     mscale: float = 1.0,
     cp_group: torch.distributed.ProcessGroup | None = None,
 ) -> Tensor:
-    """Megatron's `_apply_rotary_pos_emb_thd`: t (T, heads, D) with the boundaries `cu_seqlens`, freqs
-    (longest sequence, 1, 1, D)."""
+    """Replace Megatron's `_apply_rotary_pos_emb_thd`.
+
+    Args:
+        t: (T, heads, D).
+        cu_seqlens: The boundaries of the sequences.
+        freqs: (longest sequence, 1, 1, D).
+        rotary_interleaved: Not supported.
+        multi_latent_attention: Not supported.
+        mscale: Must be 1.
+        cp_group: The context-parallel group. If ranks share rows, positions must be set.
+    """
     assert cp_group is None or cp_group.size() == 1 or hasattr(cu_seqlens, _POSITIONS), (
-        "where ranks share rows, positions must be set"
+        "if ranks share rows, positions must be set"
     )
 
     # Other variants of Megatron's function are refused, since this one would compute them wrongly.
@@ -99,19 +113,21 @@ def rotary_packed(
 
 
 def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (T, 1, D/2), made once per micro-batch and kept on its `cu_seqlens`, because every
-    layer asks."""
+    """Return cosine and sine, (T, 1, D/2) each.
+
+    They are computed once per micro-batch and cached on its `cu_seqlens`, because every layer needs them.
+    """
     kept = getattr(cu_seqlens, "megarl_angles", None)
 
-    # The kept angles are valid only for the table of frequencies that they were made from.
+    # Cached angles are valid only for the frequency table that they were made from.
     if kept is None or kept[0] is not freqs:
         num_tokens = like.shape[0]
         positions = getattr(cu_seqlens, _POSITIONS, None)
         if positions is None:
-            # With the number of tokens told, the device is not asked for the sum of the lengths.
+            # With the number of tokens given, the sum of the lengths need not be read from the device.
             starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=num_tokens)
             positions = torch.arange(num_tokens, device=like.device) - starts
-        angles = freqs[positions, 0, :, : like.shape[-1] // 2]  # Megatron writes them twice, once per half
+        angles = freqs[positions, 0, :, : like.shape[-1] // 2]  # Megatron repeats them for each half
         kept = (freqs, angles.cos().to(like.dtype), angles.sin().to(like.dtype))
         cu_seqlens.megarl_angles = kept  # type: ignore[attr-defined]
 

@@ -1,14 +1,13 @@
-"""Router replay: tokens go to the experts that an earlier pass chose, weighted by the router's current
-scores.
+"""Router replay: tokens go to the experts that an earlier pass selected, weighted by current router scores.
 
-A router's choice can change although its scores hardly do. Without replay, the training pass may send tokens
-to other experts than the engine or the scoring pass did, so that their log-probs belong to different
-functions. See Ma et al. 2025 (arXiv 2510.11370) for the engine's choice and Zheng et al. 2025 (arXiv
-2507.18071, section 5.3) for that of the scoring pass. Gradients reach the router through the weights of the
-chosen experts.
+A router's selection can change even if its scores hardly do. Without replay, the training pass may send
+tokens to other experts than the engine or the scoring pass did, so that their log-probs belong to different
+functions. See Ma et al. 2025 (arXiv 2510.11370) for replaying the engine's selection and Zheng et al. 2025
+(arXiv 2507.18071, section 5.3) for that of the scoring pass. Gradients reach the router through the weights
+of the selected experts.
 
-Each router has its own replay. The micro-batch that it is in, also during recomputation, comes with the
-tokens (moe_router.py).
+Each router has its own replay. The routes of the current micro-batch, also during recomputation, arrive with
+the tokens (moe_router.py).
 """
 
 from __future__ import annotations
@@ -32,8 +31,13 @@ from megarl.models.architecture import Experts
 
 
 class RouterReplay:
-    """In the place of Megatron's own, of one router. layer: its number among those with experts. dtype: as
-    which it keeps experts."""
+    """Replaces Megatron's replay of one router.
+
+    Args:
+        layer: The number of the router's layer among those with experts.
+        router: The router.
+        dtype: The dtype in which expert indices are stored.
+    """
 
     def __init__(self, layer: int, router: ExpertRouter, dtype: torch.dtype) -> None:
         self._layer = layer
@@ -48,13 +52,20 @@ class RouterReplay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The K experts of each token and their scores, (T, K) both, by Megatron's name for it. scores: (T,
-        E)."""
-        assert default_compute_topk is not None
-        assert self._router.tokens is not None, "each layer tells its router"
-        assert (routes := self._router.tokens.routes) is not None, "each micro-batch has some"
+        """Return the K experts of each token and their scores, (T, K) each. The name is Megatron's.
 
-        # Computed also where routes are given, because tokens without a route take the router's choice.
+        Args:
+            scores: (T, E).
+            topk: K.
+            num_groups: Passed on.
+            group_topk: Passed on.
+            default_compute_topk: Megatron's selection.
+        """
+        assert default_compute_topk is not None
+        assert self._router.tokens is not None, "each layer passes tokens to its router"
+        assert (routes := self._router.tokens.routes) is not None, "each micro-batch has routes"
+
+        # Computed even if routes are given, because tokens without a route use the router's selection.
         values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
 
         if routes.given is None or routes.is_given is None:
@@ -63,22 +74,29 @@ class RouterReplay:
 
         experts = torch.where(routes.is_given[:, None], routes.given[self._layer].to(experts.dtype), experts)
 
-        # The current scores weigh the given experts, so that the router receives a gradient.
+        # The current scores weight the given experts, so that the router receives a gradient.
         return scores.gather(1, experts), experts
 
 
 class RouterReplayBuffer:
-    """Gives the routers of a rank's layers the routes of a batch, or keeps what they choose.
+    """Passes the routes of a batch to the routers of a rank's layers, or keeps what they select.
 
-    A batch's column has for each row (tokens - 1, L, K) small integers, flat: L layers with experts in their
-    order, K experts each. The last token has none: nobody reads what comes of it, and an engine has not even
-    seen it. Its router chooses.
+    The batch column contains for each row (tokens - 1, L, K) small integers, flattened: L layers with experts
+    in their order, K experts each. The last token has no route: nothing depends on its output, and an engine
+    has not even seen it. Its router selects experts itself.
     """
 
     def __init__(
         self, experts: Experts, groups: ParallelGroups, layers: Sequence[Any], device: torch.device
     ) -> None:
-        """layers: Megatron's, of all virtual stages of this rank."""
+        """Set up the replay of each router.
+
+        Args:
+            experts: The experts of the model.
+            groups: The process groups.
+            layers: Megatron's layers of all virtual stages of this rank.
+            device: The device.
+        """
         # Routes are stored by a layer's number among those with experts.
         numbers = {layer: number for number, layer in enumerate(sorted(experts.layers))}
         self._layers = []
@@ -97,10 +115,16 @@ class RouterReplayBuffer:
     def enter(
         self, made: Sequence[MicroBatch], micro_batches: Sequence[Sequence[int]], column: RaggedTensor | None
     ) -> list[MicroBatch]:
-        """The micro-batches of a pass, with their routes. column: of the batch, of whose rows they are; None:
-        routers choose, and `collect` has what they chose.
+        """Return the micro-batches of a pass with their routes.
 
-        Raises ValueError for a row whose routes are not of its tokens.
+        Args:
+            made: The micro-batches.
+            micro_batches: The row numbers of each.
+            column: The routes of the batch. None: routers select experts, and `collect` returns their
+                selection.
+
+        Raises:
+            ValueError: The routes of a row do not match its tokens.
         """
         self._kept = []
         entered = []
@@ -120,7 +144,7 @@ class RouterReplayBuffer:
         return entered
 
     def _own_part(self, tokens: Tensor) -> Tensor:
-        """Of those of a rank: under sequence parallelism each router sees a part of them."""
+        """Return the part of a rank's tokens that its routers see under sequence parallelism."""
         if not self._groups.parallel.sequence_parallel:
             return tokens
         return tokens.chunk(self._groups.parallel.tensor_parallel_size)[self._groups.tensor_rank]
@@ -140,47 +164,49 @@ class RouterReplayBuffer:
             if len(routes) != (length - 1) * size or routes.dtype != self._dtype:
                 raise ValueError(
                     f"row {row} of the batch: {ROUTED_EXPERTS} has {len(routes)} numbers of {routes.dtype}, "
-                    f"but its {length} tokens need "
-                    f"{length - 1} x {self._shape[0]} layers x {self._shape[1]} experts of {self._dtype}"
+                    f"but its {length} tokens need {length - 1} x {self._shape[0]} layers x {self._shape[1]} "
+                    f"experts of {self._dtype}"
                 )
             table[begin : begin + length - 1] = routes.view(-1, *self._shape)
             is_given[begin : begin + length - 1] = True
             begin += length
 
-        # This rank needs the routes of its own tokens and layers only.
+        # This rank needs only the routes of its own tokens and layers.
         own = to_device(table[places.sources][:, self._layers].transpose(0, 1).contiguous(), self._device)
         return dict(zip(self._layers, own, strict=True)), to_device(is_given[places.sources], self._device)
 
     def collect(self, micro_batches: Sequence[Sequence[int]]) -> RaggedTensor:
-        """After a pass without a column: the column of what was chosen, on every rank. All ranks of a replica
-        ask."""
+        """Return the column of selected experts, on every rank, after a pass without one.
+
+        All ranks of a replica must call this method.
+        """
         parts = [self._rows(*kept) for kept in self._kept]
         self._kept = []
 
-        # From the order of the micro-batches back to that of the batch.
+        # Restore the order of the batch from that of the micro-batches.
         rows = [row for micro_batch in micro_batches for row in micro_batch]
         return RaggedTensor.concat(parts).select(torch.tensor(rows).argsort())
 
     def _rows(self, places: TokenPositions, routes: MicroBatchRoutes) -> RaggedTensor:
-        """Each rank has what its layers chose for its tokens: the rest is 0, so that a sum makes it whole."""
+        """Sum the ranks' tables, each of which is 0 except for the rank's own layers and tokens."""
         groups = self._groups
         lengths = places.lengths.tolist()
 
-        # the last for what pads
+        # The last row is for padding.
         table = torch.zeros(sum(lengths) + 1, *self._shape, dtype=self._dtype, device=self._device)
         sources = to_device(places.sources, self._device)
         for layer, experts in routes.chosen.items():
             table[sources, layer] = experts
 
-        # Without sequence parallelism tensor-parallel ranks have the same tokens, and must not be summed.
+        # Without sequence parallelism, tensor-parallel ranks have the same tokens, and must not be summed.
         parts = [groups.tensor] if groups.parallel.sequence_parallel else []
 
         for group in (*parts, groups.context, groups.pipeline):
             if group.size() > 1:
-                # of two-byte numbers too: only one rank's are not 0
+                # Works for two-byte numbers too, since only one rank's are not 0.
                 dist.all_reduce(table.view(torch.uint8), group=group)
 
-        # A prompt that rows share was routed once, and each of its rows gets these routes.
+        # A prompt shared by several rows is routed once, and each of its rows gets these routes.
         whole = table.cpu()[places.origins].split(lengths)
         lasts = places.lengths - 1
         values = torch.cat([row[:-1] for row in whole]).flatten()

@@ -1,8 +1,8 @@
-"""Where a model's parameters, and its optimizer's parts of them, lie in the tensors of a checkpoint.
+"""Describe where a model's parameters, and its optimizer's parts of them, lie in the tensors of a checkpoint.
 
-Names and places are Megatron's (`sharded_state_dict`): of the whole model, whatever the layout. A parameter
-is one slice of such a tensor, or two (a gated MLP); what the distributed optimizer holds is a range of a
-parameter's elements, and so a few slices.
+Names and offsets are Megatron's (`sharded_state_dict`) and refer to the whole model, whatever the layout. A
+parameter is one slice of such a tensor, or two (a gated MLP). What the distributed optimizer holds is a range
+of a parameter's elements, and so a few slices.
 """
 
 from __future__ import annotations
@@ -24,12 +24,17 @@ from megarl.weights.tensors import TensorSlice
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """`volume` elements of `tensor`, in the order of its memory from `start` on, are the slice `place` of the
-    tensor `key`.
+    """Elements of `tensor` that form a slice of a tensor in a checkpoint.
 
-    shape: of the whole tensor. is_main: of the ranks that hold these elements, the one that writes them (of a
-    whole parameter: the ranks that differ in their data-parallel place are one here). is_padded: rows at its
-    end may only pad the vocabulary.
+    Attributes:
+        key: The name of the checkpoint tensor.
+        shape: The shape of the whole checkpoint tensor.
+        place: The slice of the checkpoint tensor.
+        tensor: The tensor that contains the elements.
+        start: The first element in the memory order of `tensor`.
+        is_main: Whether this rank writes the elements, among the ranks that hold them. For whole parameters,
+            ranks that differ only in their data-parallel position are not distinguished.
+        is_padded: Whether rows at the end may only pad the vocabulary.
     """
 
     key: str
@@ -42,21 +47,27 @@ class Shard:
 
     @property
     def view(self) -> Tensor:
-        """The elements, in the shape of `place`, which must be in memory."""
+        """The elements in the shape of `place`. They must be in memory."""
         return (
             self.tensor.detach().view(-1)[self.start : self.start + self.place.volume].view(self.place.shape)
         )
 
     def part(self, start: int, stop: int, key: str, tensor: Tensor) -> Iterator[Shard]:
-        """Of the elements start..stop of the parameter, those that are in this shard, as they lie in `tensor`
-        (stop - start,)."""
+        """Yield the elements start..stop of the parameter that are in this shard.
+
+        Args:
+            start: The first element.
+            stop: The end of the elements.
+            key: The name of the checkpoint tensor.
+            tensor: (stop - start,) the tensor in which the elements lie.
+        """
         first = max(start, self.start)
         last = min(stop, self.start + self.place.volume)
         if first >= last:
             return
         position = first - start
 
-        # A range is a few slices, each of which begins in memory where the one before it ended.
+        # A range is a few slices, each of which begins in memory where the previous one ended.
         for tensor_slice in slices_of_range(self.place.shape, first - self.start, last - self.start):
             place = tensor_slice.relative_to((0,) * len(self.shape), self.place.starts)
             yield replace(self, key=key, place=place, tensor=tensor, start=position)
@@ -64,8 +75,10 @@ class Shard:
 
 
 def slices_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[TensorSlice]:
-    """The elements start..stop of a row-major tensor, in that order: a part of a row, whole rows, a part of a
-    row, at most."""
+    """Yield the elements start..stop of a row-major tensor in order.
+
+    There are at most three slices per dimension: a part of a row, whole rows, and a part of a row.
+    """
     if start >= stop:
         return
     if len(shape) == 1:
@@ -74,11 +87,11 @@ def slices_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Ten
 
     row_volume = prod(shape[1:])
 
-    # whole rows
+    # The whole rows in the range.
     first = -(-start // row_volume)
     last = stop // row_volume
 
-    if first > last:  # within one row
+    if first > last:  # the range lies within one row
         yield from _of_row(shape, last, start, stop)
         return
 
@@ -95,8 +108,13 @@ def _of_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[T
 
 
 class Sharding(NamedTuple):
-    """Of one rank. parameters: by parameter. objects: what Megatron stores beside them, for layers that have
-    none of it too. is_first_copy: of the ranks that hold the same parameters it is the first."""
+    """The shards of one rank.
+
+    Attributes:
+        parameters: The shards of each parameter.
+        objects: What Megatron stores in addition to tensors, also for layers that have none.
+        is_first_copy: Whether this is the first of the ranks that hold the same parameters.
+    """
 
     parameters: dict[torch.nn.Parameter, list[Shard]]
     objects: list[ShardedObject]
@@ -107,8 +125,7 @@ class Sharding(NamedTuple):
             yield from shards
 
     def of_optimizer(self, slices: Sequence[OptimizerSlice]) -> Iterator[Shard]:
-        """Moments and float32 masters, each with the key that Megatron's `fully_reshardable` format gives
-        it."""
+        """Yield moments and float32 masters, with the keys of Megatron's `fully_reshardable` format."""
         for part in slices:
             for shard in self.parameters[part.parameter]:
                 for name, tensor in part.tensors.items():
@@ -117,8 +134,11 @@ class Sharding(NamedTuple):
                     )
 
     def of_weights(self, slices: Sequence[OptimizerSlice]) -> Iterator[Shard]:
-        """The parameters once: each data-parallel rank has the elements that its optimizer updates, so that
-        all write alike much; what no optimizer updates, the first of them has."""
+        """Yield each parameter once over all ranks.
+
+        Each data-parallel rank has the elements that its optimizer updates, so that all ranks write equally
+        much. Elements that no optimizer updates belong to the first rank.
+        """
         # No optimizer slice covers frozen parameters, so one rank writes all of them.
         if self.is_first_copy:
             yield from (
@@ -150,12 +170,15 @@ def sharding_of(models: Sequence[ModelChunk], groups: ParallelGroups) -> Shardin
 
 
 def _shards(entry: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Parameter) -> Iterator[Shard]:
-    """Megatron cuts a tensor without memory as it would cut the parameter, whose memory may be elsewhere."""
+    """Yield the shards of a parameter.
+
+    Megatron shards a tensor without memory like the parameter, whose own memory may be offloaded.
+    """
     assert parameter.is_contiguous()
     outline = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     whole = isinstance(entry, ShardedTensor)
 
-    # A factory cuts a parameter into several tensors of the checkpoint, as it does with a gated MLP.
+    # A factory splits a parameter into several checkpoint tensors, as for a gated MLP.
     cuts: list[ShardedTensor] = (
         [replace(entry, data=outline)]
         if whole
@@ -168,7 +191,7 @@ def _shards(entry: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Par
         yield Shard(
             key=cut.key,
             shape=tuple(cut.global_shape),
-            # Megatron prepends axes, such as that of the layers, along which a shard has length 1.
+            # Megatron prepends axes, such as the layer axis, along which a shard has length 1.
             place=TensorSlice.whole((1,) * cut.prepend_axis_num + tuple(cut.local_shape)).relative_to(
                 (0,) * len(cut.global_shape), cut.global_offset
             ),

@@ -1,11 +1,11 @@
-"""Attention where responses follow a prompt that stands in the batch once: each of their tokens sees the
-prompt, and its own response up to itself.
+"""Attention for responses that share one copy of their prompt in the batch.
 
-Both are calls of the kernels that there are: one causal over every sequence of the batch, and one of all
-responses of a prompt over that prompt. A kernel also gives the logarithm of the sum of its exponentials
-(log-sum-exp), by which the two are weighed. From a log-sum-exp its backward pass makes the weights of the
-softmax again: given that of the whole, it gives its part's share of the gradient, so that a prompt's keys and
-values have the sum over all its responses. (Dao 2023, FlashAttention-2; Liu et al. 2023, Ring Attention.)
+Each token of a response sees the prompt, and its own response up to itself. Both are calls of existing
+kernels: a causal one for every sequence of the batch, and one for all responses to a prompt over that prompt.
+A kernel also returns the log-sum-exp of its logits, by which the two results are weighted. Its backward pass
+recomputes the softmax weights from a log-sum-exp: given that of the whole, it returns its part of the
+gradient, so that a prompt's keys and values receive the sum over all its responses (Dao 2023,
+FlashAttention-2; Liu et al. 2023, Ring Attention).
 
 Shapes: T tokens of the batch, heads of queries, groups of keys and values, D numbers in each.
 """
@@ -24,8 +24,14 @@ from megarl.engine.platform import to_device
 
 
 class Sequences(NamedTuple):
-    """Of one call: tokens of the queries and of the keys of each sequence, and where these begin and end
-    (int32, on the device)."""
+    """The sequences of one call.
+
+    Attributes:
+        queries: The number of queries of each sequence.
+        keys: The number of keys of each sequence.
+        query_bounds: int32 on the device, the boundaries of the queries.
+        key_bounds: int32 on the device, the boundaries of the keys.
+    """
 
     queries: list[int]
     keys: list[int]
@@ -34,11 +40,14 @@ class Sequences(NamedTuple):
 
 
 class PromptSharing(NamedTuple):
-    """Which sequences of a packed batch continue which, made on the host.
+    """Which sequences of a packed batch continue others. Made on the host.
 
-    own: every sequence over itself. over_prompts: of each shared prompt all its responses over it. responses,
-    prompts: (N,) and (M,) the tokens of these, on the device, in that order. prompt_of: for each sequence the
-    one that it continues, or None.
+    Attributes:
+        own: Every sequence over itself.
+        over_prompts: For each shared prompt, all its responses over it.
+        responses: (N,) indices of the responses' tokens, on the device, in the order of `over_prompts`.
+        prompts: (M,) indices of the prompts' tokens, on the device, in the order of `over_prompts`.
+        prompt_of: For each sequence, the number of the one that it continues, or None.
     """
 
     own: Sequences
@@ -51,8 +60,13 @@ class PromptSharing(NamedTuple):
 def shared_prompts(
     lengths: Sequence[int], prompt_of: Sequence[int | None], device: torch.device
 ) -> PromptSharing | None:
-    """None where no sequence continues another. lengths: of each sequence; those that continue one follow it
-    at once."""
+    """Describe the shared prompts of a batch; None if no sequence continues another.
+
+    Args:
+        lengths: The lengths of the sequences. Those that continue one must directly follow it.
+        prompt_of: For each sequence, the number of the one that it continues, or None.
+        device: The device.
+    """
     followers: dict[int, list[int]] = {}
     for sequence, prompt in enumerate(prompt_of):
         if prompt is not None:
@@ -90,13 +104,29 @@ def _sequences(queries: list[int], keys: list[int], device: torch.device) -> Seq
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, shared: PromptSharing, scale: float | None) -> Tensor:
-    """query (T, heads, D), key and value (T, groups, D) -> (T, heads * D). On CUDA of 16 bits only."""
+    """Attend with shared prompts. On CUDA, only 16-bit dtypes are supported.
+
+    Args:
+        query: (T, heads, D).
+        key: (T, groups, D).
+        value: (T, groups, D).
+        shared: The shared prompts.
+        scale: The softmax scale.
+
+    Returns:
+        (T, heads * D).
+    """
     return _Attention.apply(query, key, value, shared, scale).flatten(1)
 
 
 class _Part(NamedTuple):
-    """Of a call: output (T, heads, D), log-sum-exp (T, heads) float32, and what the kernel wants back on the
-    way back."""
+    """The result of one call.
+
+    Attributes:
+        output: (T, heads, D).
+        log_sum: (T, heads) float32, the log-sum-exp.
+        state: What the kernel needs in the backward pass.
+    """
 
     output: Tensor
     log_sum: Tensor
@@ -117,14 +147,14 @@ class _Attention(torch.autograd.Function):
             chosen, *_of_prompts(key, value, shared), shared.over_prompts, False, scale
         )
 
-        # Each result is weighed by its share of the softmax's sum, which the log-sum-exps give.
+        # Each result is weighted by its share of the softmax's sum, which follows from the log-sum-exps.
         own_log_sum = log_sum.index_select(0, shared.responses)
-        share = torch.sigmoid(over_prompt.log_sum - own_log_sum)[..., None]  # of the prompt in the whole
+        share = torch.sigmoid(over_prompt.log_sum - own_log_sum)[..., None]  # the prompt's share
         merged = output.index_select(0, shared.responses).float().lerp_(over_prompt.output.float(), share)
         output.index_copy_(0, shared.responses, merged.to(output.dtype))
         log_sum.index_copy_(0, shared.responses, torch.logaddexp(own_log_sum, over_prompt.log_sum))
 
-        # With the log-sum-exp of the whole both backward calls reproduce the weights of one softmax.
+        # With the log-sum-exp of the whole, both backward calls reproduce the weights of one softmax.
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.shared = shared
         ctx.scale = scale
@@ -174,9 +204,11 @@ def _of_prompts(key: Tensor, value: Tensor, shared: PromptSharing) -> tuple[Tens
 
 
 class VarlenKernel:
-    """torch's flash attention of sequences of any length: what `varlen_attn` is made of, whose own backward
-    pass knows one call only. Log-sum-exps are (heads, T) there. Groups of heads share keys with nothing said,
-    and causal is at the lower right."""
+    """torch's variable-length flash attention.
+
+    `varlen_attn` is based on it, but its backward pass supports a single call only. Its log-sum-exps are
+    (heads, T). Grouped heads need no flag, and the causal mask is aligned to the lower right.
+    """
 
     @staticmethod
     def forward(
@@ -218,7 +250,7 @@ def _bounds(sequences: Sequences) -> tuple[Tensor, Tensor, int, int]:
 
 
 class _OnCPU:
-    """torch's flash attention for CPUs, a sequence at a time."""
+    """torch's flash attention for CPUs, one sequence at a time."""
 
     @staticmethod
     def forward(
@@ -277,5 +309,5 @@ def _cut(sequences: Sequences, query: Tensor, key: Tensor, value: Tensor) -> lis
 
 
 def _batch(heads: Tensor) -> Tensor:
-    """(S, heads, D) -> (1, heads, S, D)."""
+    """Rearrange (S, heads, D) to (1, heads, S, D)."""
     return heads.transpose(0, 1)[None]

@@ -1,4 +1,4 @@
-"""What one model of a run is built from."""
+"""The specification that one model of a run is built from."""
 
 from __future__ import annotations
 
@@ -20,21 +20,33 @@ from megarl.engine.offload import StatePart
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
 
-# between the driver's limit of a phase, which shows what every rank does, and NCCL's, which ends the process
+# The time between the driver's limit of a phase, which shows every rank's stack, and NCCL's, which ends the
+# process.
 _GRACE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """One model of a role: where its weights are, what it is, and how its processes are laid out.
+    """One model of a role: its weights, its kind, and the layout of its processes.
 
-    path: a Hugging Face folder. head: "lm" scores tokens, "value" is a critic. optim None: the model is
-    frozen.
-    temperature: log-probs are of softmax(logits / temperature), as the rollout engine samples.
-    total_optimizer_steps: where the learning-rate decay ends.
-    offloaded_at_first: leaves memory when the model is built: others need its place.
-    collective_limit_s: how long ranks wait for each other.
-    device_peak_tflops: what a device can do, where the device does not say it.
+    Attributes:
+        path: A Hugging Face folder.
+        architecture: The architecture.
+        head: "lm" scores tokens; "value" is a critic.
+        dtype: The dtype of the weights.
+        parallel: The layout.
+        engine: The configuration of the engine.
+        device: The device.
+        seed: The random seed.
+        temperature: Log-probs are those of softmax(logits / temperature), as the rollout engine samples.
+        optim: The optimizer. None: the model is frozen.
+        total_optimizer_steps: The end of the learning-rate decay.
+        recomputation: What is recomputed in the backward pass.
+        experts: The configuration of routers and experts.
+        offloaded_at_first: State that is offloaded when the model has been built, because others need its
+            memory.
+        collective_limit_s: The time limit of collectives, in seconds.
+        device_peak_tflops: The peak rate of a device, if the device is not in the table.
     """
 
     path: str
@@ -62,7 +74,7 @@ def spec_of(
     device: Device,
     offloaded_at_first: tuple[StatePart, ...] = (),
 ) -> ModelSpec:
-    """Of one role of a run."""
+    """Return the specification of one role of a run."""
     return ModelSpec(
         path=role.path,
         architecture=architecture,

@@ -1,9 +1,8 @@
-"""Log-probabilities and entropy over a vocabulary that is cut across tensor-parallel ranks, in chunks of
-tokens.
+"""Log-probabilities and entropy over a vocabulary sharded by tensor parallelism, in chunks of tokens.
 
-A (tokens, vocabulary) tensor is never made: logits exist for `chunk_tokens` tokens at a time and are computed
-again in the backward pass. Columns that only pad the vocabulary are left out before the product, so they
-cannot reach the softmax.
+A (tokens, vocabulary) tensor is never created: logits exist for `chunk_tokens` tokens at a time and are
+recomputed in the backward pass. Columns that only pad the vocabulary are excluded from the product, so they
+cannot affect the softmax.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from torch import Tensor
 
 from megarl.engine.cpu_kernels import add_product_over_rows, in_main_grad, product
 
-# Of logits that a core works on at a time: half a MiB, which with as much that is made of them stays in its
-# cache.
+# The number of logits that a core processes at a time: half a MiB, which stays in its cache together with as
+# much derived data.
 BLOCK_ELEMENTS = 2**17
 
-# what costs another pass over the logits, and is only computed where it is asked for
+# Outputs that cost another pass over the logits, and are only computed on request.
 Extra = Literal["entropy", "sum_pi_squared"]
 ENTROPY: tuple[Extra] = ("entropy",)
 
 
 class TokenScores(NamedTuple):
-    """(T,) float32 each; None where it was not asked for."""
+    """Scores of T tokens, (T,) float32 each. Those that were not requested are None."""
 
     log_probs: Tensor
     entropy: Tensor | None  # nats
@@ -35,7 +34,7 @@ class TokenScores(NamedTuple):
 
 
 class _Vocabulary(NamedTuple):
-    """This rank's columns: `size` of them from `first` on. It can hold none, when the vocabulary is small."""
+    """This rank's vocabulary columns: `size` of them from `first` on. A small vocabulary may leave none."""
 
     first: int
     size: int
@@ -45,22 +44,23 @@ class _Vocabulary(NamedTuple):
     extras: frozenset[Extra]
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """(t, H), (>= size, H) -> (t, size) float32."""
+        """Return float32 logits (t, size) of hidden (t, H) and weight (>= size, H)."""
         logits = product(hidden, weight[: self.size]).float()
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(t,) bool, which targets this rank holds, and (t, 1) their columns, 0 for the others."""
+        """Return which targets this rank holds, (t,) bool, and their columns (t, 1), 0 for the others."""
         here = (targets >= self.first) & (targets < self.first + self.size)
         return here, torch.where(here, targets - self.first, 0)[:, None]
 
 
 class _Scores(torch.autograd.Function):
-    """log softmax(logits)[target], the entropy and the sum of squared probabilities, (T,) each; 0 for what is
-    not asked for.
+    """log softmax(logits)[target], the entropy and the sum of squared probabilities, (T,) each.
+
+    Scores that were not requested are 0.
 
     d log p_y / d z_i = 1[i = y] - p_i;   d H / d z_i = -p_i (log p_i + H).
-    With the log of the partition function kept, the backward pass needs no collective.
+    The log partition function is saved, so the backward pass needs no collective.
     """
 
     @staticmethod
@@ -80,8 +80,8 @@ class _Scores(torch.autograd.Function):
 
         log_probs, entropy, sum_pi_squared, log_partition = torch.cat(scores, dim=1)
 
-        # The backward pass begins with the last chunk and needs as much memory then: its logits are not made
-        # twice, and overwritten.
+        # The backward pass begins with the last chunk and needs as much memory then. The logits of this chunk
+        # are therefore saved and overwritten instead of being recomputed.
         ctx.save_for_backward(hidden, weight, targets, entropy, log_partition, logits)
         ctx.vocabulary = vocabulary
         ctx.mark_non_differentiable(sum_pi_squared)
@@ -97,19 +97,19 @@ class _Scores(torch.autograd.Function):
         hidden, weight, targets, entropy, log_partition, last_logits = ctx.saved_tensors
         vocabulary: _Vocabulary = ctx.vocabulary
 
-        # The temperature divided the logits, so it divides their gradient too.
+        # The temperature divides the logits, so it divides their gradient too.
         grad_log_probs, grad_entropy = (
             None if gradient is None else gradient / vocabulary.temperature
             for gradient in (grad_log_probs, grad_entropy)
         )
         grad_hidden = torch.empty_like(hidden)
 
-        # Sum the chunks in float32, directly in Megatron's buffer where the weight has one.
-        buffer: Tensor | None = getattr(weight, "main_grad", None)  # Megatron's, of a weight that it trains
+        # Sum the chunks in float32, directly in Megatron's buffer if the weight has one.
+        buffer: Tensor | None = getattr(weight, "main_grad", None)  # set by Megatron on trained weights
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if buffer is None else buffer
         starts = range(0, hidden.shape[0], vocabulary.chunk_tokens)
 
-        # In reverse, because the logits of the last chunk are still there from the forward pass.
+        # In reverse, because the logits of the last chunk are saved from the forward pass.
         for start in reversed(starts):
             part = slice(start, start + vocabulary.chunk_tokens)
             logits = last_logits if start == starts[-1] else vocabulary.logits(hidden[part], weight)
@@ -134,8 +134,16 @@ class _Scores(torch.autograd.Function):
 
 
 def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
-    """(4, t): log-probs, entropy, sum of squared probabilities and log of the partition function, over all
-    ranks' columns of `logits` (t, V / tp)."""
+    """Score one chunk over the vocabulary columns of all ranks.
+
+    Args:
+        logits: (t, V / tp).
+        targets: (t,) global token ids.
+        vocabulary: This rank's columns.
+
+    Returns:
+        (4, t): log-probs, entropy, sum of squared probabilities, and log partition function.
+    """
     parallel = vocabulary.group.size() > 1
 
     # Subtracting the maximum over all ranks' columns keeps the exponentials finite.
@@ -143,7 +151,7 @@ def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
     if parallel:
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=vocabulary.group)
 
-    # Only the rank that holds a target contributes its logit to the sum over the ranks.
+    # Only the rank that holds a target contributes its logit to the sum over ranks.
     here, column = vocabulary.find(targets)
     target = (
         torch.where(here, logits.gather(1, column)[:, 0] - maximum, 0.0)
@@ -159,7 +167,7 @@ def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
     if parallel:
         dist.all_reduce(sums, group=vocabulary.group)
 
-    # H = log Z - sum(z exp(z)) / Z, where z is a logit less the maximum.
+    # H = log Z - sum(z exp(z)) / Z, where z is a logit minus the maximum.
     partition, weighted, squares, target = sums
     log_partition = partition.log()
     entropy = log_partition - weighted / partition if "entropy" in vocabulary.extras else weighted
@@ -170,18 +178,20 @@ def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    """Of the rows of (t, v): on a CPU so many together that what is made of them stays in a core's cache."""
+    """Return row blocks of logits (t, v). On a CPU, a block and its derived data fit in a core's cache."""
     num_rows, columns = logits.shape
     together = BLOCK_ELEMENTS // max(1, columns) if logits.device.type == "cpu" else num_rows
     return [slice(start, start + max(1, together)) for start in range(0, max(1, num_rows), max(1, together))]
 
 
 def _sums(logits: Tensor, maximum: Tensor, extras: Collection[Extra]) -> Tensor:
-    """(3, t), of z = logits - maximum: the sums of exp(z), of z exp(z) and of exp(2 z) over these columns; 0
-    for what is not asked for."""
+    """Return (3, t): for z = logits - maximum, the sums over columns of exp(z), z exp(z) and exp(2 z).
+
+    Sums that were not requested are 0.
+    """
     shifted = logits - maximum[:, None]
 
-    # In place where the operand is not needed again, because logits dominate the memory.
+    # In place if the operand is not needed again, because logits dominate the memory.
     exponentials = shifted.exp() if "entropy" in extras else shifted.exp_()
     not_asked_for = torch.zeros_like(maximum)
     weighted = shifted.mul_(exponentials).sum(1) if "entropy" in extras else not_asked_for
@@ -199,7 +209,7 @@ def _replace_by_gradient(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> None:
-    """Of logits (t, V / tp), from what is known per token (t,)."""
+    """Replace logits (t, V / tp) by their gradient, given values per token (t,)."""
     for block in _blocks(logits):
         log_softmax = logits[block].sub_(log_partition[block, None])
         if grad_entropy is None:
@@ -230,14 +240,20 @@ def token_scores(
     group: dist.ProcessGroup,
     extras: Collection[Extra] = ENTROPY,
 ) -> TokenScores:
-    """Scores of `targets` under softmax(hidden @ weight.T / temperature); `extras`: those that are asked for
-    beside the log-probs.
+    """Score `targets` under softmax(hidden @ weight.T / temperature).
 
-    hidden: (T, H), the same on every rank of `group`, whose gradient is this rank's part of the sum over the
-    group.
-    weight: (padded V / tp, H), this rank's rows. targets: (T,) int64, global token ids.
+    Args:
+        hidden: (T, H), equal on every rank of `group`. Its gradient is this rank's part of the sum over the
+            group.
+        weight: (padded V / tp, H), this rank's rows.
+        targets: (T,) int64, global token ids.
+        vocab_size: V, without padding.
+        temperature: Divides the logits.
+        chunk_tokens: The number of tokens whose logits exist at a time.
+        group: The tensor-parallel group.
+        extras: The scores to compute in addition to log-probs.
     """
-    # The rows that only pad the vocabulary are at its end, and are left out of the product.
+    # The rows that only pad the vocabulary are at its end, and are excluded from the product.
     first = group.rank() * weight.shape[0]
     size = max(0, min(weight.shape[0], vocab_size - first))
     vocabulary = _Vocabulary(first, size, temperature, chunk_tokens, group, frozenset(extras))
