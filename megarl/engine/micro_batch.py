@@ -1,11 +1,11 @@
 """Micro-batches: rows of a batch as one packed sequence without padding, or padded on the right.
 
-Either way a sequence starts at its first real token. Packed rows of one prompt may share its tokens: they
-stand there once, as a sequence that the responses continue, each a sequence of its own (shared_prompts.py).
-Ranks that share rows have some tokens of each sequence (context.py), and score those response tokens whose
-predictors these are. The logits that predict response token j of a row with p prompt tokens stand at position
-p + j - 1; values are read there too, V(s_t) being the value before token t is written. Of packed rows these
-tokens alone go on behind the attention of a dense model's last layer, where nobody reads the others any more.
+Either way, a sequence starts at its first real token. Packed rows with the same prompt may share its tokens:
+they occur once, as a sequence that the responses continue, each as a sequence of its own (shared_prompts.py).
+With context parallelism, ranks have some tokens of each sequence (context.py), and score the response tokens
+whose predictors they have. The logits that predict response token j of a row with p prompt tokens are at
+position p + j - 1. Values are read at the same position, since V(s_t) is the value before token t is written.
+In packed rows, only these tokens continue after the attention of a dense model's last layer.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ _NOT_FOR_THE_LOSS = ("prompts", "responses", ROUTED_EXPERTS)
 
 
 class MicroBatchRoutes:
-    """The experts of a rank's tokens in one micro-batch, in the order in which its routers see them, by layer
-    among those with experts: (T, K), on the device.
+    """The routes of a rank's tokens in one micro-batch, (T, K) on the device, by layer number.
 
-    given: the experts to take, for the tokens of `is_given` (T,); without them a router chooses. chosen: what
-    it chose, where that is kept.
+    Layers are numbered among those with experts. Tokens are in the order in which the routers see them.
+
+    Attributes:
+        given: The experts to use for the tokens of `is_given` (T,). Without them, routers select experts.
+        is_given: (T,) bool, the tokens with a given route.
+        chosen: What the routers selected, if it is kept.
     """
 
     def __init__(self, given: Mapping[int, Tensor] | None, is_given: Tensor | None) -> None:
@@ -52,16 +55,27 @@ class MicroBatchRoutes:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Model inputs for b rows, and where their response tokens are.
+    """Model inputs for b rows, and the indices of their response tokens.
 
-    tokens, positions: (1, T) packed or (b, S') padded. counts: of the same shape, how often a token counts in
-    what routers of experts
-    count: once for each row that it is of and of which the loss reads a token, and not where it pads;
-    num_counted: their sum.
-    predictors: (N,) places in the model's flattened (sequence-major) output that predict the N response
-    tokens; targets: (N,) those tokens; scored: (N,) their numbers among the M response tokens of all rows,
-    one row behind the other. Where ranks share the rows these are the rank's own tokens, and N may be 0;
-    `cells` (M,), the places of all response tokens in a flattened (b, R), and `rows` are whole.
+    With context parallelism, `predictors`, `targets` and `scored` cover the rank's own tokens, and N may be
+    0; `cells` and `rows` are complete.
+
+    Attributes:
+        tokens: (1, T) packed or (b, S') padded, int64.
+        positions: Positions for the rotary embedding, shaped like `tokens`.
+        packed: The sequences of packed rows.
+        counts: How often each token counts in router statistics, shaped like `tokens`: once for each row that
+            contains it and has a token that the loss reads; 0 for padding.
+        num_counted: The sum of `counts`.
+        places: The positions of packed tokens.
+        predictors: (N,) indices into the model's flattened (sequence-major) output that predict the N
+            response tokens.
+        targets: (N,) the ids of those tokens.
+        scored: (N,) their indices among the M response tokens of all rows, concatenated row by row.
+        cells: (M,) indices of all response tokens in a flattened (b, R) tensor.
+        rows: The columns of response tokens for the loss, (b, R), padded with 0.
+        shape: (b, R).
+        routes: The routes, if they are replayed.
     """
 
     tokens: Tensor
@@ -69,25 +83,27 @@ class MicroBatch:
     packed: PackedRows | None
     counts: Tensor
     num_counted: int
-    places: TokenPositions | None  # of packed rows
+    places: TokenPositions | None
     predictors: Tensor
     targets: Tensor
     scored: Tensor
     cells: Tensor
-    rows: Mapping[str, Tensor]  # the columns of response tokens, (b, R) padded with 0, for the loss
-    shape: tuple[int, int]  # b, R
-    routes: MicroBatchRoutes | None = None  # where they are replayed
+    rows: Mapping[str, Tensor]
+    shape: tuple[int, int]
+    routes: MicroBatchRoutes | None = None
 
     def of_all_tokens(self, values: Tensor) -> Tensor:
-        """Return (M,) of all response tokens, 0 where a token is another rank's, of values (N,) of this
-        rank's. Differentiable."""
-        # `scored` ascends, so that a rank that has all of them has them in order.
+        """Scatter values (N,) of this rank's response tokens into (M,) of all response tokens, 0 elsewhere.
+
+        Differentiable.
+        """
+        # `scored` is ascending, so a rank that has all tokens has them in order.
         if len(self.scored) == len(self.cells):
             return values
         return values.new_zeros(len(self.cells)).index_copy(0, self.scored, values)
 
     def padded(self, values: Tensor) -> Tensor:
-        """Return (b, R), 0 where there is no token, of values (M,) of all response tokens. Differentiable."""
+        """Scatter values (M,) of all response tokens into (b, R), 0 elsewhere. Differentiable."""
         return values.new_zeros(prod(self.shape)).index_copy(0, self.cells, values).view(self.shape)
 
 
@@ -102,19 +118,26 @@ def make_micro_batch(
     cut: SequenceSlice = UNCUT,
     place: ContextParallelRank = ALONE,
 ) -> MicroBatch:
-    """Cuts `rows` out of `batch`: `prompts`, `responses`, `response_mask`, and columns of the response tokens
-    for the loss, which gets them padded to the longest response of these rows.
+    """Create the model inputs for some rows of a batch.
 
-    `share_prompts`: of packed rows with the same prompt its tokens stand there once. `ends_with_predictors`:
-    of packed rows the model's last layer goes on with the tokens alone that predict one, and gives these.
-    `cut`: the number of this rank's tokens is made a multiple of its size by padding. `place`: of the rank
-    among those that share packed rows. Raises ValueError when a row has no prompt token, when a column does
-    not have a value for each response token, and when ranks are to share rows that are not packed.
+    Args:
+        batch: `prompts`, `responses`, `response_mask`, and columns of response tokens for the loss, which
+            receives them padded to the longest response of these rows.
+        rows: The row numbers.
+        packing: Whether the rows are packed.
+        share_prompts: Whether packed rows with the same prompt share its tokens.
+        ends_with_predictors: Whether the model's last layer keeps only the tokens of packed rows that predict
+            another.
+        device: The device.
+        cut: This rank's slice of the sequence. The number of tokens is padded to a multiple of its size.
+        place: This rank among those that share packed rows.
+
+    Raises:
+        ValueError: A row has no prompt token, a column does not have one value per response token, or ranks
+            are to share rows that are not packed.
     """
     if place.size > 1 and not packing:
-        raise ValueError(
-            f"context_parallel_size {place.size} cuts rows that are packed: use engine.packing=true"
-        )
+        raise ValueError(f"context_parallel_size {place.size} splits packed rows: use engine.packing=true")
 
     columns = {key: column.select(torch.as_tensor(rows)) for key, column in batch.items()}
     _check_rows(columns, rows)
@@ -128,16 +151,17 @@ def make_micro_batch(
     positions = to_device(inputs.positions, device)
     predictors = inputs.predictors
 
-    # The rotary embedding would count from 0 in every sequence, which is wrong where rows are shared or cut.
+    # By default, the rotary embedding counts from 0 in every sequence, which is wrong for shared or split
+    # rows.
     if inputs.packed is not None and inputs.packed.needs_positions:
         set_positions(inputs.packed.cu_seqlens_q, positions[0])
 
-    # From here on predictors count among the tokens that the last layer keeps.
+    # From here on, predictors are counted among the tokens that the last layer keeps.
     if inputs.packed is not None and ends_with_predictors:
         chosen, predictors = logit_positions(predictors, inputs.tokens.numel(), cut)
         inputs.packed.predicting = to_device(chosen, device)
 
-    # Places of the response tokens among each other, and in tensors that are padded for the loss.
+    # Indices of the response tokens among each other, and in tensors that are padded for the loss.
     num_rows, response_length = responses.shape
     cells = real.response_row * response_length + real.response_offset
     targets = responses.flat()[inputs.scored].long()
@@ -163,7 +187,7 @@ def make_micro_batch(
 
 
 def _check_rows(columns: Mapping[str, RaggedTensor], rows: Sequence[int]) -> None:
-    """rows: the numbers of these rows in the batch, for the errors."""
+    """Check the rows. `rows` are their numbers in the batch, for error messages."""
     if empty := (columns["prompts"].lengths == 0).nonzero().flatten().tolist():
         raise ValueError(
             f"row {rows[empty[0]]} of the batch has no prompt; a prompt needs at least one token"

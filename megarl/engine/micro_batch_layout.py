@@ -1,4 +1,4 @@
-"""Lays out the rows of a micro-batch as model inputs: packed without padding, or padded on the right."""
+"""Arrange the rows of a micro-batch as model inputs: packed without padding, or padded on the right."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ from megarl.engine.packed_rows import PackedRows
 
 
 class TokenPositions(NamedTuple):
-    """Of a rank's packed tokens, on the host. sources: (T,) their places among the tokens of the rows, one
-    row's behind the other's, and the place behind these of what pads. lengths: (b,) tokens of each row.
-    origins: (N,) for each of the rows' tokens the one that stands for it: of a prompt that rows share that of
-    the first row, else itself."""
+    """The positions of a rank's packed tokens, on the host.
+
+    Attributes:
+        sources: (T,) the index of each token in the concatenated rows. Padding has the index after the last
+            token.
+        lengths: (b,) the number of tokens of each row.
+        origins: (N,) the representative of each token of the rows: for a shared prompt the token of the first
+            row, otherwise the token itself.
+    """
 
     sources: Tensor
     lengths: Tensor
@@ -34,9 +39,15 @@ def _aligned(length: int, multiple: int) -> int:
 
 
 class _Layout(NamedTuple):
-    """Where b rows stand in a packed sequence. sources: the places of its tokens among those of the rows one
-    after the other, and the place behind these of what pads; prompts, responses: (b,) where each row's
-    prompt, which may be another row's too, and its response begin. lengths, prompt_of: see PackedRows."""
+    """Where b rows lie in a packed sequence.
+
+    Attributes:
+        sources: The index of each token in the concatenated rows. Padding has the index after the last token.
+        prompts: (b,) where the prompt of each row begins. Rows may share one.
+        responses: (b,) where the response of each row begins.
+        lengths: See PackedRows.
+        prompt_of: See PackedRows.
+    """
 
     sources: Tensor
     prompts: Tensor
@@ -48,16 +59,21 @@ class _Layout(NamedTuple):
 def _lay_out(
     prompts: Sequence[int], responses: Sequence[int], first_with_prompt: Sequence[int], num_ranks: int
 ) -> _Layout:
-    """Each row is a sequence; of rows that have one prompt it is the first, and their responses follow.
-    Arguments: (b,) each, lengths of prompts and responses, and for each row the first row with its prompt;
-    and how many ranks share the rows."""
+    """Lay out rows as sequences. A shared prompt is a sequence, followed by the responses of its rows.
+
+    Args:
+        prompts: (b,) lengths of the prompts.
+        responses: (b,) lengths of the responses.
+        first_with_prompt: (b,) for each row, the first row with its prompt.
+        num_ranks: The number of ranks that share the rows.
+    """
     starts = [0, *accumulate(map(add, prompts, responses))]
 
-    # The rows that have the same prompt, by the first of them.
+    # The rows with equal prompts, by the first of them.
     members: dict[int, list[int]] = {}
     for row, first in enumerate(first_with_prompt):
         members.setdefault(first, []).append(row)
-    spans: list[tuple[int, int]] = []  # of sources, one for each sequence
+    spans: list[tuple[int, int]] = []  # the range of sources of each sequence
     prompt_of: list[int | None] = []
     prompt_places = [0] * len(prompts)
     response_places = [0] * len(prompts)
@@ -66,13 +82,13 @@ def _lay_out(
     def put(begin: int, end: int, continues: int | None) -> None:
         nonlocal place
 
-        # A response may be empty, but a packed batch holds no empty sequence.
+        # A response may be empty, but a packed batch must not contain an empty sequence.
         if end > begin:
             spans.append((begin, end))
             prompt_of.append(continues)
             place += padded_length(end - begin, num_ranks)
 
-    # A shared prompt is a sequence of its own, directly followed by the responses to it.
+    # A shared prompt is a separate sequence, directly followed by the responses to it.
     for first, rows in members.items():
         shares = len(rows) > 1
         prompt_place = place
@@ -84,7 +100,7 @@ def _lay_out(
             if shares:
                 put(starts[row] + prompts[row], starts[row + 1], number)
 
-    # Each sequence is padded by itself, with the place behind all real tokens.
+    # Each sequence is padded separately, with the index after all real tokens.
     lengths = [end - begin for begin, end in spans]
     padding = [padded_length(length, num_ranks) - length for length in lengths]
     sources = torch.cat(
@@ -98,10 +114,18 @@ def _lay_out(
 
 
 class ConcatenatedRows(NamedTuple):
-    """b rows without padding, one after the other. prompts, responses: (b,) tokens of each. ids: (T,).
-    row_of, offset: (T,) of each token its row and its place in that. counts: (T,) 1 in rows of which the loss
-    reads a token, else 0. response_row, response_offset: (N,) of each response token its row and its place in
-    the response."""
+    """b rows without padding, concatenated.
+
+    Attributes:
+        prompts: (b,) the number of prompt tokens of each row.
+        responses: (b,) the number of response tokens of each row.
+        ids: (T,) token ids.
+        row_of: (T,) the row of each token.
+        offset: (T,) the position of each token in its row.
+        counts: (T,) 1 in rows with a token that the loss reads, else 0.
+        response_row: (N,) the row of each response token.
+        response_offset: (N,) the position of each response token in its response.
+    """
 
     prompts: Tensor
     responses: Tensor
@@ -114,7 +138,7 @@ class ConcatenatedRows(NamedTuple):
 
     @classmethod
     def of(cls, prompts: Tensor, responses: Tensor, ids: Tensor, is_read: Tensor) -> ConcatenatedRows:
-        """is_read: (b,) whether the loss reads a token of the row."""
+        """Concatenate rows. `is_read` (b,) is whether the loss reads a token of the row."""
         rows = torch.arange(len(prompts))
         lengths = prompts + responses
         row_of = torch.repeat_interleave(rows, lengths)
@@ -128,11 +152,11 @@ class ConcatenatedRows(NamedTuple):
 
     @property
     def predictors(self) -> Tensor:
-        """(N,) of each response token the place in its row of what predicts it."""
+        """(N,) the position in its row of the token that predicts each response token."""
         return self.prompts[self.response_row] + self.response_offset - 1
 
     def origins(self, firsts: Sequence[int]) -> Tensor:
-        """See TokenPositions. firsts: of each row the first one with its prompt."""
+        """Return `TokenPositions.origins`, given the first row with the prompt of each row."""
         lengths = self.prompts + self.responses
         starts = (lengths.cumsum(0) - lengths)[torch.tensor(firsts)]
         return torch.where(
@@ -143,8 +167,12 @@ class ConcatenatedRows(NamedTuple):
 
 
 class ModelInputs(NamedTuple):
-    """As in MicroBatch, on the host but for `packed`. predictors: (N,) places among all tokens. scored: (N,)
-    which of the rows' response tokens these are of."""
+    """The inputs of a MicroBatch on the host, except for `packed`.
+
+    Attributes:
+        predictors: (N,) indices among all tokens.
+        scored: (N,) the indices of the predicted tokens among the rows' response tokens.
+    """
 
     tokens: Tensor
     positions: Tensor
@@ -156,8 +184,7 @@ class ModelInputs(NamedTuple):
 
 
 class SequenceSlice(NamedTuple):
-    """Over how many ranks sequence parallelism cuts the tokens of a micro-batch, and which of them this
-    is."""
+    """The number of ranks that sequence parallelism splits a micro-batch over, and this rank among them."""
 
     size: int
     rank: int
@@ -167,10 +194,19 @@ UNCUT = SequenceSlice(1, 0)
 
 
 def logit_positions(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> tuple[Tensor, Tensor]:
-    """predictors: (N,) places among T tokens. Returns (K,) the places of those tokens, each once, in this
-    rank's part of the T, and (N,) the places of `predictors` among what all ranks have chosen, one rank's
-    behind the other's. Ranks choose equally many, at least one, for which the first token of a part stands
-    in."""
+    """Choose the tokens that the last layer keeps.
+
+    Ranks keep equally many tokens, at least one; the first token of a part is used as padding.
+
+    Args:
+        predictors: (N,) indices among T tokens.
+        num_tokens: T.
+        cut: This rank's slice of the tokens.
+
+    Returns:
+        The distinct predictors in this rank's part, (K,) indices in that part; and the index of each
+        predictor among the kept tokens of all ranks in rank order, (N,).
+    """
     size = num_tokens // cut.size
 
     # Rows that share a prompt also share the predictor of their first response token.
@@ -178,7 +214,7 @@ def logit_positions(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> 
     part = chosen // size
     counts = part.bincount(minlength=cut.size)
 
-    # The ranks' outputs are gathered, for which all parts must have the same length.
+    # The ranks' outputs are gathered, which requires that all parts have the same length.
     most = max(1, int(counts.max()))
     among = torch.arange(len(chosen)) + (torch.arange(cut.size) * most - (counts.cumsum(0) - counts))[part]
     own = chosen[part == cut.rank] - cut.rank * size
@@ -193,7 +229,7 @@ def packed_inputs(
     place: ContextParallelRank,
     device: torch.device,
 ) -> ModelInputs:
-    # For each row the first one with the same prompt; without sharing each row is its own.
+    # For each row the first row with the same prompt; without sharing, the row itself.
     firsts: Sequence[int] = range(len(rows.prompts))
     if share_prompts:
         of_rows = zip(
@@ -204,14 +240,14 @@ def packed_inputs(
     layout = _lay_out(rows.prompts.tolist(), rows.responses.tolist(), firsts, place.size)
     num_tokens = len(layout.sources)
 
-    # Every rank's part is a multiple of the cut, and what pads the whole is one more sequence, of which all
-    # have their chunks.
+    # Every rank's part is padded to a multiple of the slice size. The padding is one more sequence, of which
+    # all ranks have chunks.
     padding = (
         _aligned(num_tokens, cut.size if place.size == 1 else place.size * lcm(2, cut.size)) - num_tokens
     )
     last = [padding] if padding else []
 
-    # Places in the packed sequence, of the predictors inside responses and of all tokens of the rows.
+    # Positions in the packed sequence of the predictors inside responses, and of all tokens of the rows.
     in_response = layout.responses[rows.response_row] + rows.response_offset - 1
     prompts = rows.prompts[rows.row_of]
     places = rows.offset + torch.where(
@@ -221,21 +257,21 @@ def packed_inputs(
     own = own_tokens(packed.lengths, place)
     sources = F.pad(layout.sources, (0, padding), value=len(rows.ids))[own]
 
-    # From places in the whole batch to those among this rank's tokens; -1 for the tokens of other ranks.
+    # Map positions in the whole batch to indices of this rank's tokens; -1 for tokens of other ranks.
     here = torch.full((num_tokens + padding,), -1)
     here[own] = torch.arange(len(own))
 
-    # A prompt token that rows share counts once for each of them.
+    # A prompt token shared by several rows counts once for each of them.
     counts = torch.zeros(num_tokens + padding, dtype=torch.long).index_add_(0, places, rows.counts)
 
-    # The first token of a response is predicted by the prompt's last one, which may stand elsewhere.
+    # The first token of a response is predicted by the last prompt token, which may be elsewhere.
     predictors = here[
         torch.where(
             rows.response_offset == 0, layout.prompts[rows.response_row] + rows.predictors, in_response
         )
     ]
 
-    # This rank scores the tokens whose predictors it holds.
+    # This rank scores the tokens whose predictors it has.
     scored = (predictors >= 0).nonzero()[:, 0]
 
     return ModelInputs(
@@ -253,7 +289,7 @@ def padded_inputs(rows: ConcatenatedRows, cut: SequenceSlice) -> ModelInputs:
     num_rows = len(rows.prompts)
     longest = _aligned(int((rows.prompts + rows.responses).max()), cut.size)
 
-    # Zeros pad on the right, where the causal mask keeps them from the real tokens.
+    # Zeros pad on the right, where the causal mask hides them from the real tokens.
     tokens = torch.zeros(num_rows, longest, dtype=torch.long)
     tokens[rows.row_of, rows.offset] = rows.ids
     counts = torch.zeros_like(tokens)

@@ -74,7 +74,7 @@ def transformer_config(
         sequence_parallel=parallel.sequence_parallel,
         context_parallel_size=parallel.context_parallel_size,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # also for dense models: variable_seq_lengths refuses the default
+        moe_token_dispatcher_type="alltoall",  # for dense models too: required by variable_seq_lengths
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
         pipeline_dtype=dtype,

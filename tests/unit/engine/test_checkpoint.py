@@ -344,9 +344,9 @@ def test_a_checkpoint_of_something_else(rank_pool: RankPool, folders: dict[str, 
     ]
     actor = tmp_path / "actor"
     assert lines == [
-        f"{actor}: decoder.layers.self_attention.linear_proj.weight has shape (4, 64, 64); this model's has "
+        f"{actor}: decoder.layers.self_attention.linear_proj.weight has shape (4, 64, 64), but this model needs "
         f"(4, 64, 128)",
-        f"{actor}: output_layer.weight has shape (256, 64); this model's has (1, 64)",
+        f"{actor}: output_layer.weight has shape (256, 64), but this model needs (1, 64)",
         f"{actor}: embedding.word_embeddings.weight is torch.float32; this run has torch.bfloat16: set "
         f"model.dtype",
     ]

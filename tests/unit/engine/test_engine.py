@@ -282,7 +282,7 @@ def test_virtual_stages_want_a_multiple_of_the_stages(rank_pool: RankPool, folde
 
 def test_a_layout_of_another_size_than_the_world(rank_pool: RankPool) -> None:
     with pytest.raises(
-        AssertionError, match="needs 4 ranks, the process group has 2: tensor x context x pipeline x data"
+        AssertionError, match="needs 4 ranks, but the process group has 2: tensor x context x pipeline x data"
     ):
         rank_pool.run(start, world_size=2, parallel=LAYOUTS["TP2xPP2"])
 

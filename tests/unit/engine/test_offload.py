@@ -276,11 +276,11 @@ def use_what_is_away(folder: str) -> list[str]:
 
 def test_what_is_away_is_never_used(rank_pool: RankPool, folders: dict[str, str]) -> None:
     assert rank_pool.run(use_what_is_away, world_size=1, folder=folders["qwen2"])[0] == [
-        "the engine cannot score: parameters offloaded; restore what was moved away first",
-        "the engine cannot give its parameters: parameters offloaded; restore what was moved away first",
-        "the engine cannot give its gradients: gradients offloaded; restore what was moved away first",
-        "the engine cannot train: gradients offloaded; restore what was moved away first",
-        "the engine cannot step: optimizer offloaded; restore what was moved away first",
+        "the engine cannot score: parameters offloaded; restore the offloaded state first",
+        "the engine cannot give its parameters: parameters offloaded; restore the offloaded state first",
+        "the engine cannot give its gradients: gradients offloaded; restore the offloaded state first",
+        "the engine cannot train: gradients offloaded; restore the offloaded state first",
+        "the engine cannot step: optimizer offloaded; restore the offloaded state first",
         "a step needs the gradients of a forward_backward after the last offload",
     ]
 
@@ -319,5 +319,5 @@ def test_a_full_disk_is_an_error_that_leaves_the_model_whole(
     rank_pool: RankPool, folders: dict[str, str]
 ) -> None:
     message, same = rank_pool.run(fill_the_disk, world_size=1, folder=folders["qwen2"])[0]
-    assert "too large; set TMPDIR to a folder with room" in message
+    assert "too large; set TMPDIR to a folder with free space" in message
     assert same

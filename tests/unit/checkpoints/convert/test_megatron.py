@@ -87,7 +87,7 @@ def test_megatron_loads_it_strictly_and_computes_what_hugging_face_does_after_th
     for rank in ranks:
         assert rank.wrong == []
         assert all(max_difference(rank.outputs[key], value) <= 1e-5 for key, value in expected.items())
-        assert "holds a model without the state of its training, which cannot be resumed" in rank.refusal
+        assert "contains a model without its training state, so it cannot be resumed" in rank.refusal
 
 
 def model_part(index: TorchDistIndex) -> dict[str, torch.Tensor]:
