@@ -184,7 +184,7 @@ def test_in_another_layout_the_next_steps_agree(
         )
         (said,) = rank_pool.run(refused_load, world_size=1, settings=other, folder=tmp_path / "source")
         assert said.endswith(
-            f"it {'was frozen there' if experts.freeze_router else 'is frozen here'} (experts.freeze_router)"
+            f"it {'was frozen in that run' if experts.freeze_router else 'is frozen in this run'} (experts.freeze_router)"
         )
 
 
@@ -347,7 +347,7 @@ def test_a_checkpoint_of_something_else(rank_pool: RankPool, folders: dict[str, 
         f"{actor}: decoder.layers.self_attention.linear_proj.weight has shape (4, 64, 64), but this model needs "
         f"(4, 64, 128)",
         f"{actor}: output_layer.weight has shape (256, 64), but this model needs (1, 64)",
-        f"{actor}: embedding.word_embeddings.weight is torch.float32; this run has torch.bfloat16: set "
+        f"{actor}: embedding.word_embeddings.weight is torch.float32, but this run uses torch.bfloat16: set "
         f"model.dtype",
     ]
 

@@ -145,7 +145,7 @@ def test_ranks_that_share_rows_and_a_prompt(rank_pool: RankPool) -> None:
 
 def test_ranks_cannot_share_rows_that_are_not_packed(rank_pool: RankPool) -> None:
     with pytest.raises(
-        AssertionError, match="context_parallel_size 2 cuts rows that are packed: use engine.packing=true"
+        AssertionError, match="context_parallel_size 2 splits packed rows: use engine.packing=true"
     ):
         made(rank_pool, rows=[0, 1], packing=False, place=(2, 0))
 
