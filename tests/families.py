@@ -1,6 +1,7 @@
-"""The registered model families as the tests see them: tiny models made from each family's example.
+"""Tiny models of the registered families, made from each family's example.
 
-Tests that hold for every family take their cases from here, so that a family is tested by being registered.
+Tests that hold for every family take their cases from here, so that registering a family is enough to test
+it.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from megarl.models.families import FAMILIES
 
 
 def example_fields(model_type: str, **changes: Any) -> dict[str, Any]:
-    """Return the fields of a family's example with changes. A change of a field that the example lacks is
-    left out."""
+    """Return the fields of a family's example with changes, ignoring fields that the example lacks."""
     example = FAMILIES[model_type].example()
     return example | {name: value for name, value in changes.items() if name in example}
 
 
 def example_config(model_type: str, **changes: Any) -> PretrainedConfig:
-    """Return the configuration that transformers makes of `example_fields`."""
+    """Return the configuration that transformers creates from `example_fields`."""
     return AutoConfig.for_model(**example_fields(model_type, **changes))
 
 
