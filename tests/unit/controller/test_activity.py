@@ -1,4 +1,4 @@
-"""What a process says about itself while it works and while it hangs."""
+"""What a process reports about itself while it works and while it hangs."""
 
 import threading
 
@@ -58,7 +58,7 @@ def test_spans_hold_the_call_and_its_phases() -> None:
 def test_a_worker_outside_a_group_is_rank_zero_of_one() -> None:
     worker = Worker()
     assert (worker.rank, worker.world_size, worker.local_rank, worker.role) == (0, 1, 0, "worker")
-    # each a replica of its own
+    # each is a replica
     assert worker.mesh(2) == (MeshCoordinate(0, 0, 0, 0), MeshCoordinate(1, 0, 0, 0))
     with worker.phase("anything"):
         pass

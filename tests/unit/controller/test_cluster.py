@@ -36,7 +36,7 @@ def test_it_runs_once_and_listens_to_this_machine_only(ray_cluster: None) -> Non
 
 
 def test_who_has_no_key_is_refused(ray_cluster: None) -> None:
-    """Also on one machine, where its other users reach loopback."""
+    """Applies on a single machine too, where other users can reach loopback."""
     address = ray.get_runtime_context().gcs_address
     program = (
         f"from ray._raylet import GcsClient; "
@@ -83,7 +83,7 @@ def test_an_address_that_cannot_work_is_refused_at_once(
     address: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megarl.controller.cluster.ray.is_initialized", lambda: False)
-    with socket.socket() as unused:  # bound and not listening: nobody answers there
+    with socket.socket() as unused:  # bound but not listening, so nothing answers
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setenv("RAY_ADDRESS", address.format(free=unused.getsockname()[1]))
         with pytest.raises(ValueError, match=message):
@@ -92,7 +92,7 @@ def test_an_address_that_cannot_work_is_refused_at_once(
 
 def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.controller.cluster.ray.is_initialized", lambda: False)
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a port that no one is given
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a port that is never assigned
     with pytest.raises(ValueError, match="or unset RAY_ADDRESS") as caught:
         start_ray(num_cpus=1)
     check_documented("ray-does-not-answer", f"megarl train: {caught.value}")
@@ -107,7 +107,7 @@ def test_local_is_a_ray_of_its_own(value: str | None, monkeypatch: pytest.Monkey
 
 
 def test_a_run_with_local_has_the_processors_it_asks_for(forked_processes: None) -> None:
-    """Ray by itself gives such a cluster as many as the machine has."""
+    """By default, Ray would give such a cluster as many CPUs as the machine has."""
     program = (
         "import ray; from megarl.controller.cluster import *; start_ray(num_cpus=37); "
         "print(ray.cluster_resources()['CPU']); shutdown()"

@@ -1,4 +1,4 @@
-"""verl's names for worker groups, on real Ray: each does what megarl's own call does."""
+"""verl's names for worker groups on real Ray: each does what megarl's own call does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray's daemons of one node: a slow start, the object store, and why a node did not come up."""
+"""Ray's daemons on one node: slow starts, the object store, and startup failures."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from megarl.controller.daemons import (
 )
 from tests.command import ROOT
 
-# Python runs this file first, in every process that has its folder on the path: Ray's agents wait until they
-# may start.
+# Python runs this file first in every process with its folder on the path: Ray's agents wait until they may
+# start.
 SLOW_AGENTS = """
 import os, sys, time
 is_agent = any(name in " ".join(sys.orig_argv) for name in ("dashboard/agent.py", "runtime_env/agent/main.py"))
@@ -36,7 +36,7 @@ while is_agent and not os.path.exists(os.environ["MAY_START"]):
 
 @pytest.fixture
 def slow_agents(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of processes in which no agent of Ray's starts before the test has ended."""
+    """Return an environment in which none of Ray's agents starts before the test has ended."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS)
     may_start = tmp_path / "may_start"
     yield {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "MAY_START": str(may_start)}
@@ -44,7 +44,7 @@ def slow_agents(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def test_a_node_comes_up_though_its_agents_do_not(slow_agents: dict[str, str]) -> None:
-    """Ray by itself ends the node after 15 s."""
+    """By default, Ray ends such a node after 15 s."""
     slow_agents.pop("RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES", None)
     command = [sys.executable, "-m", "megarl.launch.ray_node", "--address", "127.0.0.1", "--num-cpus", "1"]
 

@@ -1,4 +1,4 @@
-"""Dispatch plans and collection, without Ray: who gets which rows, whose result counts."""
+"""Dispatch plans and collection without Ray: who gets which rows, and whose result counts."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def plan(
 
 
 def received(call: CallPlan) -> list[Arguments]:
-    """What each called rank's method gets."""
+    """Return what the method of each called rank receives."""
     return [call.parts[part] for part in call.route.parts]
 
 

@@ -1,4 +1,4 @@
-"""The environment of a run's processes: the user's before megarl's, each where it belongs, and documented."""
+"""The environment of a run's processes: the user's values come before megarl's, and all are documented."""
 
 import re
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_an_interface_is_the_one_with_the_address() -> None:
                 assert entry.address in [
                     other.address for other in psutil.net_if_addrs()[interface_of(entry.address)]
                 ], name
-    assert interface_of("192.0.2.1") is None  # of the range for examples: nobody's
+    assert interface_of("192.0.2.1") is None  # reserved for documentation
 
 
 def test_an_unknown_interface_is_left_to_the_libraries() -> None:

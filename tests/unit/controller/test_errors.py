@@ -1,4 +1,4 @@
-"""Which failure of several is shown as the cause."""
+"""Which of several failures is reported as the cause."""
 
 import pytest
 

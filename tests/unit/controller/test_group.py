@@ -1,5 +1,6 @@
 """Worker groups on real Ray: every dispatch mode, fused roles, futures between groups. The mesh is dp=2,
-tp=2."""
+tp=2.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ def group(ray_cluster: None) -> Iterator[RayWorkerGroup]:
 
 @pytest.fixture(scope="module")
 def fused(ray_cluster: None) -> Iterator[dict]:
-    """Two roles in each of two processes, on a pool of their own; every rank is a replica."""
+    """Two roles in each of two processes, on a separate pool. Every rank is a replica."""
     pool = RayResourcePool([2], use_gpu=False, name="judge")
     roles = {
         "critic": RayClassWithInitArgs(EchoWorker, label="c"),
@@ -62,7 +63,7 @@ def test_the_environment_is_there_before_torch_and_the_constructor(group: RayWor
         (1, "1", "hello", "tp2")
     }
 
-    # what the user has set is obeyed: here the tests, for the driver
+    # User settings are respected. Here the tests set them for the driver.
     assert {one["threads_now"] for one in about} == {1}
     assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in about}) == 1
     assert len({one["pid"] for one in about}) == 4
@@ -70,7 +71,7 @@ def test_the_environment_is_there_before_torch_and_the_constructor(group: RayWor
 
 
 def test_workers_have_the_priority_of_the_driver(group: RayWorkerGroup) -> None:
-    """Ray's default of 15 more leaves them a thirtieth of a core that any other process keeps busy."""
+    """With Ray's default niceness of 15, workers get a thirtieth of a core that another process keeps busy."""
     assert {psutil.Process(about["pid"]).nice() for about in group.call(EchoWorker.about)} == {
         psutil.Process().nice()
     }
@@ -79,7 +80,7 @@ def test_workers_have_the_priority_of_the_driver(group: RayWorkerGroup) -> None:
 def test_processes_that_compute_side_by_side_share_the_cores(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the method, for each role that is in the process."""
+    """The shares depend on the method, for each role in the process."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     pool = RayResourcePool([1], use_gpu=False, name="cores")
     roles = {role: RayClassWithInitArgs(EchoWorker) for role in ("actor", "reference")}
@@ -179,7 +180,7 @@ def test_gather_waits_for_groups_together_and_spans_tell_when(
     ]
     assert len(spans) == 2 * 6
 
-    # both groups were at it at the same time
+    # Both groups were running at the same time.
     assert max(span.start_s for span in spans) < min(span.end_s for span in spans)
     assert group.drain_spans() == fused["reward"].drain_spans() == []
     naps = [each.call(EchoWorker.sleep, 0) for each in (group, fused["critic"])]
@@ -242,8 +243,8 @@ def test_classes_that_cannot_work_are_refused(ray_cluster: None) -> None:
 
 
 def test_waiting_for_whichever_ends_first(group: RayWorkerGroup, fused: dict) -> None:
-    """Well or not; `get` tells which. Nothing that ended is an answer too, after the timeout."""
-    group.call(EchoWorker.about)  # both are up
+    """Futures may end successfully or not; `get` shows which. After the timeout, the result may be empty."""
+    group.call(EchoWorker.about)  # both are running
     slow = fused["critic"].call_rank(0, EchoWorker.sleep, 5.0)
     failed = group.call_rank(0, EchoWorker.fail_on, 0)
     assert wait_for_any([slow, failed], timeout=60) == [failed]

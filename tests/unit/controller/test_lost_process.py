@@ -1,4 +1,4 @@
-"""What is said of a process that is gone, by the words that Ray and the kernel use."""
+"""The explanation for a lost process, from messages of Ray and the kernel."""
 
 from __future__ import annotations
 
@@ -111,8 +111,10 @@ def test_each_cause_has_its_hint(error: RayError, log: str, oom_kills: int, hint
 
 
 class UnreachableSet(ActorSet):
-    """A group of one process whose connection is broken. `answers`: what Ray gives for the first call and for
-    each question after it."""
+    """A group of one process with a broken connection.
+
+    `answers` are Ray's answers to the first call and to each later query.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: list[Any]) -> None:
         self.locations = {}
@@ -162,7 +164,7 @@ class UnreachableSet(ActorSet):
 def test_an_unreachable_process_is_asked_until_its_fate_is_known(
     monkeypatch: pytest.MonkeyPatch, answers: list[Any], expected: str
 ) -> None:
-    """Connections to a node that is lost break long before Ray's health checks find it gone."""
+    """Connections to a lost node break long before Ray's health checks detect the loss."""
     unreachable = UnreachableSet(monkeypatch, [ActorUnavailableError("rpc error", None), *answers])
     assert unreachable.summary() == expected
     assert unreachable.answers == []

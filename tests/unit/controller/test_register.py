@@ -1,5 +1,4 @@
-"""What `@register` makes of a method: an ordinary one of the worker, and a call that a type checker follows
-from the driver."""
+"""The effect of `@register`: an ordinary method on the worker, and a typed call from the driver."""
 
 from __future__ import annotations
 
@@ -83,7 +82,7 @@ def wrong(group: RoleGroup, worker: ActorWorker, part: DataProto) -> None:
 
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
-    """Messages by line, of one run of mypy. The libraries are left out, which saves half a minute."""
+    """Return the messages of one mypy run by line. Libraries are skipped, which saves half a minute."""
     folder = tmp_path_factory.mktemp("typed_calls")
     (folder / "snippet.py").write_text(CALLS)
     libraries = "torch.*,numpy.*,ray.*,omegaconf.*"

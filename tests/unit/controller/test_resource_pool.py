@@ -1,4 +1,4 @@
-"""Pools: what fits where, and the errors when it does not."""
+"""Pools: what fits where, and the errors if it does not."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def node(cpus: float, gpus: float = 0) -> NodeResources:
         ([(2, 2), (6, 6), (8, 8)], [(8, 8), (8, 8)], True),  # needs the large ones first
         ([(5, 5), (5, 5)], [(8, 8)], False),
         ([(4, 0)], [(8, 0)], True),
-        ([(4, 4)], [(2, 8)], False),  # devices enough, CPUs not
+        ([(4, 4)], [(2, 8)], False),  # enough devices, but not enough CPUs
     ],
 )
 def test_fitting_pools_on_nodes(demands: list, nodes: list, expected: bool) -> None:
@@ -129,7 +129,7 @@ def test_pools_that_name_a_node_of_the_plan_are_on_one_node_together() -> None:
     demands = node_demands(pools)
     assert demands == [{"CPU": 4, "GPU": 2}, {"CPU": 2 + 1 + 1, "GPU": 2}, {"CPU": 3, "GPU": 3}]
 
-    # The largest first, where it leaves least: 3 of 3, then 2 of 2, then 2 of 4.
+    # The largest first, on the node where it leaves least: 3 of 3, then 2 of 2, then 2 of 4.
     assert match(demands, [node(8, 4), node(8, 2), node(8, 3)]) == [1, 0, 2]
     assert match(demands, [node(8, 3), node(8, 3)]) is None
     small = [{"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}]

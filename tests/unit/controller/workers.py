@@ -1,4 +1,4 @@
-"""Small workers for the controller's tests; imported by the Ray processes too."""
+"""Small workers for the controller's tests, imported by the Ray processes too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP
 
 
 class EchoWorker(Worker):
-    """Ranks lie as Megatron lays them out: tp fastest, then dp (4 ranks: dp=2, tp=2)."""
+    """Ranks are arranged as in Megatron: tp fastest, then dp (4 ranks: dp=2, tp=2)."""
 
     def __init__(self, tensor_parallel_size: int = 1, *, label: str = "echo") -> None:
         self.seen_at_construction = {name: os.environ.get(name) for name in LAUNCH} | {
@@ -88,12 +88,13 @@ class EchoWorker(Worker):
 
     def unregistered(self) -> None: ...
 
-    # ---- ways to fail
+    # ---- failures
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def fail_on(self, rank: int, after_s: float = 0.0) -> int:
-        """The rank named raises; the others complain about it, sooner than it does when `after_s` is
-        positive."""
+        """Raise on the given rank. The others complain about it, earlier than it does if `after_s` is
+        positive.
+        """
         if self.rank == rank:
             time.sleep(after_s)
             raise KeyError(f"no such layer on rank {rank}")
@@ -112,7 +113,7 @@ class EchoWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def meet(self, folder: str, number: int) -> int:
-        """Returns when `number` processes are in it at the same time."""
+        """Return when `number` processes run this method at the same time."""
         with self.phase("waiting"):
             Path(folder, f"{self.role}-{self.rank}").touch()
             while len(os.listdir(folder)) < number:
@@ -129,7 +130,7 @@ class EchoWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def start_children(self) -> list[int]:
-        """A child, and a grandchild in a session of its own whose parent has ended."""
+        """Start a child, and a grandchild in a separate session whose parent has ended."""
         child = subprocess.Popen(["sleep", "600"])
         script = (
             "import subprocess; quiet = subprocess.DEVNULL;"
@@ -154,7 +155,7 @@ class BrokenWorker(Worker):
 
 
 class SlowToStart(Worker):
-    """Rank 1 takes minutes."""
+    """A worker whose rank 1 takes minutes to start."""
 
     def __init__(self) -> None:
         if self.rank == 1:
@@ -175,7 +176,7 @@ class LayoutOfThree(Worker):
 class ClashingWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def shutdown(self) -> None:
-        """The group has a method of this name."""
+        """A method with the name of a group method."""
 
 
 class CollectiveWorker(Worker):

@@ -1,5 +1,6 @@
-"""What runs inside the ranks of the checkpoint's tests: training, a save into a whole role folder, a load,
-the next steps."""
+"""The rank side of the checkpoint tests: training, a save into a complete role folder, a load, the next
+steps.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ OPTIM = OptimConfig(lr=1e-2, warmup_steps=2, decay=Decay.cosine, min_lr=1e-3)
 
 
 class Settings(NamedTuple):
-    """Of an engine."""
+    """The parameters of an engine."""
 
     parallel: ParallelConfig
     folder: str
@@ -35,8 +36,12 @@ class Settings(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """losses: of the whole batch. state: what a checkpoint keeps, this rank's part of it (weights, masters,
-    moments, RNG draws)."""
+    """The result of training steps.
+
+    Attributes:
+        losses: The losses of the whole batch.
+        state: This rank's part of what a checkpoint stores (weights, masters, moments, random numbers).
+    """
 
     losses: list[float]
     statistics: list[tuple[float, float]]
@@ -54,7 +59,7 @@ def _loss(outputs: Any, rows: Any) -> Any:
 
 
 def train(engine: MegatronEngine, num_steps: int, first: int = 0) -> Steps:
-    """Each step has a batch of its own, the same for every layout."""
+    """Train with a different batch in each step, the same for every layout."""
     groups = engine.groups
     losses = []
     statistics = []
@@ -88,7 +93,7 @@ def kept_state(engine: MegatronEngine) -> Tensors:
 
 
 def draws() -> Tensors:
-    """The next numbers of every generator; of Megatron's, their states."""
+    """Return the next numbers of every generator; for Megatron's, their states."""
     import random
 
     import numpy as np
@@ -126,8 +131,9 @@ def describe(settings: Settings) -> Description:
 def save_whole(
     engine: MegatronEngine, settings: Settings, folder: Path, meanwhile: Callable[[], Any] = lambda: None
 ) -> Any:
-    """A save with its manifest, as the driver makes it. Returns what `meanwhile` gave, which ran while the
-    save was on its way."""
+    """Save with a manifest, as the driver does. Returns the result of `meanwhile`, which runs during the
+    save.
+    """
     from megarl.engine.checkpoint import begin_save
 
     pending = begin_save(engine, folder)
@@ -146,7 +152,13 @@ def save_whole(
 
 
 class Saved(NamedTuple):
-    """at_save: the state when the save began. draws: random numbers after it. after: the next steps."""
+    """A save and the next steps.
+
+    Attributes:
+        at_save: The state when the save began.
+        draws: Random numbers drawn afterwards.
+        after: The next steps.
+    """
 
     at_save: Tensors
     draws: Tensors
@@ -154,7 +166,7 @@ class Saved(NamedTuple):
 
 
 def train_and_save(settings: Settings, folder: Path, num_steps: int, num_after: int) -> Saved:
-    """In a rank: steps, and a save that is finished when the next steps have run."""
+    """In a rank: train, and finish a save after the next steps have run."""
     engine = open_engine(settings)
     if num_steps:
         train(engine, num_steps)
@@ -171,8 +183,7 @@ def train_and_save(settings: Settings, folder: Path, num_steps: int, num_after: 
 def load_and_train(
     settings: Settings, folder: Path, num_steps: int, num_after: int, again: Path | None = None
 ) -> Saved:
-    """In a rank: an engine that has trained on something else, the load (and a save into `again`), the next
-    steps."""
+    """In a rank: train an engine on other data, load (and save to `again`), and train further."""
     engine = open_engine(settings)
     train(engine, 1, first=90)
     from megarl.engine.checkpoint import load
@@ -185,8 +196,10 @@ def load_and_train(
 
 
 def save_what_is_offloaded(settings: Settings, plain: Path, moved: Path) -> list[str]:
-    """In a rank: a save of all that is in memory, and one of all that is not; the parts that are away after a
-    load."""
+    """In a rank: save with everything in memory and with everything offloaded.
+
+    Returns the parts that are offloaded after a load.
+    """
     engine = open_engine(settings)
     train(engine, 2)
     from megarl.engine.checkpoint import load
@@ -206,8 +219,9 @@ def save_what_is_offloaded(settings: Settings, plain: Path, moved: Path) -> list
 
 
 def load_by_megatron(settings: Settings, folder: Path) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
-    """In a rank: what Megatron reads into state dicts that it made, as (key, place, tensor), without those of
-    padding."""
+    """In a rank: return what Megatron reads into its own state dicts as (key, place, tensor), without
+    padding.
+    """
     engine = open_engine(settings)
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -236,7 +250,7 @@ def load_by_megatron(settings: Settings, folder: Path) -> list[tuple[str, tuple[
 
 
 def draws_around_a_load(settings: Settings, folder: Path) -> bool:
-    """In a rank: whether the generators go on as if nothing had been loaded."""
+    """In a rank: return whether the generators continue as if nothing had been loaded."""
     import random
 
     import numpy as np
@@ -256,8 +270,9 @@ def draws_around_a_load(settings: Settings, folder: Path) -> bool:
 
 
 def load_damaged(settings: Settings, folders: Sequence[Path], good: Path) -> list[tuple[str, bool]]:
-    """In a rank: of each folder, what is said, and whether the engine is as before; then the good one is
-    loaded."""
+    """In a rank: return the error for each folder, and whether the engine is unchanged; then load the intact
+    one.
+    """
     engine = open_engine(settings)
     train(engine, 1, first=50)
     from megarl.engine.checkpoint import load
@@ -274,7 +289,7 @@ def load_damaged(settings: Settings, folders: Sequence[Path], good: Path) -> lis
 
 
 def refused_load(settings: Settings, folder: Path) -> str:
-    """In a rank: what is said of a checkpoint of another model."""
+    """In a rank: return the error for a checkpoint of another model."""
     engine = open_engine(settings)
     from megarl.engine.checkpoint import load
 
@@ -282,8 +297,11 @@ def refused_load(settings: Settings, folder: Path) -> str:
 
 
 def failing_saves(settings: Settings, folder: Path) -> list[str]:
-    """In a rank: what is said of saves into folders with a full disk in the place of one file, into none, and
-    into one in a folder that is gone; then one that is good."""
+    """In a rank: return the errors of saves with a full disk for one file, for none, and into a missing
+    folder.
+
+    The last save succeeds.
+    """
     engine = open_engine(settings)
     train(engine, 1)
     full = {"items": "__1_0.distcp", "index": "..metadata.partial"}
@@ -307,7 +325,7 @@ def failing_saves(settings: Settings, folder: Path) -> list[str]:
 
 
 def failure_of(call: Callable[[], Any]) -> str:
-    """The one line of the CheckpointError that `call` raises."""
+    """Return the message of the CheckpointError that `call` raises."""
     from megarl.machine.errors import CheckpointError
 
     try:
@@ -319,7 +337,7 @@ def failure_of(call: Callable[[], Any]) -> str:
 
 
 def stored_tensors(folder: Path) -> Tensors:
-    """Every tensor of a folder, whole; NaN where nothing is stored."""
+    """Return every complete tensor of a folder, with NaN where nothing is stored."""
     index = read_index(folder)
     tensors = {}
 
@@ -332,7 +350,7 @@ def stored_tensors(folder: Path) -> Tensors:
 
 
 def same(left: Sequence[Tensors], right: Sequence[Tensors]) -> bool:
-    """Of all ranks, to the bit."""
+    """Return whether all ranks are bitwise identical."""
     return all(
         one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
         for one, other in zip(left, right, strict=True)

@@ -1,4 +1,4 @@
-"""How two sets of named tensors differ."""
+"""The differences between two sets of named tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 def relative_differences(
     got: Mapping[str, Tensor], want: Mapping[str, Tensor], floor: float = 0.0
 ) -> dict[str, float]:
-    """Name -> |got - want| / max(|want|, floor), in Euclidean norms taken in float64; the names must be the
-    same."""
+    """Return |got - want| / max(|want|, floor) by name, as Euclidean norms in float64. The names must match."""
     assert got.keys() == want.keys(), (
         f"missing {sorted(want.keys() - got.keys())}, extra {sorted(got.keys() - want.keys())}"
     )
@@ -30,10 +29,10 @@ def relative_differences(
 def assert_same(
     got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float, floor: float = 0.0
 ) -> None:
-    """Every tensor within `tolerance`, as `relative_differences` measures it."""
+    """Check every tensor against `tolerance`, measured by `relative_differences`."""
     differences = relative_differences(got, want, floor)
 
-    # `not <=`, so that NaN is a difference
+    # `not <=`, so that NaN counts as a difference.
     wrong = {name: difference for name, difference in differences.items() if not difference <= tolerance}
     worst = sorted(wrong, key=lambda name: -wrong[name])[:5]
     assert not wrong, f"{len(wrong)} of {len(differences)} tensors differ: " + ", ".join(
@@ -42,6 +41,6 @@ def assert_same(
 
 
 def max_difference(got: Tensor, want: Tensor) -> float:
-    """The largest absolute difference of any element, infinite where one is not a number."""
+    """Return the largest absolute difference of any element, infinite for NaN."""
     difference = (got.double() - want.double()).abs().max()
     return float(difference) if torch.isfinite(difference) else float("inf")

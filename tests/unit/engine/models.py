@@ -15,10 +15,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES, example_config
 from tests.unit.weights.models import as_stored
 
-VOCAB_SIZE = 199  # of every example; odd, so that every tensor-parallel size pads it
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}  # no layout cuts them over more than two ranks
-# Each dense family with a tied embedding, and what that leaves out: an output layer of its own, frequencies
-# that are not scaled.
+VOCAB_SIZE = 199  # for every example; odd, so that every tensor-parallel size pads it
+_HEADS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # no layout shards them over more than two ranks
+# Each dense family with a tied embedding, and what that omits: a separate output layer, and unscaled
+# frequencies.
 FAMILIES: dict[str, PretrainedConfig] = {
     **{
         f"{family}-tied": example_config(family, **_HEADS, tie_word_embeddings=True)
@@ -27,7 +30,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen2": example_config("qwen2", **_HEADS),
     "llama2": example_config("llama", **_HEADS, rope_scaling=None, rope_theta=1e4),
 }
-# Each family with experts, where it can be with a dense layer between sparse ones.
+# Each MoE family, if possible with a dense layer between sparse ones.
 EXPERT_FAMILIES: dict[str, PretrainedConfig] = {
     family: example_config(family, **_HEADS, mlp_only_layers=[1]) for family in SPARSE_FAMILIES
 }
@@ -35,8 +38,10 @@ IDLE_EXPERT = 3
 
 
 def save_model(family: str, folder: Path, seed: int = 0) -> None:
-    """Norms and biases are far from one and zero, and weights large enough for log-probs to differ by several
-    nats. One expert's row of each router is the mean of the others, which is hardly ever among the largest.
+    """Write a model whose norms and biases are far from one and zero.
+
+    Weights are large enough for log-probs to differ by several nats. One expert's router row is the mean of
+    the others, so that it is rarely selected.
     """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config({**FAMILIES, **EXPERT_FAMILIES}[family], dtype=torch.float32)
@@ -59,8 +64,10 @@ def save_model(family: str, folder: Path, seed: int = 0) -> None:
 
 
 def save_large_model(folder: Path) -> PreTrainedModel:
-    """55 million parameters (220 MB), many of them in tensors that are smaller than what glibc maps by
-    themselves."""
+    """Write a model with 55 million parameters (220 MB).
+
+    Many are in tensors smaller than what glibc maps separately.
+    """
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=512,
@@ -78,8 +85,7 @@ def save_large_model(folder: Path) -> PreTrainedModel:
 
 
 class Critic(torch.nn.Module):
-    """A Hugging Face trunk with a linear head; its parameters have the names that a critic's folder
-    stores."""
+    """A Hugging Face trunk with a linear head. Its parameters have the names in a critic's folder."""
 
     def __init__(self, trunk: PreTrainedModel, head: Tensor) -> None:
         super().__init__()
@@ -89,7 +95,7 @@ class Critic(torch.nn.Module):
 
 
 def save_critic(lm_folder: Path, folder: Path, seed: int = 0) -> None:
-    """The language model's trunk with a random `score.weight` in place of its head."""
+    """Write the language model's trunk with a random `score.weight` instead of its head."""
     folder.mkdir(exist_ok=True)
     tensors = {
         name: value
@@ -107,14 +113,14 @@ def load_lm(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel
 
 
 def load_critic(folder: Path) -> Critic:
-    """A folder without `score.weight` gives a head of zeros."""
+    """Load a critic. A folder without `score.weight` gives a head of zeros."""
     trunk = AutoModel.from_pretrained(folder, dtype=torch.float32)
     head = load_file(folder / "model.safetensors").get("score.weight")
     return Critic(trunk, torch.zeros(1, trunk.config.hidden_size) if head is None else head)
 
 
 def record_routers(model: torch.nn.Module) -> dict[str, list[Tensor]]:
-    """By router the logits (T, E) of every forward pass that is to come."""
+    """Record, per router, the logits (T, E) of every following forward pass."""
     recorded: dict[str, list[Tensor]] = {}
 
     def record(name: str, router: torch.nn.Module, hidden: Tensor) -> None:
@@ -131,7 +137,7 @@ def record_routers(model: torch.nn.Module) -> dict[str, list[Tensor]]:
 
 
 class RouterLosses(NamedTuple):
-    """As means over the layers, and the largest share of a layer's tokens that went to one expert."""
+    """Means over the layers, and the largest fraction of a layer's tokens that went to one expert."""
 
     aux_loss: Tensor
     z_loss: Tensor
@@ -139,8 +145,11 @@ class RouterLosses(NamedTuple):
 
 
 def router_losses(recorded: dict[str, list[Tensor]], num_experts_per_tok: int) -> RouterLosses:
-    """Of all that was recorded, layer by layer: Hugging Face's load-balancing loss, which counts a token once
-    for each of its experts; z loss as in Zoph et al. 2022, equation 5."""
+    """Return the losses of everything that was recorded, layer by layer.
+
+    They are Hugging Face's load-balancing loss, which counts a token once for each of its experts, and the z
+    loss of Zoph et al. 2022, equation 5.
+    """
     layers = [torch.cat(parts) for parts in recorded.values()]
     chosen = [
         layer.topk(num_experts_per_tok).indices.flatten().bincount(minlength=layer.shape[1])
@@ -159,7 +168,7 @@ def router_losses(recorded: dict[str, list[Tensor]], num_experts_per_tok: int) -
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """By the names in a folder."""
+    """Return gradients by the names in a folder."""
     trunk = model if isinstance(model, PreTrainedModel) else model.model
     return as_stored({key: parameter.grad for key, parameter in model.named_parameters()}, trunk)  # type: ignore[union-attr]
 
@@ -167,8 +176,10 @@ def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
 def make_batch(
     num_rows: int = 7, prompt_length: int = 6, response_length: int = 9, seed: int = 1
 ) -> dict[str, Tensor]:
-    """Rows of different lengths: left-padded prompts, right-padded responses, one full row, one response of
-    one token."""
+    """Return rows of different lengths: left-padded prompts and right-padded responses.
+
+    One row is full, and one response has one token.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, shape: tuple[int, ...]) -> Tensor:
@@ -190,7 +201,7 @@ def make_batch(
 
 
 def with_one_prompt(batch: dict[str, Tensor], *groups: Sequence[int]) -> dict[str, Tensor]:
-    """The rows of a group have the prompt of its first row."""
+    """Give the rows of a group the prompt of its first row."""
     made = {key: value.clone() for key, value in batch.items()}
     prompt_length = made["input_ids"].shape[1] - made["response_mask"].shape[1]
 
@@ -202,8 +213,10 @@ def with_one_prompt(batch: dict[str, Tensor], *groups: Sequence[int]) -> dict[st
 
 
 def _at_predictors(batch: dict[str, Tensor], of_row: Callable[[Tensor], Tensor]) -> Tensor:
-    """(B, R, ...): `of_row` maps token ids (1, L) to (L, ...); its output one before each response token, 0
-    where there is none."""
+    """Return (B, R, ...): the output of `of_row` before each response token, 0 elsewhere.
+
+    `of_row` maps token ids (1, L) to (L, ...).
+    """
     response_length = batch["response_mask"].shape[1]
     prompt_length = batch["input_ids"].shape[1] - response_length
     rows = []
@@ -218,20 +231,21 @@ def _at_predictors(batch: dict[str, Tensor], of_row: Callable[[Tensor], Tensor])
 
 
 def reference_logits(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """(B, R, V) logits that predict each response token, row by row through Hugging Face; zero where there is
-    no token."""
+    """Return the logits (B, R, V) that predict each response token, row by row with Hugging Face; 0
+    elsewhere.
+    """
     return _at_predictors(batch, lambda ids: model(ids, use_cache=False).logits[0])
 
 
 def reference_values(critic: Critic, batch: dict[str, Tensor]) -> Tensor:
-    """(B, R): the value before each response token is written; 0 where there is none."""
+    """Return the value (B, R) before each response token is generated; 0 elsewhere."""
     return _at_predictors(
         batch, lambda ids: critic.score(critic.model(ids, use_cache=False).last_hidden_state[0])[:, 0]
     )
 
 
 def scores_of(logits: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`log_probs` and `entropy` (B, R) of the response tokens under softmax(logits), 0 elsewhere."""
+    """Return `log_probs` and `entropy` (B, R) of the response tokens under softmax(logits), 0 elsewhere."""
     response_length = batch["response_mask"].shape[1]
     log_softmax = logits.log_softmax(-1)
     targets = batch["input_ids"][:, -response_length:]

@@ -1,7 +1,7 @@
-"""One PPO step in plain PyTorch and Hugging Face, token by token in Python: what the engine's step must
-reproduce.
+"""One PPO step in plain PyTorch and Hugging Face, token by token in Python, as the reference of the engine's
+step.
 
-It shares nothing with `megarl.algorithms`, nor with torch's optimizers.
+It shares no code with `megarl.algorithms` or torch's optimizers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Adam's epsilon is not tiny: its first steps are lr * sign(g) nearly, and where g is rounding noise so
-    is its sign. With epsilon far above that noise the update is a smooth function of the gradient, and can be
-    compared."""
+    """Hyperparameters with a large epsilon for Adam.
+
+    Adam's first steps are nearly lr * sign(g), and where g is rounding noise, so is its sign. With an epsilon
+    far above that noise, the update is a smooth function of the gradient and can be compared.
+    """
 
     temperature: float = 0.9
     beta: float = 0.05
@@ -53,7 +55,7 @@ class Update(NamedTuple):
 
     loss: float
     grad_norm: float
-    clipped: float  # share of tokens whose loss is the clipped term
+    clipped: float  # fraction of tokens whose loss is the clipped term
 
 
 class Outcome(NamedTuple):
@@ -61,12 +63,12 @@ class Outcome(NamedTuple):
     critic: Tensors
     actor_updates: list[Update]
     critic_updates: list[Update]
-    log_probs: Tensor  # (B, R), of the new actor
-    values: Tensor  # (B, R), of the new critic
+    log_probs: Tensor  # (B, R), from the new actor
+    values: Tensor  # (B, R), from the new critic
 
 
 class _AdamW:
-    """Decoupled decay (Loshchilov & Hutter 2019) of matrices only, after clipping by the global norm."""
+    """AdamW: decoupled decay (Loshchilov & Hutter 2019) of matrices only, after global-norm clipping."""
 
     def __init__(self, model: torch.nn.Module, settings: Settings) -> None:
         self._parameters = list(model.parameters())
@@ -77,7 +79,7 @@ class _AdamW:
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> float:
-        """Steps down the gradient of `loss` and returns the norm it had before clipping."""
+        """Step down the gradient of `loss` and return its norm before clipping."""
         settings = self._settings
         gradients = torch.autograd.grad(loss, self._parameters)
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
@@ -108,7 +110,7 @@ def _valid(mask: Tensor, row: int) -> list[int]:
 def _returns_and_advantages(
     scores: Sequence[float], old: Tensor, ref: Tensor, values: Tensor, mask: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """KL-penalised rewards, GAE over the tokens the model wrote, advantages whitened over the batch."""
+    """Return KL-penalized rewards, GAE over the generated tokens, and advantages whitened over the batch."""
     returns = torch.zeros_like(values)
     advantages = torch.zeros_like(values)
     found = []
@@ -135,14 +137,14 @@ def _returns_and_advantages(
 
 
 def _nearest_in(value: Tensor, low: float, high: float) -> float | None:
-    """The end of the interval that `value` is cut to, None where it lies inside."""
+    """Return the end of the interval that `value` is clipped to, None if it lies inside."""
     return low if value < low else high if value > high else None
 
 
 def _actor_loss(
     new: Tensors, old: Tensor, advantages: Tensor, mask: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor, float]:
-    """The clipped policy loss without and with the entropy bonus, and the share of clipped tokens."""
+    """Return the clipped policy loss without and with the entropy bonus, and the fraction of clipped tokens."""
     policy = torch.zeros(())
     entropy = torch.zeros(())
     clipped = 0
@@ -188,8 +190,9 @@ def _critic_loss(
 
 
 def run(folders: dict[str, str], batch: Tensors, scores: Sequence[float], settings: Settings) -> Outcome:
-    """The whole step; `folders` has `lm` (the actor), `reference` and `critic`; `scores` are the rows'
-    outcomes."""
+    """Run the whole step. `folders` has `lm` (the actor), `reference` and `critic`; `scores` are the outcomes
+    of rows.
+    """
     actor = load_lm(Path(folders["lm"]))
     frozen = load_lm(Path(folders["reference"]))
     critic = load_critic(Path(folders["critic"]))

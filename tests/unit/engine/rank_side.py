@@ -1,5 +1,4 @@
-"""What runs inside the ranks of the engine's tests: an engine in a layout, and its shards brought back as
-Hugging Face tensors.
+"""The rank side of the engine tests: an engine in a layout, and its shards merged into Hugging Face tensors.
 
 Megatron is imported inside functions, after the platform is active.
 """
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 _TP, _PP, _VPP, _DP, _CP, _EP, _ETP = (
     {f"{name}_parallel_size": 2}
     for name in ("tensor", "pipeline", "virtual_pipeline", "data", "context", "expert", "expert_tensor")
-)  # each is 1 (or None) where it is left out
+)  # each is 1 (or None) if omitted
 LAYOUTS: dict[str, ParallelConfig] = {
     "TP1": ParallelConfig(),
     "TP2": ParallelConfig(**_TP),
@@ -53,7 +52,7 @@ CONTEXT_LAYOUTS: dict[str, ParallelConfig] = {
     "CP2xPP2xVPP2": ParallelConfig(**_CP, **_PP, **_VPP),
 }
 ALL_LAYOUTS = {**LAYOUTS, **MIXED_LAYOUTS, **CONTEXT_LAYOUTS}
-# Of models with experts; those of the first two are of every family.
+# For MoE models; the first two are used with every family.
 EXPERT_LAYOUTS: dict[str, ParallelConfig] = {
     "DP2xEP2": ParallelConfig(**_DP, **_EP),
     "TP2+SPxEP2": ParallelConfig(**_TP, **_EP, sequence_parallel=True),
@@ -87,8 +86,9 @@ def build(
     routing_replay: RoutingReplay = RoutingReplay.off,
     **spec: Any,
 ) -> MegatronEngine:
-    """`spec`: other fields of ModelSpec. Chunks of 8 tokens, so that every micro-batch of more has
-    several."""
+    """Build an engine. `spec` contains other fields of ModelSpec. Chunks have 8 tokens, so that larger
+    micro-batches have several.
+    """
     from megarl.engine.engine import MegatronEngine
 
     made = ModelSpec(
@@ -110,18 +110,19 @@ def build(
 
 
 def replica_rows(groups: ParallelGroups, num_rows: int) -> list[int]:
-    """The rows of this data-parallel rank: dealt out in turn, so that replicas can have different numbers of
-    them."""
+    """Return the rows of this data-parallel rank, round-robin, so that replicas can have different numbers of
+    rows.
+    """
     return list(range(groups.data_rank, num_rows, groups.parallel.data_parallel_size))
 
 
 def deal(num_rows: int, num_micro_batches: int) -> list[list[int]]:
-    """Micro-batches whose rows are not in order and not the same in number."""
+    """Return micro-batches of unequal sizes whose rows are not in order."""
     return [list(range(first, num_rows, num_micro_batches))[::-1] for first in range(num_micro_batches)]
 
 
 def unpadded(batch: Mapping[str, Tensor]) -> Rows:
-    """A padded batch, whose other columns are (B, R), as the engine takes it."""
+    """Convert a padded batch, whose other columns are (B, R), to the engine's format."""
     made = DataProto.from_dict(batch)
     lengths = made.ragged["responses"].lengths
     others = {key: column for key, column in made.columns.items() if isinstance(column, Tensor)}
@@ -132,13 +133,16 @@ def unpadded(batch: Mapping[str, Tensor]) -> Rows:
 
 
 def take(batch: Mapping[str, Tensor], rows: Sequence[int]) -> Rows:
-    """Some rows of a padded batch, as the engine takes them."""
+    """Select rows of a padded batch in the engine's format."""
     return unpadded({key: value[list(rows)] for key, value in batch.items()})
 
 
 def join_rows(rows: Sequence[int], outputs: Mapping[str, RaggedTensor] | None, num_rows: int) -> Tensors:
-    """Outputs (rows of this replica, on the last stage) -> (B, R, ...) on every rank, as a driver would
-    collect them; 0 behind a row's tokens."""
+    """Return (B, R, ...) on every rank, as a driver would collect it, from the outputs of this replica's last
+    stage.
+
+    Positions after a row's tokens are 0.
+    """
     gathered: list[Any] = [None] * dist.get_world_size()
     values = {key: [row.clone() for row in column.each()] for key, column in (outputs or {}).items()}
     dist.all_gather_object(gathered, (list(rows), values))
@@ -159,8 +163,7 @@ def hf_weights(engine: MegatronEngine) -> Tensors:
 
 
 def hf_gradients(engine: MegatronEngine) -> Tensors:
-    """Each data-parallel rank holds its own slice of the reduced gradient: the slices are joined first. Of
-    frozen parameters: 0."""
+    """Merge the gradients. Each data-parallel rank has its own reduced slice. Frozen parameters have 0."""
     for chunk in engine.chunks:
         for buffers, group in (
             (chunk.buffers, engine.groups.data_context),
@@ -175,8 +178,10 @@ def hf_gradients(engine: MegatronEngine) -> Tensors:
 
 
 def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
-    """This stage's Hugging Face tensors on tensor-parallel rank 0, float32; all stages' experts on the first
-    rank of all; nothing elsewhere (all ranks must ask)."""
+    """Return this stage's Hugging Face tensors on tensor-parallel rank 0, float32, and nothing elsewhere.
+
+    Experts of all stages are on the very first rank. All ranks must call this function.
+    """
     from megarl.weights.manifest import manifest_of
     from megarl.weights.schedule import Part
     from megarl.weights.shards import Shards, held_slices
@@ -192,7 +197,7 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
         .float()
         .cpu()
         for name, slices in held_slices(spec.architecture, layout, spec.head).items()
-        if not (name == EMBEDDING_TENSOR and not layout.holds_embedding)  # the tied copy of another stage
+        if not (name == EMBEDDING_TENSOR and not layout.holds_embedding)  # the tied copy on another stage
         for tensor_slice in slices
     }
     experts = {place: own.pop(place) for place in list(own) if ".experts." in place[0]}
@@ -220,8 +225,7 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
 
 
 def _check_copies(engine: MegatronEngine, named: Tensors) -> None:
-    """What several ranks hold must be the same on all: replicated parameters of a stage, and the two ends of
-    tied weights."""
+    """Check that copies are equal: replicated parameters of a stage, and both ends of tied weights."""
     from megarl.models.mapping import Cut
     from megarl.models.tensor_table import OUTPUT_LAYER
     from megarl.weights.shard_layout import held_weights
@@ -251,7 +255,7 @@ def _check_copies(engine: MegatronEngine, named: Tensors) -> None:
 
 
 def merge(parts: Sequence[Mapping[str, Tensor]]) -> Tensors:
-    """The stages' tensors as one model; replicas of a stage must agree to the bit."""
+    """Merge the stages' tensors into one model. Replicas of a stage must be bitwise identical."""
     merged: Tensors = {}
     for part in parts:
         for name, value in part.items():
@@ -263,8 +267,10 @@ def merge(parts: Sequence[Mapping[str, Tensor]]) -> Tensors:
 
 
 def weighted_sum(keys: Sequence[str]) -> Callable[..., Any]:
-    """A loss of the engine: sum over outputs k of k * rows["weight/k"]. Linear, so that the reference is one
-    line."""
+    """Return a loss for the engine: the sum over outputs k of k * rows["weight/k"].
+
+    It is linear, so that the reference is a single line.
+    """
 
     def loss(outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Metric]]:
         value = sum((outputs[key] * rows[f"weight/{key}"]).sum() for key in keys)

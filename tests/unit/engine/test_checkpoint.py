@@ -1,5 +1,6 @@
-"""A checkpoint of an engine: what is loaded is what was there when the save began, in any layout, or an error
-that says what is wrong."""
+"""A checkpoint restores the state when the save began, in any layout, or raises an error that names the
+fault.
+"""
 
 from __future__ import annotations
 
@@ -96,8 +97,9 @@ def test_in_the_same_layout_it_goes_on_to_the_bit(
     folders: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """Also of a save before the first step, when Adam has no moments yet; and what was saved is the state of
-    before `after`."""
+    """Covers a save before the first step, when Adam has no moments yet. What is saved is the state before
+    `after`.
+    """
     settings = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[layout], folders[model], head, dtype)
     before = saved(rank_pool, settings, tmp_path / "actor", steps)
     after = loaded(rank_pool, settings, tmp_path / "actor", steps)
@@ -143,8 +145,11 @@ def test_in_another_layout_the_next_steps_agree(
     folders: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """From the first layout to each other. What is saved there again is the same to the bit, and so is what
-    goes on from that in the first. The routers of one model are frozen: they have no moments."""
+    """From the first layout to each other one. Saving there again is bitwise identical, and so is continuing
+    in the first.
+
+    The routers of one model are frozen: they have no moments.
+    """
     experts = ExpertsConfig(freeze_router=model == "qwen2_moe")
     source = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[first], folders[model], head, dtype, experts)
     want = saved(rank_pool, source, tmp_path / "source")
@@ -189,7 +194,7 @@ def test_in_another_layout_the_next_steps_agree(
 
 
 def test_a_vocabulary_that_is_padded_to_another_size(rank_pool: RankPool, tmp_path: Path) -> None:
-    """300 rows are 384 in TP1 and 512 in TP2."""
+    """300 rows are padded to 384 with TP1 and 512 with TP2."""
     torch.manual_seed(0)
     config = copy.deepcopy(FAMILIES["qwen2"])
     config.vocab_size = 300
@@ -212,7 +217,7 @@ def test_a_vocabulary_that_is_padded_to_another_size(rank_pool: RankPool, tmp_pa
 
 
 def test_everything_away(rank_pool: RankPool, folders: dict[str, str], tmp_path: Path) -> None:
-    """What is offloaded is saved as what is not, and stays where it is; a load leaves it away, too."""
+    """Offloaded state is saved like other state, and stays offloaded after a save and after a load."""
     for layout, dtype in (("DP2", torch.bfloat16), ("TP1", torch.float32)):
         settings = Settings(LAYOUTS[layout], folders["qwen2"], dtype=dtype)
         plain = tmp_path / f"{layout} plain"
@@ -229,7 +234,7 @@ def test_everything_away(rank_pool: RankPool, folders: dict[str, str], tmp_path:
 
 
 def test_megatron_loads_it_by_itself(rank_pool: RankPool, folders: dict[str, str], tmp_path: Path) -> None:
-    """With its own sharded state dicts, of the model and of its distributed optimizer, in another layout."""
+    """Uses Megatron's own sharded state dicts of the model and its distributed optimizer, in another layout."""
     saved(rank_pool, Settings(LAYOUTS["DP2"], folders["qwen2-tied"]), tmp_path / "actor")
     stored = stored_tensors(tmp_path / "actor")
     settings = Settings(LAYOUTS["PP2xVPP2"], folders["qwen2-tied"])
@@ -310,8 +315,9 @@ DAMAGE = {
 def test_damage_is_found_before_anything_is_loaded(
     rank_pool: RankPool, folders: dict[str, str], tmp_path: Path
 ) -> None:
-    """On every rank the same line, that names the file and, where it is one, the tensor; the engine stays as
-    it was."""
+    """Every rank has the same line, which names the file and, if there is one, the tensor. The engine is
+    unchanged.
+    """
     settings = Settings(LAYOUTS["TP2"], folders["qwen2"])
     saved(rank_pool, settings, tmp_path / "good")
 
@@ -353,7 +359,9 @@ def test_a_checkpoint_of_something_else(rank_pool: RankPool, folders: dict[str, 
 
 
 def test_a_save_that_fails(rank_pool: RankPool, folders: dict[str, str], tmp_path: Path) -> None:
-    """A full disk (/dev/full), on one rank of two or at the very end, and folders that cannot be made."""
+    """Covers a full disk (/dev/full) on one of two ranks or at the very end, and folders that cannot be
+    created.
+    """
     settings = Settings(LAYOUTS["DP2"], folders["qwen2"])
     ranks = rank_pool.run(failing_saves, world_size=2, settings=settings, folder=tmp_path)
     assert ranks[0] == ranks[1]

@@ -1,5 +1,4 @@
-"""Which tokens ranks have that share rows: every token once, all ranks as much work, and keys as causal
-attention wants them."""
+"""Context parallelism: each token is on one rank, all ranks have equal work, and keys match causal attention."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ SIZES = st.integers(2, 5)
 
 
 def test_by_hand() -> None:
-    """Two ranks: of four chunks the first has the outer two, the second the inner two."""
+    """With two ranks, the first has the outer two of four chunks, the second the inner two."""
     assert own_tokens([8, 4], ContextParallelRank(2, 0)).tolist() == [0, 1, 6, 7, 8, 11]
     assert own_tokens([8, 4], ContextParallelRank(2, 1)).tolist() == [2, 3, 4, 5, 9, 10]
     assert own_tokens([3, 2], ALONE).tolist() == [0, 1, 2, 3, 4]
@@ -31,13 +30,13 @@ def test_every_token_is_on_one_rank_and_all_have_the_same_work(lengths: list[int
     assert torch.cat(owned)[whole_order(lengths, size)].tolist() == list(range(sum(lengths)))
     assert len({len(own) for own in owned}) == 1
     offset = torch.cat([torch.arange(length) for length in lengths])
-    assert len({int((offset[own] + 1).sum()) for own in owned}) == 1  # pairs of a token and one that it sees
+    assert len({int((offset[own] + 1).sum()) for own in owned}) == 1  # pairs of a query and a key
 
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=LENGTHS, size=st.integers(1, 5), prompt=st.integers(0, 7))
 def test_pieces_see_what_stands_before_them(lengths: list[int], size: int, prompt: int) -> None:
-    """The first sequence is a prompt that the others continue, of which `prompt` tokens pad it at most."""
+    """The first sequence is a prompt that the others continue. At most `prompt` of its tokens are padding."""
     lengths = [padded_length(length, size) for length in lengths]
     real = range(max(1, lengths[0] - prompt))
     prompts = [range(0), *(real for _ in lengths[1:])]

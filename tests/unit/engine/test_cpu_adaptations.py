@@ -1,4 +1,4 @@
-"""Each adaptation of Megatron-Core is still needed, and does what the original does."""
+"""Each adaptation of Megatron-Core is still needed and behaves like the original."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from tests.ranks import RankPool
 
 
 def megatron_source(module: str, attribute: str) -> str:
-    """The source of `attribute` as Megatron ships it, read from its file: an installed adaptation does not
-    show."""
+    """Return the published source of `attribute`, read from its file, without installed adaptations."""
     spec = importlib.util.find_spec("megatron")
     assert spec is not None
     assert spec.submodule_search_locations
@@ -43,8 +42,7 @@ def test_megatron_still_does_what_is_adapted(evidence: MegatronEvidence) -> None
     )
 
 
-# Runs in an interpreter of its own, where nothing is adapted. Prints the name of each check that came out as
-# expected.
+# Runs in a separate interpreter without adaptations. Prints the name of each check that succeeds.
 UNADAPTED = """
 import os, tempfile, warnings
 warnings.simplefilter("ignore")
@@ -72,14 +70,14 @@ fails("current device", torch.cuda.current_device, AssertionError, RuntimeError)
 if jit.jit_fuser is torch.compile:
     print("compiler")
 
-# The packed rotary embedding that replaces Megatron's loop gives the same numbers.
+# The packed rotary embedding that replaces Megatron's loop returns the same numbers.
 boundaries = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
 heads, frequencies = torch.randn(12, 2, 8), torch.randn(7, 1, 1, 4).repeat(1, 1, 1, 2)
 want = rope_utils._apply_rotary_pos_emb_thd(heads, boundaries, frequencies, cp_group=dist.group.WORLD)
 if torch.allclose(rotary_packed(heads, boundaries, frequencies, cp_group=dist.group.WORLD), want, rtol=0, atol=1e-6):
     print("rotary")
 
-# The device of a context is honored by the adapted functions too, and so by models that are loaded with one.
+# The adapted functions also respect the device of a context, and so do models that are loaded in one.
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from megarl.engine import cpu_adaptations
 
@@ -127,8 +125,9 @@ LINEAR = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_froz
 
 
 def linear_parameters() -> dict[str, list[str]]:
-    """Names of the parameters that the adapted functions take, in order; each is also called with all of them
-    by position."""
+    """Return the parameters of the adapted functions, in order. Each is also called with all of them by
+    position.
+    """
     from megarl.config.schema import Device
     from megarl.engine import platform
 
@@ -171,7 +170,7 @@ def clip(max_norm: float, total_norm: float) -> list[float]:
 
 
 def test_clipping_does_the_originals_arithmetic(rank_pool: RankPool) -> None:
-    """Gradients times max_norm / (total_norm + 1e-6), where that is below one."""
+    """Gradients are multiplied by max_norm / (total_norm + 1e-6) if that is below one."""
     assert rank_pool.run(clip, world_size=1, max_norm=1.0, total_norm=5.0)[0] == pytest.approx(
         [0.6, 0.8], rel=1e-5
     )
@@ -189,6 +188,6 @@ def has_wandb() -> bool:
 
 
 def test_megatron_does_not_bring_wandb(rank_pool: RankPool) -> None:
-    """It makes folders in TMPDIR, which stay when a worker process is killed."""
+    """wandb creates folders in TMPDIR that remain when a worker process is killed."""
     assert importlib.util.find_spec("wandb") is not None
     assert rank_pool.run(has_wandb, world_size=1) == [False]

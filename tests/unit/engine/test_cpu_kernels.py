@@ -1,4 +1,4 @@
-"""The fast product against float64, below and above the size from which it takes another kernel."""
+"""The fast product against float64, below and above the size from which it uses another kernel."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_product(shape: tuple[int, int, int], transposed: bool, biased: bool):
 def test_product_over_rows(
     shape: tuple[int, int, int], wide: bool, by_onednn: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """With either matrix the wider one, and either library, whatever this processor's is."""
+    """Covers either matrix being wider, and either library, whatever this processor uses."""
     monkeypatch.setattr(cpu_kernels, "WEIGHT_GRADIENTS_BY_ONEDNN", by_onednn)
     rows, few, many = shape
     torch.manual_seed(0)
@@ -94,8 +94,7 @@ def test_gated_linear(shape: tuple[int, int, int], dtype: torch.dtype, tolerance
 def test_a_gradient_is_added_to_megatrons_buffer(
     gated: bool, embeds: bool, by_onednn: bool, of_half_precision: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """What is returned is no part of it: of an embedding's weight, whose own gradient Megatron adds to that,
-    it is zero."""
+    """The returned tensor is separate: for an embedding, to whose gradient Megatron adds it, it is zero."""
     monkeypatch.setattr(cpu_kernels, "WEIGHT_GRADIENTS_BY_ONEDNN", by_onednn)
     rows, inner, columns = LARGE
     torch.manual_seed(0)
@@ -141,8 +140,7 @@ def test_linear_has_the_gradients_of_torch(shape: tuple[int, int, int], dtype: t
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)])
 def test_no_rows_give_no_rows_and_gradients_of_zero(shape: tuple[int, ...]) -> None:
-    """An expert without a token, a micro-batch without a row: its ranks must not fail where the others wait
-    for them."""
+    """An expert without a token or a micro-batch without a row must not fail where other ranks wait for it."""
     hidden = torch.empty(shape, requires_grad=True)
     weight = torch.randn(5, 8, requires_grad=True)
     bias = torch.randn(5, requires_grad=True)

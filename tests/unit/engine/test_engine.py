@@ -1,5 +1,4 @@
-"""What the engine promises beside its numbers: bfloat16 with float32 masters, recomputation, and errors that
-say what to change."""
+"""The engine apart from parity: bfloat16 with float32 masters, recomputation, and errors with remedies."""
 
 from __future__ import annotations
 
@@ -79,8 +78,10 @@ def train(parallel: ParallelConfig, folder: str, dtype: torch.dtype, lr: float, 
 
 
 def test_updates_below_bfloat16_resolution_add_up(rank_pool: RankPool, folder: str) -> None:
-    """Each update is an eighth of the distance between neighbouring bfloat16 numbers in [0.5, 1), so that it
-    is lost when it is added to them; twenty-four are three such distances, and the float32 masters keep them.
+    """Each update is an eighth of the distance between neighboring bfloat16 numbers in [0.5, 1), and would be
+    lost there.
+
+    Twenty-four are three such distances, which the float32 masters keep.
     """
     lr = 2.0**-8 / 8
     num_steps = 24
@@ -99,7 +100,7 @@ def test_updates_below_bfloat16_resolution_add_up(rank_pool: RankPool, folder: s
     low = runs[torch.bfloat16]
     high = runs[torch.float32]
     assert low[0].dtypes == {torch.bfloat16}
-    name = "model.norm.weight"  # near 1, above which neighbours are twice as far apart
+    name = "model.norm.weight"  # near 1, above which neighbors are twice as far apart
     before, after_one, after_all = (
         merge([getattr(rank, key) for rank in low])[name] for key in ("before", "after_one", "after_all")
     )
@@ -122,7 +123,7 @@ class Recomputed(NamedTuple):
 
 
 def run_recompute(parallel: ParallelConfig, folder: str, recomputation: Recomputation) -> Recomputed:
-    """In a rank: the gradients, and how often its first layer and parts of that ran, per micro-batch."""
+    """In a rank: return the gradients, and how often the first layer and its parts ran per micro-batch."""
     engine = build(start(parallel), folder, recomputation=recomputation, optim=OptimConfig())
     layer = engine.models[0].decoder.layers[0]
     parts = {"layer": layer, "attention": layer.self_attention.core_attention, "mlp": layer.mlp}
@@ -148,7 +149,7 @@ def run_recompute(parallel: ParallelConfig, folder: str, recomputation: Recomput
 
 SELECTIVE = Recompute.selective
 FULL = Recompute.full
-RECOMPUTATIONS = [  # and which parts of the first layer, and whether the last, then run twice
+RECOMPUTATIONS = [  # and which parts of the first layer, and whether the last layer, run twice
     (Recomputation(SELECTIVE), {"attention"}),
     (Recomputation(SELECTIVE, (RecomputeModule.core_attn, RecomputeModule.mlp)), {"attention", "mlp"}),
     (Recomputation(FULL), {"layer", "attention", "mlp", "last layer"}),
@@ -175,7 +176,9 @@ def test_recomputation_changes_no_gradient(layout: str, rank_pool: RankPool, fol
 
     for recomputation, again in RECOMPUTATIONS:
         ranks = run(recomputation)
-        one_layer = parallel.virtual_pipeline_parallel_size is not None  # of a chunk: the first is the last
+        one_layer = (
+            parallel.virtual_pipeline_parallel_size is not None
+        )  # one layer per chunk: the first is the last
         twice = again | {"last layer"} if one_layer and "layer" in again else again
         assert {key for key, number in ranks[0].calls.items() if number == 2} == twice, recomputation
         gradients = merge([rank.gradients for rank in ranks])
@@ -183,12 +186,11 @@ def test_recomputation_changes_no_gradient(layout: str, rank_pool: RankPool, fol
             assert torch.equal(gradients[name], gradient), (recomputation, name)
 
 
-# ---- what the last layer leaves out
+# ---- tokens that the last layer omits
 
 
 def count_tokens(parallel: ParallelConfig, folder: str) -> dict[str, int]:
-    """In a rank: how many tokens the MLPs of its first and its last layer are given, and the norm behind the
-    last."""
+    """In a rank: return the number of tokens in the MLPs of the first and last layers, and in the final norm."""
     engine = build(start(parallel), folder, optim=OptimConfig())
     decoder = engine.models[0].decoder
     counted = {}
@@ -212,7 +214,7 @@ def count_tokens(parallel: ParallelConfig, folder: str) -> dict[str, int]:
 
 
 def test_the_last_layer_ends_with_tokens_that_predict_one(rank_pool: RankPool, folder: str) -> None:
-    """Of all rows in one micro-batch. That the numbers are the same is test_parity's."""
+    """All rows are in one micro-batch. test_parity checks that the numbers are the same."""
     mask = make_batch()["attention_mask"]
     responses = make_batch()["response_mask"]
     tokens = int(mask.sum())
@@ -231,12 +233,15 @@ def test_the_last_layer_ends_with_tokens_that_predict_one(rank_pool: RankPool, f
     assert predicting / 2 <= halves[0]["last"] == halves[0]["norm"] < halves[0]["first"]
 
 
-# ---- a frozen model, and gradients that do not pile up
+# ---- a frozen model, and gradients that do not accumulate
 
 
 def run_beside(folder: str) -> tuple[Tensors, Tensors, torch.Tensor, torch.Tensor]:
-    """In one rank: the gradients of a trained engine, twice, and the log-probs of it after its step and of a
-    frozen one that shares its groups."""
+    """In one rank: return the gradients of a trained engine, twice, its log-probs after a step, and those of
+    a frozen one.
+
+    The frozen engine shares its groups.
+    """
     groups = start(ParallelConfig())
     batch = unpadded(make_batch())
     cut = deal(7, 3)

@@ -1,4 +1,4 @@
-"""Each adaptation of Megatron-Core to devices that are not there is still needed."""
+"""Each adaptation of Megatron-Core to fake devices is still needed."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.unit.engine.rank_side import start
 
 
 def limits(parallel: ParallelConfig) -> list[timedelta]:
-    """In a rank: how long each group waits."""
+    """In a rank: return the time limit of each group."""
     start(parallel)
     from megarl.engine import groups
 
@@ -25,6 +25,6 @@ def limits(parallel: ParallelConfig) -> list[timedelta]:
 
 
 def test_a_collective_waits_as_long_as_it_is_told(rank_pool: RankPool) -> None:
-    """In whole minutes, as Megatron counts."""
+    """Megatron counts in whole minutes."""
     parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
     assert rank_pool.run(limits, world_size=4, parallel=parallel) == [[timedelta(minutes=2)] * 3] * 4

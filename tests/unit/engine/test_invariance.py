@@ -1,5 +1,7 @@
-"""The gradient of a mini-batch does not depend on how it is cut: micro-batches, token budgets, replicas,
-packing, padding, shared prompts."""
+"""The gradient of a mini-batch does not depend on how it is split.
+
+Covers micro-batches, token budgets, replicas, packing, padding and shared prompts.
+"""
 
 from __future__ import annotations
 
@@ -51,11 +53,11 @@ from tests.unit.engine.rank_side import (
 
 FAMILY = "qwen2-tied"
 NUM_ROWS = 9
-TOLERANCE = 1e-5  # of the tensor's norm
-FLOOR = 1e-4  # of the whole gradient's norm
-WAYS = ((True, False), (False, False), (True, True))  # packing, and shared prompts
-PROMPT_GROUPS = ((0, 5, 6, 3), (4, 2, 8))  # rows of one prompt
-# so that they make much of the routers' gradients
+TOLERANCE = 1e-5  # relative to the tensor's norm
+FLOOR = 1e-4  # relative to the whole gradient's norm
+WAYS = ((True, False), (False, False), (True, True))  # packing and shared prompts
+PROMPT_GROUPS = ((0, 5, 6, 3), (4, 2, 8))  # rows with one prompt
+# Large enough to dominate the routers' gradients.
 ROUTERS = ExpertsConfig(aux_loss_coefficient=10.0, z_loss_coefficient=1.0)
 RECOMPUTED = {
     "whole layers": Recomputation(Recompute.full),
@@ -71,7 +73,7 @@ class Split(NamedTuple):
     plan: MicroBatchPlan
     packing: bool = True
     share_prompts: bool = False
-    poisoned: bool = False  # NaN in every masked slot of the loss's inputs, random ids where there is padding
+    poisoned: bool = False  # NaN in every masked input of the loss, random ids as padding
     recomputation: Recomputation = Recomputation()
 
 
@@ -90,7 +92,7 @@ def by_hand(*micro_batches: tuple[int, ...]) -> MicroBatchPlan:
 
 
 def splits_of(parallel: ParallelConfig, lengths: list[int]) -> dict[str, Split]:
-    """Several per layout; the pipeline with virtual stages wants an even number of micro-batches."""
+    """Return several splits per layout. Pipelines with virtual stages need an even number of micro-batches."""
     dp = parallel.data_parallel_size
     multiple = 2 if parallel.virtual_pipeline_parallel_size else 1
 
@@ -114,7 +116,7 @@ def splits_of(parallel: ParallelConfig, lengths: list[int]) -> dict[str, Split]:
         splits["uneven"] = Split(by_hand((5,), (8, 0, 7, 3, 1, 6, 4, 2)))
         splits["uneven, padded"] = Split(splits["uneven"].plan, packing=False)
 
-    if parallel.context_parallel_size > 1:  # which cuts packed rows
+    if parallel.context_parallel_size > 1:  # splits packed rows
         return {name: split for name, split in splits.items() if split.packing}
     return splits
 
@@ -146,7 +148,7 @@ def run_splits(
     splits: dict[str, Split],
     experts: ExpertsConfig,
 ) -> dict[str, dict[str, Result]]:
-    """In a rank: head -> split -> the stage's gradients and the mini-batch's metrics."""
+    """In a rank: return, by head and split, the stage's gradients and the mini-batch's metrics."""
     groups = start(parallel)
     results: dict[str, dict[str, Result]] = {}
 
@@ -205,8 +207,8 @@ def with_experts(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) 
 
 def make_setting(rank_pool: RankPool, folders: dict[str, Path], experts: ExpertsConfig) -> Setting:
     batch = with_one_prompt(make_batch(num_rows=NUM_ROWS), *PROMPT_GROUPS)
-    batch["response_mask"][0, 2:4] = False  # what a tool wrote
-    batch["response_mask"][7] = False  # a row of which the loss reads nothing
+    batch["response_mask"][0, 2:4] = False  # tool output
+    batch["response_mask"][7] = False  # a row without a token for the loss
     with torch.no_grad():
         log_probs = scores_of(reference_logits(load_lm(folders["lm"]), batch), batch)["log_probs"]
     generator = torch.Generator().manual_seed(3)
@@ -227,7 +229,7 @@ def total_norm(gradients: Tensors) -> float:
 def run(
     rank_pool: RankPool, setting: Setting, parallel: ParallelConfig, splits: dict[str, Split]
 ) -> dict[tuple[str, str], Result]:
-    """(head, split) -> the whole model's gradients."""
+    """Return the whole model's gradients by (head, split)."""
     ranks = rank_pool.run(
         run_splits,
         world_size=parallel.world_size,
@@ -254,7 +256,7 @@ def test_gradient_and_metrics_do_not_depend_on_the_split(
     parallel = ALL_LAYOUTS[layout]
     splits = splits_of(parallel, lengths)
 
-    if parallel.data_parallel_size > 1:  # an odd number of rows, one each: a filler must not count
+    if parallel.data_parallel_size > 1:  # an odd number of rows, one each: a filler row must not count
         assert any(
             micro_batch.is_filler
             for rank in splits["one row each"].plan.ranks
@@ -273,8 +275,9 @@ def assert_all_alike(setting: Setting, results: dict[tuple[str, str], Result]) -
 
 @pytest.mark.parametrize("layout", ["DP2xEP2", "TP2+SPxEP2", "CP2xEP2", "PP2"])
 def test_losses_of_routers_do_not_either(with_experts: Setting, layout: str, rank_pool: RankPool) -> None:
-    """Nor on which activations are computed again: in a pipeline, a micro-batch's backward pass comes after
-    the next one's forward."""
+    """They do not depend on recomputation either. In a pipeline, backward of a micro-batch follows the next
+    forward.
+    """
     assert with_experts.whole["lm"].metrics["aux_loss"] > 1.1
     lengths = with_experts.batch["attention_mask"].sum(1).tolist()
     parallel = EXPERT_LAYOUTS[layout]

@@ -1,5 +1,7 @@
-"""Whatever the layers are: names, places, weights, gradients and checkpoints are the same, to the bit. With
-stubs of Transformer Engine's modules, which have its parameters where it has them."""
+"""Names, places, weights, gradients and checkpoints are bitwise identical for every kind of layer.
+
+Uses stubs of Transformer Engine's modules, with parameters in the same places.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def test_the_choice_of_layers(
 
 
 def ask_for(asked: Layers, on_cuda: bool) -> LayerChoice | str:
-    """In a rank, which has no Transformer Engine."""
+    """In a rank without Transformer Engine."""
     start(ParallelConfig())
     from megarl.engine.layer_specs import layers_for
 
@@ -80,7 +82,7 @@ def test_layers_that_cannot_be_had_are_refused(on_cuda: bool, says: str, rank_po
 
 
 def names_of_experts(names: list[str]) -> list[str]:
-    """In a rank, whose layers follow four others, and whose experts eight."""
+    """In a rank with four preceding layers and eight preceding experts."""
     start(ParallelConfig())
     from megarl.engine.layer_specs import canonical_name
 
@@ -88,7 +90,7 @@ def names_of_experts(names: list[str]) -> list[str]:
 
 
 def test_experts_have_one_name_grouped_or_not(rank_pool: RankPool) -> None:
-    """Transformer Engine's grouped product numbers its weights, Megatron's local experts are modules."""
+    """Transformer Engine's grouped product numbers its weights; Megatron's local experts are modules."""
     layer = "decoder.layers.1.mlp."
     names = [
         f"{layer}experts.linear_fc1.weight3",
@@ -110,14 +112,14 @@ class Trained(NamedTuple):
 
 
 def train_with(stubs: bool, settings: Settings) -> Trained:
-    """In a rank: what was loaded, and what two steps make of it."""
+    """In a rank: return what was loaded, and the result of two steps."""
     start(settings.parallel)
     from tests.unit.engine import transformer_engine_stubs
 
     transformer_engine_stubs.install(stubs)
 
-    # With data parallelism a rank's share of the gradients depends on the order of the parameters, and so do
-    # the norm's last bits.
+    # With data parallelism, a rank's slice of the gradients depends on the order of parameters, and so do the
+    # last bits of the norm.
     clip_grad = 0.0 if settings.parallel.data_parallel_size > 1 else 1.0
     optim = OptimConfig(lr=1e-2, clip_grad=clip_grad)
     engine = build(
@@ -165,7 +167,7 @@ def test_parameters_have_one_name_and_training_is_the_same(
         assert one.losses == other.losses
         if settings.parallel.data_parallel_size > 1:
             assert one.statistics == [pytest.approx(each, rel=1e-6) for each in other.statistics]
-        else:  # the norm is summed by name, whatever the order of the parameters
+        else:  # the norm is summed by name, independent of the order of parameters
             assert one.statistics == other.statistics
             assert any(norm > 1 for norm, _ in one.statistics), (
                 "nothing is clipped, so the norm has no effect"
@@ -178,7 +180,7 @@ def test_parameters_have_one_name_and_training_is_the_same(
 def with_layers(
     stubs: bool, run: Callable[..., Saved], settings: Settings, folder: Path, **options: Any
 ) -> Saved:
-    """In a rank: `run` on an engine of these layers."""
+    """In a rank: call `run` on an engine with these layers."""
     start(settings.parallel)
     from tests.unit.engine import transformer_engine_stubs
 
@@ -203,8 +205,9 @@ def test_a_checkpoint_of_one_kind_of_layers_is_one_of_the_other(
     folders: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """What is stored is the same, so that conversion reads it alike; the other layers hold the same after a
-    load, and go on from it."""
+    """The stored data is the same, so conversion can read both. Other layers hold the same state after a
+    load, and continue.
+    """
     settings = Settings(LAYOUTS[layout], folders[model], head, dtype)
     ranks = settings.parallel.world_size
     places = {stubs: tmp_path / str(stubs) for stubs in (False, True)}

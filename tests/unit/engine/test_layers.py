@@ -1,4 +1,4 @@
-"""The layers that stand in for Megatron's: attention and RMSNorm, and the rotary frequencies."""
+"""The layers that replace Megatron's: attention, RMSNorm, and rotary frequencies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Heads(NamedTuple):
     query: Tensor  # (T, heads, D)
     key: Tensor  # (T, groups, D)
     value: Tensor
-    weight: Tensor  # (T, heads * D), of the sum
+    weight: Tensor  # (T, heads * D), weights of the sum
 
 
 def make_heads(tokens: int, num_heads: int) -> Heads:
@@ -59,8 +59,10 @@ def make_heads(tokens: int, num_heads: int) -> Heads:
 def dense_attention(
     heads: Heads, lengths: list[int], scale: float, prompt_of: Sequence[int | None] = ()
 ) -> Attended:
-    """float64, one (T, T) mask over all sequences: a token sees those of its own sequence up to itself, and
-    all of the one it continues."""
+    """Attend in float64 with one (T, T) mask over all sequences.
+
+    A token sees its own sequence up to itself, and all of the sequence that it continues.
+    """
     query, key, value = (tensor.double().requires_grad_() for tensor in heads[:3])
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     token = torch.arange(len(sequence))
@@ -93,8 +95,9 @@ def slow_varlen_attn(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's `varlen_attn`, which has no kernel on a CPU, a sequence at a time. Refuses what the kernel
-    would."""
+    """Replace torch's `varlen_attn`, which has no CPU kernel, one sequence at a time. Refuses what the kernel
+    would.
+    """
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert type(max_q) is type(max_k) is int
     assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
@@ -107,7 +110,7 @@ def slow_varlen_attn(
     for queries, keys, values in zip(
         query.split(lengths[0]), key.split(lengths[1]), value.split(lengths[1]), strict=True
     ):
-        # causal at the lower right
+        # The causal mask is aligned to the lower right.
         mask = torch.ones(len(queries), len(keys), dtype=torch.bool).tril(len(keys) - len(queries))
         sequence = (tensor.transpose(0, 1)[None] for tensor in (queries, keys, values))
         mixed.append(
@@ -120,8 +123,10 @@ def slow_varlen_attn(
 
 
 def attend(heads: Heads, lengths: list[int], scale: float, way: str) -> Attended:
-    """In a rank. padded: sequences of one length only, as a batch (S, b, ...). varlen: as on CUDA, but for
-    the kernel."""
+    """In a rank: attend.
+
+    `padded`: sequences of equal length as a batch (S, b, ...). `varlen`: as on CUDA, except for the kernel.
+    """
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
@@ -156,7 +161,7 @@ UNEVEN = [5, 1, 9, 130, 2, 200, 8, 64]
 @pytest.mark.parametrize(
     ("lengths", "way"),
     [
-        (UNEVEN, "packed"),  # short ones in groups, long ones alone
+        (UNEVEN, "packed"),  # short ones in groups, long ones separately
         ([1], "packed"),
         ([1, 1, 1], "packed"),
         ([7, 7, 7], "packed"),
@@ -165,7 +170,7 @@ UNEVEN = [5, 1, 9, 130, 2, 200, 8, 64]
         ([7, 7, 7], "padded"),
         (UNEVEN, "varlen"),
         ([1, 1, 1], "varlen"),
-        ([150, 150, 3], "varlen"),  # the last is what pads the batch
+        ([150, 150, 3], "varlen"),  # the last is padding
     ],
 )
 @pytest.mark.parametrize("num_heads", [HEADS, GROUPS])
@@ -180,9 +185,11 @@ def test_attention_stays_inside_its_sequence(
 
 
 class SlowVarlenOperators:
-    """The operators of torch's `varlen_attn`, which have no kernel on a CPU, a sequence at a time. Their
-    backward pass makes the weights again from a log-sum-exp that it is given, as flash attention's does, and
-    knows of the forward pass nothing else."""
+    """Replaces the operators of torch's `varlen_attn`, which have no CPU kernel, one sequence at a time.
+
+    As in flash attention, the backward pass recomputes the weights from a given log-sum-exp and knows nothing
+    else of the forward pass.
+    """
 
     def _varlen_attn(self, query: Tensor, key: Tensor, value: Tensor, *bounds: Any, scale: float) -> Any:
         output = torch.empty_like(query)
@@ -236,8 +243,9 @@ class SlowVarlenOperators:
         causal: bool,
         scale: float,
     ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Queries, keys, their scores (heads, q, k) with the causal mask at the lower right, and values
-        (heads, k, D)."""
+        """Yield queries, keys, their causal scores (heads, q, k) aligned to the lower right, and values
+        (heads, k, D).
+        """
         assert (cu_q.dtype, cu_k.dtype, max_q, max_k) == (
             torch.int32,
             torch.int32,
@@ -261,7 +269,9 @@ class SlowVarlenOperators:
 def attend_sharing(
     heads: Heads, lengths: list[int], prompt_of: list[int | None], scale: float, way: str
 ) -> Attended:
-    """In a rank. varlen, mask: as on CUDA in bfloat16 and in float32, but for the kernels."""
+    """In a rank: attend with shared prompts. `varlen`, `mask`: as on CUDA in bfloat16 and float32, except for
+    the kernels.
+    """
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
@@ -274,7 +284,7 @@ def attend_sharing(
     packed = PackedRows(lengths, torch.device("cpu"), prompt_of)
 
     if way == "cpu":
-        packed.max_seqlen_kv = max(packed.max_seqlen_kv, layers.KEY_BLOCK + 1)  # as if one were long
+        packed.max_seqlen_kv = max(packed.max_seqlen_kv, layers.KEY_BLOCK + 1)  # as if one sequence were long
         mixed = core(query, key, value, packed_seq_params=packed)
         (mixed * heads.weight).sum().backward()
     elif way == "mask":
@@ -294,8 +304,10 @@ def attend_sharing(
 def attend_among_ranks(
     heads: Heads, lengths: list[int], prompt_of: list[int | None], scale: float, way: str
 ) -> Attended:
-    """In one process, what each of three ranks that share the rows does with its own queries. varlen: as on
-    CUDA, but for the kernel."""
+    """In one process: return what each of three context-parallel ranks computes for its own queries.
+
+    `varlen`: as on CUDA, except for the kernel.
+    """
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
@@ -334,7 +346,7 @@ def attend_among_ranks(
 
 
 SHARING: list[tuple[list[int], list[int | None]]] = [
-    # the last is what pads the batch
+    # The last is padding.
     ([5, 9, 1, 30, 7, 64, 2, 3, 8, 6], [None, 0, 0, 0, None, None, 5, 5, 5, None]),
     ([1, 1, 1], [None, 0, 0]),
     ([130, 200], [None, 0]),
@@ -377,14 +389,14 @@ def test_ranks_that_share_rows_attend_to_all_that_stands_before(
 
 
 def plan_on_host(lengths: list[int]) -> int:
-    """In a rank: how many layers make the plan of a micro-batch, of three that attend it."""
+    """In a rank: return how many of three layers make the plan of a micro-batch."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
     from megarl.engine.packed_rows import PackedRows, attention_plan
 
     packed = PackedRows(lengths, torch.device("cpu"))
-    packed.cu_seqlens_q = packed.cu_seqlens_q.to("meta")  # which has no numbers to read
+    packed.cu_seqlens_q = packed.cu_seqlens_q.to("meta")  # contains no readable numbers
 
     return len({id(attention_plan(packed)) for _ in range(3)})
 
@@ -403,7 +415,7 @@ def norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         SimpleNamespace(params_dtype=hidden.dtype, sequence_parallel=True), hidden.shape[-1], eps=eps
     )
 
-    # Megatron sums such gradients over the ranks that share the tokens
+    # Megatron sums such gradients over the ranks that share the tokens.
     assert layer.weight.sequence_parallel is True
     with torch.no_grad():
         layer.weight.copy_(weight)
@@ -459,4 +471,4 @@ def test_rope_scaling_with_the_numbers_of_llama_3_1(rank_pool: RankPool, tmp_pat
     slowed = int(torch.isclose(got, plain / 8).sum())
     assert kept > 20
     assert slowed > 20
-    assert kept + slowed < 64  # a band between is blended
+    assert kept + slowed < 64  # the band between is blended

@@ -1,4 +1,4 @@
-"""The memory that a plan predicts is the memory that real engines allocate, part by part and rank by rank."""
+"""The predicted memory equals what real engines allocate, part by part and rank by rank."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ TOLERANCE = 0.1
 
 
 class Allocated(NamedTuple):
-    """Bytes, of each part of PARTS: as the engine counts what it moves, and the change of the process's
-    resident memory."""
+    """Bytes of each part of PARTS: the engine's own count, and the change of the process's resident memory."""
 
     moved: list[int]
     given_back: list[int]
@@ -50,8 +49,9 @@ class Allocated(NamedTuple):
 def allocated(
     folder: str, parallel: ParallelConfig, optim: OptimConfig | None, dtype: torch.dtype, trained: bool
 ) -> Allocated:
-    """In a rank. Pages that were never written are no memory of the process, so where that is asked a step is
-    made first."""
+    """In a rank: measure. Pages that were never written are not resident, so a step is made first where
+    needed.
+    """
     groups = start(parallel)
     engine = build(groups, folder, optim=optim, dtype=dtype)
     from megarl.engine.offload import StatePart
@@ -60,7 +60,7 @@ def allocated(
         engine.forward_backward(take(make_batch(), [1]), [[0]], negative_log_likelihood)
         engine.step()
 
-    trim_heap()  # what the rank freed before this test is not counted as what the first part gives back
+    trim_heap()  # memory freed before this test must not count as freed by the first part
     moved = []
     given_back = []
 
@@ -141,11 +141,11 @@ CHUNK_TOKENS = 256
 
 
 def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute) -> int:
-    """In a rank: bytes that torch has at most beside its state while a micro-batch, or one for each pipeline
-    stage, is trained.
+    """In a rank: return the peak bytes in addition to the state while a micro-batch per pipeline stage is
+    trained.
 
-    The profiler knows the order of events in several threads not to the microsecond, and a tensor that seems
-    to be freed too late is counted too long: the least of a few measurements is the nearest.
+    The profiler does not know the order of events in several threads to the microsecond, and a tensor that
+    seems to be freed too late is counted too long: the minimum of a few measurements is the most accurate.
     """
     groups = start(parallel)
     settings = {
@@ -161,7 +161,7 @@ def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute
     engine.forward_backward(batch, micro_batches, negative_log_likelihood)
     peaks = []
 
-    for _ in range(5):  # all ranks as often: they wait for each other
+    for _ in range(5):  # equally often on all ranks, which wait for each other
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         ) as profile:
@@ -183,8 +183,7 @@ def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute
 def test_activations_are_estimated_from_above_and_not_far(
     layout: str, family: str, recompute: Recompute, rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    """Of a stage that is computed again, the sum counts the head and a layer, which are not in memory
-    together."""
+    """For a recomputed stage, the sum counts the head and a layer, which are not in memory together."""
     shape = type(FAMILIES[family])(
         max_position_embeddings=ROW_TOKENS, vocab_size=2048, tie_word_embeddings=False, **SHAPE
     )
@@ -212,7 +211,7 @@ def test_activations_are_estimated_from_above_and_not_far(
 
     for rank, device in zip(measured, devices, strict=True):
         estimate = max(usages["actor"].activations for usages in device.phases.values())
-        # A hundredth for the order of events, see above.
+        # 1% for the order of events, see above.
         assert 0.99 * rank <= estimate <= (1.3 if recompute is Recompute.none else 2.2) * rank, (
             measured,
             estimate,

@@ -15,7 +15,7 @@ from tests.ranks import RankPool
 def rows_of(
     prompts: list[list[int]], responses: list[list[int]], **columns: list[list[Any]]
 ) -> dict[str, RaggedTensor]:
-    """A batch; the model wrote all of the responses, unless `response_mask` says otherwise."""
+    """Return a batch. The model generated all of the responses, unless `response_mask` is given."""
     wrote = {"response_mask": [[True] * len(response) for response in responses]}
     dtypes = {"response_mask": torch.bool, "advantages": torch.float32, "routed_experts": torch.uint8}
 
@@ -30,7 +30,7 @@ BATCH = rows_of(
     [[5, 6], [1, 2, 3]],
     [[7, 8], [4]],
     advantages=[[0.1, 0.2], [0.4]],
-    routed_experts=[[1] * 6, [2] * 6],  # not of response tokens, so not for the loss
+    routed_experts=[[1] * 6, [2] * 6],  # not per response token, so not for the loss
 )
 # Rows 0 and 2 have the prompt 5 6, and row 3 has it without a response.
 ONE_PROMPT = rows_of([[5, 6], [1, 2, 3], [5, 6], [5, 6]], [[7, 8], [4], [4, 3, 2], []])
@@ -45,7 +45,7 @@ def make(
     cut: tuple[int, int],
     place: tuple[int, int],
 ) -> dict[str, Any]:
-    """In a rank: the micro-batch as plain values."""
+    """In a rank: return the micro-batch as plain values."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
@@ -86,7 +86,7 @@ def made(
     *,
     rows: list[int],
     packing: bool,
-    share_prompts: bool = True,  # of other prompts there is nothing to share
+    share_prompts: bool = True,  # different prompts have nothing to share
     ends: bool = False,
     cut: tuple[int, int] = (1, 0),
     place: tuple[int, int] = (1, 0),
@@ -98,13 +98,15 @@ def made(
 
 
 def test_ranks_that_share_rows(rank_pool: RankPool) -> None:
-    """Of four chunks of each row the first rank has the outer two, the second the inner two: here chunks of a
-    token, and no padding."""
+    """Of four chunks of each row, the first rank has the outer two, the second the inner two.
+
+    Chunks have one token here, and there is no padding.
+    """
     outer, inner = (made(rank_pool, rows=[0, 1], packing=True, place=(2, rank)) for rank in range(2))
     assert outer["tokens"] == [[5, 8, 1, 4]]
     assert outer["positions"] == [[0, 3, 0, 3]]
 
-    # a last token predicts nothing here
+    # the last token predicts nothing here
     assert outer["predictors"] == outer["targets"] == outer["scored"] == []
     assert outer["whole"] == [0.0] * 3
     assert outer["scattered"] == [[0.0] * 2] * 2
@@ -112,13 +114,12 @@ def test_ranks_that_share_rows(rank_pool: RankPool) -> None:
     assert inner["positions"] == [[1, 2, 1, 2]]
     assert inner["predictors"] == [0, 1, 3]
     assert inner["targets"] == [7, 8, 4]
-    assert inner["boundaries"] == outer["boundaries"] == [0, 4, 8]  # of the whole rows
+    assert inner["boundaries"] == outer["boundaries"] == [0, 4, 8]  # those of the whole rows
     assert inner["rows"] == outer["rows"]
 
 
 def test_what_pads_the_parts_of_ranks_that_share_rows(rank_pool: RankPool) -> None:
-    """Each row is padded to 6 tokens, and the whole to 18, so that each of three ranks has a multiple of
-    3."""
+    """Each row is padded to 6 tokens, and the batch to 18, so that each of three ranks has a multiple of 3."""
     third = made(rank_pool, rows=[0, 1], packing=True, place=(3, 0), cut=(3, 0))
     assert third["boundaries"] == [0, 6, 12, 18]
     assert third["tokens"] == [[5, 0, 1, 0, 0, 0]]
@@ -126,20 +127,22 @@ def test_what_pads_the_parts_of_ranks_that_share_rows(rank_pool: RankPool) -> No
 
 
 def test_ranks_that_share_rows_and_a_prompt(rank_pool: RankPool) -> None:
-    """The prompt 1 2 3 and the responses 4 and 7 8 are cut each by itself: a response's first token is
-    predicted by the prompt's last."""
+    """The prompt 1 2 3 and the responses 4 and 7 8 are split separately.
+
+    The first token of a response is predicted by the prompt's last.
+    """
     batch = rows_of([[1, 2, 3], [1, 2, 3]], [[7, 8], [4]])
     outer, inner = (
         made(rank_pool, rows=[0, 1], packing=True, place=(2, rank), batch=batch) for rank in range(2)
     )
     assert outer["tokens"] == [[1, 0, 7, 0, 4, 0]]
-    assert outer["counts"] == [[2, 0, 1, 0, 1, 0]]  # what pads never counts
+    assert outer["counts"] == [[2, 0, 1, 0, 1, 0]]  # padding never counts
     assert inner["tokens"] == [[2, 3, 8, 0, 0, 0]]
     assert inner["counts"] == [[2, 2, 1, 0, 0, 0]]
     assert inner["positions"] == [[1, 2, 4, 0, 0, 0]]
     assert (outer["targets"], outer["predictors"], outer["scored"]) == ([8], [2], [1])
     assert (inner["targets"], inner["predictors"], inner["scored"]) == ([7, 4], [1, 1], [0, 2])
-    assert inner["cells"] == outer["cells"] == [0, 1, 2]  # of all response tokens
+    assert inner["cells"] == outer["cells"] == [0, 1, 2]  # those of all response tokens
     assert (outer["whole"], inner["whole"]) == ([0.0, 1.0, 0.0], [1.0, 0.0, 2.0])
 
 
@@ -159,7 +162,7 @@ def test_packed(rank_pool: RankPool) -> None:
     assert got["predictors"] == [1, 2, 6]  # 6 predicts 7, 7 predicts 8; 3 predicts 4
     assert got["targets"] == [7, 8, 4]
     assert got["scored"] == [0, 1, 2]
-    assert got["cells"] == [0, 1, 2]  # of two rows of two cells, the last of which is padding
+    assert got["cells"] == [0, 1, 2]  # two rows of two cells, the last of which is padding
     assert got["scattered"] == [[1.0, 2.0], [3.0, 0.0]]
     assert got["rows"] == {
         "response_mask": [[True, True], [True, False]],
@@ -180,10 +183,10 @@ def test_rows_of_one_prompt_share_it(rank_pool: RankPool) -> None:
     got = made(rank_pool, rows=[0, 1, 2, 3], packing=True, cut=(7, 0), batch=ONE_PROMPT)
     assert got["tokens"] == [[5, 6, 7, 8, 4, 3, 2, 1, 2, 3, 4, 0, 0, 0]]
     assert got["positions"] == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 2, 3, 0, 0, 0]]
-    assert got["counts"] == [[2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0]]  # in row 3 the loss reads nothing
+    assert got["counts"] == [[2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0]]  # the loss reads nothing in row 3
     assert got["boundaries"] == [0, 2, 4, 7, 11, 14]
     assert got["prompt_of"] == [None, 0, 0, None, None]
-    assert got["longest"] == 5  # for angles: the last of row 2
+    assert got["longest"] == 5  # for RoPE: the last of row 2
     assert got["predictors"] == [1, 2, 9, 1, 4, 5]  # the prompt's last token predicts both first ones
     assert got["targets"] == [7, 8, 4, 4, 3, 2]
     assert got["cells"] == [0, 1, 3, 6, 7, 8]
@@ -193,9 +196,11 @@ def test_rows_of_one_prompt_share_it(rank_pool: RankPool) -> None:
 
 
 def test_the_last_layer_ends_with_what_predicts(rank_pool: RankPool) -> None:
-    """Above, the tokens 1, 2, 4, 5 and 9 predict one, 1 two of them. Over two ranks the 12 tokens are cut
-    behind token 5, and the second, which has token 9 alone, goes on with as many as the first: its own first
-    token stands in three times."""
+    """The tokens 1, 2, 4, 5 and 9 above predict another one, 1 predicts two.
+
+    Over two ranks, the 12 tokens are split after token 5. The second rank, which has only token 9 of them,
+    keeps as many as the first: its first token is repeated three times.
+    """
     one = made(rank_pool, rows=[0, 1, 2, 3], packing=True, ends=True, batch=ONE_PROMPT)
     assert one["predicting"] == [1, 2, 4, 5, 9]
     assert one["predictors"] == [0, 1, 4, 0, 2, 3]
@@ -208,7 +213,7 @@ def test_the_last_layer_ends_with_what_predicts(rank_pool: RankPool) -> None:
     assert first["predictors"] == second["predictors"] == [0, 1, 4, 0, 2, 3]
     assert first["targets"] == second["targets"] == one["targets"] == [7, 8, 4, 4, 3, 2]
 
-    # padded: as it was
+    # Padded: unchanged.
     assert made(rank_pool, rows=[0, 1], packing=False, ends=True)["predictors"] == [2, 4, 5]
 
 
@@ -221,7 +226,7 @@ def test_a_rank_that_predicts_nothing_goes_on_with_a_token(rank_pool: RankPool) 
 
 
 def test_packed_and_aligned(rank_pool: RankPool) -> None:
-    """The padding is a sequence of its own at the end, so no real token attends to it."""
+    """The padding is a separate sequence at the end, so no real token attends to it."""
     got = made(rank_pool, rows=[0, 1], packing=True, cut=(3, 0))
     assert got["tokens"] == [[5, 6, 7, 8, 1, 2, 3, 4, 0]]
     assert got["boundaries"] == [0, 4, 8, 9]
@@ -230,7 +235,7 @@ def test_packed_and_aligned(rank_pool: RankPool) -> None:
 
 
 def test_padded(rank_pool: RankPool) -> None:
-    """Places are those of sequence-major hidden states (S', b): position 2 of row 0 is place 2 * 2 + 0."""
+    """Indices refer to sequence-major hidden states (S', b): position 2 of row 0 is index 2 * 2 + 0."""
     got = made(rank_pool, rows=[0, 1], packing=False, cut=(3, 0))
     assert got["tokens"] == [[5, 6, 7, 8, 0, 0], [1, 2, 3, 4, 0, 0]]
     assert got["positions"] == [[0, 1, 2, 3, 4, 5]] * 2
@@ -242,7 +247,7 @@ def test_padded(rank_pool: RankPool) -> None:
 
 
 def test_masked_response_tokens_are_scored_all_the_same(rank_pool: RankPool) -> None:
-    """What a tool wrote is context and is scored; `response_mask` only goes to the loss."""
+    """Tool output is context and is scored; `response_mask` only goes to the loss."""
     batch = rows_of([[5, 6], [1, 2, 3]], [[7, 8], [4]], response_mask=[[False, True], [True]])
     got = made(rank_pool, rows=[0, 1], packing=True, batch=batch)
     assert got["targets"] == [7, 8, 4]

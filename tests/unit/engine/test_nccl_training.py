@@ -1,5 +1,7 @@
-"""Megatron trains over the emulation of NCCL as it does over gloo, to the bit: no order of its calls needs
-what gloo forgives."""
+"""Megatron trains over the emulation of NCCL as it does over gloo, bitwise identical.
+
+No order of its calls relies on what gloo tolerates.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,16 @@ NUM_STEPS = 2
 
 
 class Trained(NamedTuple):
-    losses: list[float]  # of each micro-batch, on the last stage
+    losses: list[float]  # one per micro-batch, on the last stage
     grad_norms: list[float]
-    parameters: str  # sha256 of what this rank holds
-    num_pair_communicators: int  # of all groups; 0 over gloo
+    parameters: str  # sha256 of this rank's parameters
+    num_pair_communicators: int  # in all groups; 0 over gloo
 
 
 def change_default_group(backend: str, rendezvous: str) -> None:
-    """And end all others. gloo's connecting fails where a peer leaves at once, so nobody does."""
+    """Replace the default group, and end all others together: gloo's connection setup fails if a peer leaves
+    early.
+    """
     rank = dist.get_rank()
     size = dist.get_world_size()
     dist.barrier()
@@ -41,7 +45,7 @@ def change_default_group(backend: str, rendezvous: str) -> None:
 
 
 def run_steps(parallel: ParallelConfig, folder: str, backend: str, rendezvous: str) -> Trained:
-    """In a rank, which has the default group of the pool before and one as that after."""
+    """In a rank: run steps. The rank has the pool's default group before, and an equal one afterwards."""
     register()
     change_default_group(backend, rendezvous)
     groups = start(parallel)
@@ -79,7 +83,7 @@ def run_steps(parallel: ParallelConfig, folder: str, backend: str, rendezvous: s
     ("layout", "has_pairs"), [("TP2xPP2", False), ("CP2xPP2", False), ("PP2xVPP2", True)]
 )
 def test_steps_are_those_over_gloo(layout: str, has_pairs: bool, rank_pool: RankPool, tmp_path: Path) -> None:
-    """Between virtual stages Megatron sends without coalescing."""
+    """Between virtual stages, Megatron sends without coalescing."""
     parallel = ALL_LAYOUTS[layout]
     save_model("qwen2-tied", tmp_path / "lm")
     over_gloo, with_semantics = (

@@ -1,4 +1,4 @@
-"""Offloading: training is the same to the bit, memory really comes back, and what is away is never used."""
+"""Offloading: training is bitwise identical, memory is really freed, and offloaded state is never used."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ class Trained(NamedTuple):
 def train(
     parallel: ParallelConfig, folder: str, dtype: torch.dtype, away: tuple[tuple[str, ...], ...]
 ) -> Trained:
-    """In a rank: steps with a scoring pass after each; `away`: the parts that leave, call by call, and come
-    back, after each step."""
+    """In a rank: train, with a scoring pass after each step. `away`: the parts offloaded by each call and
+    restored after it.
+    """
     groups = start(parallel)
     engine = build(groups, folder, optim=OptimConfig(lr=1e-2, warmup_steps=2), dtype=dtype)
     from megarl.engine.offload import StatePart
@@ -140,7 +141,7 @@ def test_parts_move_alone_and_in_any_order_with_masters_of_their_own(
 def train_as_on_cuda(
     parallel: ParallelConfig, folder: str, dtype: torch.dtype, away: tuple[tuple[str, ...], ...]
 ) -> Trained:
-    """With the buffers that are pinned on CUDA in place of files."""
+    """Use the buffers that are pinned on CUDA instead of files."""
     from megarl.engine import offload
 
     start(parallel)
@@ -159,7 +160,7 @@ def train_as_on_cuda(
 
     used = [host_buffer for host_buffer in made if host_buffer.places]
 
-    # one of each part that is kept
+    # One buffer for each part that is kept.
     assert len(used) == sum(part != "gradients" for part in {part for parts in away for part in parts})
     for host_buffer in used:
         exact = sum(place.numel() for place in host_buffer.places)
@@ -187,15 +188,16 @@ def resident_bytes() -> int:
 
 
 class Memory(NamedTuple):
-    reported: int  # bytes that offload says it gave back
+    reported: int  # bytes that offload reports as freed
     given_back: int
     taken_again: int
-    again: int  # given back the second time
+    again: int  # freed the second time
 
 
 def measure(folder: str, optim: OptimConfig | None) -> Memory:
-    """In a rank: the change of its resident memory. One step is made first, so that the moments have been
-    written."""
+    """In a rank: return the change of resident memory. One step is made first, so that moments have been
+    written.
+    """
     engine = build(start(ParallelConfig()), folder, optim=optim)
     from megarl.engine.offload import StatePart
 
@@ -203,7 +205,7 @@ def measure(folder: str, optim: OptimConfig | None) -> Memory:
         engine.forward_backward(take(make_batch(), [1]), [[0]], negative_log_likelihood)
         engine.step()
 
-    trim_heap()  # what the rank freed before this test is not counted
+    trim_heap()  # memory freed before this test must not count
     before = resident_bytes()
     reported = engine.offload(*StatePart)
     away = resident_bytes()
@@ -238,7 +240,7 @@ def test_memory_goes_back_to_the_system(trains: bool, rank_pool: RankPool, large
 
 
 def use_what_is_away(folder: str) -> list[str]:
-    """In a rank: what each call says."""
+    """In a rank: return the error of each call."""
     engine = build(start(ParallelConfig()), folder, optim=OptimConfig(lr=1e-3))
     from megarl.engine.offload import OffloadedError, StatePart
 
@@ -286,7 +288,7 @@ def test_what_is_away_is_never_used(rank_pool: RankPool, folders: dict[str, str]
 
 
 def fill_the_disk(folder: str) -> tuple[str, bool]:
-    """In a rank whose files may be 1 MB large: the error, and whether the model still scores as before."""
+    """In a rank whose files may be 1 MB large: return the error, and whether the model scores as before."""
     import resource
     import signal
 

@@ -1,4 +1,4 @@
-"""The tests of tests/gpu/test_engine.py, on the CPU: the same code, over gloo."""
+"""Run the tests of tests/gpu/test_engine.py on a CPU, over gloo."""
 
 from __future__ import annotations
 

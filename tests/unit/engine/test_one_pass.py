@@ -1,5 +1,4 @@
-"""Old log-probs of the training pass itself give the update that those of a pass before it give, in every
-layout."""
+"""Old log-probs from the training pass give the same update as those of a separate pass, in every layout."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ from tests.unit.engine.rank_side import (
     take,
 )
 
-TOLERANCE = 1e-5  # of a tensor's norm, and of a metric
+TOLERANCE = 1e-5  # relative to a tensor's norm, and to a metric
 CORRECTIONS = {
     "no correction": RolloutCorrectionConfig(),
     "a weight for each token": RolloutCorrectionConfig(level=CorrectionLevel.token, high=1.1),
@@ -55,8 +54,10 @@ class Pass(NamedTuple):
 
 
 def run_both(layout: str, folder: str, batch: Tensors) -> dict[str, tuple[Pass, Pass]]:
-    """In a rank: correction -> with old log-probs of a pass before, and without. The gradients are the
-    stage's."""
+    """In a rank: return, by correction, the results with old log-probs of a separate pass and without.
+
+    The gradients are those of the stage.
+    """
     groups = start(LAYOUTS[layout])
     engine = build(groups, folder, optim=OptimConfig())
     num_rows = len(batch["input_ids"])
@@ -99,7 +100,7 @@ def test_one_pass_gives_the_gradient_and_metrics_of_two(
     layout: str, folder: Path, rank_pool: RankPool
 ) -> None:
     batch = make_batch(num_rows=8)
-    batch["response_mask"][0, 2:4] = False  # what a tool wrote
+    batch["response_mask"][0, 2:4] = False  # tool output
     generator = torch.Generator().manual_seed(3)
     batch |= {
         key: torch.randn(batch["response_mask"].shape, generator=generator)

@@ -1,5 +1,6 @@
-"""The optimizer's schedule, clipping, and what it does with a gradient that is not finite, against numbers
-worked out by hand."""
+"""The optimizer's schedule, clipping, and handling of non-finite gradients, against numbers worked out by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Steps(NamedTuple):
 
 
 def run_steps(folder: str, optim: OptimConfig, total_steps: int, num_steps: int) -> Steps:
-    """In one rank: steps on the same two rows."""
+    """In one rank: run steps on the same two rows."""
     groups = start(ParallelConfig())
     engine = build(groups, folder, optim=optim, total_optimizer_steps=total_steps)
     batch = take(make_batch(), [1, 2])
@@ -100,8 +101,9 @@ def test_warm_up_of_four_and_decay_until_update_ten(
 
 
 def test_first_update_uses_the_rate_it_reports(rank_pool: RankPool, folder: str) -> None:
-    """Adam's first step is the rate times the gradient's sign: a quarter of the rate while warming up over
-    four."""
+    """Adam's first step is the rate times the gradient's sign: a quarter of the rate during warm-up over
+    four.
+    """
     got = steps(rank_pool, folder, warmup_steps=4, eps=1e-12, clip_grad=0.0)
     change = (got.after_first["model.norm.weight"] - got.before["model.norm.weight"]).abs()
     torch.testing.assert_close(change, torch.full_like(change, LR / 4), rtol=1e-3, atol=0.0)
@@ -112,7 +114,7 @@ def test_without_warm_up_the_first_update_has_the_full_rate(rank_pool: RankPool,
 
 
 def test_clipping_scales_the_whole_gradient(rank_pool: RankPool, folder: str) -> None:
-    """With a huge epsilon the first update is lr * g / eps, so that its size shows the gradient's."""
+    """With a huge epsilon the first update is lr * g / eps, so that its size reveals the gradient's."""
     settings = {"lr": 1e5, "eps": 1e8}
     free = steps(rank_pool, folder, clip_grad=0.0, **settings)
     norm = free.grad_norms[0]
@@ -120,7 +122,7 @@ def test_clipping_scales_the_whole_gradient(rank_pool: RankPool, folder: str) ->
     clipped = steps(rank_pool, folder, clip_grad=norm / 10, **settings)
     assert loose.grad_norms == clipped.grad_norms == free.grad_norms  # before clipping
 
-    # As one vector: a single tensor's change is too near the rounding of the weights.
+    # Compared as one vector: the change of a single tensor is too close to the rounding of weights.
     changes = [
         torch.cat([(run.after_first[name] - run.before[name]).flatten().double() for name in run.before])
         for run in (free, loose, clipped)
@@ -131,7 +133,7 @@ def test_clipping_scales_the_whole_gradient(rank_pool: RankPool, folder: str) ->
 
 
 def test_decay_acts_on_matrices_only(rank_pool: RankPool, folder: str) -> None:
-    """A rate with a huge epsilon leaves the decay alone: w <- w (1 - lr * decay)."""
+    """With a huge epsilon only the decay remains: w <- w (1 - lr * decay)."""
     got = steps(rank_pool, folder, eps=1e12, weight_decay=10.0)
     shrunk = {name: weight * (0.99 if weight.dim() == 2 else 1.0) for name, weight in got.before.items()}
     assert max(relative_differences(got.after_first, shrunk).values()) < 1e-6
@@ -145,7 +147,7 @@ class Diverged(NamedTuple):
 
 
 def run_divergence(parallel: ParallelConfig, folder: str, value: float) -> Diverged:
-    """In a rank: one good step, one whose loss is `value` on the last replica only, one good step."""
+    """In a rank: a normal step, one whose loss is `value` on the last replica only, and a normal step."""
     groups = start(parallel)
     engine = build(groups, folder, optim=OptimConfig(lr=LR, warmup_steps=4))
     from megarl.engine.optimizer import TrainingDivergedError

@@ -1,8 +1,7 @@
-"""Communication of replicas beside computation, as on CUDA: nothing is another number, and nobody reads what
-has not arrived.
+"""Overlapping communication of replicas, as on CUDA: the numbers are the same, and data is not read before it
+arrives.
 
-gloo's collectives are delayed as far as they may be: what is begun happens when somebody waits for it, and
-not before.
+gloo's collectives are delayed as long as possible: a started one runs only when it is awaited.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from tests.unit.engine.rank_side import (
     unpadded,
 )
 
-# Other buckets give replicas other parts of the gradient, so that its norm is summed in another order.
+# Other buckets give replicas other parts of the gradient, so its norm is summed in another order.
 UNCLIPPED = replace(OPTIM, clip_grad=0.0)
-BUCKET_ELEMENTS = 10_000  # of a model of 150,000: several buckets
+BUCKET_ELEMENTS = 10_000  # for a model of 150,000: several buckets
 
 
 class _Late:
-    """A handle of collectives that happen when it is waited for."""
+    """A handle of a collective that runs when it is awaited."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], Any]] = []
@@ -49,12 +48,12 @@ class _Late:
 
 
 class _Counts(NamedTuple):
-    begun: list[str]  # collectives that were asynchronous
+    begun: list[str]  # the asynchronous collectives
 
 
 @contextmanager
 def overlapped() -> Iterator[_Counts]:
-    """In a rank: engines that are built within it overlap, in small buckets."""
+    """In a rank: engines that are built within this block overlap, in small buckets."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     from megarl.engine import data_parallel
@@ -97,7 +96,7 @@ def overlapped() -> Iterator[_Counts]:
 
 
 class Read(NamedTuple):
-    """What is seen of the parameters, each time first after a step."""
+    """Readings of the parameters, each of them taken right after a step."""
 
     statistics: list[tuple[float, float]]
     named: Tensors
@@ -114,7 +113,7 @@ def mean_square(
 
 
 def train_and_read(parallel: ParallelConfig, folder: str, head: str, recompute: Recompute) -> Read:
-    """In a rank."""
+    """In a rank: train and read the parameters."""
     engine = build(
         start(parallel),
         folder,

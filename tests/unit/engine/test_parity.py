@@ -1,5 +1,6 @@
 """The engine against Hugging Face in float32: every family in every layout, forward and backward, policy and
-critic."""
+critic.
+"""
 
 from __future__ import annotations
 
@@ -54,16 +55,16 @@ from tests.unit.engine.rank_side import (
 )
 
 OUTPUT_TOLERANCE = 1e-5  # absolute
-GRADIENT_TOLERANCE = 1e-4  # of the tensor's norm
-GRADIENT_FLOOR = 1e-5  # of the whole gradient's norm: below it a tensor is noise
+GRADIENT_TOLERANCE = 1e-4  # relative to the tensor's norm
+GRADIENT_FLOOR = 1e-5  # relative to the whole gradient's norm: below it, a tensor is noise
 TEMPERATURE = 0.7
-# so that they make much of the routers' gradients
+# Large enough to dominate the routers' gradients.
 AUX_COEFFICIENT = 100.0
 Z_COEFFICIENT = 10.0
 
 
 class Case(NamedTuple):
-    """One engine to compare: the folder it is built from and the outputs it gives."""
+    """One engine to compare: its folder and its outputs."""
 
     folder: str
     spec: dict[str, Any]
@@ -91,15 +92,17 @@ CASES = {
 }
 
 
-# what else differs is nothing of the layers
+# The other differences do not concern layers.
 OF_EXPERTS = ("policy with experts", "critic with frozen routers")
 OF_DENSE = [name for name in CASES if name not in OF_EXPERTS]
 WITH_LOGITS = ("policy", "policy with experts")
 
 
 class Compared(NamedTuple):
-    """Outputs (B, R, ...) and, of a weighted sum of them, the gradients by Hugging Face names and their norm;
-    of an engine also the weights after a step."""
+    """Outputs (B, R, ...), and the gradients of their weighted sum by Hugging Face names, with their norm.
+
+    For an engine, also the weights after a step.
+    """
 
     outputs: Tensors
     gradients: Tensors
@@ -109,8 +112,10 @@ class Compared(NamedTuple):
 
 
 def weighted_batch() -> Tensors:
-    """A weight per token and output, so that no two gradients are the same by symmetry. In every layout rows
-    of one prompt meet in a micro-batch."""
+    """Add a weight per token and output, so that no two gradients are equal by symmetry.
+
+    In every layout, rows with one prompt share a micro-batch.
+    """
     batch = with_one_prompt(make_batch(), (0, 4, 2), (1, 5))
     generator = torch.Generator().manual_seed(2)
 
@@ -123,8 +128,10 @@ def weighted_batch() -> Tensors:
 
 
 def with_logits(engine: Any) -> Any:
-    """Makes `engine` return logits too: it has no path of its own that makes them for a whole micro-batch.
-    Each rank that shares rows adds those of its tokens."""
+    """Make `engine` return logits too, since it never creates those of a whole micro-batch itself.
+
+    Each rank that shares rows contributes those of its tokens.
+    """
     score = engine.score
 
     def scores(micro_batch: Any, hidden: Tensor, extras: Any) -> Tensors:
@@ -146,8 +153,9 @@ def with_logits(engine: Any) -> Any:
 def run_engine(
     parallel: ParallelConfig, folders: dict[str, str], batch: Tensors, names: Collection[str]
 ) -> dict[str, Compared]:
-    """In a rank: the named cases. Outputs are those of the whole batch; gradients those of the rank's
-    stage."""
+    """In a rank: run the named cases. Outputs are those of the whole batch; gradients are those of the rank's
+    stage.
+    """
     groups = start(parallel)
     num_rows = len(batch["input_ids"])
     rows = replica_rows(groups, num_rows)
@@ -169,7 +177,7 @@ def run_engine(
 
 
 def run_reference(folders: dict[str, str], batch: Tensors, names: Collection[str]) -> dict[str, Compared]:
-    """The same cases, one row at a time through Hugging Face."""
+    """Run the same cases one row at a time with Hugging Face."""
     results = {}
     for name, case in ((name, CASES[name]) for name in names):
         if case.spec.get("head") == "value":
@@ -255,7 +263,7 @@ def test_experts(reference: Reference, layout: str, rank_pool: RankPool) -> None
 
 @pytest.mark.parametrize("reference", EXPERT_FAMILIES, indirect=True)
 def test_one_expert_has_no_tokens(reference: Reference) -> None:
-    """In some layers; most have."""
+    """This is the case in some layers; most experts have tokens."""
     gradients = reference.results["policy with experts"].gradients
     idle = {name: float(value.norm()) == 0 for name, value in gradients.items() if ".experts." in name}
     assert any(is_idle for name, is_idle in idle.items() if f".experts.{IDLE_EXPERT}." in name)
@@ -263,8 +271,10 @@ def test_one_expert_has_no_tokens(reference: Reference) -> None:
 
 
 def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool) -> None:
-    """Logits, log-probs, entropy and values; every parameter's gradient; the norm, which needs shards told
-    from copies."""
+    """Compare logits, log-probs, entropy and values; every parameter's gradient; and the norm.
+
+    The norm requires that shards are distinguished from copies.
+    """
     ranks = rank_pool.run(
         run_engine,
         world_size=parallel.world_size,
@@ -277,7 +287,7 @@ def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool)
         gradients = merge([rank[name].gradients for rank in ranks])
         assert_same(gradients, want.gradients, GRADIENT_TOLERANCE, floor=GRADIENT_FLOOR * want.grad_norm)
         weights = merge([rank[name].weights for rank in ranks])
-        assert weights.keys() == gradients.keys()  # and copies agree to the bit
+        assert weights.keys() == gradients.keys()  # and copies are bitwise identical
         if "frozen" in name:
             stored = load_file(Path(reference.folders[CASES[name].folder]) / "model.safetensors")
             routers = [
@@ -297,7 +307,9 @@ def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool)
 
 
 def test_reference_is_not_trivial(reference: Reference) -> None:
-    """What would hide a mistake: log-probs near uniform, values near zero, a parameter without a gradient."""
+    """Rule out what would hide a mistake: nearly uniform log-probs, values near zero, a parameter without a
+    gradient.
+    """
     mask = reference.batch["response_mask"]
     assert float(reference.results["policy"].outputs["log_probs"][mask].std()) > 0.3
     assert float(reference.results["critic"].outputs["values"][mask].std()) > 0.5

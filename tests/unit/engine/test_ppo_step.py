@@ -1,5 +1,6 @@
 """One full PPO step on the engine gives the weights of a plain PyTorch and Hugging Face step, in every
-layout."""
+layout.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +44,17 @@ from tests.unit.engine.rank_side import (
     take,
 )
 
-# Of the norm of each tensor's change. The change is less than a tenth of the weight, so weights are held to
-# 1e-5 and better.
+# Relative to the norm of each tensor's change, which is less than a tenth of the weight: weights are accurate
+# to 1e-5 or better.
 CHANGE_TOLERANCE = 1e-4
 SCORES = (1.0, -0.5, 0.0, 2.0, 0.3, -1.0, 0.7, 0.1)
 SETTINGS = Settings()
 
 
 def batch_with_hole() -> Tensors:
-    """MappingRow 0 has two tokens in the middle of its response that the model did not write, as after a tool
-    call."""
+    """Return a batch in which row 0 has two tokens in its response that the model did not generate (tool
+    output).
+    """
     batch = make_batch(num_rows=8)
     batch["response_mask"][0, 3:5] = False
     return batch
@@ -69,7 +71,7 @@ def algorithm() -> AlgorithmConfig:
 
 
 def add_advantages(batch: Tensors) -> Tensors:
-    """What the driver does between scoring and updating."""
+    """Do what the driver does between scoring and updating."""
     config = algorithm()
     mask = batch["response_mask"]
     rewards, _ = apply_kl_penalty(
@@ -91,7 +93,7 @@ def add_advantages(batch: Tensors) -> Tensors:
 def update(
     engine: Any, batch: Tensors, rows: list[int], loss: Any, prefix: str, names: tuple[str, str]
 ) -> Update:
-    """One optimizer step on the mini-batch `rows`, two micro-batches on each replica."""
+    """Run one optimizer step on the mini-batch `rows`, with two micro-batches on each replica."""
     local = rows[engine.groups.data_rank :: engine.groups.parallel.data_parallel_size]
     metrics = engine.forward_backward(take(batch, local), deal(len(local), 2), loss)
     grad_norm = engine.step().grad_norm
@@ -105,7 +107,7 @@ def update(
 
 
 def run_engine(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors) -> Outcome:
-    """In a rank. The weights are those of its stage; outputs those of the whole batch."""
+    """In a rank: run the step. Weights are those of its stage; outputs are those of the whole batch."""
     groups = start(parallel)
     optim = OptimConfig(
         lr=SETTINGS.lr,
@@ -166,7 +168,7 @@ class Reference(NamedTuple):
 
 
 def perturbed_copy(source: Path, target: Path) -> None:
-    """The reference policy of a run that has gone on for a while: near the actor, but not it."""
+    """Write the reference policy of a run in progress: close to the actor, but different."""
     model = load_lm(source)
     generator = torch.Generator().manual_seed(5)
 
@@ -218,14 +220,13 @@ def test_step_gives_the_weights_of_the_reference(
     for rank in ranks:
         np.testing.assert_allclose(rank.actor_updates, want.actor_updates, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(rank.critic_updates, want.critic_updates, rtol=1e-4, atol=1e-5)
-        # A tied output layer on another stage than its embedding is a copy: were it stale, this would show
-        # it.
+        # A tied output layer on another stage than its embedding is a copy. A stale copy would show here.
         assert max_difference(rank.log_probs, want.log_probs) <= 1e-4
         assert max_difference(rank.values, want.values) <= 1e-4
 
 
 def test_every_part_of_the_step_is_active(reference: Reference) -> None:
-    """The gradient's clipping, the loss's clipping and the decay all change the result."""
+    """Gradient clipping, loss clipping and decay all change the result."""
     after = reference.after
     for updates in (after.actor_updates, after.critic_updates):
         assert all(step.grad_norm > 1.5 * SETTINGS.clip_grad for step in updates)

@@ -1,5 +1,4 @@
-"""The rotary embedding of packed sequences. `test_cpu_adaptations` compares its numbers with Megatron's
-loop."""
+"""The rotary embedding of packed sequences. `test_cpu_adaptations` compares its numbers with Megatron's loop."""
 
 from __future__ import annotations
 
@@ -9,8 +8,7 @@ from megarl.engine.rotary import rotary_packed
 
 
 def test_nothing_is_asked_of_the_device() -> None:
-    """A meta tensor has a shape and no numbers: to read one raises an error, as it would be a wait for the
-    device on CUDA."""
+    """A meta tensor has no numbers: reading one raises an error where the host would wait for a CUDA device."""
     heads = torch.empty(12, 2, 8, device="meta", requires_grad=True)
     boundaries = torch.empty(4, dtype=torch.int32, device="meta")
     frequencies = torch.empty(7, 1, 1, 8, device="meta")

@@ -1,5 +1,7 @@
-"""Experts that are chosen before a pass, by the trainer's own scoring or by an engine: Hugging Face's, in
-whose routers one token in a hundred goes elsewhere."""
+"""Experts selected before a pass, by the trainer's own scoring or by an engine.
+
+Hugging Face represents the engine; its routers send one token in a hundred elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ from tests.unit.engine.rank_side import (
 )
 
 NUM_ROWS = 11
-# of the token that goes elsewhere, in every layer: in a response
+# The token that goes elsewhere, in every layer: it is in a response.
 ROW = 0
 PLACE = 8
 LAYOUTS = {
@@ -63,7 +65,7 @@ OF_EXPERTS = Recomputation(Recompute.selective, (RecomputeModule.mlp,))
 
 
 class Routed(NamedTuple):
-    """What Hugging Face makes of the rows. routes: of each row (tokens - 1, L, K), flat."""
+    """Hugging Face's results for the rows. `routes`: for each row (tokens - 1, L, K), flattened."""
 
     log_probs: Tensor
     gradients: Tensors
@@ -71,15 +73,15 @@ class Routed(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """What an engine makes of them: by its own routes and by Hugging Face's."""
+    """An engine's results, by its own routes and by Hugging Face's."""
 
     own: Tensors
-    again: Tensors  # by the routes of `own`
+    again: Tensors  # with the routes of `own`
     given: Tensors
     own_gradients: Tensors
     again_gradients: Tensors
     given_gradients: Tensors
-    routes: dict[int, Tensor]  # of `own`, by the row of the batch
+    routes: dict[int, Tensor]  # those of `own`, by row of the batch
 
 
 def weighted_batch() -> Tensors:
@@ -90,8 +92,7 @@ def weighted_batch() -> Tensors:
 
 @contextmanager
 def watched_routers(model: PreTrainedModel, disturbed: bool) -> Iterator[list[list[Tensor]]]:
-    """For each row that the model sees the experts of each layer, (tokens, K); of the row ROW, where it is
-    disturbed, others at PLACE."""
+    """Return the experts of each layer, (tokens, K), for each row; row ROW is disturbed at PLACE."""
     rows: list[list[Tensor]] = []
     routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
 
@@ -103,7 +104,7 @@ def watched_routers(model: PreTrainedModel, disturbed: bool) -> Iterator[list[li
         if disturbed and len(rows) == ROW + 1:
             experts = experts.clone()
             scores = scores.clone()
-            # the next best
+            # Select the next best expert.
             experts[PLACE] = logits[PLACE].topk(2 * experts.shape[1]).indices[experts.shape[1] :]
             own = logits[PLACE].softmax(-1)[experts[PLACE]]
             scores[PLACE] = own / own.sum() if router.norm_topk_prob else own
@@ -145,8 +146,9 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def routes_of_all(rows: list[int], outputs: dict[str, Any] | None) -> dict[int, Tensor]:
-    """By the row of the batch, on every rank, as a driver would collect and deal them: the last stage has
-    them."""
+    """Return the routes by row on every rank, as a driver would collect and distribute them. The last stage
+    has them.
+    """
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(
         gathered, None if outputs is None else dict(zip(rows, outputs[ROUTED_EXPERTS].each(), strict=True))
@@ -157,7 +159,7 @@ def routes_of_all(rows: list[int], outputs: dict[str, Any] | None) -> dict[int, 
 def run_engine(
     parallel: ParallelConfig, folder: str, batch: Tensors, routes: list[Tensor], recomputation: Recomputation
 ) -> Replayed:
-    """In a rank. Outputs are those of the whole batch; gradients those of the rank's stage."""
+    """In a rank: run. Outputs are those of the whole batch; gradients are those of the rank's stage."""
     groups = start(parallel)
     rows = replica_rows(groups, NUM_ROWS)
     part = take(batch, rows)
@@ -233,8 +235,11 @@ CASES = [
 def test_routes_are_replayed(
     setting: Setting, layout: str, recomputation: Recomputation, rank_pool: RankPool
 ) -> None:
-    """Bit for bit by the engine's own; by those of another whose routers send a token elsewhere, outputs and
-    gradients are that one's."""
+    """With the engine's own routes, results are bitwise identical.
+
+    With those of another engine, whose routers send a token elsewhere, outputs and gradients are that
+    engine's.
+    """
     ranks: list[Replayed] = rank_pool.run(
         run_engine,
         world_size=LAYOUTS[layout].world_size,
@@ -275,7 +280,7 @@ def norm(of: Routed) -> float:
 
 
 def test_a_token_in_a_hundred_matters(setting: Setting) -> None:
-    """What would hide a mistake. Later tokens of its row go elsewhere too, as in an engine."""
+    """Rule out what would hide a mistake. Later tokens of its row go elsewhere too, as in an engine."""
     differ = [
         not torch.equal(*rows) for rows in zip(setting.plain.routes, setting.disturbed.routes, strict=True)
     ]

@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 class Case(NamedTuple):
     chunk_tokens: int = TOKENS
     temperature: float = 1.0
-    block_tokens: int = TOKENS  # of the whole vocabulary, worked on at a time
+    block_tokens: int = TOKENS  # tokens over the whole vocabulary, processed at a time
 
 
 class Scored(NamedTuple):
@@ -113,7 +113,7 @@ def run_scores(
             )
             assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
             loss = (scores.log_probs * inputs.log_prob_weight).sum()
-            # else the entropy gets no gradient at all, as when no loss uses it
+            # Otherwise the entropy gets no gradient at all, as if no loss used it.
             if inputs.entropy_weight.any():
                 loss = loss + (scores.entropy * inputs.entropy_weight).sum()
             loss.backward()
@@ -140,8 +140,7 @@ def test_scores_and_gradients(size: int, rank_pool: RankPool) -> None:
 
 
 def run_extras(inputs: Inputs) -> dict[tuple[str, ...], Any]:
-    """In a rank: extras -> all scores, and the gradient with respect to the hidden states of the
-    log-probs."""
+    """In a rank: return, by extras, all scores and the log-probs' gradient with respect to the hidden states."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
@@ -197,7 +196,7 @@ def test_extras_are_made_where_they_are_asked_for(size: int, rank_pool: RankPool
 
 
 def test_logits_in_the_thousands(rank_pool: RankPool) -> None:
-    """Probabilities that underflow leave everything finite."""
+    """Probabilities that underflow keep everything finite."""
     inputs = make_inputs(scale=1000.0)
     cases = {"large": Case()}
     want = reference(inputs, Case())
@@ -220,7 +219,7 @@ def test_no_token(rank_pool: RankPool) -> None:
 
 
 def test_bfloat16_weights_give_float32_scores(rank_pool: RankPool) -> None:
-    """Products are rounded to bfloat16 (8 bits), everything after them is float32."""
+    """Products are rounded to bfloat16 (8 bits); everything after them is float32."""
     inputs = make_inputs()
     want = reference(inputs, Case())
     (results,) = rank_pool.run(
@@ -235,7 +234,7 @@ def test_bfloat16_weights_give_float32_scores(rank_pool: RankPool) -> None:
 
 
 def largest_saved_tensor(inputs: Inputs, chunk_tokens: int) -> int:
-    """In a rank: elements of the largest tensor kept from the forward to the backward pass."""
+    """In a rank: return the number of elements of the largest tensor saved for backward."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)

@@ -1,7 +1,6 @@
-"""Modules with the names, shapes and places of Transformer Engine's parameters, which run on a CPU: for what
-depends on nothing else of it.
+"""Stubs of Transformer Engine's modules for a CPU, with the same parameter names, shapes and places.
 
-They compute as the local layers do, to the bit, so that whatever differs is a name or a place.
+They compute bitwise the same as the local layers, so that every difference is a name or a place.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from megarl.engine.rotary import rotary_packed
 
 
 class StubColumn(ColumnParallelLinear):
-    """TEColumnParallelLinear."""
+    """Stub of TEColumnParallelLinear."""
 
 
 class StubRow(RowParallelLinear):
-    """TERowParallelLinear."""
+    """Stub of TERowParallelLinear."""
 
 
 class StubNorm(RMSNorm):
-    """TENorm: Transformer Engine's modules have a state that is no parameter, and empty without FP8."""
+    """Stub of TENorm. Transformer Engine's modules have an extra state that is empty without FP8."""
 
     def get_extra_state(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
@@ -41,14 +40,16 @@ class StubNorm(RMSNorm):
 
 
 class StubNormColumn(ColumnParallelLinear):
-    """TELayerNormColumnParallelLinear: the norm's weight is `layer_norm_weight`, on every rank; the fused
-    kernel is two here."""
+    """Stub of TELayerNormColumnParallelLinear.
+
+    The norm's weight is `layer_norm_weight`, on every rank. The fused kernel is two here.
+    """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
         norm = RMSNorm(config, input_size, eps=config.layernorm_epsilon)
         self.layer_norm_weight = norm.weight
-        self._norm = [norm]  # in a list, so that it is no module of this one
+        self._norm = [norm]  # in a list, so that it is not registered as a submodule
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         (norm,) = self._norm
@@ -56,7 +57,7 @@ class StubNormColumn(ColumnParallelLinear):
         return super().forward(norm(hidden))
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """As in megatron.core.extensions.transformer_engine."""
+        """Return the sharded state dict as in megatron.core.extensions.transformer_engine."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -68,7 +69,7 @@ class StubNormColumn(ColumnParallelLinear):
 
 
 class StubAttention(AttentionCore):
-    """TEDotProductAttention: nothing of it is stored."""
+    """Stub of TEDotProductAttention, of which nothing is stored."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
@@ -77,7 +78,7 @@ class StubAttention(AttentionCore):
 
 
 class StubProvider:
-    """megatron.core.extensions.transformer_engine_spec_provider.TESpecProvider."""
+    """Stub of megatron.core.extensions.transformer_engine_spec_provider.TESpecProvider."""
 
     def column_parallel_linear(self) -> type:
         return StubColumn
@@ -103,17 +104,17 @@ class StubProvider:
     def grouped_mlp_modules(
         self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
     ) -> tuple[type, MLPSubmodules]:
-        """Experts one after the other: no test here has any."""
+        """Return experts computed one after another: no test here has any."""
         return SequentialMLP, MLPSubmodules(linear_fc1=StubColumn, linear_fc2=StubRow)
 
 
 def fused_rotary(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
-    """fused_apply_rotary_pos_emb_thd, which Megatron asks for on CUDA only."""
+    """Stub of fused_apply_rotary_pos_emb_thd, which Megatron uses on CUDA only."""
     return rotary_packed(t, cu_seqlens, freqs)
 
 
 def install(active: bool) -> None:
-    """In this process engines are built of them, or of local layers again."""
+    """Make engines in this process use the stubs, or local layers again."""
     from megarl.config.layers import LayerChoice
     from megarl.config.schema import Layers
 

@@ -1,5 +1,4 @@
-"""`read_architecture` on the JSON that transformers itself writes, and on fields that would change the
-maths."""
+"""`read_architecture` on JSON written by transformers, and on fields that would change the computation."""
 
 from __future__ import annotations
 
@@ -193,7 +192,7 @@ def test_llama_with_llama3_rope_written_by_transformers(tmp_path: Path) -> None:
 
 
 def test_families_with_experts_written_by_transformers(tmp_path: Path) -> None:
-    """Layers that are dense are told by their numbers, and by the step between those that are not."""
+    """Dense layers are given by their numbers, or by the step between sparse ones."""
     qwen3 = read_architecture(
         saved(tmp_path, Qwen3MoeConfig(**SIZES, **EXPERT_SIZES, norm_topk_prob=True, mlp_only_layers=[1]))
     )
@@ -224,7 +223,7 @@ def test_families_with_experts_written_by_transformers(tmp_path: Path) -> None:
 
 
 def test_experts_by_their_published_and_their_newer_name(tmp_path: Path) -> None:
-    """Qwen3-30B-A3B, whose makers count 30.5 billion parameters, 3.3 of them active."""
+    """Qwen3-30B-A3B, whose authors count 30.5 billion parameters, 3.3 of them active."""
     published = read_architecture(written(tmp_path, QWEN3_MOE_V4))
     newer = {
         name: value

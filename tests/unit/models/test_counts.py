@@ -55,12 +55,12 @@ def test_a_model_has_as_many_parameters_as_in_transformers(
         reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     assert num_parameters(architecture) == reference.num_parameters()
 
-    # A value head of (H) weights stands in place of an output layer of (V, H).
+    # A value head of (H) weights replaces an output layer of (V, H).
     output = 0 if tied else reference.lm_head.weight.numel()
     with_value_head = reference.num_parameters() - output + architecture.hidden_size
     assert num_parameters(architecture, with_value_head=True) == with_value_head
 
-    # In memory, transformers has the experts of a layer in tensors of three dimensions.
+    # In memory, transformers keeps the experts of a layer in three-dimensional tensors.
     of_experts = sum(value.numel() for name, value in reference.named_parameters() if value.dim() == 3)
     assert num_expert_parameters(architecture) == of_experts
 
@@ -103,7 +103,7 @@ def test_a_stage_with_experts_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_token_meets_the_chosen_experts_only(tmp_path: Path) -> None:
-    """Of 8 experts 2 are chosen; one has 3 x 32 x 64 parameters in each of 4 layers."""
+    """2 of 8 experts are selected; one has 3 x 32 x 64 parameters in each of 4 layers."""
     architecture = written(tmp_path, FAMILIES["qwen3_moe"].example())
     assert num_parameters(architecture) - num_active_parameters(architecture) == 6 * 4 * 3 * 32 * 64
     dense = written(tmp_path, FAMILIES["qwen3"].example())

@@ -1,8 +1,7 @@
-"""What holds for every registered family: it reads what transformers writes, and refuses what it does not
-know.
+"""Properties of every registered family: it reads what transformers writes, and refuses unknown fields.
 
-The tests of parity, conversion and weight transfer take their cases from the registry too: the last test
-checks it.
+The tests of parity, conversion and weight transfer also take their cases from the registry, which the last
+test checks.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def test_a_field_that_nobody_knows_is_refused_by_name(tmp_path: Path, model_type
     ],
 )
 def test_a_field_that_means_nothing_is_refused_by_name(tmp_path: Path, model_type: str, name: str) -> None:
-    """A family that reads a field also looks at its value."""
+    """A family that reads a field also checks its value."""
     path = written(tmp_path, FAMILIES[model_type].example() | {name: "many"})
     with pytest.raises(ConfigError) as refusal:
         read_architecture(path)
@@ -106,7 +105,7 @@ def test_a_class_of_another_family_is_refused(tmp_path: Path, model_type: str) -
 
 
 def test_an_example_fits_the_class_of_sglang() -> None:
-    """The push into it is tested with the example."""
+    """The weight sync to SGLang's class is tested with the example."""
     assert {
         name: list(family.sglang_differs(example_architecture(name))) for name, family in FAMILIES.items()
     } == {name: [] for name in FAMILIES}

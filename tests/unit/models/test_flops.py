@@ -1,4 +1,4 @@
-"""Operations of training, against torch's counter of what a Hugging Face model does, and by hand."""
+"""Floating-point operations of training, against torch's counter on a Hugging Face model, and by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.models.families import read_architecture
 from megarl.models.flops import peak_tflops, training_flops
 from tests.unit.config.folders import model_folder
 
-# of the tests' model; its heads are 12 wide, two of them of keys and values
+# A small model with heads of 12, two of them for keys and values.
 LAYERS = 4
 WIDTH = 48
 HEADS = 4
@@ -36,8 +36,9 @@ EXPERTS = {
 def test_it_is_what_a_model_of_hugging_face_does(
     prompt: int, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Its own attention makes all pairs of a row, and its output layer all places: both are put in their
-    places here."""
+    """The model's own attention computes all pairs of a row, and its output layer all positions: correct
+    both.
+    """
     folder = model_folder(tmp_path / "model", **changes)
     response = 8
     length = prompt + response
@@ -48,11 +49,11 @@ def test_it_is_what_a_model_of_hugging_face_does(
     with counter:
         model(input_ids=torch.arange(length)[None]).logits.sum().backward()
 
-    # pairs that the causal mask takes away, in 2 products
+    # Pairs removed by the causal mask, in 2 products.
     masked = 2 * 2 * LAYERS * WIDTH * (length * length - length * (length + 1) // 2)
     unread = 2 * WIDTH * VOCABULARY * (length - response)
 
-    # of the rotary embedding, a product there: half the numbers of a head, twice
+    # The rotary embedding, a product there: half the numbers of a head, twice.
     angles = length * WIDTH // HEADS
     expected = counter.get_total_flops() - 3 * (masked + unread) - angles
     assert training_flops(read_architecture(str(folder)), [(prompt, response)]) == expected

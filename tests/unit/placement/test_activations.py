@@ -1,5 +1,4 @@
-"""What a model needs while it works, by hand. rehearsal/test_memory.py and engine/test_memory_plan.py measure
-it."""
+"""The working memory of a model, by hand. rehearsal/test_memory.py and engine/test_memory_plan.py measure it."""
 
 from __future__ import annotations
 
@@ -21,18 +20,18 @@ from megarl.placement.activations import WorkingMemory, working_memory
 from megarl.placement.memory import model_state, second_moments
 from tests.unit.placement.test_memory import QWEN_7B, PlacementStrategy, config
 
-# of a micro-batch, which is two rows of 2,048
+# Tokens of a micro-batch, which is two rows of 2,048.
 TOKENS = 4096
 HIDDEN = 3584
-# with four tensor-parallel ranks
+# With four tensor-parallel ranks.
 QUERY = 28 * 128 // 4
 KEY = 4 * 128 // 4
 GATE = 18944 // 4
 ROWS = 152064 // 4
-# Inputs and outputs of the norms; the product of queries, keys and values, the first two turned, values once
-# more, what is attended and a float32 number of each of seven heads; gate, up and their product.
+# Inputs and outputs of the norms; queries, keys and values, the first two RoPE-rotated, values twice;
+# attention outputs and a float32 number for each of seven heads; gate, up and their product.
 LAYER = 4 * HIDDEN + 3 * QUERY + 4 * KEY + 2 * 7 + 3 * GATE
-BATCH = 128 * 2048 * 64  # of all rows of the step
+BATCH = 128 * 2048 * 64  # the bytes of all rows of the step
 ANGLES = 2048 * 128 * 4
 
 
@@ -47,8 +46,10 @@ def with_recompute(how: Recompute, **settings: object) -> PPOConfig:
 
 
 def test_recompute_keeps_one_hidden_state_per_layer_and_token() -> None:
-    """The head is the fullest moment: scored hidden states and their gradient and that of all, what the
-    output layer's gradient gets of 1,024 tokens, and of these two chunks of logits and a gradient of 2 bytes.
+    """The peak is in the head.
+
+    It consists of scored hidden states and their gradient, the gradient of all, the output layer's gradient
+    from 1,024 tokens, two chunks of these logits, and a gradient of 2 bytes.
     """
     head = TOKENS * 3 * HIDDEN * 2 + ROWS * HIDDEN * 2 + 1024 * ROWS * (2 * 4 + 2)
     none, full = (of_actor(with_recompute(how)).train for how in (Recompute.none, Recompute.full))
@@ -62,7 +63,7 @@ def test_recompute_keeps_one_hidden_state_per_layer_and_token() -> None:
     ("module", "saved"), [(RecomputeModule.core_attn, 0), (RecomputeModule.mlp, 28 * 3 * GATE)]
 )
 def test_selective_recomputation_saves_what_its_modules_keep(module: RecomputeModule, saved: int) -> None:
-    """Attention by a kernel keeps nothing inside itself."""
+    """Attention by a kernel saves nothing inside itself."""
     none, selective = (
         of_actor(with_recompute(how, recompute_modules=[module])).train
         for how in (Recompute.none, Recompute.selective)
@@ -71,7 +72,7 @@ def test_selective_recomputation_saves_what_its_modules_keep(module: RecomputeMo
 
 
 def test_attention_of_float32_keeps_a_number_for_each_pair_of_tokens() -> None:
-    """Of seven heads, 2,048 before each token; and queries, expanded keys, values and what is attended."""
+    """Seven heads with 2,048 keys per token; and queries, expanded keys, values and outputs."""
     run = with_recompute(Recompute.none)
     run = replace(run, model=ModelConfig(path="policy", dtype=DType.float32))
     again = replace(run, actor=replace(run.actor, recompute=Recompute.selective))
@@ -80,14 +81,16 @@ def test_attention_of_float32_keeps_a_number_for_each_pair_of_tokens() -> None:
 
 
 def test_a_cpu_keeps_more() -> None:
-    """Norms in float32, and the activation of the MLP by itself."""
+    """Norms are in float32, and the activation of the MLP is saved separately."""
     run = with_recompute(Recompute.none)
     assert of_actor(replace(run, device=Device.cpu)).train > of_actor(run).train + TOKENS * 28 * 2 * GATE * 2
 
 
 def test_sequence_parallelism_cuts_what_layers_hand_on() -> None:
-    """Of the inputs of 28 layers, the output of the last and the gradient of all, three quarters are
-    elsewhere; the buffer in which ranks gather the tokens stays."""
+    """Three quarters of the inputs of 28 layers, of the last output and of the gradient of all are elsewhere.
+
+    The buffer in which ranks gather the tokens stays.
+    """
     run = with_recompute(Recompute.full)
     cut = replace(run, actor=replace(run.actor, parallel=replace(run.actor.parallel, sequence_parallel=True)))
     whole = of_actor(run)
@@ -110,15 +113,16 @@ def test_a_step_takes_the_roots_of_all_second_moments() -> None:
 @pytest.mark.parametrize(
     ("virtual", "kept", "received"),
     [
-        (None, {0: 4 * (7 + 1), 3: 7 + 1}, {0: 0, 3: 2}),  # micro-batches of 7 layers and their output
-        (7, {0: (2 * 3 + 6 * 4 + 1) * 2, 3: (6 * 4 + 1) * 2}, {0: 2 * 6, 3: 2 * 7}),  # and of one
+        (None, {0: 4 * (7 + 1), 3: 7 + 1}, {0: 0, 3: 2}),  # micro-batches with 7 layers and their output
+        (7, {0: (2 * 3 + 6 * 4 + 1) * 2, 3: (6 * 4 + 1) * 2}, {0: 2 * 6, 3: 2 * 7}),  # and with one
     ],
 )
 def test_a_stage_keeps_the_micro_batches_under_way(
     virtual: int | None, kept: dict[int, int], received: dict[int, int]
 ) -> None:
-    """A layer is computed again: its output, the gradient of that, in the first stage that which the next
-    sends, and four times gate."""
+    """A layer is recomputed: its output, its gradient, in the first stage the gradient from the next, and
+    four times gate.
+    """
     run = config(PlacementStrategy.stand_alone)
     parallel = ParallelConfig(pipeline_parallel_size=4, virtual_pipeline_parallel_size=virtual)
     run = replace(run, critic=replace(run.critic, parallel=parallel, recompute=Recompute.full))

@@ -1,4 +1,4 @@
-"""How many processes of a node compute at a time, by the plan."""
+"""The number of processes that compute on a node at the same time, from the plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TP2 = ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2))
 @pytest.mark.parametrize(
     ("strategy", "values", "scores", "updates"),
     [
-        # actor and reference in two processes, beside the critic's one
+        # actor and reference in two processes, in addition to the critic's one
         (PlacementStrategy.split_collocate, 3, 3, (3, 3)),
         (PlacementStrategy.stand_alone, 5, 5, (3, 3)),
         (PlacementStrategy.fully_collocate, 1, 2, (1, 2)),

@@ -1,4 +1,4 @@
-"""What may run at the same time: from what phases read and write, and from the devices of a placement."""
+"""Which phases may overlap, from what they read and write, and from the devices of a placement."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_what_runs_at_the_same_time(strategy: PlacementStrategy, expected: set[t
     assert set(overlaps(plan)) == expected
     ahead = {(one, other) for one, other in overlaps(plan, generates_ahead=True)} - expected
 
-    # the engines have devices of their own
+    # the engines have separate devices
     if strategy in (PlacementStrategy.split_collocate, PlacementStrategy.stand_alone):
         phases = {
             phase.name for phase in step_phases() if phase.roles and phase.roles != ("reward_model",)

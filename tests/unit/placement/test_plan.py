@@ -44,7 +44,7 @@ def ppo(
 
 
 def places(plan: PlacementPlan, group: str) -> list[tuple[int, ...]]:
-    """The node, then the devices, of each process."""
+    """Return the node and the devices of each process."""
     return [(process.node, *process.devices) for process in plan.group(group).processes]
 
 
@@ -94,8 +94,8 @@ def test_without_critic_and_reference() -> None:
 
 
 def test_two_nodes_keep_a_tensor_parallel_group_together() -> None:
-    # Actor: 6 ranks in pairs on node 0. The critic's group of 4 does not fit into the 2 devices left there,
-    # the rollout does.
+    # Actor: 6 ranks in pairs on node 0. The critic's group of 4 does not fit on the 2 remaining devices; the
+    # rollout does.
     config = ppo(
         actor=ParallelConfig(tensor_parallel_size=2, data_parallel_size=3),
         critic=ParallelConfig(tensor_parallel_size=4),
@@ -160,7 +160,7 @@ def test_sixty_four_nodes() -> None:
 
 
 def test_nodes_are_as_large_as_needed_when_nothing_is_said() -> None:
-    # 4 + 3 + 1 = 8 devices over 2 nodes: 4 each would do by count, and does.
+    # 4 + 3 + 1 = 8 devices over 2 nodes: 4 each are enough, and fit.
     config = ppo(
         actor=ParallelConfig(tensor_parallel_size=4),
         critic=ParallelConfig(data_parallel_size=3),
@@ -169,7 +169,8 @@ def test_nodes_are_as_large_as_needed_when_nothing_is_said() -> None:
     )
     assert plan_placement(config).devices_per_node == 4
 
-    # 3 + 3 = 6 over 2 nodes: 3 each; but two groups of 2 and one of 2 more need 4 on one of them.
+    # 3 + 3 = 6 devices over 2 nodes: 3 each are not enough, because two groups of 2 and one more need 4 on
+    # one node.
     config = ppo(
         actor=ParallelConfig(tensor_parallel_size=2),
         critic=ParallelConfig(tensor_parallel_size=2),
@@ -229,7 +230,7 @@ def test_hybrid_engines_have_the_devices_of_the_actor() -> None:
 
 
 def test_hybrid_replicas_of_several_devices_stay_on_a_node() -> None:
-    # Nodes of 4 and 2 actor devices: of 3 each, one would be left over on both.
+    # Nodes with 4 and 2 actor devices: with 3 each, one device per node would be unused.
     actor = ParallelConfig(tensor_parallel_size=2, data_parallel_size=3)
     rollout = RolloutConfig(num_replicas=2, tensor_parallel_size=2)
     plan = plan_placement(hybrid(actor, rollout, num_nodes=2, devices_per_node=4))
@@ -240,7 +241,7 @@ def test_hybrid_replicas_of_several_devices_stay_on_a_node() -> None:
 
 
 def test_hybrid_replicas_that_no_node_can_hold() -> None:
-    # Two pipeline stages on a node each: a replica of two devices would need both.
+    # Two pipeline stages on one node each: a replica of two devices would need both nodes.
     config = hybrid(
         ParallelConfig(pipeline_parallel_size=2),
         RolloutConfig(tensor_parallel_size=2),

@@ -1,4 +1,4 @@
-"""The way of the weights in each placement, on each device, and what is said where a way does not exist."""
+"""The transport of weights in each placement, on each device, and the error if there is none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AUTO = Transport.auto
 def config(
     strategy: PlacementStrategy, num_nodes: int, transport: Transport = AUTO, num_replicas: int = 2
 ) -> PPOConfig:
-    """An actor of two ranks, a critic, two engines: on two nodes the actor fills the first."""
+    """Return an actor with two ranks, a critic and two engines. On two nodes, the actor fills the first."""
     return PPOConfig(
         actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2, data_parallel_size=num_nodes)),
         rollout=RolloutConfig(num_replicas=num_replicas),

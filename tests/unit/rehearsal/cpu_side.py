@@ -1,6 +1,6 @@
-"""The sequence of calls of a real run on the CPU, over gloo, and a rehearsal with the switches of such a run.
+"""The calls of a real CPU run over gloo, and a dry run with the switches of such a run.
 
-Imports neither torch nor Megatron before one of them is called.
+Imports neither torch nor Megatron before one of the functions is called.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 from megarl.config.schema import PPOConfig
 from megarl.rehearsal.record import PhaseRecord
 
-WITH_CPU_SWITCHES = "cpu"  # name of a model's folder: its rehearsals have them
+WITH_CPU_SWITCHES = "cpu"  # the folder of a model whose dry runs use the CPU's switches
 
 
 def make_ready_with_switches() -> None:
-    """For megarl.rehearsal.processes, in the process from which ranks are forked."""
+    """Prepare the process from which megarl.rehearsal.processes forks ranks."""
     from megarl.rehearsal.processes import make_ready
 
     make_ready()
@@ -32,8 +32,10 @@ def make_ready_with_switches() -> None:
 
 
 def _switch() -> None:
-    """All that sends something and depends on the device. Where parameters are made, and which kernels
-    compute, sends nothing."""
+    """Switch everything that communicates and depends on the device.
+
+    Where parameters are created, and which kernels compute, does not affect communication.
+    """
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     from megarl.engine import data_parallel
@@ -47,8 +49,7 @@ def _switch() -> None:
 
 
 def run_on_cpu(config: PPOConfig, num_micro_batches: int) -> list[PhaseRecord]:
-    """In a rank of gloo: the actor, on the batch of its rehearsal; of what is recorded only the calls are of
-    use."""
+    """Run the actor in a gloo rank on the batch of its dry run. Only the recorded calls are used."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from megarl.config.batch_arithmetic import fullest_micro_batch
@@ -69,7 +70,7 @@ def run_on_cpu(config: PPOConfig, num_micro_batches: int) -> list[PhaseRecord]:
 
     ledger = ledgers.Ledger(None)
 
-    # which a rank that is shared with other tests may have at work
+    # A rank that is shared with other tests may still have some in progress.
     ledgers.UNSEEN += (__file__, nccl_semantics.__file__)
 
     class Watched(TorchDispatchMode):

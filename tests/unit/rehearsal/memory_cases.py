@@ -1,5 +1,6 @@
-"""Rehearsals whose memory is compared with the plan's: of shipped runs, their roles, how these recompute, and
-each kind of stage."""
+"""Dry runs whose memory is compared with the plan's: roles of shipped runs, recomputation modes, kinds of
+stages.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +21,18 @@ from megarl.rehearsal.record import RankRecord, RankRequest
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FROZEN = "-"  # recomputes nothing
-# how far the plan may be above what is measured
+# How far the plan may exceed what is measured.
 HELD = 0.05
 PEAK = 0.10
-_COUNTED = 1e-4  # of a peak: numbers and flags that are no state, padding of Megatron's buffers
+_COUNTED = 1e-4  # of a peak: numbers and flags outside the state, padding of Megatron's buffers
 
 
 def recompute_modes(role: ModelRole, *, has_experts: bool) -> dict[str, list[str]]:
-    """Overrides by name. `full, half`: of the first half of each stage's layers. Of a model with experts,
-    whose rehearsal takes as long as there are many, the run's own."""
+    """Return overrides by name.
+
+    `full, half` recomputes the first half of each stage's layers. For a model with experts, whose dry run is
+    slow, only the run's own mode is used.
+    """
     if role.optim is None:
         return {FROZEN: []}
     if has_experts:
@@ -59,7 +63,7 @@ class Compared(NamedTuple):
 
 
 def cases_of(run: str) -> Iterator[Case]:
-    """Of a file of `configs/`, on a device that has memory enough for all modes."""
+    """Yield the cases of a file in `configs/`, on a device with enough memory for all modes."""
     loaded = _load(run, [])
     architectures = read_architectures(loaded)[0]
 
@@ -77,7 +81,7 @@ def _load(run: str, overrides: list[str]) -> PPOConfig | SFTConfig:
     path = str(CONFIGS / f"{run}.yaml")
     size = ["placement.device_memory_gb=null", "device=cuda"]
 
-    # of two layers; the plan has all tokens go on in the last, where those of a prompt do not
+    # Two layers. In the plan all tokens continue in the last layer; in the engine prompt tokens do not.
     if run == "quickstart":
         size.append("data.max_response_length=64")
     known, _ = with_published_models(load_config(schema, path, size), path)
@@ -99,7 +103,7 @@ def role_of(config: PPOConfig | SFTConfig, name: str) -> ModelRole:
 
 
 def rehearse_cases(cases: Iterable[Case], num_processes: int = 2) -> list[Compared]:
-    """In the order of the cases."""
+    """Simulate the cases and yield the records in their order."""
     asked = list(cases)
     shares = [asked[number::num_processes] for number in range(num_processes)]
     with ThreadPoolExecutor(num_processes) as threads:
@@ -124,7 +128,7 @@ def _predicted(case: Case) -> PredictedMemory:
 
 
 def problems_of(compared: Iterable[Compared]) -> list[str]:
-    """What is beyond its bounds, with the case."""
+    """Return what is out of bounds, with its case."""
     return [
         f"{case.run}, {case.role}, {case.mode}, rank {case.rank}, {problem}"
         for case, record, plan in compared
@@ -133,21 +137,21 @@ def problems_of(compared: Iterable[Compared]) -> list[str]:
 
 
 def measured_most(measured: int, above: float) -> float:
-    """What is left of a small model when its state has gone is less than a page."""
+    """Return the bound for a small model, of which less than a page remains when its state is offloaded."""
     return measured * (1 + above) + 4096
 
 
 def beyond_bounds(record: RankRecord, plan: PredictedMemory) -> list[str]:
-    """What of the plan is below what was measured, or too far above it."""
+    """Return where the plan is below the measurement, or too far above it."""
     if record.error is not None:
         return [record.error]
     held = {"build": plan.held, "offload": plan.stays, "restore": plan.held + plan.stays}
     problems = []
 
     for phase in record.phases:
-        if phase.name not in plan.peaks:  # a push, whose buffers are the plan's own
+        if phase.name not in plan.peaks:  # a weight sync, whose buffers come from the plan
             continue
-        # A rehearsal has a few micro-batches of the batch.
+        # A dry run has only a few micro-batches of the batch.
         sizes = [
             (
                 "peak",

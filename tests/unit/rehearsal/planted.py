@@ -1,7 +1,7 @@
-"""What is planted into the engine of rehearsed ranks, mistakes above all, each for models in a folder of its
-name.
+"""Changes to the engine of simulated ranks, mainly mistakes, for models in a folder with the name of the
+change.
 
-Imports no torch before it is ready.
+Imports no torch before it is prepared.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def make_ready_with_mistakes() -> None:
-    """For megarl.rehearsal.processes, in the process from which ranks are forked."""
+    """Prepare the process from which megarl.rehearsal.processes forks ranks."""
     from megarl.rehearsal.processes import make_ready
 
     make_ready()
@@ -126,7 +126,7 @@ def another_shape_than_the_layout(rank: int) -> None:
 
 
 def transformer_engine(rank: int) -> None:
-    """No mistake: layers of the stubs of Transformer Engine's modules."""
+    """Use layers of stubs of Transformer Engine's modules. This is not a mistake."""
     from tests.unit.engine import transformer_engine_stubs
 
     transformer_engine_stubs.install(True)

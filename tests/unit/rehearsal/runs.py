@@ -1,4 +1,4 @@
-"""Configurations of rehearsed runs, with models of which there is no more than a `config.json`."""
+"""Configurations of dry runs with models that only have a `config.json`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EIGHT_LAYERS_OF_70B: dict[str, Any] = {
     "max_position_embeddings": 8192,
 }
 PROMPT = RESPONSE = 64
-ROWS = 4  # of a micro-batch
+ROWS = 4  # the rows of a micro-batch
 TOKENS = ROWS * (PROMPT + RESPONSE)
 SMALL = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
 

@@ -1,5 +1,6 @@
-"""With the switches of a run on the CPU a rehearsal makes the calls of that run, over gloo, one by one; and
-what CUDA's switches change."""
+"""A dry run with a CPU run's switches makes that run's calls over gloo, one by one; and what CUDA's switches
+change.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ LAYOUTS = {
         pipeline_parallel_size=2, virtual_pipeline_parallel_size=2, context_parallel_size=2
     ),
 }
-# on each stage
+# The layers of each stage.
 MICRO_BATCHES = 2
 LAYERS = 2
-RANKS = [0, 3]  # one of each stage, and not the same of its groups
+RANKS = [0, 3]  # one per stage, with different ranks in its groups
 PHASES = ("build", "score", "train", "step", "offload", "restore")
 
 Rehearsed = dict[tuple[str, str], dict[int, RankRecord]]  # by layout and folder of the model; by rank
@@ -43,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def rehearsed(models: dict[str, str]) -> Rehearsed:
-    """All ranks of one layout on CUDA, which must not hang."""
+    """Simulate all ranks of one layout on CUDA, which must not hang."""
     ranks = {(layout, name): RANKS for layout in LAYOUTS for name in models} | {
         ("PP2xVPP2xCP2", "cuda"): [0, 1, 2, 3]
     }
@@ -53,14 +54,14 @@ def rehearsed(models: dict[str, str]) -> Rehearsed:
         for request in requests(ppo(models[name], LAYOUTS[layout]), some)
     ]
 
-    # one at a time: in the order in which they are asked for
+    # One rank at a time, so that records arrive in request order.
     records = list(rehearse_ranks(asked, 1, make_ready_with_switches))
     assert {record.error for record in records} == {None}
     return {each: {rank: records.pop(0) for rank in some} for each, some in ranks.items()}
 
 
 def calls(phases: Iterator[PhaseRecord] | tuple[PhaseRecord, ...], name: str) -> list[Collective]:
-    """Without the bytes of pickled objects, whose number the ranks tell each other before."""
+    """Return the calls without the bytes of pickled objects, whose number ranks exchange first."""
     found = next(phase for phase in phases if phase.name == name).collectives
     return [call._replace(batch=None) for call in found if call.dtype != "uint8"]
 
@@ -69,7 +70,7 @@ def calls(phases: Iterator[PhaseRecord] | tuple[PhaseRecord, ...], name: str) ->
 def test_a_rehearsal_makes_the_calls_of_a_real_run(
     layout: str, models: dict[str, str], rehearsed: Rehearsed, rank_pool: RankPool
 ) -> None:
-    """Of the same kind, group, type and size, from the same lines, in the same order."""
+    """The calls have the same kind, group, dtype, size and source line, and the same order."""
     config = ppo(models[WITH_CPU_SWITCHES], LAYOUTS[layout])
     real = rank_pool.run(run_on_cpu, world_size=4, config=config, num_micro_batches=MICRO_BATCHES)
 
@@ -82,12 +83,12 @@ def test_a_rehearsal_makes_the_calls_of_a_real_run(
 
 
 def beside_those_of(one: list[Collective], other: list[Collective]) -> list[Collective] | None:
-    """What `other` has beside the calls of `one`, if it has those in their order; None if not."""
+    """Return the calls of `other` in addition to those of `one`, if it has those in order; otherwise None."""
     left = list(one)
     beside = []
 
     for call in other:
-        # from other lines: it is another linear layer
+        # From other lines, because the linear layer is another.
         if left and call._replace(place="") == left[0]._replace(place=""):
             left.pop(0)
         else:
@@ -102,8 +103,9 @@ def short(calls: list[Collective] | None) -> list[tuple[str, str, int]]:
 
 
 def test_cuda_gathers_the_input_of_a_layer_again_and_calls_in_groups_of_one(rehearsed: Rehearsed) -> None:
-    """With sequence parallelism, once for each of the two column-parallel layers (queries, keys and values;
-    gate and up)."""
+    """This happens with sequence parallelism, once for each of the two column-parallel layers (QKV; gate and
+    up).
+    """
     gathers = [("all_gather", "TENSOR_MODEL_PARALLEL_GROUP", 2)] * (MICRO_BATCHES * LAYERS * 2)
     alone = "DATA_PARALLEL_GROUP_WITH_CP"
     changed = {"train": [*gathers, ("reduce_scatter", alone, 1)], "step": [("all_gather", alone, 1)]}
@@ -120,7 +122,8 @@ def test_cuda_reduces_gradients_within_the_second_pass_and_gathers_parameters_un
     rehearsed: Rehearsed,
 ) -> None:
     """Those of the second virtual stage are ready before the first one's are computed. The first pass is as
-    on the CPU."""
+    on a CPU.
+    """
     for rank, on_cpu in rehearsed["PP2xVPP2xCP2", WITH_CPU_SWITCHES].items():
         on_cuda = rehearsed["PP2xVPP2xCP2", "cuda"][rank]
         assert [phase.name for phase in on_cuda.phases] == [*PHASES[:4], "train again", *PHASES[4:]]
@@ -138,13 +141,14 @@ def test_cuda_reduces_gradients_within_the_second_pass_and_gathers_parameters_un
 
 
 def is_of_gradients(call: Collective) -> bool:
-    """Others are of keys and values, among ranks that share rows."""
+    """Return whether a call reduces gradients. Others are for keys and values with context parallelism."""
     return call.kind == "reduce_scatter" and call.group.startswith("DATA")
 
 
 def awaited_late(record: RankRecord) -> set[str]:
-    """The kinds of calls of ranks with the same parameters after which the rank made others before it waited
-    for them."""
+    """Return the kinds of calls between equal ranks that overlapped with other calls before they were
+    awaited.
+    """
     made = [call for phase in record.phases for call in phase.collectives]
     late = [
         made[each.call] for phase in record.phases for each in phase.awaits if each.num_calls > each.call + 1

@@ -1,8 +1,6 @@
-"""Models with experts: two ranks of a small layout, and one of Qwen3-30B-A3B's with two of its layers beside
-the plan.
+"""MoE models: two ranks of a small layout, and one of Qwen3-30B-A3B with two layers against the plan.
 
-With all layers, and as the runs of configs/ recompute them, tests/soak/test_rehearsed_memory.py shows the
-same.
+tests/soak/test_rehearsed_memory.py covers all layers, with the recomputation of the runs in configs/.
 """
 
 from __future__ import annotations
@@ -79,9 +77,11 @@ def test_no_mistake_is_found(records: dict[str, list[RankRecord]]) -> None:
 
 
 def test_tokens_go_to_experts_and_come_back(records: dict[str, list[RankRecord]]) -> None:
-    """Of 512 tokens a rank has half, each of which meets two experts: with even routes half of those 512 go
-    to each rank, with their weights, and come back. In uneven routes expert 0 has 128 tokens, twice its
-    share, and 384 are left for seven others."""
+    """A rank has half of 512 tokens, each of which goes to two experts.
+
+    With even routes, half of those 512 go to each rank, with their weights, and return. With uneven routes,
+    expert 0 has 128 tokens, twice its share, and 384 are left for seven others.
+    """
     sent = TOKENS // 2 * 2
     for name, numbers in (("score", (256, 256)), ("score, uneven", (293, 219))):
         for phase in phases(records["small"], name):

@@ -1,5 +1,4 @@
-"""The guard of CUDA devices is compiled once; without a compiler, or with one that fails, the user is told
-what to do."""
+"""The guard of CUDA devices is compiled once. Without a working compiler, the error contains a remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from megarl.rehearsal.guard import compiled_guard
 
 
 def compiler(folder: Path, script: str) -> str:
-    """A folder in which `g++` is that shell script."""
+    """Return a folder in which `g++` is that shell script."""
     folder.mkdir()
     (folder / "g++").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "g++").chmod(0o755)

@@ -1,8 +1,7 @@
-"""One rank of the first, second and last stage of Llama 3 70B on 128 devices, with sequence parallelism and
-virtual stages.
+"""Ranks of the first, second and last stage of Llama 3 70B on 128 devices.
 
-Of its 80 layers there are 8, one for each virtual stage, which is enough for each kind of call and of memory:
-80 take a minute.
+The layout has sequence parallelism and virtual stages. Instead of 80 layers there are 8, one for each virtual
+stage, which is enough for each kind of call and of memory: 80 take a minute.
 """
 
 from __future__ import annotations
@@ -35,13 +34,14 @@ LAYERS = 2
 CHUNKS = 2
 MICRO_BATCHES = 4
 TOKENS = 8192
-# Queries and output 8192 x 8192, keys and values 8192 x 1024, three matrices of 8192 x 28672; cut in eight.
+# Queries and output 8192 x 8192, keys and values 8192 x 1024, three matrices of 8192 x 28672; sharded by
+# eight.
 # Two norms.
 LAYER = (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672) // 8 + 2 * 8192
 VOCABULARY = 129024 // 8 * 8192
 PARAMETERS = {0: LAYERS * LAYER + VOCABULARY, 1: LAYERS * LAYER, 3: LAYERS * LAYER + VOCABULARY + 8192}
-STATE = 2 + 4 + 12 // 4  # bytes of a parameter: weight, gradient, a fourth of moments and master
-WHOLE = TOKENS * HIDDEN * 2  # bytes of the hidden states of a micro-batch
+STATE = 2 + 4 + 12 // 4  # bytes per parameter: weight, gradient, a fourth of moments and master
+WHOLE = TOKENS * HIDDEN * 2  # bytes of a micro-batch's hidden states
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> PPOConfig:
 
 @pytest.fixture(scope="module")
 def records(config: PPOConfig) -> dict[int, RankRecord]:
-    """By stage."""
+    """Return the records by stage."""
     return {
         record.pipeline_rank: record
         for record in rehearse_ranks(requests(config, distinct_ranks(PARALLEL)), 2)
@@ -75,14 +75,15 @@ def sizes(phase: PhaseRecord, kind: str, group: str, dtype: str) -> list[int]:
 def test_no_mistake_is_found(records: dict[int, RankRecord]) -> None:
     assert sorted(records) == [0, 1, 3]
     assert {record.error for record in records.values()} == {None}
-    # of the messages between the first two stages, which are neighbours
+    # Messages between the first two stages, which are adjacent.
     assert hangs(list(records.values())) == []
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_parameters_and_held_memory(stage: int, records: dict[int, RankRecord]) -> None:
-    """Beside the state there are rotary frequencies, padding of Megatron's buffers and the optimizer's flag:
-    less than a millionth."""
+    """In addition to the state there are rotary frequencies, buffer padding and the optimizer's flag: below a
+    millionth.
+    """
     record = records[stage]
     assert record.num_parameters == PARAMETERS[stage]
     assert phase_of(record, "build").held == pytest.approx(STATE * PARAMETERS[stage], rel=1e-6)
@@ -90,8 +91,9 @@ def test_parameters_and_held_memory(stage: int, records: dict[int, RankRecord]) 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_gradients_and_parameters_over_replicas(stage: int, records: dict[int, RankRecord]) -> None:
-    """One buffer for each virtual stage, of which the first is in buckets that travel while others are
-    computed."""
+    """There is one buffer per virtual stage. The first is split into buckets that overlap with the
+    computation.
+    """
     reduced = sizes(phase_of(records[stage], "train"), "reduce_scatter", "DATA", "float32")
     gathered = sizes(phase_of(records[stage], "step"), "all_gather", "DATA", "bfloat16")
     assert len(reduced) == len(gathered) >= CHUNKS
@@ -100,9 +102,11 @@ def test_gradients_and_parameters_over_replicas(stage: int, records: dict[int, R
 
 
 def test_hidden_states_over_tensor_ranks(records: dict[int, RankRecord]) -> None:
-    """With sequence parallelism, in each layer: gathered before attention and MLP and scattered after,
-    computed twice (recompute), and the other way round on the way back, where what was gathered is gathered
-    once more for the gradient of the weight. A middle stage has nothing but layers."""
+    """With sequence parallelism, each layer gathers before attention and MLP and scatters afterwards.
+
+    This happens twice (recompute), and in reverse in backward, where the gathered input is gathered once more
+    for the gradient of the weight. A middle stage has only layers.
+    """
     train = phase_of(records[1], "train")
     gathered, scattered = (
         sizes(train, kind, "TENSOR", "bfloat16") for kind in ("all_gather", "reduce_scatter")
@@ -112,15 +116,18 @@ def test_hidden_states_over_tensor_ranks(records: dict[int, RankRecord]) -> None
 
 
 def test_hidden_states_between_stages(records: dict[int, RankRecord]) -> None:
-    """Each rank sends its eighth of the tokens. The first stage sends on from both of its virtual stages, and
-    sends gradients back from the second, around to the last stage."""
+    """Each rank sends its eighth of the tokens.
+
+    The first stage sends from both of its virtual stages, and sends gradients from the second, around to the
+    last stage.
+    """
     train = phase_of(records[0], "train")
     assert sizes(train, "send", "PIPELINE", "bfloat16") == [WHOLE // 8] * (MICRO_BATCHES * (2 + 1))
     assert sizes(train, "recv", "PIPELINE", "bfloat16") == [WHOLE // 8] * (MICRO_BATCHES * (2 + 1))
 
 
 def test_log_probs_over_the_vocabulary(records: dict[int, RankRecord]) -> None:
-    """6,144 response tokens in chunks of 1,024: the largest logit, then four sums."""
+    """6,144 response tokens in chunks of 1,024: the maximum logit, then four sums."""
     assert (
         sum(sizes(phase_of(records[3], "score"), "all_reduce", "TENSOR", "float32"))
         == MICRO_BATCHES * 6144 * (1 + 4) * 4
@@ -129,9 +136,11 @@ def test_log_probs_over_the_vocabulary(records: dict[int, RankRecord]) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_no_layer_waits_for_the_device(stage: int, records: dict[int, RankRecord]) -> None:
-    """Virtual stages tell each other the shapes of what they send: for each micro-batch a copy for what comes
-    and for what goes, there and back, and a synchronisation of each exchange, of which warming up takes two
-    more. The last stage reads its metrics, once."""
+    """Virtual stages exchange the shapes of their messages.
+
+    Each micro-batch has a copy for what arrives and for what is sent, in forward and backward, and a
+    synchronization of each exchange; the warm-up needs two more. The last stage reads its metrics once.
+    """
     for phase in ("score", "train"):
         waits = phase_of(records[stage], phase).host_syncs
         others = [wait for wait in waits if "p2p_communication.py" not in wait.place]

@@ -1,7 +1,7 @@
-"""The plan of memory is never below what a rehearsal measures, and near: of the quickstart, which is small,
-each role in one mode.
+"""The memory plan is never below what a dry run measures, and close: for the small quickstart, one mode per
+role.
 
-In every mode, and of all runs of configs/, tests/soak/test_rehearsed_memory.py shows the same.
+tests/soak/test_rehearsed_memory.py covers every mode of all runs in configs/.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Mistakes that a GPU would punish, planted into the engine, are found by a rehearsal and named with their
-line."""
+"""Mistakes that would fail on a GPU, planted into the engine, are found by a dry run and named with their
+line.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ PAIR = ParallelConfig(tensor_parallel_size=2)
 REPLICAS = ParallelConfig(data_parallel_size=2)
 STAGES = ParallelConfig(pipeline_parallel_size=2)
 SEQUENCE = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True)
-# (64, 64), of which the second rank holds the last 32 rows
+# (64, 64), of which the second rank holds the last 32 rows.
 QUERIES = "model.layers.1.self_attn.q_proj.weight"
 PUSH = RankPush(
     {
@@ -30,7 +31,7 @@ PUSH = RankPush(
     },
     buffer_bytes=0,
 )
-# Name of the plant, layout, ranks.
+# Name of the change, layout, ranks.
 PLANTED = (
     ("weight_of_the_head_on_the_host", ParallelConfig(), [0]),
     ("another_order_on_rank_one", PAIR, [0, 1]),
@@ -51,8 +52,7 @@ pytestmark = pytest.mark.usefixtures("forked_rehearsals")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankRecord]]:
-    """All by one process, one rank at a time, so that records come in the order in which they are asked
-    for."""
+    """Run all in one process, one rank at a time, so that records arrive in request order."""
     folder = tmp_path_factory.mktemp("models")
     asked = []
 
@@ -93,7 +93,7 @@ def test_collectives_in_another_order_on_one_rank(found: dict[str, list[RankReco
 
 
 def test_collectives_in_another_order_between_groups(found: dict[str, list[RankRecord]]) -> None:
-    """In each group by itself both ranks make the same calls."""
+    """Within each group, both ranks make the same calls."""
     records = found["another_order_between_groups_on_rank_one"]
     assert [record.error for record in records] == [None, None]
     (problem,) = hangs(records)
@@ -146,7 +146,7 @@ def test_a_parameter_of_another_size_than_the_layout_has(found: dict[str, list[R
 
 
 def test_memory_beyond_the_device(found: dict[str, list[RankRecord]]) -> None:
-    """The parameters (47,360 bytes) and gradients (94,720) fit, the optimizer's state (142,080) does not."""
+    """The parameters (47,360 bytes) and gradients (94,720) fit; the optimizer state (142,080) does not."""
     (record,) = found["too_small_a_device"]
     assert record.error is not None
     assert " MiB would be allocated on a device that has 0.23 MiB, " in record.error
@@ -166,8 +166,9 @@ def test_a_push_of_what_the_rank_does_not_hold(found: dict[str, list[RankRecord]
 def test_transformer_engines_layers_have_the_parameters_and_calls_of_local_ones(
     found: dict[str, list[RankRecord]],
 ) -> None:
-    """No mistake: with stubs, which hold norms in the linear layers behind them and turn by a function of
-    their own."""
+    """This is not a mistake. The stubs have norms in the linear layers that follow them, and a rotation of
+    their own.
+    """
     for fused, local in zip(found["transformer_engine"], found["local"], strict=True):
         assert fused.error is None
         assert fused.num_parameters == local.num_parameters

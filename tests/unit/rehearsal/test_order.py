@@ -1,5 +1,6 @@
-"""Ranks whose calls agree in each group hang where the device would wait for ever, and only there: sequences
-written by hand."""
+"""Ranks whose calls agree within each group hang only if a device would wait forever: sequences written by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def call(
 
 
 def rank(number: int, *calls: Collective, awaits: list[tuple[int, int]] | None = None) -> RankRecord:
-    """awaits: without it each call is waited for at once."""
+    """Return a record. Without `awaits`, each call is awaited at once."""
     if awaits is None:
         awaits = [(made, made + 1) for made in range(len(calls))]
     phase = PhaseRecord(
@@ -56,7 +57,7 @@ def test_two_groups_in_different_orders_hang_with_both_places() -> None:
 @pytest.mark.parametrize(
     ("awaits", "hangs"),
     [
-        ([(0, 2), (1, 2)], False),  # both are begun before either is waited for
+        ([(0, 2), (1, 2)], False),  # both are started before either is awaited
         ([(1, 2), (0, 2)], False),
         ([(0, 1), (1, 2)], True),
     ],
@@ -64,13 +65,13 @@ def test_two_groups_in_different_orders_hang_with_both_places() -> None:
 def test_asynchronous_calls_hold_up_only_who_waits_for_them(
     awaits: list[tuple[int, int]], hangs: bool
 ) -> None:
-    """It is enough that one of the two goes on."""
+    """It is enough that one of the two continues."""
     problem = deadlock([rank(0, call(A), call(B), awaits=awaits), rank(1, call(B), call(A))])
     assert (problem is not None) == hangs
 
 
 def test_three_ranks_in_a_circle_hang_and_one_that_leads_there_is_not_named() -> None:
-    """Rank 3 waits for rank 0, who is in the circle."""
+    """Rank 3 waits for rank 0, which is in the cycle."""
     pairs = {pair: (f"{pair[0]}{pair[1]}", pair) for pair in ((0, 1), (1, 2), (0, 2), (0, 3))}
     problem = deadlock(
         [
@@ -96,7 +97,7 @@ def test_three_ranks_in_a_circle_hang_and_one_that_leads_there_is_not_named() ->
 
 
 def messages(number: int, batch: int | None, first: str) -> list[Collective]:
-    """A rank of two that sends to the other and receives from it."""
+    """Return the calls of one of two ranks that send to each other."""
     send = ("P", (number, 1 - number))
     receive = ("P", (1 - number, number))
     both = [call(send, "send", batch), call(receive, "recv", batch)]
@@ -110,7 +111,7 @@ def messages(number: int, batch: int | None, first: str) -> list[Collective]:
 def test_messages_that_cross_hang_unless_they_are_given_at_once(
     batch: int | None, first: tuple[str, str], hangs: bool
 ) -> None:
-    """Also where nobody waits between them: those of a group are one after another."""
+    """Applies even without waiting in between, because those of a group run one after another."""
     records = [
         rank(number, *messages(number, batch, first[number]), awaits=[(0, 2), (1, 2)]) for number in (0, 1)
     ]
@@ -121,7 +122,7 @@ def test_messages_that_cross_hang_unless_they_are_given_at_once(
 
 
 def test_messages_stand_in_the_row_of_their_groups_collectives() -> None:
-    """A communicator does one after another, whatever it is and whoever waits."""
+    """A communicator runs one operation after another, whatever it is and whoever waits."""
     sum_first = rank(0, call(("P", (0, 1))), call(("P", (0, 1)), "send"), awaits=[])
     message_first = rank(1, call(("P", (0, 1)), "recv"), call(("P", (0, 1))), awaits=[])
     assert deadlock([sum_first, message_first]) is not None

@@ -1,4 +1,4 @@
-"""Which ranks are rehearsed, and which sequences of calls would hang."""
+"""Which ranks are simulated, and which sequences of calls would hang."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_call_that_differs_is_named_with_both_places(
 
 
 def test_messages_are_compared_from_sender_to_receiver() -> None:
-    """In each direction by itself: which comes first is the stages' own affair, in a batch."""
+    """Each direction is compared separately: within a batch, stages may use any order."""
     sent = call("send", (0, 1))
     received = call("recv", (0, 1))
     back = call("recv", (1, 0), elements=4), call("send", (1, 0), elements=4)

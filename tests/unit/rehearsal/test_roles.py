@@ -1,5 +1,4 @@
-"""What the other layouts do not have: a tied head, norms of queries and keys, padded rows, virtual stages; a
-frozen model, a critic."""
+"""What other layouts lack: a tied head, QK norms, padded rows, virtual stages, a frozen model, a critic."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ pytestmark = pytest.mark.usefixtures("forked_rehearsals")
 
 STAGES = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, sequence_parallel=True)
 HEAD_DIM = 32
-# A layer cut in two, its norms, and two norms of a head.
+# A layer split in two, its norms, and two norms of a head.
 LAYER = (64 * (4 + 2 * 2) * HEAD_DIM + 4 * HEAD_DIM * 64 + 3 * 64 * 96) // 2 + 2 * 64 + 2 * HEAD_DIM
 VOCABULARY = 256 // 2 * 64
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[RankRecord]]:
-    """Of the first tensor rank of both stages, in the order of stages."""
+    """Return the records of the first tensor-parallel rank of both stages, in order."""
     folder = Path(save_config(tmp_path_factory.mktemp("qwen") / "model", {**TINY, "num_hidden_layers": 4}))
     fields = json.loads((folder / "config.json").read_text())
     fields |= {
@@ -60,8 +59,9 @@ def test_no_mistake_is_found(records: dict[str, list[RankRecord]]) -> None:
 
 
 def test_parameters(records: dict[str, list[RankRecord]]) -> None:
-    """Two layers a stage. A tied head is the first stage's embedding, of which the last has a copy; a
-    critic's head has 64 weights."""
+    """Two layers per stage. The last stage has a copy of the embedding as its tied head; a critic's head has
+    64 weights.
+    """
     for role in ("actor", "reference"):
         assert [rank.num_parameters for rank in records[role]] == [
             2 * LAYER + VOCABULARY,
@@ -74,7 +74,7 @@ def test_parameters(records: dict[str, list[RankRecord]]) -> None:
 
 
 def test_phases(records: dict[str, list[RankRecord]]) -> None:
-    """A frozen model has no optimizer, and no other state than its parameters."""
+    """A frozen model has no optimizer, and no state except its parameters."""
     for role in ("actor", "critic"):
         assert [phase.name for phase in records[role][0].phases] == [
             "build",
@@ -88,7 +88,7 @@ def test_phases(records: dict[str, list[RankRecord]]) -> None:
     frozen = records["reference"][0]
     assert [phase.name for phase in frozen.phases] == ["build", "score", "offload", "restore"]
 
-    # two chunks, each with its frequencies
+    # Two chunks, each with its rotary frequencies.
     assert frozen.phases[0].held == 2 * frozen.num_parameters + 4 * HEAD_DIM // 2 * 2
 
 

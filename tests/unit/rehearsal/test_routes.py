@@ -1,5 +1,6 @@
-"""Where tokens of a rehearsal go: to as many experts as a router takes, each once, evenly or to one twice as
-often."""
+"""Routes in a dry run: each token goes to the router's number of distinct experts, evenly or to one twice as
+often.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def experts(number: int, chosen: int) -> Experts:
 
 
 def counts(routes: Tensor, number: int) -> list[int]:
-    """Tokens of each expert."""
-    assert all(len(set(row)) == len(row) for row in routes.tolist())  # a token meets an expert once
+    """Return the number of tokens of each expert."""
+    assert all(len(set(row)) == len(row) for row in routes.tolist())  # a token goes to an expert once
     return [int((routes == expert).sum()) for expert in range(number)]
 
 

@@ -1,4 +1,4 @@
-"""All ranks of a small layout: what they hold, send and wait for is what arithmetic by hand says."""
+"""All ranks of a small layout: what they hold, send and wait for equals calculations by hand."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.unit.rehearsal.runs import RESPONSE, ROWS, SMALL, TINY, TOKENS, ppo, 
 
 pytestmark = pytest.mark.usefixtures("forked_rehearsals")
 
-# on each stage
+# The layers of each stage.
 MICRO_BATCHES = 2
 LAYERS = 1
 HIDDEN = 64
 BFLOAT16 = 2
 FLOAT32 = 4
-# Queries 64 x 64, keys and values 64 x 32 each, output 64 x 64, gate, up and down 64 x 96 each; cut in two.
-# Two norms, which are whole.
+# Queries 64 x 64, keys and values 64 x 32 each, output 64 x 64, gate, up and down 64 x 96 each; split in two.
+# Two norms, which are replicated.
 LAYER = (64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96) // 2 + 2 * 64
-VOCABULARY = 256 // 2 * 64  # padded, and cut in two
+VOCABULARY = 256 // 2 * 64  # padded, and split in two
 PARAMETERS = {0: LAYERS * LAYER + VOCABULARY, 1: LAYERS * LAYER + VOCABULARY + 64}
 # Megatron's buffers end at a multiple of 128 elements for each replica.
 PADDED = {0: 23680, 1: 23808}
@@ -44,7 +44,7 @@ def phases(records: list[RankRecord], name: str) -> Iterator[tuple[RankRecord, P
 
 
 def calls(phase: PhaseRecord) -> dict[tuple[str, str, str], tuple[int, int]]:
-    """(kind, group, type) -> calls, bytes; of groups the first word."""
+    """Return (kind, group, dtype) -> calls, bytes. Groups are identified by their first word."""
 
     def key(call: Collective) -> tuple[str, str, str]:
         return call.kind, call.group.split("_")[0].lower(), call.dtype
@@ -65,8 +65,10 @@ def test_every_rank_ends_without_a_mistake(records: list[RankRecord]) -> None:
 
 
 def test_parameters_and_memory(records: list[RankRecord]) -> None:
-    """Weights in 2 bytes, gradients in 4; moments and masters of half of the parameters in 12. Of the tensors
-    that are no state, rotary frequencies (8) and a flag of the optimizer (1)."""
+    """Weights have 2 bytes, gradients 4, moments and masters of half of the parameters 12.
+
+    Tensors outside the state are rotary frequencies (8) and a flag of the optimizer (1).
+    """
     for record, build in phases(records, "build"):
         stage = record.pipeline_rank
         assert record.num_parameters == PARAMETERS[stage]
@@ -75,8 +77,9 @@ def test_parameters_and_memory(records: list[RankRecord]) -> None:
 
 
 def test_state_leaves_and_comes_back(records: list[RankRecord]) -> None:
-    """What stays are tables of angles and, in a stage that receives, the last micro-batch's hidden states and
-    their gradient."""
+    """RoPE tables remain and, on a stage that receives, the last micro-batch's hidden states and their
+    gradient.
+    """
     for (record, step), (_, offload), (_, restore) in zip(
         phases(records, "step"), phases(records, "offload"), phases(records, "restore"), strict=True
     ):
@@ -86,9 +89,10 @@ def test_state_leaves_and_comes_back(records: list[RankRecord]) -> None:
 
 
 def test_collectives_of_the_first_stage(records: list[RankRecord]) -> None:
-    """Sums over tensor ranks: one in the embedding and two in each layer on the way there, two in each layer
-    on the way back. Between
-    stages: hidden states, and their shape before."""
+    """Sums over tensor ranks: one in the embedding and two per layer in forward, two per layer in backward.
+
+    Between stages: hidden states, preceded by their shape.
+    """
     hidden = TOKENS * HIDDEN * BFLOAT16
     shape = 3 * 8
 
@@ -115,9 +119,11 @@ def test_collectives_of_the_first_stage(records: list[RankRecord]) -> None:
 
 
 def test_collectives_of_the_last_stage(records: list[RankRecord]) -> None:
-    """Log-probs over the vocabulary: for each chunk of 128 tokens the largest logit, then four sums, float32;
-    on the way back one sum of the head's gradient of the hidden states. The last layer's MLP has two, and has
-    the tokens alone that predict a response's."""
+    """Log-probs over the vocabulary: for each chunk of 128 tokens the maximum logit, then four float32 sums.
+
+    Backward has one sum of the head's gradient of the hidden states. The last layer's MLP has two, for the
+    predicting tokens only.
+    """
     hidden = TOKENS * HIDDEN * BFLOAT16
     predicting = ROWS * RESPONSE * HIDDEN * BFLOAT16
     chunks = ROWS * RESPONSE // 128
@@ -136,7 +142,7 @@ def test_collectives_of_the_last_stage(records: list[RankRecord]) -> None:
 
 
 def test_a_step_sends_the_norm_and_the_parameters(records: list[RankRecord]) -> None:
-    """The squared norm is summed over the ranks once: it is checked, reported and used for clipping."""
+    """The squared norm is summed over the ranks once, then checked, reported and used for clipping."""
     for record, step in phases(records, "step"):
         assert calls(step) == {
             ("all_gather", "data", "bfloat16"): (1, PADDED[record.pipeline_rank] * BFLOAT16),
@@ -145,8 +151,10 @@ def test_a_step_sends_the_norm_and_the_parameters(records: list[RankRecord]) -> 
 
 
 def test_products_are_counted(records: list[RankRecord]) -> None:
-    """Two for each weight and token on the way there, four on the way back; of attention two products of
-    (tokens, tokens) for each of the rank's two heads."""
+    """Two per weight and token in forward, four in backward.
+
+    Attention has two products of (tokens, tokens) for each of the rank's two heads.
+    """
     linear = LAYERS * (LAYER - 2 * 64)
     attention = LAYERS * ROWS * 2 * 2 * 2 * 16 * 128**2
     for _, score in phases(records[:4], "score"):
@@ -154,8 +162,7 @@ def test_products_are_counted(records: list[RankRecord]) -> None:
 
 
 def test_waits_are_named(records: list[RankRecord]) -> None:
-    """None of the state's way out but one for each part that is kept; the tables of a pipeline's shapes are
-    read once for each message."""
+    """Offloading waits only once for each part that is kept; shape tables are read once per message."""
     for _, offload in phases(records, "offload"):
         assert [(wait.kind, wait.times) for wait in offload.host_syncs] == [("synchronize", 2)]
         assert offload.host_syncs[0].place.startswith("megarl/engine/offload.py:")
@@ -165,5 +172,5 @@ def test_waits_are_named(records: list[RankRecord]) -> None:
             for wait in train.host_syncs
             if wait.place.endswith("_communicate_shapes") and wait.kind == "copy"
         ]
-        # sent shapes go up, received ones come down
+        # Sent shapes are copied to the device, received ones from it.
         assert sum(wait.times for wait in reads) == 2 * MICRO_BATCHES

@@ -1,4 +1,4 @@
-"""Exports among real ranks without a driver: each writes its part of a folder."""
+"""Exports among real ranks without a driver: each rank writes its part of a folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class Export(NamedTuple):
-    """Of a random float32 model that ranks hold in `cut`."""
+    """The export of a random float32 model that ranks hold in the layout `cut`."""
 
     cut: Cut
     family: str
@@ -53,7 +53,7 @@ class Export(NamedTuple):
         )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What the folder is to hold."""
+        """Return what the folder must contain."""
         state = stored_state(random_model(self.family, tied=self.tied))
         state[VALUE_HEAD_TENSOR] = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
         return {
@@ -77,7 +77,7 @@ class Export(NamedTuple):
 
 
 class CountingWire(P2PGroup):
-    """Bytes that this rank gave to others."""
+    """Counts the bytes that this rank sends to others."""
 
     sent_bytes = 0
 
@@ -92,7 +92,7 @@ class Written(NamedTuple):
 
 
 def write(export: Export, folder: Path, p2p: P2PGroup | None = None) -> SendReport:
-    """This rank's part; alone without a p2p group."""
+    """Write this rank's part; the whole folder without a p2p group."""
     rank = 0 if p2p is None else dist.get_rank()
     end = FolderSender(p2p, rank, export.plan().of_rank(rank), folder)
 
@@ -106,7 +106,7 @@ def write(export: Export, folder: Path, p2p: P2PGroup | None = None) -> SendRepo
 
 
 def write_all(exports: Sequence[tuple[Export, Path]]) -> list[Written]:
-    """Called by every rank of a pool."""
+    """Write the folder. Called by every rank of a pool."""
     p2p = CountingWire.of_default_group(CPU)
     written = []
 
@@ -118,7 +118,7 @@ def write_all(exports: Sequence[tuple[Export, Path]]) -> list[Written]:
 
 
 def differing(folder: Path, state: dict[str, torch.Tensor]) -> list[str]:
-    """Names of tensors that the folder's files hold otherwise, not, or besides."""
+    """Return the names of tensors that differ, are missing, or are unexpected in the folder's files."""
     found = {
         name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()
     }
@@ -131,7 +131,7 @@ def differing(folder: Path, state: dict[str, torch.Tensor]) -> list[str]:
 
 @contextmanager
 def small_files_only(max_bytes: int) -> Iterator[None]:
-    """This process cannot write larger ones, as if the disk were full."""
+    """Limit the size of files that this process can write, as if the disk were full."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, limits[1]))
 

@@ -1,5 +1,7 @@
-"""Tiny Hugging Face models of each family, and their Megatron shards made by slow loops that share no code
-with the tables."""
+"""Tiny Hugging Face models of each family, and their Megatron shards.
+
+The shards are made by slow loops that share no code with the tables.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,7 @@ EXPERTS = 4
 EXPERT_FFN = 8
 SHARED_FFN = 12
 PADDED_VOCAB = 208  # a multiple of 8: divisible by TP 1, 2, 4; with TP 4 the last rank has 9 padded rows
-# Sizes of the examples that are changed: smaller ones, and heads that are not hidden_size /
-# num_attention_heads.
+# Changed sizes of the examples: smaller ones, and heads that are not hidden_size / num_attention_heads.
 _SIZES = {
     "hidden_size": HIDDEN,
     "intermediate_size": FFN,
@@ -61,7 +62,7 @@ def architecture_of(
 def random_model(
     family: str, *, tied: bool = False, seed: int = 0, num_layers: int = NUM_LAYERS
 ) -> PreTrainedModel:
-    """Norms and biases are random too, so that a swapped or forgotten one shows."""
+    """Create a model. Norms and biases are random too, so that a swapped or forgotten one is noticed."""
     model = AutoModelForCausalLM.from_config(
         config_of(family, tied=tied, num_layers=num_layers), dtype=torch.float32
     )
@@ -75,7 +76,7 @@ def random_model(
 
 
 def stored_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The tensors of the model's folder."""
+    """Return the tensors of the model's folder."""
     tied = model.config.tie_word_embeddings
     state = {
         name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")
@@ -84,8 +85,10 @@ def stored_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def as_stored(state: Mapping[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return tensors of a model by the names in a folder, as transformers writes them: it holds a layer's
-    experts as one tensor."""
+    """Return a model's tensors by the names that transformers writes to a folder.
+
+    transformers keeps the experts of a layer in one tensor.
+    """
     return {name: value.contiguous() for name, value in revert_weight_conversion(model, dict(state)).items()}
 
 
@@ -106,8 +109,10 @@ def slow_shards(
     experts: Sequence[int] = (),
     expert_cut: tuple[int, int] = (1, 0),
 ) -> dict[str, torch.Tensor]:
-    """The rank's Megatron parameters, row by row, as Megatron-Core lays them out. expert_cut: size and rank
-    of what cuts experts."""
+    """Return the rank's Megatron parameters, row by row, as Megatron-Core arranges them.
+
+    `expert_cut`: the size and rank of the parallelism that shards experts.
+    """
     shards: dict[str, torch.Tensor] = {}
     if holds_embedding:
         shards["embedding.word_embeddings.weight"] = _vocabulary(
@@ -166,7 +171,7 @@ def slow_shards(
 def shards_of(
     state: dict[str, torch.Tensor], architecture: Architecture, layout: ShardLayout
 ) -> dict[str, torch.Tensor]:
-    """`slow_shards` of a layout."""
+    """Return the `slow_shards` of a layout."""
     return slow_shards(
         state,
         architecture,

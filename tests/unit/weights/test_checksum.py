@@ -1,5 +1,7 @@
-"""The checksum against a loop over Python's unlimited whole numbers, and over cuts of a tensor; those of
-shards add up to those of the whole tensors, in every layout, and a lie is named."""
+"""The checksum against a loop over Python's unlimited integers, and over partitions of a tensor.
+
+The contributions of shards add up to the checksums of whole tensors in every layout, and a mismatch is named.
+"""
 
 import struct
 from pathlib import Path
@@ -27,7 +29,7 @@ MASK = MODULUS - 1
 
 
 def weight(index: int) -> int:
-    """SplitMix64's constants, with shifts that keep the sign as signed 64-bit numbers do."""
+    """Return w(i), with SplitMix64's constants and shifts that keep the sign like signed 64-bit integers."""
 
     def shifted(value: int, bits: int) -> int:
         signed = value - MODULUS if value >> 63 else value
@@ -152,7 +154,7 @@ def test_a_lie_is_found_and_named() -> None:
     trainer = {name: checksum(state[name]) for name in manifest}
     engine = dict(trainer)
     changed = state["model.layers.2.mlp.up_proj.weight"].clone()
-    changed[[1, 4]] = changed[[4, 1]]  # two rows in each other's place
+    changed[[1, 4]] = changed[[4, 1]]  # two rows swapped
     engine["model.layers.2.mlp.up_proj.weight"] = checksum(changed)
     del engine["model.norm.weight"]
 

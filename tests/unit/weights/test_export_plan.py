@@ -1,4 +1,4 @@
-"""The plan of an export: who writes what, from whom it comes, and that every round is bounded."""
+"""The plan of an export: who writes what, where it comes from, and that every round is bounded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.weights.transfers import Cut
 
 
 def test_windows_are_stretches_of_a_file() -> None:
-    """By hand: 6 + 1 + 5 elements in windows of 4."""
+    """Work out windows of 4 over 6 + 1 + 5 elements by hand."""
     shapes = {"a": (2, 3), "b": (1,), "c": (5,)}
     file = FilePlan(
         "model.safetensors", 0, {name: TensorMeta(shape, torch.float32) for name, shape in shapes.items()}
@@ -37,8 +37,11 @@ def test_windows_are_stretches_of_a_file() -> None:
 
 
 def test_plans_one_after_another() -> None:
-    """By hand: two sources hold all six elements of a, of which the target needs four and then two; the first
-    has two to do besides."""
+    """Work out two plans by hand.
+
+    Two sources hold all six elements of a, of which the target needs four and then two. The first source has
+    two more to send.
+    """
     shapes = {"a": (6,)}
     sources = [RankSlices(RankLocation("node", f"of {rank}"), whole_slices(shapes)) for rank in range(2)]
     needed = [{"a": (TensorSlice((start,), (stop,)),)} for start, stop in ((0, 4), (4, 6))]
@@ -78,7 +81,7 @@ def test_each_writer_gets_its_windows_one_after_another(name: str) -> None:
 
 
 def check_windows(plan: ExportPlan, writer: int) -> None:
-    """What comes in the rounds tiles the slices of one window after another."""
+    """Check that each round's elements tile the slices of one window after another."""
     number = 0
     for window in plan.windows[writer]:
         arrived: dict[str, list[TensorSlice]] = defaultdict(list)
@@ -104,7 +107,7 @@ def check_windows(plan: ExportPlan, writer: int) -> None:
 
 
 def test_the_ranks_of_the_first_copy_of_a_stage_write_in_turns() -> None:
-    """Ranks are counted tensor, data, pipeline: of two stages the first copies are ranks 0, 1 and 4, 5."""
+    """Ranks are ordered tensor, data, pipeline: the first copies of the two stages are ranks 0, 1 and 4, 5."""
     export = Export(Cut(tensor=2, data=2, pipeline=2), "llama", False, 700, max_file_bytes=15_000)
     plan = export.plan()
     writers = {window.file.name: writer for writer, windows in plan.windows.items() for window in windows}
@@ -126,8 +129,7 @@ def test_what_a_writer_holds_does_not_travel() -> None:
 
 @pytest.mark.parametrize("max_file_bytes", [15_000, 40_000, 10**9])
 def test_copies_share_the_work(max_file_bytes: int) -> None:
-    """Ranks 0 and 2 hold the same, and so do 1 and 3. Who writes keeps its part of what it writes, and sends
-    less to others."""
+    """Ranks 0 and 2 hold the same shards, and so do 1 and 3. A writer keeps its own elements and sends less."""
     plan = Export(Cut(tensor=2, data=2), "llama", False, 700, max_file_bytes).plan()
     for rank, copy in ((0, 2), (1, 3)):
         work = plan.transfer.sent(rank)

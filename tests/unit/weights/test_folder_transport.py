@@ -1,5 +1,6 @@
-"""Trainer ranks in every layout write a Hugging Face folder that holds the model to the bit, and send each
-other no more than they must."""
+"""Trainer ranks in every layout write a bitwise identical Hugging Face folder, and send each other no excess
+data.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +36,10 @@ LAYOUTS = {**TRAINERS, "TP2xPP2": Cut(tensor=2, pipeline=2), "TP2xDP2xEP2": Cut(
 def exports_of(cut: Cut) -> list[Export]:
     return [
         Export(cut, "qwen2", True, 10_000),  # a file of each stage; most tensors are smaller than a message
-        # most are larger
+        # Most tensors are larger than a message.
         Export(cut, "llama" if cut.expert == 1 else "qwen2_moe", False, 700, max_file_bytes=40_000),
         Export(cut, "qwen3", False, 3000, max_file_bytes=15_000, head="value"),
-        # a file goes in one message
+        # A file fits in one message.
         Export(cut, "qwen3", False, 10**6, max_file_bytes=40_000, dtype=torch.bfloat16),
     ]
 
@@ -82,11 +83,11 @@ def test_transformers_loads_the_folder(rank_pool, tmp_path: Path, name: str, num
     assert torch.equal(loaded(tokens).logits, reference(tokens).logits)
 
 
-# ---- what goes wrong
+# ---- failures
 
 
 def fail_on(failing: int, export: Export, folder: Path, again: Path) -> str:
-    """On one rank no file may have more than 20,000 bytes. Then both write again, over the same p2p group."""
+    """Limit files to 20,000 bytes on one rank, then write both again over the same p2p group."""
     p2p = P2PGroup.of_default_group(CPU)
     failure = ""
 
@@ -105,8 +106,7 @@ def fail_on(failing: int, export: Export, folder: Path, again: Path) -> str:
 def test_who_cannot_write_takes_what_others_send_and_says_which_file(
     rank_pool, tmp_path: Path, failing: int
 ) -> None:
-    """Of eight files in turns, the first and the last are too large: the first of rank 0, the last of rank
-    1."""
+    """Of eight files written round-robin, the first and the last are too large: one of rank 0, one of rank 1."""
     export = Export(Cut(tensor=2), "llama", False, 700, max_file_bytes=15_000)
     folders = [tmp_path / "failed", tmp_path / "again"]
     for folder in folders:
@@ -143,7 +143,7 @@ def test_a_pass_that_is_broken_off_closes_its_file(tmp_path: Path) -> None:
 
 
 def opened_below(folder: Path) -> list[str]:
-    """Files that this process has open."""
+    """Return the files that this process has open."""
     targets = [Path(os.readlink(link)) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return [target.name for target in targets if target.is_relative_to(folder)]
 
@@ -164,8 +164,10 @@ def test_who_is_slow_gives_the_word_back_and_goes_on(tmp_path: Path, monkeypatch
 
 
 def measure_memory(message_bytes: int, folder: Path) -> list[SendReport]:
-    """What the kernel counts while a model of 130 MB is written, a third of it cut along columns: that is
-    packed."""
+    """Return the kernel's memory count while a 130 MB model is written.
+
+    A third of it is sharded along columns, and therefore packed.
+    """
     architecture = replace(architecture_of("qwen3", num_layers=1), intermediate_size=10_000, hidden_size=1024)
     layouts = model_layouts(architecture, tensor_parallel_size=2, padded_vocab_size=PADDED_VOCAB)
     rank = dist.get_rank()
@@ -187,7 +189,7 @@ def measure_memory(message_bytes: int, folder: Path) -> list[SendReport]:
     for number in range(2):
         (own := folder / f"{rank}-{number}").mkdir()
         end = FolderSender(p2p, rank, plan.of_rank(rank), own, durable=False)
-        trim_heap()  # what an earlier pass gave back is not there for this one
+        trim_heap()  # memory that an earlier pass freed must not serve this one
         sending = SendPass(end, shards, ())
         while (report := sending.run(())) is None:
             pass
@@ -200,7 +202,7 @@ def measure_memory(message_bytes: int, folder: Path) -> list[SendReport]:
 def test_memory_as_measured_is_at_most_what_is_planned(rank_pool, tmp_path: Path) -> None:
     bucket_bytes = 16 * 2**20
     message_bytes = folder_message_bytes(bucket_bytes, is_cuda=True)
-    slack = 4 * 2**20  # of gloo, and of the interpreter
+    slack = 4 * 2**20  # for gloo and the interpreter
 
     for reports in rank_pool.run(measure_memory, world_size=2, message_bytes=message_bytes, folder=tmp_path):
         for report in reports:

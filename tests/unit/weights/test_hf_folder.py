@@ -1,5 +1,4 @@
-"""A model as a Hugging Face folder: its files, and what goes with them: which class config.json names, and
-whether its head has a bias."""
+"""A model as a Hugging Face folder: its files, the class in config.json, and the bias of its head."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +33,7 @@ ARCHITECTURE = architecture_of("qwen2", tied=True)
 
 
 def export(source: Path, target: Path, max_file_bytes: int = 5 * 10**9) -> None:
-    """By one process that is alone."""
+    """Export from a single process."""
     (layout,) = model_layouts(ARCHITECTURE, tensor_parallel_size=1, padded_vocab_size=PADDED_VOCAB)
     parameters = {name: torch.empty(shape) for name, shape in shard_shapes(ARCHITECTURE, layout).items()}
     load_into_shards(source, ARCHITECTURE, layout, parameters)
@@ -76,7 +75,7 @@ def test_transformers_loads_the_folder_and_gives_the_same_logits(
     files = list(target.glob("*.safetensors"))
     assert len(files) == num_files
 
-    # 107 kB of weights; 4000 for the header
+    # 107 kB of weights; 4000 bytes for the header
     assert all(file.stat().st_size <= max_file_bytes + 4000 for file in files)
     assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
     assert (target / "tokenizer.json").is_file()
@@ -233,7 +232,7 @@ def test_all_but_weights_is_copied(tmp_path: Path) -> None:
     left = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "training_args.bin")
     for name in (*kept, *left):
         (source / name).write_text(name)
-    (source / "notes.json").mkdir()  # a folder with a name that would do
+    (source / "notes.json").mkdir()  # a folder whose name matches
     copied(source, tmp_path / "b")
     assert {path.name for path in (tmp_path / "b").iterdir()} == {*kept, "config.json"}
     assert all((tmp_path / "b" / name).read_text() == name for name in kept)
@@ -256,7 +255,7 @@ def test_which_class_has_a_bias_is_what_transformers_says(
 
 
 def test_transformers_loads_the_class_that_is_named(tmp_path: Path) -> None:
-    """A language model's folder becomes a critic's: its trunk, a head, and the bias of zeros."""
+    """A language model's folder becomes a critic's: its trunk, a head, and a bias of zeros."""
     source = save(random_model("qwen2"), tmp_path / "a")
     copied(source, tmp_path / "b", head="value")
     tensors = {

@@ -1,4 +1,4 @@
-"""Slots between two processes: in turns, given back, and what each side learns when the other is gone."""
+"""IPC buffers between two processes: rotation, release, and what each side learns when the other is gone."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def test_memory_is_given_back_to_all() -> None:
     writer.empty()
     assert writer.resident_bytes == 0
     assert resident_shared_bytes() - before < size // 4
-    assert int(reader.buffer(1, torch.uint8)[-1]) == 0  # it has not let go, and holds nothing
+    assert int(reader.buffer(1, torch.uint8)[-1]) == 0  # it is still connected, but holds no memory
     writer.close()
     assert resident_shared_bytes() - before < size // 4
     reader.close()
 
 
 def transfer(writer: IPCWriter, reader: IPCReader, value: int) -> None:
-    """One transfer of one round."""
+    """Run one transfer of one round."""
     writer.buffer(0, torch.uint8).fill_(value)
     writer.has_written()
     assert reader.is_written(0, 1.0)
@@ -86,7 +86,7 @@ def transfer(writer: IPCWriter, reader: IPCReader, value: int) -> None:
 
 
 def test_the_memory_is_freed_between_transfers_and_found_again() -> None:
-    """It is at another place then, as on CUDA, and the reader holds nothing meanwhile."""
+    """The new memory has another address, as on CUDA, and the reader holds no memory in between."""
     size = 32 * 2**20
     before = resident_shared_bytes()
     writer = IPCWriter(size, 2, CPU, "device-0")

@@ -1,4 +1,4 @@
-"""Load against shards cut by slow loops, in every layout, and the slices of tensors that lie in a shard."""
+"""Loading, against shards made by slow loops in every layout, and the slices of tensors in a shard."""
 
 from pathlib import Path
 
@@ -52,8 +52,10 @@ def loaded(
 
 
 def sub_slices(tensor_slice: TensorSlice) -> list[TensorSlice]:
-    """The slice, and what an engine with other cuts would ask for: rows that begin and end inside of a head,
-    some columns."""
+    """Return the slice, and slices that engines with other layouts need.
+
+    They are rows that begin and end inside a head, and some columns.
+    """
     rows = tensor_slice.stops[0] - tensor_slice.starts[0]
     found = [
         tensor_slice,
@@ -103,7 +105,7 @@ def test_what_is_loaded_is_what_slow_loops_cut_and_is_found_again(folders, cut: 
 
 
 def test_fused_experts_are_read_each_by_itself(tmp_path: Path) -> None:
-    """As they lie in transformers' memory: here the half of each of two experts."""
+    """Experts are fused as in transformers' memory. Here, half of each of two experts is read."""
     model = random_model("qwen3_moe")
     architecture = architecture_of("qwen3_moe")
     save_file(

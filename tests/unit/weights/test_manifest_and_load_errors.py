@@ -1,4 +1,4 @@
-"""What can be wrong with a folder, and that the message names the file and the tensor."""
+"""Faults of a folder. The message names the file and the tensor."""
 
 import json
 from dataclasses import replace
@@ -40,7 +40,7 @@ def tied_folder(tmp_path: Path) -> Path:
 
 
 def edit(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Rewrites the stored tensors; None removes one. Underscores stand for dots in names."""
+    """Rewrite stored tensors; None removes one. Underscores represent dots in names."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
 

@@ -1,5 +1,7 @@
-"""How a p2p group speaks to a backend that is in no process group: NCCL's cannot be made on a CPU, but its
-signatures are every backend's."""
+"""How a p2p group calls a backend outside any process group.
+
+NCCL's backend cannot be created on a CPU, but all backends have the same signatures.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Bare:
 
 
 def test_its_messages_are_coalesced_by_the_signatures_of_a_backend(tmp_path: Path) -> None:
-    """gloo refuses to coalesce, with an error of its own; of wrong arguments Python would complain first."""
+    """gloo refuses to coalesce with an error of its own, but Python would complain about wrong arguments
+    first.
+    """
     backend = BACKENDS["gloo"](
         dist.FileStore(str(tmp_path / "store"), 1), 0, 1, timedelta(seconds=10), "127.0.0.1", 1
     )

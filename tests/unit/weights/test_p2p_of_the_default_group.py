@@ -1,5 +1,4 @@
-"""The p2p group of the trainers uses the default process group, whose communicator NCCL creates only when something
-first needs it."""
+"""The p2p group of the trainers uses the default process group, whose communicator NCCL creates on first use."""
 
 from __future__ import annotations
 
@@ -21,8 +20,10 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 
 
 def exchange(place: Place) -> None:
-    """Ranks 0 and 1 exchange their numbers; rank 2 has nothing to send. Each says how many communicators
-    there were, and what came."""
+    """Exchange numbers between ranks 0 and 1; rank 2 has nothing to send.
+
+    Each rank returns the number of communicators, and what arrived.
+    """
     register()
     dist.init_process_group(
         BACKEND, store=dist.FileStore(place.store_path, place.size), rank=place.rank, world_size=place.size
@@ -30,7 +31,7 @@ def exchange(place: Place) -> None:
     dist.new_group([0, 1])
     before = num_live_communicators()
     p2p = P2PGroup.of_default_group(CPU)
-    again = P2PGroup.of_default_group(CPU)  # of another role in the same process
+    again = P2PGroup.of_default_group(CPU)  # for another role in the same process
     after = num_live_communicators()
 
     received = torch.full((2,), -1.0)

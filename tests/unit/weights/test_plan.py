@@ -1,5 +1,6 @@
-"""The plan of a transfer: every needed element once, from the nearest, in rounds that are bounded; for models
-of every size."""
+"""The plan of a transfer: every needed element once, from the nearest source, in bounded rounds, for all
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def rank(device: int, slices: TensorSlices, per_node: int = 8) -> RankSlices:
 
 
 def rows(start: int, stop: int) -> TensorSlices:
-    """Of a and c; all of b."""
+    """Return the slices: rows of a and c; all of b."""
     return {
         "a": [TensorSlice((start, 0), (stop, 6))],
         "b": [TensorSlice((0,), (4,))],
@@ -51,7 +52,7 @@ def columns(start: int, stop: int) -> TensorSlices:
 
 
 def check(plan: TransferPlan, targets: Sequence[RankSlices], message_numel: int) -> None:
-    """Each needed element comes once, in all rounds together, and no round is too large for any rank."""
+    """Check that each needed element arrives once and that no round is too large for any rank."""
     sends: dict[tuple[int, int], int] = defaultdict(int)
     for target, each in enumerate(targets):
         coming: dict[str, list[TensorSlice]] = defaultdict(list)
@@ -95,7 +96,7 @@ def test_any_cut_to_any_other(message_numel: int) -> None:
 
 
 def test_who_is_nearest_sends() -> None:
-    """One copy on the target's device, one on its node, two elsewhere."""
+    """One copy is on the target's device, one on its node, two elsewhere."""
     sources = [rank(number, WHOLE) for number in (1, 0, 9, 17)]
     assert set(plan_transfer(SHAPES, sources, [rank(0, WHOLE)], 1000).schedules) == {(1, 0)}
     assert set(plan_transfer(SHAPES, sources, [rank(3, WHOLE)], 1000).schedules) == {(0, 0), (1, 0)}
@@ -121,7 +122,7 @@ def test_equal_copies_share_the_work(num_copies: int, num_targets: int) -> None:
 
 
 def test_who_must_send_more_of_one_thing_sends_less_of_another() -> None:
-    """The first alone has `c`, which is more than half: the second sends what both have."""
+    """Only the first has `c`, which is more than half: the second sends what both have."""
     sources = [rank(0, WHOLE), rank(1, {name: WHOLE[name] for name in ("a", "b")})]
     plan = plan_transfer(SHAPES, sources, [rank(5, WHOLE)], 1000)
     assert (plan.sent(0), plan.sent(1)) == (60, 52)
@@ -187,7 +188,7 @@ def shapes_of(architecture: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def cut(architecture: Architecture, tensor: int, pipeline: int = 1, data: int = 1) -> list[TensorSlices]:
-    """In Megatron's order of ranks."""
+    """Return slices in Megatron's rank order."""
     layouts = model_layouts(
         architecture,
         tensor_parallel_size=tensor,
@@ -224,8 +225,10 @@ def test_each_rank_of_two_engines_gets_its_half_and_no_more(
 
 
 def test_a_model_with_experts_is_planned_in_seconds() -> None:
-    """235B: 94 layers of 128 experts, three matrices each, as made-up slices; a trainer of EP 8 with two
-    copies, engines of EP 4."""
+    """235B: 94 layers of 128 experts with three matrices each, as synthetic slices.
+
+    A trainer with EP 8 has two copies; engines have EP 4.
+    """
     matrices = {"gate_proj": (1536, 4096), "up_proj": (1536, 4096), "down_proj": (4096, 1536)}
     layers = [f"model.layers.{layer}.mlp.experts" for layer in range(94)]
     shapes = {
@@ -236,7 +239,7 @@ def test_a_model_with_experts_is_planned_in_seconds() -> None:
     }
 
     def ranks(num_ranks: int, copies: int, first: int) -> list[RankSlices]:
-        """Each has whole experts, as many as the others."""
+        """Return ranks with equally many whole experts."""
         held = [
             {
                 f"{layer}.{expert}.{name}": whole[name]

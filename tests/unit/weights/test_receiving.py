@@ -1,4 +1,4 @@
-"""What comes in rounds is copied to where it belongs, and nothing of the memory it came in is kept."""
+"""Received rounds are copied to their destination, and no view of the receive buffer is kept."""
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -73,7 +73,7 @@ def test_planted_faults_are_named() -> None:
 
     with pytest.raises(WeightTransferError, match=r"covered twice"):
         check_coverage(architecture, [good[0], good[0], *good[2:]])
-    shifted = replace(layouts[1], tensor_parallel_rank=0)  # a rank that reads the part of another
+    shifted = replace(layouts[1], tensor_parallel_rank=0)  # a rank that reads another's part
     with pytest.raises(WeightTransferError, match=r"q_proj\.weight: \[0:2, 0:8, 0:32\] is covered twice"):
         check_coverage(architecture, [good[0], rank_pieces(architecture, shifted), *good[2:]])
     layer_twice = replace(layouts[2], layers=(1, 2, 3))
@@ -84,8 +84,10 @@ def test_planted_faults_are_named() -> None:
 
 
 def test_query_groups_by_hand() -> None:
-    """8 query heads of 4 rows, 4 groups: rank 1 of 2 has groups 2 and 3; a group is 8 query rows, 4 key rows,
-    4 value rows."""
+    """8 query heads of 4 rows in 4 groups: rank 1 of 2 has groups 2 and 3.
+
+    A group has 8 query rows, 4 key rows and 4 value rows.
+    """
     architecture = architecture_of("llama")
     qkv = next(
         weight
@@ -111,8 +113,10 @@ def test_interleaved_stages() -> None:
 
 
 def test_experts_are_dealt_over_all_ranks_of_a_stage_by_hand() -> None:
-    """TP 2 x DP 2 x PP 2, experts over EP 2 x ETP 2: the four ranks of a stage, in two replicas, hold each
-    expert's halves once."""
+    """TP 2 x DP 2 x PP 2, experts over EP 2 x ETP 2.
+
+    The four ranks of a stage, in two replicas, hold each half of each expert once.
+    """
     architecture = architecture_of("qwen3_moe")
     parallel = ParallelConfig(
         tensor_parallel_size=2,

@@ -1,5 +1,6 @@
-"""The tests of tests/gpu/test_weights.py, on the CPU: the same code, with memfds in the place of CUDA IPC and
-gloo in that of NCCL."""
+"""Run the tests of tests/gpu/test_weights.py on a CPU, with memfds instead of CUDA IPC and gloo instead of
+NCCL.
+"""
 
 from __future__ import annotations
 

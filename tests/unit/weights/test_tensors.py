@@ -1,4 +1,4 @@
-"""A load is complete, or an error that names the tensor; slices intersect, move and tile."""
+"""A load is complete or raises an error that names the tensor; slices intersect, move and tile."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_tiling_fault_finds_missing_doubled_and_outside() -> None:
     assert tiling_fault((4, 3), [top, bottom, TensorSlice((1, 1), (3, 2))]) == "[1:2, 1:2] is covered twice"
     assert tiling_fault((4, 3), [top, TensorSlice((2, 0), (5, 3))]) == "[2:5, 0:3] lies outside shape (4, 3)"
 
-    # The right volume is not enough: one element too often and one missing.
+    # The right volume is not enough: one element is covered twice and one is missing.
     assert tiling_fault((2,), [TensorSlice((0,), (1,)), TensorSlice((0,), (1,))]) == "[0:1] is covered twice"
 
 

@@ -1,6 +1,7 @@
-"""Engines that die or hang in a push, at any round, by every transport, over gloo and with NCCL's semantics.
+"""Engines that die or hang in any round of a weight sync, with every transport, over gloo and NCCL's
+semantics.
 
-The others get their weights, and so does the engine that replaces the lost one; nothing is left over.
+The other engines receive their weights, and so does the replacement of the lost one. Nothing is left over.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LIMIT_S = 45.0
 
 
 class Obeying:
-    """A rank that does what the test tells it, one call after the other."""
+    """A rank that executes the test's commands one by one."""
 
     def __init__(self, case: Case, place: Place) -> None:
         self.case = case
@@ -94,7 +95,7 @@ class ObeyingTrainer(Obeying):
         self.own.end.leave(replica)
 
     def close(self) -> tuple[int, int]:
-        """Communicators and mapped IPC buffers that are left."""
+        """Close remaining communicators and mapped IPC buffers."""
         self.own.close()
         maps = Path("/proc/self/maps").read_text()
         return num_live_communicators(), maps.count("megarl-ipc")
@@ -112,7 +113,7 @@ class ObeyingEngine(Obeying):
         self.own.link(link)
 
     def doom(self, parts: int, number: signal.Signals) -> None:
-        """It ends when so many more parts have come."""
+        """Make the rank end after that many more parts have arrived."""
         places = self.own.destinations.places_of
         count = 0
 
@@ -124,7 +125,7 @@ class ObeyingEngine(Obeying):
             return places(part)
 
         self.own.destinations.places_of = counted
-        self.own.destinations.forget()  # it asks anew
+        self.own.destinations.forget()  # it looks up the views again
 
     def receive(self, seed: int) -> list[str]:
         self.own.receive()
@@ -151,7 +152,7 @@ def serve_engine(case: Case, replica: int, place: Place) -> None:
 
 
 class World(NamedTuple):
-    """As the driver has it. `spares`: engines that can come in the place of another."""
+    """The driver's view. `spares`: engines that can replace lost ones."""
 
     case: Case
     trainers: list[MortalRank]
@@ -190,7 +191,10 @@ class World(NamedTuple):
         assert engine.hear() is None
 
     def push(self, seed: int, replicas: list[int], doomed: int | None = None) -> list[SendReport]:
-        """The trainers' reports. Who is in `doomed` is given up when the driver has heard of its death."""
+        """Run a weight sync and return the trainers' reports.
+
+        Engines in `doomed` are dropped when the driver has noticed their death.
+        """
         for replica in replicas:
             self.engines[replica].tell(("receive", seed))
         for trainer in self.trainers:
@@ -268,6 +272,6 @@ def test_who_dies_or_hangs_takes_nobody_along(world: World, number: signal.Signa
     for trainer in world.trainers:
         assert world.ask(trainer, "leave", lost) is None
     world.engines[lost] = world.spares[lost]
-    world.join(lost)  # of which the other notices nothing
+    world.join(lost)  # without effect on the other engine
     world.push(2, [lost])
     world.push(3, [0, 1])

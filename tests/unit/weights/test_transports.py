@@ -1,4 +1,6 @@
-"""Every transport brings every element to every engine rank that needs it, to the bit, and not one more."""
+"""Every transport delivers every element, bitwise identical, to every engine rank that needs it, and no
+others.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class Result(NamedTuple):
 
 
 def transfer(case: Case, seeds: tuple[int, ...] = (1, 2)) -> Result:
-    """A push of each seed's model to all engines."""
+    """Sync each seed's model to all engines."""
     rank = dist.get_rank()
     num_trainers = case.trainer.num_ranks
     plan = case.plan()
@@ -72,7 +74,7 @@ def test_each_element_arrives_where_it_is_needed(
     num_engine_ranks = sum(engine.num_ranks for engine in engines)
 
     if transport == "device" and num_engine_ranks > cut.num_ranks:
-        # which the placement refuses: test_transport.py
+        # refused by the placement: see test_transport.py
         pytest.skip("an engine rank has no trainer rank beside it")
 
     cases = [
@@ -93,8 +95,10 @@ def test_each_element_arrives_where_it_is_needed(
 
 
 def measured(case: Case) -> list[int]:
-    """Extra bytes of a trainer rank in two passes, after one that makes what is kept; of an engine rank in
-    its receive buffer."""
+    """Return the extra bytes of a trainer rank in two passes, or of an engine rank's receive buffer.
+
+    A pass before them allocates what is kept.
+    """
     rank = dist.get_rank()
     num_trainers = case.trainer.num_ranks
     plan = case.plan()
@@ -120,8 +124,7 @@ def measured(case: Case) -> list[int]:
         dist.barrier()
         if turn == 2 and isinstance(own, TrainerRank):
             own.end.release()
-        # an earlier test of this process may have told glibc to keep what is freed, which a pass would use
-        # again
+        # An earlier test in this process may have told glibc to keep freed memory, which a pass would reuse.
         trim_heap()
         peak = PeakMemory(CPU)
         if isinstance(own, TrainerRank):
@@ -143,8 +146,9 @@ def measured(case: Case) -> list[int]:
 def test_memory_as_measured_is_at_most_two_messages_each_way(
     rank_pool, transport: str, trainer: int, engine: int
 ) -> None:
-    """Of a model of 130 MB, a third of it cut along columns, which the side with fewer ranks packs or
-    unpacks. The first pass makes what is kept, the second finds it, the third comes after it was given back.
+    """A 130 MB model, a third of it sharded along columns, which the side with fewer ranks packs or unpacks.
+
+    The first pass allocates what is kept, the second reuses it, and the third follows its release.
     """
     architecture = replace(architecture_of("qwen3", num_layers=1), intermediate_size=10_000, hidden_size=1024)
     message_bytes = 16 * 2**20 if transport == "group" else 8 * 2**20  # with four IPC buffers
@@ -157,11 +161,11 @@ def test_memory_as_measured_is_at_most_two_messages_each_way(
         transport,
         message_bytes // 4,
     )
-    slack = 4 * 2**20  # of gloo, and of the interpreter
+    slack = 4 * 2**20  # for gloo and the interpreter
     results = rank_pool.run(measured, world_size=case.num_ranks, case=case)
 
     for number, extra in enumerate(results):
-        # the IPC buffers, which both sides have mapped
+        # The IPC buffers are mapped by both sides.
         most = (4 if transport == "device" else 2) * message_bytes
         assert max(extra) <= most + slack, (number, extra)
 

@@ -1,5 +1,4 @@
-"""Transfers among real ranks without a driver: some are trainers, cut from a model, the others engine ranks,
-cut as an engine would."""
+"""Transfers among real ranks without a driver: some are trainers, the others engine ranks, in any layouts."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class Cut(NamedTuple):
-    """How the trainers, or one engine, hold a model."""
+    """How the trainers, or one engine, shard a model."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -46,7 +45,7 @@ class Cut(NamedTuple):
         return self.tensor * self.pipeline * self.data
 
     def layouts(self, architecture: Architecture, padded_vocab: int = PADDED_VOCAB) -> list:
-        """In Megarl's order of ranks."""
+        """Return the layouts in megarl's rank order."""
         parallel = ParallelConfig(
             tensor_parallel_size=self.tensor,
             pipeline_parallel_size=self.pipeline,
@@ -61,8 +60,12 @@ class Cut(NamedTuple):
 
 
 class Case(NamedTuple):
-    """`engines`: the cut of each. `transport`: group or device; with device, the engines lie on the trainers'
-    devices, in their order."""
+    """A test case.
+
+    Attributes:
+        engines: The layout of each engine.
+        transport: group or device. With device, the engines are on the trainers' devices, in order.
+    """
 
     architecture: Architecture
     family: str
@@ -76,7 +79,7 @@ class Case(NamedTuple):
 
     @property
     def engine_ranks(self) -> list[list[int]]:
-        """As the plan counts targets."""
+        """Return the engine ranks, numbered as the plan's targets."""
         ends = 0
         ranks = []
 
@@ -125,7 +128,7 @@ BACKENDS["nccl_semantics"] = _semantics
 
 
 class TrainerRank:
-    """`p2p`: the group of the trainers, None where they need none."""
+    """A trainer rank. `p2p` is the trainers' group, None if they need none."""
 
     def __init__(self, case: Case, plan: TransferPlan, rank: int, p2p: P2PGroup | None) -> None:
         self.case = case
@@ -220,7 +223,7 @@ def shared(value: Any) -> list[Any]:
 
 
 def trainers_group(case: Case) -> P2PGroup | None:
-    """Among the ranks that are trainers; every rank calls it."""
+    """Create the group of the ranks that are trainers. Called by every rank."""
     rank = dist.get_rank()
     listener = reserve_port("127.0.0.1") if rank == 0 else None
     port = shared(listener and listener.getsockname()[1])[0]
@@ -236,7 +239,7 @@ def trainers_group(case: Case) -> P2PGroup | None:
 
 
 def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica: int) -> None:
-    """What the driver does for one engine; every rank calls it."""
+    """Connect one engine, as the driver does. Called by every rank."""
     rank = dist.get_rank()
     num_trainers = case.trainer.num_ranks
     targets = case.engine_ranks[replica]
