@@ -166,7 +166,7 @@ class Saved(NamedTuple):
 
 
 def train_and_save(settings: Settings, folder: Path, num_steps: int, num_after: int) -> Saved:
-    """In a rank: train, and finish a save after the next steps have run."""
+    """Run in a rank: train, and finish a save after the next steps have run."""
     engine = open_engine(settings)
     if num_steps:
         train(engine, num_steps)
@@ -183,7 +183,7 @@ def train_and_save(settings: Settings, folder: Path, num_steps: int, num_after: 
 def load_and_train(
     settings: Settings, folder: Path, num_steps: int, num_after: int, again: Path | None = None
 ) -> Saved:
-    """In a rank: train an engine on other data, load (and save to `again`), and train further."""
+    """Run in a rank: train an engine on other data, load (and save to `again`), and train further."""
     engine = open_engine(settings)
     train(engine, 1, first=90)
     from megarl.engine.checkpoint import load
@@ -196,7 +196,7 @@ def load_and_train(
 
 
 def save_what_is_offloaded(settings: Settings, plain: Path, moved: Path) -> list[str]:
-    """In a rank: save with everything in memory and with everything offloaded.
+    """Run in a rank: save with everything in memory and with everything offloaded.
 
     Returns the parts that are offloaded after a load.
     """
@@ -219,7 +219,7 @@ def save_what_is_offloaded(settings: Settings, plain: Path, moved: Path) -> list
 
 
 def load_by_megatron(settings: Settings, folder: Path) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
-    """In a rank: return what Megatron reads into its own state dicts as (key, place, tensor), without
+    """Run in a rank: return what Megatron reads into its own state dicts as (key, place, tensor), without
     padding.
     """
     engine = open_engine(settings)
@@ -250,7 +250,7 @@ def load_by_megatron(settings: Settings, folder: Path) -> list[tuple[str, tuple[
 
 
 def draws_around_a_load(settings: Settings, folder: Path) -> bool:
-    """In a rank: return whether the generators continue as if nothing had been loaded."""
+    """Run in a rank: return whether the generators continue as if nothing had been loaded."""
     import random
 
     import numpy as np
@@ -270,7 +270,7 @@ def draws_around_a_load(settings: Settings, folder: Path) -> bool:
 
 
 def load_damaged(settings: Settings, folders: Sequence[Path], good: Path) -> list[tuple[str, bool]]:
-    """In a rank: return the error for each folder, and whether the engine is unchanged; then load the intact
+    """Run in a rank: return the error for each folder, and whether the engine is unchanged; then load the intact
     one.
     """
     engine = open_engine(settings)
@@ -289,7 +289,7 @@ def load_damaged(settings: Settings, folders: Sequence[Path], good: Path) -> lis
 
 
 def refused_load(settings: Settings, folder: Path) -> str:
-    """In a rank: return the error for a checkpoint of another model."""
+    """Run in a rank: return the error for a checkpoint of another model."""
     engine = open_engine(settings)
     from megarl.engine.checkpoint import load
 
@@ -297,7 +297,7 @@ def refused_load(settings: Settings, folder: Path) -> str:
 
 
 def failing_saves(settings: Settings, folder: Path) -> list[str]:
-    """In a rank: return the errors of saves with a full disk for one file, for none, and into a missing
+    """Run in a rank: return the errors of saves with a full disk for one file, for none, and into a missing
     folder.
 
     The last save succeeds.

@@ -123,7 +123,7 @@ class Recomputed(NamedTuple):
 
 
 def run_recompute(parallel: ParallelConfig, folder: str, recomputation: Recomputation) -> Recomputed:
-    """In a rank: return the gradients, and how often the first layer and its parts ran per micro-batch."""
+    """Run in a rank: return the gradients, and how often the first layer and its parts ran per micro-batch."""
     engine = build(start(parallel), folder, recomputation=recomputation, optim=OptimConfig())
     layer = engine.models[0].decoder.layers[0]
     parts = {"layer": layer, "attention": layer.self_attention.core_attention, "mlp": layer.mlp}
@@ -190,7 +190,7 @@ def test_recomputation_changes_no_gradient(layout: str, rank_pool: RankPool, fol
 
 
 def count_tokens(parallel: ParallelConfig, folder: str) -> dict[str, int]:
-    """In a rank: return the number of tokens in the MLPs of the first and last layers, and in the final norm."""
+    """Run in a rank: return the number of tokens in the MLPs of the first and last layers, and in the final norm."""
     engine = build(start(parallel), folder, optim=OptimConfig())
     decoder = engine.models[0].decoder
     counted = {}
@@ -237,7 +237,7 @@ def test_the_last_layer_ends_with_tokens_that_predict_one(rank_pool: RankPool, f
 
 
 def run_beside(folder: str) -> tuple[Tensors, Tensors, torch.Tensor, torch.Tensor]:
-    """In one rank: return the gradients of a trained engine, twice, its log-probs after a step, and those of
+    """Run in one rank: return the gradients of a trained engine, twice, its log-probs after a step, and those of
     a frozen one.
 
     The frozen engine shares its groups.

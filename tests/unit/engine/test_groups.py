@@ -12,7 +12,7 @@ from tests.unit.engine.rank_side import start
 
 
 def limits(parallel: ParallelConfig) -> list[timedelta]:
-    """In a rank: return the time limit of each group."""
+    """Run in a rank: return the time limit of each group."""
     start(parallel)
     from megarl.engine import groups
 

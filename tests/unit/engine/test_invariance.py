@@ -148,7 +148,7 @@ def run_splits(
     splits: dict[str, Split],
     experts: ExpertsConfig,
 ) -> dict[str, dict[str, Result]]:
-    """In a rank: return, by head and split, the stage's gradients and the mini-batch's metrics."""
+    """Run in a rank: return, by head and split, the stage's gradients and the mini-batch's metrics."""
     groups = start(parallel)
     results: dict[str, dict[str, Result]] = {}
 

@@ -58,7 +58,7 @@ def test_the_choice_of_layers(
 
 
 def ask_for(asked: Layers, on_cuda: bool) -> LayerChoice | str:
-    """In a rank without Transformer Engine."""
+    """Run in a rank without Transformer Engine."""
     start(ParallelConfig())
     from megarl.engine.layer_specs import layers_for
 
@@ -82,7 +82,7 @@ def test_layers_that_cannot_be_had_are_refused(on_cuda: bool, says: str, rank_po
 
 
 def names_of_experts(names: list[str]) -> list[str]:
-    """In a rank with four preceding layers and eight preceding experts."""
+    """Run in a rank with four preceding layers and eight preceding experts."""
     start(ParallelConfig())
     from megarl.engine.layer_specs import canonical_name
 
@@ -112,7 +112,7 @@ class Trained(NamedTuple):
 
 
 def train_with(stubs: bool, settings: Settings) -> Trained:
-    """In a rank: return what was loaded, and the result of two steps."""
+    """Run in a rank: return what was loaded, and the result of two steps."""
     start(settings.parallel)
     from tests.unit.engine import transformer_engine_stubs
 
@@ -180,7 +180,7 @@ def test_parameters_have_one_name_and_training_is_the_same(
 def with_layers(
     stubs: bool, run: Callable[..., Saved], settings: Settings, folder: Path, **options: Any
 ) -> Saved:
-    """In a rank: call `run` on an engine with these layers."""
+    """Run in a rank: call `run` on an engine with these layers."""
     start(settings.parallel)
     from tests.unit.engine import transformer_engine_stubs
 

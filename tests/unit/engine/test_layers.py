@@ -123,7 +123,7 @@ def slow_varlen_attn(
 
 
 def attend(heads: Heads, lengths: list[int], scale: float, way: str) -> Attended:
-    """In a rank: attend.
+    """Run in a rank: attend.
 
     `padded`: sequences of equal length as a batch (S, b, ...). `varlen`: as on CUDA, except for the kernel.
     """
@@ -269,7 +269,7 @@ class SlowVarlenOperators:
 def attend_sharing(
     heads: Heads, lengths: list[int], prompt_of: list[int | None], scale: float, way: str
 ) -> Attended:
-    """In a rank: attend with shared prompts. `varlen`, `mask`: as on CUDA in bfloat16 and float32, except for
+    """Run in a rank: attend with shared prompts. `varlen`, `mask`: as on CUDA in bfloat16 and float32, except for
     the kernels.
     """
     from megarl.engine import platform
@@ -304,7 +304,7 @@ def attend_sharing(
 def attend_among_ranks(
     heads: Heads, lengths: list[int], prompt_of: list[int | None], scale: float, way: str
 ) -> Attended:
-    """In one process: return what each of three context-parallel ranks computes for its own queries.
+    """Run in one process: return what each of three context-parallel ranks computes for its own queries.
 
     `varlen`: as on CUDA, except for the kernel.
     """
@@ -389,7 +389,7 @@ def test_ranks_that_share_rows_attend_to_all_that_stands_before(
 
 
 def plan_on_host(lengths: list[int]) -> int:
-    """In a rank: return how many of three layers make the plan of a micro-batch."""
+    """Run in a rank: return how many of three layers make the plan of a micro-batch."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)

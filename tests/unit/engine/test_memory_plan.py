@@ -49,7 +49,7 @@ class Allocated(NamedTuple):
 def allocated(
     folder: str, parallel: ParallelConfig, optim: OptimConfig | None, dtype: torch.dtype, trained: bool
 ) -> Allocated:
-    """In a rank: measure. Pages that were never written are not resident, so a step is made first where
+    """Run in a rank: measure. Pages that were never written are not resident, so a step is made first where
     needed.
     """
     groups = start(parallel)
@@ -141,7 +141,7 @@ CHUNK_TOKENS = 256
 
 
 def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute) -> int:
-    """In a rank: return the peak bytes in addition to the state while a micro-batch per pipeline stage is
+    """Run in a rank: return the peak bytes in addition to the state while a micro-batch per pipeline stage is
     trained.
 
     The profiler does not know the order of events in several threads to the microsecond, and a tensor that

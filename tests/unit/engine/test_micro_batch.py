@@ -45,7 +45,7 @@ def make(
     cut: tuple[int, int],
     place: tuple[int, int],
 ) -> dict[str, Any]:
-    """In a rank: return the micro-batch as plain values."""
+    """Run in a rank: return the micro-batch as plain values."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
@@ -98,7 +98,7 @@ def made(
 
 
 def test_ranks_that_share_rows(rank_pool: RankPool) -> None:
-    """Of four chunks of each row, the first rank has the outer two, the second the inner two.
+    """The first rank has the outer two of four chunks of each row, the second the inner two.
 
     Chunks have one token here, and there is no padding.
     """

@@ -45,7 +45,7 @@ def change_default_group(backend: str, rendezvous: str) -> None:
 
 
 def run_steps(parallel: ParallelConfig, folder: str, backend: str, rendezvous: str) -> Trained:
-    """In a rank: run steps. The rank has the pool's default group before, and an equal one afterwards."""
+    """Run in a rank: run steps. The rank has the pool's default group before, and an equal one afterwards."""
     register()
     change_default_group(backend, rendezvous)
     groups = start(parallel)

@@ -56,7 +56,7 @@ class Trained(NamedTuple):
 def train(
     parallel: ParallelConfig, folder: str, dtype: torch.dtype, away: tuple[tuple[str, ...], ...]
 ) -> Trained:
-    """In a rank: train, with a scoring pass after each step. `away`: the parts offloaded by each call and
+    """Run in a rank: train, with a scoring pass after each step. `away`: the parts offloaded by each call and
     restored after it.
     """
     groups = start(parallel)
@@ -195,7 +195,7 @@ class Memory(NamedTuple):
 
 
 def measure(folder: str, optim: OptimConfig | None) -> Memory:
-    """In a rank: return the change of resident memory. One step is made first, so that moments have been
+    """Run in a rank: return the change of resident memory. One step is made first, so that moments have been
     written.
     """
     engine = build(start(ParallelConfig()), folder, optim=optim)
@@ -240,7 +240,7 @@ def test_memory_goes_back_to_the_system(trains: bool, rank_pool: RankPool, large
 
 
 def use_what_is_away(folder: str) -> list[str]:
-    """In a rank: return the error of each call."""
+    """Run in a rank: return the error of each call."""
     engine = build(start(ParallelConfig()), folder, optim=OptimConfig(lr=1e-3))
     from megarl.engine.offload import OffloadedError, StatePart
 
@@ -288,7 +288,7 @@ def test_what_is_away_is_never_used(rank_pool: RankPool, folders: dict[str, str]
 
 
 def fill_the_disk(folder: str) -> tuple[str, bool]:
-    """In a rank whose files may be 1 MB large: return the error, and whether the model scores as before."""
+    """Run in a rank whose files may be 1 MB large: return the error, and whether the model scores as before."""
     import resource
     import signal
 

@@ -54,7 +54,7 @@ class Pass(NamedTuple):
 
 
 def run_both(layout: str, folder: str, batch: Tensors) -> dict[str, tuple[Pass, Pass]]:
-    """In a rank: return, by correction, the results with old log-probs of a separate pass and without.
+    """Run in a rank: return, by correction, the results with old log-probs of a separate pass and without.
 
     The gradients are those of the stage.
     """

@@ -42,7 +42,7 @@ class Steps(NamedTuple):
 
 
 def run_steps(folder: str, optim: OptimConfig, total_steps: int, num_steps: int) -> Steps:
-    """In one rank: run steps on the same two rows."""
+    """Run in one rank: run steps on the same two rows."""
     groups = start(ParallelConfig())
     engine = build(groups, folder, optim=optim, total_optimizer_steps=total_steps)
     batch = take(make_batch(), [1, 2])
@@ -147,7 +147,7 @@ class Diverged(NamedTuple):
 
 
 def run_divergence(parallel: ParallelConfig, folder: str, value: float) -> Diverged:
-    """In a rank: a normal step, one whose loss is `value` on the last replica only, and a normal step."""
+    """Run in a rank: a normal step, one whose loss is `value` on the last replica only, and a normal step."""
     groups = start(parallel)
     engine = build(groups, folder, optim=OptimConfig(lr=LR, warmup_steps=4))
     from megarl.engine.optimizer import TrainingDivergedError

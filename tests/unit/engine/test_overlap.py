@@ -53,7 +53,7 @@ class _Counts(NamedTuple):
 
 @contextmanager
 def overlapped() -> Iterator[_Counts]:
-    """In a rank: engines that are built within this block overlap, in small buckets."""
+    """Run in a rank: engines that are built within this block overlap, in small buckets."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
     from megarl.engine import data_parallel
@@ -113,7 +113,7 @@ def mean_square(
 
 
 def train_and_read(parallel: ParallelConfig, folder: str, head: str, recompute: Recompute) -> Read:
-    """In a rank: train and read the parameters."""
+    """Run in a rank: train and read the parameters."""
     engine = build(
         start(parallel),
         folder,

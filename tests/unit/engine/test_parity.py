@@ -153,7 +153,7 @@ def with_logits(engine: Any) -> Any:
 def run_engine(
     parallel: ParallelConfig, folders: dict[str, str], batch: Tensors, names: Collection[str]
 ) -> dict[str, Compared]:
-    """In a rank: run the named cases. Outputs are those of the whole batch; gradients are those of the rank's
+    """Run in a rank: run the named cases. Outputs are those of the whole batch; gradients are those of the rank's
     stage.
     """
     groups = start(parallel)

@@ -107,7 +107,7 @@ def update(
 
 
 def run_engine(parallel: ParallelConfig, folders: dict[str, str], batch: Tensors) -> Outcome:
-    """In a rank: run the step. Weights are those of its stage; outputs are those of the whole batch."""
+    """Run in a rank: run the step. Weights are those of its stage; outputs are those of the whole batch."""
     groups = start(parallel)
     optim = OptimConfig(
         lr=SETTINGS.lr,

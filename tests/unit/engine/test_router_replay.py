@@ -159,7 +159,7 @@ def routes_of_all(rows: list[int], outputs: dict[str, Any] | None) -> dict[int, 
 def run_engine(
     parallel: ParallelConfig, folder: str, batch: Tensors, routes: list[Tensor], recomputation: Recomputation
 ) -> Replayed:
-    """In a rank: run. Outputs are those of the whole batch; gradients are those of the rank's stage."""
+    """Run in a rank: run. Outputs are those of the whole batch; gradients are those of the rank's stage."""
     groups = start(parallel)
     rows = replica_rows(groups, NUM_ROWS)
     part = take(batch, rows)

@@ -84,7 +84,7 @@ def reference(inputs: Inputs, case: Case) -> Scored:
 def run_scores(
     inputs: Inputs, cases: dict[str, Case], dtype: torch.dtype = torch.float32
 ) -> dict[str, Scored]:
-    """In a rank of a tensor-parallel group that is the whole world."""
+    """Run in a rank of a tensor-parallel group that is the whole world."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
@@ -140,7 +140,7 @@ def test_scores_and_gradients(size: int, rank_pool: RankPool) -> None:
 
 
 def run_extras(inputs: Inputs) -> dict[tuple[str, ...], Any]:
-    """In a rank: return, by extras, all scores and the log-probs' gradient with respect to the hidden states."""
+    """Run in a rank: return, by extras, all scores and the log-probs' gradient with respect to the hidden states."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
@@ -234,7 +234,7 @@ def test_bfloat16_weights_give_float32_scores(rank_pool: RankPool) -> None:
 
 
 def largest_saved_tensor(inputs: Inputs, chunk_tokens: int) -> int:
-    """In a rank: return the number of elements of the largest tensor saved for backward."""
+    """Run in a rank: return the number of elements of the largest tensor saved for backward."""
     from megarl.engine import platform
 
     platform.activate(Device.cpu)

@@ -106,7 +106,7 @@ def fail_on(failing: int, export: Export, folder: Path, again: Path) -> str:
 def test_who_cannot_write_takes_what_others_send_and_says_which_file(
     rank_pool, tmp_path: Path, failing: int
 ) -> None:
-    """Of eight files written round-robin, the first and the last are too large: one of rank 0, one of rank 1."""
+    """The first and last of eight files, written round-robin by ranks 0 and 1, are too large."""
     export = Export(Cut(tensor=2), "llama", False, 700, max_file_bytes=15_000)
     folders = [tmp_path / "failed", tmp_path / "again"]
     for folder in folders:
