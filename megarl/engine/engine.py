@@ -1,7 +1,7 @@
 """One model on Megatron-Core: forward passes and training steps over micro-batches, in any parallel layout.
 
-The engine knows no algorithm. It scores response tokens (log-probs and entropy, or values). Batches and
-scores are rows of tokens; a loss that the caller gives gets those of a micro-batch as (b, R) tensors.
+The engine is independent of the algorithm. It scores response tokens (log-probs and entropy, or values).
+Batches and scores are rows of tokens; a loss function receives those of a micro-batch as (b, R) tensors.
 """
 
 from __future__ import annotations
@@ -42,31 +42,33 @@ from megarl.weights.shard_layout import layouts_of
 
 Rows = Mapping[str, RaggedTensor]
 MicroBatches = Sequence[Sequence[int]]  # row numbers of this replica's batch
-# float32: `log_probs` and extras, or `values`, of the M response tokens of a micro-batch (M,)
+# float32 (M,): `log_probs` and extras, or `values`, of the M response tokens of a micro-batch
 Outputs = Mapping[str, Tensor]
-# Gets outputs and columns of a micro-batch as (b, R), 0 where a row has no response token.
+# Receives outputs and columns of a micro-batch as (b, R), 0 where a row has no response token.
 LossFunction = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Metric]]]
 
 
 class TrainedBatch(NamedTuple):
-    """metrics: of the loss, merged over this replica's micro-batches. scores: of all rows, by the weights
-    before the update, as `forward` gives them. Both are those of the last pipeline stage; other stages have
-    none."""
+    """The result of a training pass. Both fields are empty except on the last pipeline stage.
+
+    Attributes:
+        metrics: The metrics of the loss, merged over this replica's micro-batches.
+        scores: The scores of all rows by the weights before the update, as in `forward`.
+    """
 
     metrics: dict[str, Metric]
     scores: dict[str, RaggedTensor]
 
 
 class _LossShare(NamedTuple):
-    """What the loss returned for a micro-batch, and the outputs without their graph, which would keep the
-    activations."""
+    """The loss's result for a micro-batch, and the detached outputs, which do not keep activations alive."""
 
     metrics: Mapping[str, Metric]
     outputs: Outputs
 
 
 class TrainingState(NamedTuple):
-    """What a checkpoint keeps of an engine. places: where its tensors are, in memory or away."""
+    """What a checkpoint stores of an engine. `places` copies tensors whether they are in memory or offloaded."""
 
     models: Sequence[ModelChunk]
     optimizer: Optimizer
@@ -76,11 +78,12 @@ class TrainingState(NamedTuple):
 
 
 class MegatronEngine:
-    """Weights come from the spec's folder; a value head that it lacks starts at zero where it is trained.
+    """One model. Weights are loaded from the spec's folder; a missing value head starts at zero if it is
+    trained.
 
     Attributes:
         models: This rank's stages of the model, one per virtual pipeline stage.
-        chunks: The same, wrapped in Megatron's data parallelism where the model trains.
+        chunks: The same, wrapped in Megatron's data parallelism if the model trains.
     """
 
     def __init__(self, spec: ModelSpec, groups: ParallelGroups) -> None:
@@ -101,7 +104,7 @@ class MegatronEngine:
         self.layout = layouts_of(spec.architecture, groups.parallel)[groups.rank]
         trainable = spec.optim is not None
 
-        # Before the wrapping, because Megatron makes room for gradients only where a parameter requires one.
+        # Set before the wrapping, because Megatron allocates gradients only for parameters that require them.
         for model in self.models:
             model.train(trainable).requires_grad_(trainable)
             if spec.experts.freeze_router:
@@ -118,11 +121,11 @@ class MegatronEngine:
         self._load(spec.path)
         expect_no_gather(self._wrapped)
 
-        # After the loading, because the optimizer copies the weights into its float32 masters.
+        # Created after loading, because the optimizer copies the weights into its float32 masters.
         self._optimizer = self._build_optimizer(spec.optim, dtype) if spec.optim else None
 
     def _route_keeper(self) -> RouterReplayBuffer | None:
-        """Of a policy that trains: others are compared with nobody."""
+        """Set up router replay for a policy that trains. Other models need no replay."""
         experts = self.spec.architecture.experts
         replay = self.spec.engine.routing_replay
 
@@ -155,10 +158,10 @@ class MegatronEngine:
         return [_main_grad(parameter) for parameter in self._parameter_list() if parameter.requires_grad]
 
     def _optimizer_tensors(self) -> list[Tensor]:
-        """In float32 the optimizer steps the parameters themselves, which are another part."""
+        """Return the tensors of the optimizer except parameters, which in float32 it steps directly."""
         assert self._optimizer is not None
 
-        # Storages are compared, since a parameter and the optimizer's shard of it are views of one storage.
+        # Compare storages, since a parameter and the optimizer's shard of it are views of one storage.
         others = {parameter.untyped_storage()._cdata for parameter in self._parameter_list()}
         return [
             tensor
@@ -167,22 +170,26 @@ class MegatronEngine:
         ]
 
     def offload(self, *parts: StatePart) -> int:
-        """Moves parts of the state out of the device's memory (see offload.py); bytes given back. Gradients
-        are lost."""
+        """Offload parts of the state (see offload.py) and return the number of freed bytes. Gradients are
+        lost.
+        """
         if StatePart.gradients in parts:
             self._gradients_are_made = False
 
-        # A gather that is under way would write into memory that has been released.
+        # A gather in progress would write into memory that has been released.
         await_parameters(self._wrapped)
         return self._state.offload(parts)
 
     def restore(self, *parts: StatePart) -> int:
-        """Moves them back, as they were; bytes taken. Until then what needs them raises OffloadedError."""
+        """Restore offloaded parts as they were, and return the number of allocated bytes.
+
+        Until then, operations that need them raise OffloadedError.
+        """
         return self._state.restore(parts)
 
     def training_state(self) -> TrainingState:
-        """Of an engine that trains."""
-        assert self._optimizer is not None, "a frozen model is as its folder says, and is never saved"
+        """Return the training state of an engine that trains."""
+        assert self._optimizer is not None, "a frozen model equals its folder and is never saved"
         await_parameters(self._wrapped)
         return TrainingState(
             self.models, self._optimizer, self._state, self.groups, self.spec.architecture.vocab_size
@@ -207,15 +214,17 @@ class MegatronEngine:
         )
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's shards by Megatron's names of local layers, which are numbered over the whole model."""
-        self._state.require("give its parameters", StatePart.parameters)
+        """Return this rank's shards by Megatron's names of local layers, numbered over the whole model."""
+        self._state.require("return its parameters", StatePart.parameters)
         await_parameters(self._wrapped)
         return {name: parameter.detach() for name, parameter in self._named_parameters()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """As `parameters`, the float32 gradients after `forward_backward`, of which a data-parallel rank's
-        own slice is reduced."""
-        self._state.require("give its gradients", StatePart.gradients)
+        """Return the float32 gradients after `forward_backward`, by the names of `parameters`.
+
+        Only the data-parallel rank's own slice of each gradient is reduced.
+        """
+        self._state.require("return its gradients", StatePart.gradients)
         return {
             name: _main_grad(parameter)
             for name, parameter in self._named_parameters()
@@ -229,17 +238,22 @@ class MegatronEngine:
     def forward(
         self, batch: Rows, micro_batches: MicroBatches, extras: Collection[Extra] = ENTROPY
     ) -> dict[str, RaggedTensor] | None:
-        """Scores the response tokens of all rows (each row is in one of `micro_batches`): float32 per output,
-        on the last pipeline stage; else None.
+        """Score the response tokens of all rows.
 
-        batch: this replica's rows, see `make_micro_batch`. extras: outputs of a language model beside
-        `log_probs`. Where updates replay the routes of this pass, they come besides.
+        Args:
+            batch: This replica's rows, see `make_micro_batch`.
+            micro_batches: Row numbers. Each row is in one micro-batch.
+            extras: Outputs of a language model in addition to `log_probs`.
+
+        Returns:
+            float32 rows for each output, and the routes of this pass if updates replay them. None except on
+            the last pipeline stage.
         """
         self._state.require("score", StatePart.parameters)
         with torch.no_grad():
             results = self._run(batch, micro_batches, None, extras)
 
-        # Collecting the routes is a collective of the replica, not of its last stage only.
+        # Collecting the routes is a collective of the whole replica, not only of its last stage.
         chosen = {}
         if self._routes is not None and ROUTED_EXPERTS not in batch:
             chosen = {ROUTED_EXPERTS: self._routes.collect(micro_batches)}
@@ -257,12 +271,22 @@ class MegatronEngine:
         loss: LossFunction,
         extras: Collection[Extra] = ENTROPY,
     ) -> dict[str, Metric]:
-        """Gradients of the sum of `loss` over all micro-batches and data-parallel ranks, replacing those
-        there were.
+        """Compute gradients of the sum of `loss` over all micro-batches and data-parallel ranks.
 
-        extras: outputs that the loss reads beside `log_probs`. Returns the loss's metrics, merged over this
-        replica's micro-batches, on the last pipeline stage; elsewhere nothing. Raises ValueError for one that
-        does not say how it comes together.
+        Existing gradients are replaced.
+
+        Args:
+            batch: This replica's rows.
+            micro_batches: Row numbers.
+            loss: The loss.
+            extras: Outputs that the loss reads in addition to `log_probs`.
+
+        Returns:
+            The loss's metrics, merged over this replica's micro-batches, on the last pipeline stage; empty
+            elsewhere.
+
+        Raises:
+            ValueError: A metric does not define how it is merged.
         """
         shares = self._forward_backward(batch, micro_batches, loss, extras)
         return merge_metrics([share.metrics for share in shares])
@@ -301,8 +325,10 @@ class MegatronEngine:
         return shares
 
     def _new_tally(self, batch: Rows, micro_batches: MicroBatches) -> RouterStatistics | None:
-        """Of the routers in the pass over these rows that is to come. For a load-balancing loss a pass before
-        it, without gradients, counts where their tokens will go."""
+        """Return statistics for the routers in the next pass over these rows.
+
+        For a load-balancing loss, an additional pass without gradients first counts where the tokens go.
+        """
         architecture = self.spec.architecture
         losses = self.spec.experts
         if architecture.experts is None:
@@ -310,7 +336,8 @@ class MegatronEngine:
         if not losses.aux_loss_coefficient:
             return RouterStatistics(architecture, self._device, losses)
 
-        # The shares of the mini-batch are constants of the loss: they must be known before any backward pass.
+        # The fractions of the mini-batch are constants of the loss: they must be known before any backward
+        # pass.
         counted = RouterStatistics(architecture, self._device, None)
         with torch.no_grad():
             self._run(batch, micro_batches, None, (), counted)
@@ -319,17 +346,17 @@ class MegatronEngine:
         return RouterStatistics(architecture, self._device, losses, counted.shares)
 
     def router_metrics(self) -> dict[str, Metric]:
-        """Of the last `forward_backward` (see RouterStatistics), on every rank; none of a model without
-        experts."""
+        """Return the router metrics of the last `forward_backward` (see RouterStatistics), on every rank.
+
+        Empty for a model without experts.
+        """
         return dict(self._router_metrics)
 
     def step(self) -> StepStatistics:
-        """Applies the gradients."""
+        """Apply the gradients."""
         assert self._optimizer is not None, "a frozen model has no optimizer"
         self._state.require("step", *StatePart)
-        assert self._gradients_are_made, (
-            "a step needs the gradients of a forward_backward after the last offload"
-        )
+        assert self._gradients_are_made, "a step needs gradients computed after the last offload"
         statistics = self._optimizer.step()
 
         start_gather(self._wrapped)
@@ -347,11 +374,10 @@ class MegatronEngine:
         if parallel.virtual_pipeline_parallel_size and len(micro_batches) % parallel.pipeline_parallel_size:
             raise ValueError(
                 f"{len(micro_batches)} micro-batches: with virtual pipeline stages their number must be a "
-                f"multiple of "
-                f"pipeline_parallel_size {parallel.pipeline_parallel_size}"
+                f"multiple of pipeline_parallel_size {parallel.pipeline_parallel_size}"
             )
 
-        # Make the inputs of every micro-batch, with this rank's part of the tokens.
+        # Create the inputs of every micro-batch, with this rank's part of the tokens.
         made = [
             make_micro_batch(
                 batch,
@@ -369,7 +395,7 @@ class MegatronEngine:
         ]
         made = self._with_routes(made, micro_batches, batch.get(ROUTED_EXPERTS), trains=loss is not None)
 
-        # The losses of routers are divided by the number of tokens in the mini-batch.
+        # Router losses are divided by the number of tokens in the mini-batch.
         if tally is not None:
             tally.begin(sum(micro_batch.num_counted for micro_batch in made), self.groups)
 
@@ -385,7 +411,7 @@ class MegatronEngine:
             data_iterator=iterators[0] if single else iterators,
             model=self.chunks[0] if single else self.chunks,
             num_microbatches=num_micro_batches,
-            seq_length=1,  # stages tell each other the real shapes (variable_seq_lengths)
+            seq_length=1,  # stages send each other the real shapes (variable_seq_lengths)
             micro_batch_size=1,
             forward_only=loss is None,
             collect_non_loss_data=loss is None,
@@ -399,23 +425,27 @@ class MegatronEngine:
         *,
         trains: bool,
     ) -> list[MicroBatch]:
-        """Raises ValueError for a batch without routes where they are replayed, and for one with them where
-        they are not."""
+        """Add routes to the micro-batches.
+
+        Raises:
+            ValueError: A batch has no routes although they are replayed, or has routes although they are not.
+        """
         replay = self.spec.engine.routing_replay
         if self._routes is None:
             if column is not None:
                 raise ValueError(
                     f"the batch has {ROUTED_EXPERTS}, but engine.routing_replay is {replay.value}, or this "
-                    f"model has no use for it"
+                    f"model does not use it"
                 )
             return made
 
-        # Only a scoring pass may let routers choose, and only where the rollout does not provide the routes.
+        # Only a scoring pass may let routers select experts, and only if the rollout does not provide the
+        # routes.
         if column is None and (trains or replay is RoutingReplay.rollout):
             whose = (
-                "the rollout's samples have"
+                "the rollout's samples contain"
                 if replay is RoutingReplay.rollout
-                else "actor.old_log_probs(batch, step) gives"
+                else "actor.old_log_probs(batch, step) returns"
             )
             raise ValueError(
                 f"the batch has no {ROUTED_EXPERTS}, which {whose} with engine.routing_replay={replay.value}"
@@ -455,15 +485,18 @@ class MegatronEngine:
 
             share = _LossShare(metrics, {key: values.detach() for key, values in outputs.items()})
 
-            # Megatron divides by this count only where it averages; our losses have their denominator
-            # already.
+            # Megatron divides by this count only when it averages; megarl's losses already include their
+            # denominator.
             return value, torch.ones((), dtype=torch.int, device=value.device), share
 
         return hidden, scores
 
     def score(self, micro_batch: MicroBatch, hidden: Tensor, extras: Collection[Extra]) -> dict[str, Tensor]:
-        """Return the outputs of a micro-batch, (M,) float32 each for its M response tokens, from the hidden
-        states of the model's last stage."""
+        """Compute the outputs of a micro-batch from the hidden states of the model's last stage.
+
+        Returns:
+            (M,) float32 for each output, for the M response tokens.
+        """
         model = self.models[-1]
 
         # The head is computed outside of any module, so Megatron does not wait for its weights.
@@ -493,15 +526,15 @@ class MegatronEngine:
         )
 
     def _whole(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """(M,) of all response tokens, on every rank that shares the rows, from those of the rank's own, 0
-        elsewhere.
+        """Sum outputs (M,), which are 0 except for a rank's own tokens, over the ranks that share the rows.
 
-        Each of the ranks computes the same loss of them, and of its gradient takes what is its own tokens'.
+        Each rank then computes the same loss, and uses the part of its gradient that belongs to its own
+        tokens.
         """
         if self.groups.parallel.context_parallel_size == 1:
             return parts
 
-        # The forward pass sums over the ranks; the backward pass hands each rank the gradient unchanged.
+        # The forward pass sums over the ranks; the backward pass passes the gradient to each rank unchanged.
         whole = reduce_from_tensor_model_parallel_region(
             torch.stack(list(parts.values())), group=self.groups.context
         )
@@ -509,7 +542,7 @@ class MegatronEngine:
 
 
 def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
-    """Where Megatron adds up its gradient."""
+    """Return the buffer in which Megatron accumulates the gradient of a parameter."""
     return parameter.main_grad  # type: ignore[attr-defined]
 
 
@@ -523,7 +556,7 @@ def _in_order_of_rows(
         "every row must be in one micro-batch"
     )
 
-    # The micro-batches lie one behind the other; the rows' places among them give their order.
+    # The outputs are in the order of micro-batches; the rows' positions in them give the order of rows.
     lengths = batch["responses"].lengths[rows]
     return {
         key: RaggedTensor.packed_rows(torch.cat([each[key] for each in outputs]), lengths).select(places)
@@ -532,6 +565,6 @@ def _in_order_of_rows(
 
 
 def _taken(micro_batches: deque[MicroBatch]) -> Iterator[MicroBatch]:
-    """One after the other. None is kept for those after it: with each go the angles that its layers made."""
+    """Yield micro-batches and drop them, so that the rotary angles cached on each are freed after its use."""
     while micro_batches:
         yield micro_batches.popleft()

@@ -59,7 +59,7 @@ EVIDENCE = (
         "transformer.moe.moe_utils",
         "maybe_move_tensor_to_cpu",
         "tensor.record_stream(",
-        "gives streams to torch",
+        "passes streams to torch",
     ),
     MegatronEvidence(
         "jit", "enable_jit_fuser", "torch.compile", "jit_fuser compiles small functions when first called"

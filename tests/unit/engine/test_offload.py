@@ -279,8 +279,8 @@ def use_what_is_away(folder: str) -> list[str]:
 def test_what_is_away_is_never_used(rank_pool: RankPool, folders: dict[str, str]) -> None:
     assert rank_pool.run(use_what_is_away, world_size=1, folder=folders["qwen2"])[0] == [
         "the engine cannot score: parameters offloaded; restore the offloaded state first",
-        "the engine cannot give its parameters: parameters offloaded; restore the offloaded state first",
-        "the engine cannot give its gradients: gradients offloaded; restore the offloaded state first",
+        "the engine cannot return its parameters: parameters offloaded; restore the offloaded state first",
+        "the engine cannot return its gradients: gradients offloaded; restore the offloaded state first",
         "the engine cannot train: gradients offloaded; restore the offloaded state first",
         "the engine cannot step: optimizer offloaded; restore the offloaded state first",
         "a step needs the gradients of a forward_backward after the last offload",
