@@ -68,7 +68,7 @@ class _LossShare(NamedTuple):
 
 
 class TrainingState(NamedTuple):
-    """What a checkpoint stores of an engine. `places` copies tensors whether they are in memory or offloaded."""
+    """The state that a checkpoint stores. `places` copies tensors in memory and offloaded ones."""
 
     models: Sequence[ModelChunk]
     optimizer: Optimizer
@@ -78,8 +78,7 @@ class TrainingState(NamedTuple):
 
 
 class MegatronEngine:
-    """One model. Weights are loaded from the spec's folder; a missing value head starts at zero if it is
-    trained.
+    """One model with weights from the spec's folder. A trained value head that is missing starts at zero.
 
     Attributes:
         models: This rank's stages of the model, one per virtual pipeline stage.
@@ -170,9 +169,7 @@ class MegatronEngine:
         ]
 
     def offload(self, *parts: StatePart) -> int:
-        """Offload parts of the state (see offload.py) and return the number of freed bytes. Gradients are
-        lost.
-        """
+        """Offload parts of the state (see offload.py) and return the freed bytes. Gradients are lost."""
         if StatePart.gradients in parts:
             self._gradients_are_made = False
 

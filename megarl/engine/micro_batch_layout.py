@@ -39,7 +39,7 @@ def _aligned(length: int, multiple: int) -> int:
 
 
 class _Layout(NamedTuple):
-    """Where b rows lie in a packed sequence.
+    """The layout of b rows in a packed sequence.
 
     Attributes:
         sources: The index of each token in the concatenated rows. Padding has the index after the last token.

@@ -283,7 +283,7 @@ def test_what_is_away_is_never_used(rank_pool: RankPool, folders: dict[str, str]
         "the engine cannot return its gradients: gradients offloaded; restore the offloaded state first",
         "the engine cannot train: gradients offloaded; restore the offloaded state first",
         "the engine cannot step: optimizer offloaded; restore the offloaded state first",
-        "a step needs the gradients of a forward_backward after the last offload",
+        "a step needs gradients computed after the last offload",
     ]
 
 
