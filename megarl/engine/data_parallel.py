@@ -37,7 +37,7 @@ def wrap_models(models: Sequence[ModelChunk], parallel: ParallelConfig) -> list[
         align_param_gather=overlap,
     )
 
-    # The models of later virtual stages do not need to overlap, so they have one bucket.
+    # Later virtual stages communicate while the first one still computes, so one bucket each is enough.
     chunks = [
         DistributedDataParallel(model.config, config, model, disable_bucketing=number > 0)
         for number, model in enumerate(models)

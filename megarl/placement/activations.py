@@ -129,9 +129,9 @@ class _Work:
     def _gathered_keys(self, rows: list[Row]) -> float:
         """Return the number of keys gathered for attention per token of the rank.
 
-        If responses share prompts, attention by matrix products gives each response its prompt's keys in
-        addition to its own, and so the prompt. With context parallelism, each rank has two chunks of every
-        sequence with all preceding keys, and all keys of a response's prompt.
+        With attention by matrix products, responses that share a prompt each have its keys in addition to
+        their own, and the prompt has them too. With context parallelism, each rank has two chunks of every
+        sequence and gathers all keys before them, plus all keys of a response's prompt.
         """
         tokens = micro_batch_tokens(rows, self._context)
         prompts = sum(row.prompt for row in rows) * self._shares_prompts
