@@ -31,7 +31,7 @@ def reached_by_strangers(processes: Sequence[psutil.Process]) -> list[str]:
                 if not one.laddr.ip.removeprefix("::ffff:").startswith("127.") and one.laddr.ip != "::1":
                     found.append(f"{_describe(process)} listens at {one.laddr.ip}:{one.laddr.port}")
 
-    assert ports, "nobody listens, so that nothing was proved"
+    assert ports, "no process listens, so nothing was proved"
     outer = [
         entry.address
         for entries in psutil.net_if_addrs().values()

@@ -80,7 +80,7 @@ class VerlDispatch(Enum):
 
 
 class Execute(Enum):
-    """Which ranks run a call."""
+    """The ranks that run a call."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"

@@ -1,4 +1,4 @@
-"""What the driver raises when a worker group fails, and which of several failures is reported first."""
+"""The errors of failed worker groups, and the choice of the failure that is reported first."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class WorkerError(RunError):
 
 
 class RankReport(NamedTuple):
-    """What one rank is doing. `activity` is None if the process did not answer."""
+    """The current activity of one rank. `activity` is None if the process did not answer."""
 
     role: str
     rank: int

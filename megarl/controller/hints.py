@@ -1,4 +1,4 @@
-"""What to do about a process, a node or a cluster that failed.
+"""Hints for failures of a process, a node or a cluster.
 
 `cli/run/hints.py` fills in the settings and facts in braces.
 """

@@ -1,4 +1,4 @@
-"""What a worker process reports to the driver separately from results.
+"""The data that a worker process reports to the driver separately from results.
 
 Small and free of torch, because it is loaded when the process starts.
 """
@@ -78,7 +78,7 @@ OnRecord = Callable[[str, int, CallRecord], None]  # called with role, rank and 
 
 
 class RankActivity(NamedTuple):
-    """What a process is doing. `method` is None if it is idle."""
+    """The current activity of a process. `method` is None if it is idle."""
 
     location: Location
     method: str | None

@@ -335,7 +335,7 @@ def _load_random_state(index: TorchDistIndex, groups: ParallelGroups) -> None:
 
 
 class _Failure(NamedTuple):
-    """What a rank reports to the others about files that it could not read or write."""
+    """A rank's report to the others about files that it could not read or write."""
 
     message: str
     hint: Sequence[str]

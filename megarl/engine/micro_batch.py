@@ -151,8 +151,7 @@ def make_micro_batch(
     positions = to_device(inputs.positions, device)
     predictors = inputs.predictors
 
-    # By default, the rotary embedding counts from 0 in every sequence, which is wrong for shared or split
-    # rows.
+    # The rotary embedding would count from 0 in every sequence, which is wrong for shared or split rows.
     if inputs.packed is not None and inputs.packed.needs_positions:
         set_positions(inputs.packed.cu_seqlens_q, positions[0])
 

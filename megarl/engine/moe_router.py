@@ -29,7 +29,7 @@ from megarl.models.architecture import Architecture
 
 
 class RoutedTokens(NamedTuple):
-    """What routers are told about the tokens of a micro-batch on this rank.
+    """The tokens of a micro-batch on this rank, as its routers need them.
 
     Attributes:
         counts: (T,) int64, how often each token counts (see MicroBatch).

@@ -27,7 +27,7 @@ _ALIGNMENT = 512  # bytes: the fastest alignment for copies to or from a device
 
 
 class StatePart(str, Enum):
-    """What can be offloaded separately.
+    """A part of the state that can be offloaded separately.
 
     `optimizer` contains moments and, for bfloat16, float32 masters. `gradients` are zero after they are
     restored.

@@ -40,7 +40,7 @@ class Sequences(NamedTuple):
 
 
 class PromptSharing(NamedTuple):
-    """Which sequences of a packed batch continue others. Made on the host.
+    """The sequences of a packed batch that continue others. Made on the host.
 
     Attributes:
         own: Every sequence over itself.

@@ -1,4 +1,4 @@
-"""What mixture-of-experts families share: fields of `config.json`, and the rows of routers and experts."""
+"""Code shared by mixture-of-experts families: fields of `config.json`, rows of routers and experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the supported families share: a decoder with pre-norm attention, RoPE and a gated feed-forward.
+"""The decoder that all families share: pre-norm attention, RoPE and a gated feed-forward.
 
 Qwen 2, 2.5 and 3 and Llama 2 and 3 differ in two switches: the bias of q, k and v, and the norm of q and k.
 """

@@ -112,7 +112,7 @@ class _Work:
         self._layers = architecture.num_hidden_layers // (
             parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
         )
-        # What is recomputed in the backward pass is not saved.
+        # Activations that are recomputed in the backward pass are not saved.
         how, modules, num_layers = role.recomputation
         self._layers_again = min(num_layers or self._layers, self._layers) if how is Recompute.full else 0
         self._modules_again = modules if how is Recompute.selective else ()

@@ -1,4 +1,4 @@
-"""What a placement strategy requests: pools, and the groups of processes in each.
+"""The requests of a placement strategy: pools, and the groups of processes in each.
 
 The strategies are tables from roles to pools.
 """

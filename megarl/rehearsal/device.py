@@ -101,7 +101,7 @@ class FakeDevice(TorchDispatchMode):
             return self._on_host(operator, tensors, arguments, keywords)
         if operator is _READ:
             return self._read(fakes[0])
-        # What is computed from host numbers is computed on the host too, since shapes may depend on it.
+        # Results that follow from host numbers are computed on the host too, since shapes may depend on them.
         known = self._known(operator, tensors, arguments, keywords)
         result = self._on_device(operator, tensors, known, arguments, keywords)
 

@@ -17,7 +17,7 @@ class RehearsalError(Exception):
 
 
 class RankPush(NamedTuple):
-    """What a rank sends in a weight sync.
+    """The sends of a rank in a weight sync.
 
     Attributes:
         schedules: By engine rank.

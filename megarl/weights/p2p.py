@@ -255,7 +255,7 @@ def _gloo(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, 
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = limit
 
-    # By default gloo chooses the interface by the host name, which may not lead to the peers.
+    # gloo's default interface follows from the host name, which may not lead to the peers.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address_towards(host, port))]
     return dist.ProcessGroupGloo(store, rank, size, options)
 

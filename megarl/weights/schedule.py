@@ -20,7 +20,7 @@ class Part(NamedTuple):
 
 
 class TransferSchedule:
-    """What one rank sends to another, in order, over all rounds.
+    """Everything that one rank sends to another, in order, over all rounds.
 
     Each round contains the same fraction of the elements. If `bounds` are given, round n contains elements
     bounds[n] to bounds[n + 1].

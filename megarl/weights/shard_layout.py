@@ -17,7 +17,7 @@ from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_faul
 
 @dataclass(frozen=True, kw_only=True)
 class ShardLayout:
-    """What one rank holds. All virtual stages of the rank share one layout, so `layers` may have gaps.
+    """The layout of one rank. All virtual stages of the rank share it, so `layers` may have gaps.
 
     Attributes:
         tensor_parallel_size: The size of the tensor-parallel group.

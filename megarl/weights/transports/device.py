@@ -93,7 +93,7 @@ class DeviceSender(Sender):
     def __init__(self, p2p: P2PGroup, rank: int) -> None:
         self._p2p = p2p
         self._rank = rank
-        # By replica, and by the trainer rank on the target's device.
+        # Keyed by replica, and by the trainer rank on the target's device.
         self._relayed: dict[int, dict[int, TransferSchedule]] = {}
         self._receive_buffer: _DeviceReceiveBuffer | None = None
         self._buffers = PackBuffers()

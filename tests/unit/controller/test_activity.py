@@ -1,4 +1,4 @@
-"""What a process reports about itself while it works and while it hangs."""
+"""Test what a process reports about itself while it works and while it hangs."""
 
 import threading
 

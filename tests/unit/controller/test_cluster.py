@@ -107,7 +107,7 @@ def test_local_is_a_ray_of_its_own(value: str | None, monkeypatch: pytest.Monkey
 
 
 def test_a_run_with_local_has_the_processors_it_asks_for(forked_processes: None) -> None:
-    """By default, Ray would give such a cluster as many CPUs as the machine has."""
+    """Ray's default for such a cluster is the number of CPUs of the machine."""
     program = (
         "import ray; from megarl.controller.cluster import *; start_ray(num_cpus=37); "
         "print(ray.cluster_resources()['CPU']); shutdown()"

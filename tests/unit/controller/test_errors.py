@@ -1,4 +1,4 @@
-"""Which of several failures is reported as the cause."""
+"""Test which of several failures is reported as the cause."""
 
 import pytest
 

@@ -1,5 +1,6 @@
-"""Worker groups on real Ray: every dispatch mode, fused roles, futures between groups. The mesh is dp=2,
-tp=2.
+"""Worker groups on real Ray: every dispatch mode, fused roles, futures between groups.
+
+The mesh is dp=2, tp=2.
 """
 
 from collections.abc import Iterator
@@ -71,7 +72,7 @@ def test_the_environment_is_there_before_torch_and_the_constructor(group: RayWor
 
 
 def test_workers_have_the_priority_of_the_driver(group: RayWorkerGroup) -> None:
-    """With Ray's default niceness of 15, workers get a thirtieth of a core that another process keeps busy."""
+    """Ray's default niceness of 15 leaves workers a thirtieth of a core that another process keeps busy."""
     assert {psutil.Process(about["pid"]).nice() for about in group.call(EchoWorker.about)} == {
         psutil.Process().nice()
     }

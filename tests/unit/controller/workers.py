@@ -92,8 +92,9 @@ class EchoWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def fail_on(self, rank: int, after_s: float = 0.0) -> int:
-        """Raise on the given rank. The others complain about it, earlier than it does if `after_s` is
-        positive.
+        """Raise on the given rank.
+
+        The others complain about it, earlier than it does if `after_s` is positive.
         """
         if self.rank == rank:
             time.sleep(after_s)

@@ -1,6 +1,4 @@
-"""The rank side of the checkpoint tests: training, a save into a complete role folder, a load, the next
-steps.
-"""
+"""The rank side of the checkpoint tests: training, a save into a complete role folder, a load, the next steps."""
 
 from __future__ import annotations
 
@@ -131,8 +129,9 @@ def describe(settings: Settings) -> Description:
 def save_whole(
     engine: MegatronEngine, settings: Settings, folder: Path, meanwhile: Callable[[], Any] = lambda: None
 ) -> Any:
-    """Save with a manifest, as the driver does. Returns the result of `meanwhile`, which runs during the
-    save.
+    """Save with a manifest, as the driver does.
+
+    Returns the result of `meanwhile`, which runs during the save.
     """
     from megarl.engine.checkpoint import begin_save
 
@@ -219,9 +218,7 @@ def save_what_is_offloaded(settings: Settings, plain: Path, moved: Path) -> list
 
 
 def load_by_megatron(settings: Settings, folder: Path) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
-    """Run in a rank: return what Megatron reads into its own state dicts as (key, place, tensor), without
-    padding.
-    """
+    """Run in a rank: return what Megatron reads into its own state dicts as (key, place, tensor), without padding."""
     engine = open_engine(settings)
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -270,9 +267,7 @@ def draws_around_a_load(settings: Settings, folder: Path) -> bool:
 
 
 def load_damaged(settings: Settings, folders: Sequence[Path], good: Path) -> list[tuple[str, bool]]:
-    """Run in a rank: return the error for each folder, and whether the engine is unchanged; then load the intact
-    one.
-    """
+    """Run in a rank: return the error for each folder, and whether the engine is unchanged; then load the intact one."""
     engine = open_engine(settings)
     train(engine, 1, first=50)
     from megarl.engine.checkpoint import load
@@ -297,8 +292,7 @@ def refused_load(settings: Settings, folder: Path) -> str:
 
 
 def failing_saves(settings: Settings, folder: Path) -> list[str]:
-    """Run in a rank: return the errors of saves with a full disk for one file, for none, and into a missing
-    folder.
+    """Run in a rank: return the errors of saves with a full disk for one file, for none, and into a missing folder.
 
     The last save succeeds.
     """

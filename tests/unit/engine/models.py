@@ -231,9 +231,7 @@ def _at_predictors(batch: dict[str, Tensor], of_row: Callable[[Tensor], Tensor])
 
 
 def reference_logits(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the logits (B, R, V) that predict each response token, row by row with Hugging Face; 0
-    elsewhere.
-    """
+    """Return the logits (B, R, V) that predict each response token, row by row with Hugging Face; 0 elsewhere."""
     return _at_predictors(batch, lambda ids: model(ids, use_cache=False).logits[0])
 
 

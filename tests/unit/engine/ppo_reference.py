@@ -1,5 +1,4 @@
-"""One PPO step in plain PyTorch and Hugging Face, token by token in Python, as the reference of the engine's
-step.
+"""One PPO step in plain PyTorch and Hugging Face, token by token in Python, as the reference of the engine's step.
 
 It shares no code with `megarl.algorithms` or torch's optimizers.
 """
@@ -190,8 +189,9 @@ def _critic_loss(
 
 
 def run(folders: dict[str, str], batch: Tensors, scores: Sequence[float], settings: Settings) -> Outcome:
-    """Run the whole step. `folders` has `lm` (the actor), `reference` and `critic`; `scores` are the outcomes
-    of rows.
+    """Run the whole step.
+
+    `folders` has `lm` (the actor), `reference` and `critic`; `scores` are the outcomes of rows.
     """
     actor = load_lm(Path(folders["lm"]))
     frozen = load_lm(Path(folders["reference"]))

@@ -86,8 +86,10 @@ def build(
     routing_replay: RoutingReplay = RoutingReplay.off,
     **spec: Any,
 ) -> MegatronEngine:
-    """Build an engine. `spec` contains other fields of ModelSpec. Chunks have 8 tokens, so that larger
-    micro-batches have several.
+    """Build an engine.
+
+    `spec` contains other fields of ModelSpec. Chunks have 8 tokens, so that larger micro-batches have
+    several.
     """
     from megarl.engine.engine import MegatronEngine
 
@@ -110,9 +112,7 @@ def build(
 
 
 def replica_rows(groups: ParallelGroups, num_rows: int) -> list[int]:
-    """Return the rows of this data-parallel rank, round-robin, so that replicas can have different numbers of
-    rows.
-    """
+    """Return the rows of this data-parallel rank, round-robin, so that replicas can have different numbers of rows."""
     return list(range(groups.data_rank, num_rows, groups.parallel.data_parallel_size))
 
 
@@ -138,8 +138,7 @@ def take(batch: Mapping[str, Tensor], rows: Sequence[int]) -> Rows:
 
 
 def join_rows(rows: Sequence[int], outputs: Mapping[str, RaggedTensor] | None, num_rows: int) -> Tensors:
-    """Return (B, R, ...) on every rank, as a driver would collect it, from the outputs of this replica's last
-    stage.
+    """Return (B, R, ...) on every rank, as a driver would collect it, from the outputs of this replica's last stage.
 
     Positions after a row's tokens are 0.
     """

@@ -1,6 +1,4 @@
-"""A checkpoint restores the state when the save began, in any layout, or raises an error that names the
-fault.
-"""
+"""A checkpoint restores the state when the save began, in any layout, or raises an error that names the fault."""
 
 from __future__ import annotations
 
@@ -97,8 +95,9 @@ def test_in_the_same_layout_it_goes_on_to_the_bit(
     folders: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """Covers a save before the first step, when Adam has no moments yet. What is saved is the state before
-    `after`.
+    """Covers a save before the first step, when Adam has no moments yet.
+
+    What is saved is the state before `after`.
     """
     settings = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[layout], folders[model], head, dtype)
     before = saved(rank_pool, settings, tmp_path / "actor", steps)
@@ -145,8 +144,9 @@ def test_in_another_layout_the_next_steps_agree(
     folders: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """From the first layout to each other one. Saving there again is bitwise identical, and so is continuing
-    in the first.
+    """Load a checkpoint of the first layout in each other one.
+
+    Saving there again is bitwise identical, and so is continuing in the first.
 
     The routers of one model are frozen: they have no moments.
     """
@@ -315,8 +315,9 @@ DAMAGE = {
 def test_damage_is_found_before_anything_is_loaded(
     rank_pool: RankPool, folders: dict[str, str], tmp_path: Path
 ) -> None:
-    """Every rank has the same line, which names the file and, if there is one, the tensor. The engine is
-    unchanged.
+    """Every rank has the same line, which names the file and, if there is one, the tensor.
+
+    The engine is unchanged.
     """
     settings = Settings(LAYOUTS["TP2"], folders["qwen2"])
     saved(rank_pool, settings, tmp_path / "good")
@@ -359,9 +360,7 @@ def test_a_checkpoint_of_something_else(rank_pool: RankPool, folders: dict[str, 
 
 
 def test_a_save_that_fails(rank_pool: RankPool, folders: dict[str, str], tmp_path: Path) -> None:
-    """Covers a full disk (/dev/full) on one of two ranks or at the very end, and folders that cannot be
-    created.
-    """
+    """Covers a full disk (/dev/full) on one of two ranks or at the very end, and folders that cannot be created."""
     settings = Settings(LAYOUTS["DP2"], folders["qwen2"])
     ranks = rank_pool.run(failing_saves, world_size=2, settings=settings, folder=tmp_path)
     assert ranks[0] == ranks[1]

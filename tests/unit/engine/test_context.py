@@ -14,7 +14,7 @@ SIZES = st.integers(2, 5)
 
 
 def test_by_hand() -> None:
-    """With two ranks, the first has the outer two of four chunks, the second the inner two."""
+    """The first of two ranks has the outer two of four chunks, the second the inner two."""
     assert own_tokens([8, 4], ContextParallelRank(2, 0)).tolist() == [0, 1, 6, 7, 8, 11]
     assert own_tokens([8, 4], ContextParallelRank(2, 1)).tolist() == [2, 3, 4, 5, 9, 10]
     assert own_tokens([3, 2], ALONE).tolist() == [0, 1, 2, 3, 4]

@@ -125,8 +125,9 @@ LINEAR = ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_froz
 
 
 def linear_parameters() -> dict[str, list[str]]:
-    """Return the parameters of the adapted functions, in order. Each is also called with all of them by
-    position.
+    """Return the parameters of the adapted functions, in order.
+
+    Each is also called with all of them by position.
     """
     from megarl.config.schema import Device
     from megarl.engine import platform

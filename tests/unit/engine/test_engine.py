@@ -78,8 +78,7 @@ def train(parallel: ParallelConfig, folder: str, dtype: torch.dtype, lr: float, 
 
 
 def test_updates_below_bfloat16_resolution_add_up(rank_pool: RankPool, folder: str) -> None:
-    """Each update is an eighth of the distance between neighboring bfloat16 numbers in [0.5, 1), and would be
-    lost there.
+    """Each update is an eighth of the distance between neighboring bfloat16 numbers in [0.5, 1), and would be lost there.
 
     Twenty-four are three such distances, which the float32 masters keep.
     """
@@ -237,10 +236,10 @@ def test_the_last_layer_ends_with_tokens_that_predict_one(rank_pool: RankPool, f
 
 
 def run_beside(folder: str) -> tuple[Tensors, Tensors, torch.Tensor, torch.Tensor]:
-    """Run in one rank: return the gradients of a trained engine, twice, its log-probs after a step, and those of
-    a frozen one.
+    """Run in one rank: train an engine, and score with it and with a frozen one.
 
-    The frozen engine shares its groups.
+    Returns the trained engine's gradients, twice, its log-probs after a step, and the frozen engine's.
+    Both share their groups.
     """
     groups = start(ParallelConfig())
     batch = unpadded(make_batch())

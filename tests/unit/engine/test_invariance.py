@@ -275,8 +275,9 @@ def assert_all_alike(setting: Setting, results: dict[tuple[str, str], Result]) -
 
 @pytest.mark.parametrize("layout", ["DP2xEP2", "TP2+SPxEP2", "CP2xEP2", "PP2"])
 def test_losses_of_routers_do_not_either(with_experts: Setting, layout: str, rank_pool: RankPool) -> None:
-    """They do not depend on recomputation either. In a pipeline, backward of a micro-batch follows the next
-    forward.
+    """They do not depend on recomputation either.
+
+    In a pipeline, backward of a micro-batch follows the next forward.
     """
     assert with_experts.whole["lm"].metrics["aux_loss"] > 1.1
     lengths = with_experts.batch["attention_mask"].sum(1).tolist()

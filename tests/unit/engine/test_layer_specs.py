@@ -205,8 +205,9 @@ def test_a_checkpoint_of_one_kind_of_layers_is_one_of_the_other(
     folders: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """The stored data is the same, so conversion can read both. Other layers hold the same state after a
-    load, and continue.
+    """The stored data is the same, so conversion can read both.
+
+    Other layers hold the same state after a load, and continue.
     """
     settings = Settings(LAYOUTS[layout], folders[model], head, dtype)
     ranks = settings.parallel.world_size

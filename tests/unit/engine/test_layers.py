@@ -95,8 +95,9 @@ def slow_varlen_attn(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Replace torch's `varlen_attn`, which has no CPU kernel, one sequence at a time. Refuses what the kernel
-    would.
+    """Replace torch's `varlen_attn`, which has no CPU kernel, one sequence at a time.
+
+    Refuses what the kernel would.
     """
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert type(max_q) is type(max_k) is int
@@ -243,9 +244,7 @@ class SlowVarlenOperators:
         causal: bool,
         scale: float,
     ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Yield queries, keys, their causal scores (heads, q, k) aligned to the lower right, and values
-        (heads, k, D).
-        """
+        """Yield queries, keys, their causal scores (heads, q, k) aligned to the lower right, and values (heads, k, D)."""
         assert (cu_q.dtype, cu_k.dtype, max_q, max_k) == (
             torch.int32,
             torch.int32,
@@ -269,8 +268,9 @@ class SlowVarlenOperators:
 def attend_sharing(
     heads: Heads, lengths: list[int], prompt_of: list[int | None], scale: float, way: str
 ) -> Attended:
-    """Run in a rank: attend with shared prompts. `varlen`, `mask`: as on CUDA in bfloat16 and float32, except for
-    the kernels.
+    """Run in a rank: attend with shared prompts.
+
+    `varlen`, `mask`: as on CUDA in bfloat16 and float32, except for the kernels.
     """
     from megarl.engine import platform
 

@@ -49,8 +49,9 @@ class Allocated(NamedTuple):
 def allocated(
     folder: str, parallel: ParallelConfig, optim: OptimConfig | None, dtype: torch.dtype, trained: bool
 ) -> Allocated:
-    """Run in a rank: measure. Pages that were never written are not resident, so a step is made first where
-    needed.
+    """Run in a rank: measure.
+
+    Pages that were never written are not resident, so a step is made first where needed.
     """
     groups = start(parallel)
     engine = build(groups, folder, optim=optim, dtype=dtype)
@@ -141,8 +142,7 @@ CHUNK_TOKENS = 256
 
 
 def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute) -> int:
-    """Run in a rank: return the peak bytes in addition to the state while a micro-batch per pipeline stage is
-    trained.
+    """Run in a rank: return the peak bytes in addition to the state while a micro-batch per pipeline stage is trained.
 
     The profiler does not know the order of events in several threads to the microsecond, and a tensor that
     seems to be freed too late is counted too long: the minimum of a few measurements is the most accurate.
@@ -183,7 +183,7 @@ def peak_of_training(folder: str, parallel: ParallelConfig, recompute: Recompute
 def test_activations_are_estimated_from_above_and_not_far(
     layout: str, family: str, recompute: Recompute, rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    """For a recomputed stage, the sum counts the head and a layer, which are not in memory together."""
+    """The sum for a recomputed stage counts the head and a layer, which are not in memory together."""
     shape = type(FAMILIES[family])(
         max_position_embeddings=ROW_TOKENS, vocab_size=2048, tie_word_embeddings=False, **SHAPE
     )

@@ -33,9 +33,7 @@ class Trained(NamedTuple):
 
 
 def change_default_group(backend: str, rendezvous: str) -> None:
-    """Replace the default group, and end all others together: gloo's connection setup fails if a peer leaves
-    early.
-    """
+    """Replace the default group, and end all others together: gloo's connection setup fails if a peer leaves early."""
     rank = dist.get_rank()
     size = dist.get_world_size()
     dist.barrier()

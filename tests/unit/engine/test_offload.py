@@ -56,8 +56,9 @@ class Trained(NamedTuple):
 def train(
     parallel: ParallelConfig, folder: str, dtype: torch.dtype, away: tuple[tuple[str, ...], ...]
 ) -> Trained:
-    """Run in a rank: train, with a scoring pass after each step. `away`: the parts offloaded by each call and
-    restored after it.
+    """Run in a rank: train, with a scoring pass after each step.
+
+    `away`: the parts offloaded by each call and restored after it.
     """
     groups = start(parallel)
     engine = build(groups, folder, optim=OptimConfig(lr=1e-2, warmup_steps=2), dtype=dtype)
@@ -195,8 +196,9 @@ class Memory(NamedTuple):
 
 
 def measure(folder: str, optim: OptimConfig | None) -> Memory:
-    """Run in a rank: return the change of resident memory. One step is made first, so that moments have been
-    written.
+    """Run in a rank: return the change of resident memory.
+
+    One step is made first, so that moments have been written.
     """
     engine = build(start(ParallelConfig()), folder, optim=optim)
     from megarl.engine.offload import StatePart

@@ -1,6 +1,4 @@
-"""The optimizer's schedule, clipping, and handling of non-finite gradients, against numbers worked out by
-hand.
-"""
+"""The optimizer's schedule, clipping, and handling of non-finite gradients, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -101,9 +99,7 @@ def test_warm_up_of_four_and_decay_until_update_ten(
 
 
 def test_first_update_uses_the_rate_it_reports(rank_pool: RankPool, folder: str) -> None:
-    """Adam's first step is the rate times the gradient's sign: a quarter of the rate during warm-up over
-    four.
-    """
+    """Adam's first step is the rate times the gradient's sign: a quarter of the rate during warm-up over four."""
     got = steps(rank_pool, folder, warmup_steps=4, eps=1e-12, clip_grad=0.0)
     change = (got.after_first["model.norm.weight"] - got.before["model.norm.weight"]).abs()
     torch.testing.assert_close(change, torch.full_like(change, LR / 4), rtol=1e-3, atol=0.0)
@@ -114,7 +110,7 @@ def test_without_warm_up_the_first_update_has_the_full_rate(rank_pool: RankPool,
 
 
 def test_clipping_scales_the_whole_gradient(rank_pool: RankPool, folder: str) -> None:
-    """With a huge epsilon the first update is lr * g / eps, so that its size reveals the gradient's."""
+    """A huge epsilon makes the first update lr * g / eps, so that its size reveals the gradient's."""
     settings = {"lr": 1e5, "eps": 1e8}
     free = steps(rank_pool, folder, clip_grad=0.0, **settings)
     norm = free.grad_norms[0]
@@ -133,7 +129,7 @@ def test_clipping_scales_the_whole_gradient(rank_pool: RankPool, folder: str) ->
 
 
 def test_decay_acts_on_matrices_only(rank_pool: RankPool, folder: str) -> None:
-    """With a huge epsilon only the decay remains: w <- w (1 - lr * decay)."""
+    """A huge epsilon leaves only the decay: w <- w (1 - lr * decay)."""
     got = steps(rank_pool, folder, eps=1e12, weight_decay=10.0)
     shrunk = {name: weight * (0.99 if weight.dim() == 2 else 1.0) for name, weight in got.before.items()}
     assert max(relative_differences(got.after_first, shrunk).values()) < 1e-6

@@ -1,5 +1,4 @@
-"""Overlapping communication of replicas, as on CUDA: the numbers are the same, and data is not read before it
-arrives.
+"""Overlapping communication of replicas, as on CUDA: the numbers are the same, and data is not read before it arrives.
 
 gloo's collectives are delayed as long as possible: a started one runs only when it is awaited.
 """

@@ -1,6 +1,4 @@
-"""The engine against Hugging Face in float32: every family in every layout, forward and backward, policy and
-critic.
-"""
+"""The engine against Hugging Face in float32: every family in every layout, forward and backward, policy and critic."""
 
 from __future__ import annotations
 
@@ -153,8 +151,9 @@ def with_logits(engine: Any) -> Any:
 def run_engine(
     parallel: ParallelConfig, folders: dict[str, str], batch: Tensors, names: Collection[str]
 ) -> dict[str, Compared]:
-    """Run in a rank: run the named cases. Outputs are those of the whole batch; gradients are those of the rank's
-    stage.
+    """Run in a rank: run the named cases.
+
+    Outputs are those of the whole batch; gradients are those of the rank's stage.
     """
     groups = start(parallel)
     num_rows = len(batch["input_ids"])
@@ -307,9 +306,7 @@ def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool)
 
 
 def test_reference_is_not_trivial(reference: Reference) -> None:
-    """Rule out what would hide a mistake: nearly uniform log-probs, values near zero, a parameter without a
-    gradient.
-    """
+    """Rule out what would hide a mistake: nearly uniform log-probs, values near zero, a parameter without a gradient."""
     mask = reference.batch["response_mask"]
     assert float(reference.results["policy"].outputs["log_probs"][mask].std()) > 0.3
     assert float(reference.results["critic"].outputs["values"][mask].std()) > 0.5

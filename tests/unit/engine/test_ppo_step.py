@@ -1,6 +1,4 @@
-"""One full PPO step on the engine gives the weights of a plain PyTorch and Hugging Face step, in every
-layout.
-"""
+"""One full PPO step on the engine gives the weights of a plain PyTorch and Hugging Face step, in every layout."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ SETTINGS = Settings()
 
 
 def batch_with_hole() -> Tensors:
-    """Return a batch in which row 0 has two tokens in its response that the model did not generate (tool
-    output).
-    """
+    """Return a batch in which row 0 has two tokens in its response that the model did not generate (tool output)."""
     batch = make_batch(num_rows=8)
     batch["response_mask"][0, 3:5] = False
     return batch

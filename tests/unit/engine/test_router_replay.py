@@ -146,8 +146,9 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def routes_of_all(rows: list[int], outputs: dict[str, Any] | None) -> dict[int, Tensor]:
-    """Return the routes by row on every rank, as a driver would collect and distribute them. The last stage
-    has them.
+    """Return the routes by row on every rank, as a driver would collect and distribute them.
+
+    The last stage has them.
     """
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(
@@ -235,7 +236,7 @@ CASES = [
 def test_routes_are_replayed(
     setting: Setting, layout: str, recomputation: Recomputation, rank_pool: RankPool
 ) -> None:
-    """With the engine's own routes, results are bitwise identical.
+    """Results with the engine's own routes are bitwise identical.
 
     With those of another engine, whose routers send a token elsewhere, outputs and gradients are that
     engine's.

@@ -39,7 +39,7 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
-# As published: Qwen/Qwen2.5-0.5B and Llama-3.1-8B, written by transformers v4.
+# Published files: Qwen/Qwen2.5-0.5B and Llama-3.1-8B, written by transformers v4.
 QWEN25_V4 = {
     "architectures": ["Qwen2ForCausalLM"],
     "attention_dropout": 0.0,
@@ -98,7 +98,7 @@ LLAMA31_V4 = {
     "use_cache": True,
     "vocab_size": 128256,
 }
-# As published: Qwen/Qwen3-30B-A3B.
+# A published file: Qwen/Qwen3-30B-A3B.
 QWEN3_MOE_V4 = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "attention_bias": False,

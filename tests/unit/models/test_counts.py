@@ -81,8 +81,7 @@ def test_a_stage_counts_what_its_shards_hold(tmp_path: Path, model_type: str, ti
 
 
 def test_a_stage_with_experts_by_hand(tmp_path: Path) -> None:
-    """Qwen2-MoE, TP 2 x DP 2 with EP 2 x ETP 2, the first of two stages: layer 0 has experts, layer 1 is
-    dense."""
+    """Qwen2-MoE, TP 2 x DP 2 with EP 2 x ETP 2, the first of two stages: layer 0 has experts, layer 1 is dense."""
     architecture = written(tmp_path, FAMILIES["qwen2_moe"].example() | {"mlp_only_layers": [1]})
     parallel = ParallelConfig(
         tensor_parallel_size=2,

@@ -36,9 +36,7 @@ EXPERTS = {
 def test_it_is_what_a_model_of_hugging_face_does(
     prompt: int, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The model's own attention computes all pairs of a row, and its output layer all positions: correct
-    both.
-    """
+    """The model's own attention computes all pairs of a row, and its output layer all positions: correct both."""
     folder = model_folder(tmp_path / "model", **changes)
     response = 8
     length = prompt + response

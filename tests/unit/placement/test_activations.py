@@ -120,9 +120,7 @@ def test_a_step_takes_the_roots_of_all_second_moments() -> None:
 def test_a_stage_keeps_the_micro_batches_under_way(
     virtual: int | None, kept: dict[int, int], received: dict[int, int]
 ) -> None:
-    """A layer is recomputed: its output, its gradient, in the first stage the gradient from the next, and
-    four times gate.
-    """
+    """A layer is recomputed: its output, its gradient, in the first stage the gradient from the next, and four times gate."""
     run = config(PlacementStrategy.stand_alone)
     parallel = ParallelConfig(pipeline_parallel_size=4, virtual_pipeline_parallel_size=virtual)
     run = replace(run, critic=replace(run.critic, parallel=parallel, recompute=Recompute.full))

@@ -1,4 +1,4 @@
-"""Which phases may overlap, from what they read and write, and from the devices of a placement."""
+"""Test which phases may overlap, given what they read and write, and the devices of a placement."""
 
 from __future__ import annotations
 

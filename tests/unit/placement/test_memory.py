@@ -147,8 +147,9 @@ def test_what_leaves_a_gpu_is_pinned_in_the_hosts_memory() -> None:
 
 
 def test_a_small_step_is_not_taken_for_a_full_micro_batch() -> None:
-    """A step has two rows with 1,152 tokens. A micro-batch may have 16,384, of which the MLP would save 60
-    GiB.
+    """A step has two rows with 1,152 tokens.
+
+    A micro-batch may have 16,384, of which the MLP would save 60 GiB.
     """
     run = config(PlacementStrategy.stand_alone, device_memory_gb=50.0)
     actor = ActorConfig(

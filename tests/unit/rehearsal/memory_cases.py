@@ -1,6 +1,4 @@
-"""Dry runs whose memory is compared with the plan's: roles of shipped runs, recomputation modes, kinds of
-stages.
-"""
+"""Dry runs whose memory is compared with the plan's: roles of shipped runs, recomputation modes, kinds of stages."""
 
 from __future__ import annotations
 

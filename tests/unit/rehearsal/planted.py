@@ -1,5 +1,4 @@
-"""Changes to the engine of simulated ranks, mainly mistakes, for models in a folder with the name of the
-change.
+"""Changes to the engine of simulated ranks, mainly mistakes, for models in a folder with the name of the change.
 
 Imports no torch before it is prepared.
 """

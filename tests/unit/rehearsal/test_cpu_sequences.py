@@ -1,6 +1,4 @@
-"""A dry run with a CPU run's switches makes that run's calls over gloo, one by one; and what CUDA's switches
-change.
-"""
+"""A dry run with a CPU run's switches makes that run's calls over gloo, one by one; and what CUDA's switches change."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ def short(calls: list[Collective] | None) -> list[tuple[str, str, int]]:
 
 
 def test_cuda_gathers_the_input_of_a_layer_again_and_calls_in_groups_of_one(rehearsed: Rehearsed) -> None:
-    """This happens with sequence parallelism, once for each of the two column-parallel layers (QKV; gate and
-    up).
-    """
+    """This happens with sequence parallelism, once for each of the two column-parallel layers (QKV; gate and up)."""
     gathers = [("all_gather", "TENSOR_MODEL_PARALLEL_GROUP", 2)] * (MICRO_BATCHES * LAYERS * 2)
     alone = "DATA_PARALLEL_GROUP_WITH_CP"
     changed = {"train": [*gathers, ("reduce_scatter", alone, 1)], "step": [("all_gather", alone, 1)]}
@@ -121,8 +117,9 @@ def test_cuda_gathers_the_input_of_a_layer_again_and_calls_in_groups_of_one(rehe
 def test_cuda_reduces_gradients_within_the_second_pass_and_gathers_parameters_until_the_next(
     rehearsed: Rehearsed,
 ) -> None:
-    """Those of the second virtual stage are ready before the first one's are computed. The first pass is as
-    on a CPU.
+    """Gradients of the second virtual stage are ready before the first one's are computed.
+
+    The first pass is as on a CPU.
     """
     for rank, on_cpu in rehearsed["PP2xVPP2xCP2", WITH_CPU_SWITCHES].items():
         on_cuda = rehearsed["PP2xVPP2xCP2", "cuda"][rank]
@@ -146,9 +143,7 @@ def is_of_gradients(call: Collective) -> bool:
 
 
 def awaited_late(record: RankRecord) -> set[str]:
-    """Return the kinds of calls between equal ranks that overlapped with other calls before they were
-    awaited.
-    """
+    """Return the kinds of calls between equal ranks that overlapped with other calls before they were awaited."""
     made = [call for phase in record.phases for call in phase.collectives]
     late = [
         made[each.call] for phase in record.phases for each in phase.awaits if each.num_calls > each.call + 1

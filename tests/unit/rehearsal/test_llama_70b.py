@@ -81,9 +81,7 @@ def test_no_mistake_is_found(records: dict[int, RankRecord]) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_parameters_and_held_memory(stage: int, records: dict[int, RankRecord]) -> None:
-    """In addition to the state there are rotary frequencies, buffer padding and the optimizer's flag: below a
-    millionth.
-    """
+    """The device also holds rotary frequencies, buffer padding and the optimizer's flag: below a millionth."""
     record = records[stage]
     assert record.num_parameters == PARAMETERS[stage]
     assert phase_of(record, "build").held == pytest.approx(STATE * PARAMETERS[stage], rel=1e-6)
@@ -91,8 +89,9 @@ def test_parameters_and_held_memory(stage: int, records: dict[int, RankRecord]) 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_gradients_and_parameters_over_replicas(stage: int, records: dict[int, RankRecord]) -> None:
-    """There is one buffer per virtual stage. The first is split into buckets that overlap with the
-    computation.
+    """There is one buffer per virtual stage.
+
+    The first is split into buckets that overlap with the computation.
     """
     reduced = sizes(phase_of(records[stage], "train"), "reduce_scatter", "DATA", "float32")
     gathered = sizes(phase_of(records[stage], "step"), "all_gather", "DATA", "bfloat16")
@@ -102,7 +101,7 @@ def test_gradients_and_parameters_over_replicas(stage: int, records: dict[int, R
 
 
 def test_hidden_states_over_tensor_ranks(records: dict[int, RankRecord]) -> None:
-    """With sequence parallelism, each layer gathers before attention and MLP and scatters afterwards.
+    """Each layer gathers before attention and MLP and scatters afterwards (sequence parallelism).
 
     This happens twice (recompute), and in reverse in backward, where the gathered input is gathered once more
     for the gradient of the weight. A middle stage has only layers.

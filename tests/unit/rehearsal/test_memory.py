@@ -1,5 +1,4 @@
-"""The memory plan is never below what a dry run measures, and close: for the small quickstart, one mode per
-role.
+"""The memory plan is never below what a dry run measures, and close: for the small quickstart, one mode per role.
 
 tests/soak/test_rehearsed_memory.py covers every mode of all runs in configs/.
 """

@@ -1,6 +1,4 @@
-"""Mistakes that would fail on a GPU, planted into the engine, are found by a dry run and named with their
-line.
-"""
+"""Mistakes that would fail on a GPU, planted into the engine, are found by a dry run and named with their line."""
 
 from __future__ import annotations
 
@@ -166,8 +164,9 @@ def test_a_push_of_what_the_rank_does_not_hold(found: dict[str, list[RankRecord]
 def test_transformer_engines_layers_have_the_parameters_and_calls_of_local_ones(
     found: dict[str, list[RankRecord]],
 ) -> None:
-    """This is not a mistake. The stubs have norms in the linear layers that follow them, and a rotation of
-    their own.
+    """This is not a mistake.
+
+    The stubs have norms in the linear layers that follow them, and a rotation of their own.
     """
     for fused, local in zip(found["transformer_engine"], found["local"], strict=True):
         assert fused.error is None

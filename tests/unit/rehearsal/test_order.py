@@ -1,6 +1,4 @@
-"""Ranks whose calls agree within each group hang only if a device would wait forever: sequences written by
-hand.
-"""
+"""Ranks whose calls agree within each group hang only if a device would wait forever: sequences written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks are simulated, and which sequences of calls would hang."""
+"""Test which ranks are simulated, and which sequences of calls would hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other layouts lack: a tied head, QK norms, padded rows, virtual stages, a frozen model, a critic."""
+"""Features that other layouts lack: a tied head, QK norms, padded rows, virtual stages, a frozen model, a critic."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ def test_no_mistake_is_found(records: dict[str, list[RankRecord]]) -> None:
 
 
 def test_parameters(records: dict[str, list[RankRecord]]) -> None:
-    """Two layers per stage. The last stage has a copy of the embedding as its tied head; a critic's head has
-    64 weights.
+    """Two layers per stage.
+
+    The last stage has a copy of the embedding as its tied head; a critic's head has 64 weights.
     """
     for role in ("actor", "reference"):
         assert [rank.num_parameters for rank in records[role]] == [

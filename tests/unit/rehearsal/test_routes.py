@@ -1,6 +1,4 @@
-"""Routes in a dry run: each token goes to the router's number of distinct experts, evenly or to one twice as
-often.
-"""
+"""Routes in a dry run: each token goes to the router's number of distinct experts, evenly or to one twice as often."""
 
 from __future__ import annotations
 

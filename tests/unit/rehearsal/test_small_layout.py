@@ -77,9 +77,7 @@ def test_parameters_and_memory(records: list[RankRecord]) -> None:
 
 
 def test_state_leaves_and_comes_back(records: list[RankRecord]) -> None:
-    """RoPE tables remain and, on a stage that receives, the last micro-batch's hidden states and their
-    gradient.
-    """
+    """RoPE tables remain and, on a stage that receives, the last micro-batch's hidden states and their gradient."""
     for (record, step), (_, offload), (_, restore) in zip(
         phases(records, "step"), phases(records, "offload"), phases(records, "restore"), strict=True
     ):

@@ -1,6 +1,4 @@
-"""Trainer ranks in every layout write a bitwise identical Hugging Face folder, and send each other no excess
-data.
-"""
+"""Trainer ranks in every layout write a bitwise identical Hugging Face folder, and send each other no excess data."""
 
 from __future__ import annotations
 

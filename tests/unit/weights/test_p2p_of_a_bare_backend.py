@@ -28,9 +28,7 @@ class Bare:
 
 
 def test_its_messages_are_coalesced_by_the_signatures_of_a_backend(tmp_path: Path) -> None:
-    """gloo refuses to coalesce with an error of its own, but Python would complain about wrong arguments
-    first.
-    """
+    """gloo refuses to coalesce with an error of its own, but Python would complain about wrong arguments first."""
     backend = BACKENDS["gloo"](
         dist.FileStore(str(tmp_path / "store"), 1), 0, 1, timedelta(seconds=10), "127.0.0.1", 1
     )

@@ -1,6 +1,4 @@
-"""The plan of a transfer: every needed element once, from the nearest source, in bounded rounds, for all
-sizes.
-"""
+"""The plan of a transfer: every needed element once, from the nearest source, in bounded rounds, for all sizes."""
 
 from __future__ import annotations
 

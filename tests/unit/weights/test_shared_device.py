@@ -1,6 +1,4 @@
-"""Run the tests of tests/gpu/test_weights.py on a CPU, with memfds instead of CUDA IPC and gloo instead of
-NCCL.
-"""
+"""Run the tests of tests/gpu/test_weights.py on a CPU, with memfds instead of CUDA IPC and gloo instead of NCCL."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Engines that die or hang in any round of a weight sync, with every transport, over gloo and NCCL's
-semantics.
+"""Engines that die or hang in any round of a weight sync, with every transport, over gloo and NCCL's semantics.
 
 The other engines receive their weights, and so does the replacement of the lost one. Nothing is left over.
 """

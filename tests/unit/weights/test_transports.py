@@ -1,6 +1,4 @@
-"""Every transport delivers every element, bitwise identical, to every engine rank that needs it, and no
-others.
-"""
+"""Every transport delivers every element, bitwise identical, to every engine rank that needs it, and no others."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ def test_each_element_arrives_where_it_is_needed(
 
     if transport == "device" and num_engine_ranks > cut.num_ranks:
         # refused by the placement: see test_transport.py
-        pytest.skip("an engine rank has no trainer rank beside it")
+        pytest.skip("an engine rank has no trainer rank on its device")
 
     cases = [
         (family, tied, message_numel, "gloo")
