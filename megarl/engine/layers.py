@@ -66,18 +66,18 @@ class _CPUNorm(torch.autograd.Function):
         # In place, except for what the backward pass needs.
         mean_square = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True).square_().div_(hidden.shape[-1])
         scale = mean_square.add_(eps).rsqrt_()
-        normalised = hidden * scale
-        ctx.save_for_backward(normalised, scale, weight)
-        return normalised * weight
+        normalized = hidden * scale
+        ctx.save_for_backward(normalized, scale, weight)
+        return normalized * weight
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        normalised, scale, weight = ctx.saved_tensors
+        normalized, scale, weight = ctx.saved_tensors
 
         # The same products give the weight's gradient and the projection in the input's gradient.
-        products = (gradient * normalised).flatten(0, -2)
+        products = (gradient * normalized).flatten(0, -2)
         projection = (products @ weight).div_(weight.shape[0]).view(scale.shape)
-        grad_hidden = (gradient * weight).addcmul_(normalised, projection, value=-1).mul_(scale)
+        grad_hidden = (gradient * weight).addcmul_(normalized, projection, value=-1).mul_(scale)
         return grad_hidden, products.sum(0), None
 
 

@@ -316,16 +316,16 @@ class _Work:
         # The fused QKV output; RoPE-rotated queries and keys; values; outputs (laid out again without
         # packing); and one float32 value per head.
         head_numbers = 2 * width.query // self._architecture.head_dim
-        normalised = width.query * has_norm  # laid out again if a rank has several query groups
+        normalized = width.query * has_norm  # laid out again if a rank has several query groups
 
         # Instead of the rank's own keys and values, those that its queries attend to are saved.
         if self._context > 1 and not again:
-            return 2 * width.query + ceil(2 * self._keys_of_token * width.key) + head_numbers + normalised
+            return 2 * width.query + ceil(2 * self._keys_of_token * width.key) + head_numbers + normalized
         return (
             3 * width.query
             + 4 * width.key
             + head_numbers
-            + normalised
+            + normalized
             + width.query * (not self._config.engine.packing)
         )
 
