@@ -140,7 +140,7 @@ def test_a_full_gpu_while_weights_are_sent(tmp_path: Path) -> None:
     [
         (
             raised(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")),
-            "256 samples a step",
+            "256 samples per step",
         ),
         (raised(MemoryError()), "checkpoint.asynchronous=True"),
         (OSError(28, "No space left on device"), "/dev/shm"),

@@ -106,5 +106,5 @@ def test_modes_are_megarls_rules() -> None:
     assert Dispatch.RANK_ZERO.rule is RULES[OwnDispatch.RANK_ZERO]
     assert Dispatch.MEGATRON_COMPUTE_PROTO.rule is RULES[OwnDispatch.MEGATRON_MESH]
     assert {mode.name for mode in Dispatch} >= {"DP_COMPUTE", "ALL_TO_ALL"}  # not aliases of each other
-    with pytest.raises(ValueError, match="execute_mode=RANK_ZERO goes with .* not DP_COMPUTE_PROTO"):
+    with pytest.raises(ValueError, match="execute_mode=RANK_ZERO requires .* not DP_COMPUTE_PROTO"):
         compat.register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, execute_mode=Execute.RANK_ZERO)

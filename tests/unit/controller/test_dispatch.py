@@ -138,5 +138,5 @@ def test_rank_zero_one_to_all_and_all_to_all() -> None:
 
 
 def test_a_future_is_no_argument() -> None:
-    with pytest.raises(ValueError, match=r"give future.get\(\)"):
+    with pytest.raises(ValueError, match=r"pass future.get\(\)"):
         plan(Dispatch.MEGATRON_MESH, rows(1, 2), later=WorkerFuture((), (), Collect(CollectKind.listed)))

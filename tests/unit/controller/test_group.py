@@ -159,7 +159,7 @@ def test_fused_roles_share_processes(fused: dict) -> None:
 
 def test_a_future_is_refused_as_an_argument(group: RayWorkerGroup, fused: dict) -> None:
     doubled = group.call(EchoWorker.scale_later, numbered(5), 2)
-    with pytest.raises(ValueError, match=r"give future.get\(\)"):
+    with pytest.raises(ValueError, match=r"pass future.get\(\)"):
         fused["critic"].call(EchoWorker.scale_later, doubled, 10)
     joined = numbered(5).select(non_tensor_batch_keys=["uid"], batch_keys=[]).union(doubled)
     assert joined.batch["x"].tolist() == [0, 2, 4, 6, 8]

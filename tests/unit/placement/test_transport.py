@@ -73,7 +73,7 @@ def test_auto(strategy: PlacementStrategy, num_nodes: int, expected: Transport) 
             HYBRID,
             1,
             GROUP,
-            "is group, but actor and rollout share devices .*, and NCCL refuses .*; use device or folder, "
+            "is group, but actor and rollout share devices .*, and NCCL does not allow .*; use device or folder, "
             "or auto",
         ),
         (HYBRID, 3, GROUP, "; use device or folder, or auto"),
