@@ -197,7 +197,7 @@ def run_engine(
     cut = RaggedTensor.packed_rows(given.flat(), given.lengths - 1)
 
     for engine, columns, said in (
-        (replaying, part, r"no routed_experts, which actor\.old_log_probs\(batch, step\) gives"),
+        (replaying, part, r"no routed_experts, which actor\.old_log_probs\(batch, step\) returns"),
         (
             replaying,
             {**part, ROUTED_EXPERTS: cut},

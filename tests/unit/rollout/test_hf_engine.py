@@ -205,7 +205,7 @@ def test_a_folder_carries_the_same_weights(model: PreTrainedModel, engine: HFEng
 
 def test_a_folder_without_whole_weights(model: PreTrainedModel, engine: HFEngine, tmp_path: Path) -> None:
     engine.begin_weight_update(manifest_of(model))
-    with pytest.raises(WeightTransferError, match=r"holds no \*\.safetensors file"):
+    with pytest.raises(WeightTransferError, match=r"contains no \*\.safetensors file"):
         engine.load_folder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"12345678{}")
     with pytest.raises(WeightTransferError, match=r"model\.safetensors is not a complete safetensors file"):

@@ -197,7 +197,7 @@ def test_parameters_that_are_not_the_layouts(folder: Path) -> None:
 
     with pytest.raises(
         WeightTransferError,
-        match=r"lm_head\.weight in model\.safetensors has shape \(199, 32\), config\.json makes it \(200, "
+        match=r"lm_head\.weight in model\.safetensors has shape \(199, 32\), but config\.json implies \(200, "
         r"32\)",
     ):
         load_into_shards(folder, replace(architecture, vocab_size=200), layout, parameters)

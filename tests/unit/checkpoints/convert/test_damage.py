@@ -105,14 +105,14 @@ HUGGING_FACE: list[tuple[str, Callable[[Path], Any], str]] = [
     (
         "wrong shape",
         reshape_in_file,
-        r"model\.layers\.1\.mlp\.down_proj\.weight in model-\S+ has shape \(20, 32\), config\.json makes it "
+        r"model\.layers\.1\.mlp\.down_proj\.weight in model-\S+ has shape \(20, 32\), but config\.json implies "
         r"\(32, 20\)",
     ),
     (
         "swapped files",
         lambda folder: swap(*sorted(folder.glob("*.safetensors"))[:2]),
-        r"model-00001-of-\d+\.safetensors: holds 'model\.\S+', which model\.safetensors\.index\.json places "
-        r"in",
+        r"model-00001-of-\d+\.safetensors: contains 'model\.\S+', which model\.safetensors\.index\.json maps "
+        r"to",
     ),
     (
         "flipped bit in a header",
