@@ -259,6 +259,9 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         _DOCTOR, ("configs/quickstart.yaml", "--json")
     ),
     "megarl sft configs/quickstart_sft.yaml": InTest(_STAGES, ("megarl sft configs",)),
+    "megarl sft configs/quickstart_sft.yaml trainer.output_dir=outputs/sft": InTest(
+        _STAGES, ("megarl sft configs",)
+    ),
     f"megarl convert hf-to-megatron --input HF_DIR --output DIR {_SIZES} --dtype bfloat16": InTest(
         _CONVERT, ("hf-to-megatron", "--tensor-parallel-size", "--pipeline-parallel-size", "--dtype")
     ),
