@@ -34,7 +34,7 @@ class LogProbMismatchError(RunError):
 
 
 class LogProbCheck:
-    """Check the first batch with tokens sampled by the current weights.
+    """Checks the first batch with tokens sampled by the current weights.
 
     Later batches are tracked by `training/rollout_log_probs_diff_mean`. Tokens sampled by older weights
     cannot be checked.
@@ -142,7 +142,7 @@ class FirstRatioError(RunError):
 
 
 class FirstRatioCheck:
-    """Check the first update of a process that has stored `old_log_probs`. No update came before it, so the
+    """Checks the first update of a process that has stored `old_log_probs`. No update came before it, so the
     stored log-probs are its own."""
 
     def __init__(self, dtype: DType) -> None:

@@ -1,4 +1,4 @@
-"""Schedule of offloading for roles that share devices by turns. A role calls it before each phase, and it
+"""Schedule of offloading for roles that time-share devices. A role calls it before each phase, and it
 carries out the plan.
 
 placement/offload_plan.py plans what is loaded and offloaded in each phase:
@@ -41,7 +41,7 @@ class Engines(Protocol):
 
 
 class OffloadSchedule:
-    """Carry out an offload plan.
+    """Executor of an offload plan.
 
     Without a plan, every role has its own devices and nothing moves. If a move that is not awaited here
     fails, the error is raised by the future of the phase.

@@ -95,7 +95,7 @@ _WORKERS: dict[RoleKind, type[MegatronWorker]] = {
 
 
 class _Starter:
-    """Build specs from config sections, and groups as planned. Keeps the state that they share."""
+    """Builds specs from config sections, and groups as planned. Keeps the state that they share."""
 
     def __init__(
         self, config: RunConfig, device: Device, pools: ResourcePoolManager, turns: OffloadPlan

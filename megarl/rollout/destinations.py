@@ -295,7 +295,7 @@ _LOADER_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, Typ
 
 
 class _Recorder(TorchDispatchMode):
-    """Record copies from meta tensors instead of executing them.
+    """Records copies from meta tensors instead of executing them.
 
     Views of meta tensors are followed. `computed` maps each storage to the other function that first received
     it.

@@ -28,7 +28,7 @@ class RolloutEngineSpec:
     Attributes:
         model: The policy. No weights are read from its folder.
         device: cpu or cuda.
-        release_memory: Whether the engine shares its device with other roles by turns.
+        release_memory: Whether the engine time-shares its device with other roles.
         returns_routes: Whether samples may request their routes.
     """
 

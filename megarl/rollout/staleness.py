@@ -26,7 +26,7 @@ _MARGIN = 1.2  # A few surplus groups cost less than one more round.
 
 
 class StalenessController:
-    """Bound the age of the weights that generated a training batch. Groups are numbered from 0.
+    """Bounds the age of the weights that generated a training batch. Groups are numbered from 0.
 
     Args:
         max_staleness: Maximum number of versions between the weights that start a group and those that train

@@ -42,7 +42,7 @@ class Logger(Protocol):
 
 
 class ConsoleLogger:
-    """Print one line per step with the headline metrics and the estimated time left. The files contain all
+    """Prints one line per step with the headline metrics and the estimated time left. The files contain all
     metrics."""
 
     # Metric -> its name on the line and its unit.
@@ -97,7 +97,7 @@ def _duration(seconds: float) -> str:
 
 
 class JsonlLogger:
-    """Append each step to `metrics.jsonl`, readable during the run, as a line {"step": ..., "<metric>":
+    """Appends each step to `metrics.jsonl`, readable during the run, as a line {"step": ..., "<metric>":
     ...}."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -115,7 +115,7 @@ class JsonlLogger:
 
 
 class TensorBoardLogger:
-    """Write one event file per process of the run. TensorBoard ignores the old events of a step that is
+    """Writes one event file per process of the run. TensorBoard ignores the old events of a step that is
     repeated."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -163,7 +163,7 @@ LOGGERS: dict[LoggerKind, Callable[[TrackedRun], Logger]] = {
 
 
 class Tracker:
-    """Send the metrics of a step to every logger in `names`.
+    """Sends the metrics of a step to every logger in `names`.
 
     Raises:
         ValueError: A logger name is unknown, or the package of a service is not installed.

@@ -81,7 +81,7 @@ class SampleTable(NamedTuple):
 
 
 class SampleWriter:
-    """Write sample files in a background thread, one at a time.
+    """Writes sample files in a background thread, one at a time.
 
     A step blocks only if the previous file is not written yet.
     """

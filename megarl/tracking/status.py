@@ -121,7 +121,7 @@ class StatusRecord:
 
 
 class StatusWriter:
-    """Write the status file every few seconds in a thread while the block runs, and once more at the end.
+    """Writes the status file every few seconds in a thread while the block runs, and once more at the end.
 
     `look` is called in that thread. A failed write is reported once. A stall is reported when it begins.
     """

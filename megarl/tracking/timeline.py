@@ -29,7 +29,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Collect spans and counters and write the trace.
+    """Collects spans and counters, and writes the trace.
 
     Each pool is a process of the trace, each rank of a role a thread, and the counters one more process. The
     file is replaced atomically.

@@ -21,7 +21,7 @@ Metrics = dict[str, float]
 
 
 class AdvantageStep:
-    """Compute advantages and returns from scores.
+    """Computes advantages and returns from scores.
 
     The step applies the penalty for long responses and the KL penalty in the reward, then the advantage
     estimator. It owns the KL controller.

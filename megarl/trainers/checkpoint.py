@@ -78,7 +78,7 @@ class _Save:
 
 
 class Checkpointer:
-    """Save checkpoints at the configured steps, after the last step, and after the step in which the run is
+    """Saves checkpoints at the configured steps, after the last step, and after the step in which the run is
     told to stop.
 
     It also yields the step numbers: with `trainer.early_stop`, a run whose validations stop improving makes

@@ -52,7 +52,7 @@ class Watched(Protocol):
 
 
 class Monitor:
-    """Collect the call timings that workers report, and log the metrics of each step.
+    """Collects the call timings that workers report, and logs the metrics of each step.
 
     `timing_s/<phase>` is the time from the start of the first rank to the end of the last rank within the
     step, so overlapping phases can sum to more than `timing_s/step`. `timing_s/gen` is the time that the

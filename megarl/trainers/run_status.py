@@ -27,7 +27,7 @@ class _Moment(NamedTuple):
 
 
 class StatusOfRun:
-    """Build the status of a run from state owned by the trainer's threads.
+    """Builds the status of a run from state owned by the trainer's threads.
 
     `look` is called by one thread every few seconds and blocks no other thread. It also records the status on
     the timeline.

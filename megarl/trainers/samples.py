@@ -24,7 +24,7 @@ _REWARD_MODEL = "reward_model"
 
 
 class SampleRows:
-    """Select the steps to store and build their rows.
+    """Selects the steps to store, and builds their rows.
 
     The lists of a row cover the real tokens of its response, in order. For an episode they include tokens
     that the model did not write.

@@ -49,7 +49,7 @@ class Samples(NamedTuple):
 
 
 class Sampling:
-    """Build the batch of a step from its groups and have it scored.
+    """Builds the batch of a step from its groups and has it scored.
 
     Args:
         rollout: Generates the groups.

@@ -41,7 +41,7 @@ class TurnReport(NamedTuple):
 
 
 class EnvironmentServer:
-    """Answer turns of many episodes, at most `max_concurrency` at a time, each within `limit_s`.
+    """Answers turns of many episodes, at most `max_concurrency` at a time, each within `limit_s`.
 
     The environment of an episode is created for its first turn, and closed after its last answer or when the
     episode ends.

@@ -87,10 +87,10 @@ def speed_metrics(
     """Return the speed metrics of an update that took `seconds` on one replica.
 
     `perf/tflops/<name>` is the work of its rows (training_flops) per second and device. `perf/mfu/<name>` is
-    the share of the device's peak, if that is known or configured. `perf/tokens_per_s/<name>` counts all
-    tokens. `perf/computed_tokens_per_s/<name>` and both work metrics exclude prompts that rows of a
-    micro-batch shared with another row. Rows without a token that the loss reads do not count: they pad a
-    micro-batch, or a correction has excluded them.
+    the share of the device's peak, if that is known or configured. `perf/tokens_per_s/<name>` is the number
+    of tokens per second and device. `perf/computed_tokens_per_s/<name>` and both work metrics exclude prompts
+    that rows of a micro-batch shared with another row. Rows without a token that the loss reads do not count:
+    they pad a micro-batch, or a correction has excluded them.
     """
     # Count only rows that the loss reads: padding and rejected rows are not useful work.
     prompts = part.ragged["prompts"].lengths.tolist()

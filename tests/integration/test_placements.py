@@ -1,4 +1,4 @@
-"""Test the same run in every placement: roles that share devices by turns compute the same run as on separate
+"""Test the same run in every placement: roles that time-share devices compute the same run as on separate
 devices."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEPS = 5
 TOLERANCE = 1e-6
 # rounding, which depends on what an engine batches together
 ENGINE_AND_TRAINER = "training/rollout_"
-# Actor and critic share devices by turns, and so do the reference and the engines.
+# Actor and critic time-share devices, and so do the reference and the engines.
 CUSTOM = PlacementConfig(
     strategy=PlacementStrategy.custom,
     roles={"actor": "trained", "critic": "trained", "reference": "frozen", "rollout": "frozen"},

@@ -35,7 +35,7 @@ FUNCTION_WEIGHT = 2.0
 TWO_STAGES = ParallelConfig(pipeline_parallel_size=2)
 MICRO_BATCH = MicroBatchConfig(max_tokens=64)
 TOLERANCE = 1e-4
-# The reward model shares devices with the engine by turns.
+# The reward model time-shares devices with the engine.
 CUSTOM = PlacementConfig(
     strategy=PlacementStrategy.custom,
     roles={"actor": "trained", "critic": "trained", "reward_model": "frozen", "rollout": "frozen"},
@@ -132,7 +132,7 @@ def assert_same_run(run: Finished, expected: Finished) -> None:
 def test_in_one_process_with_actor_and_critic_it_is_the_same_run(
     beside: Finished, inputs: Path, tmp_path: Path
 ) -> None:
-    """In this placement they also share devices with the engine by turns."""
+    """In this placement they also time-share devices with the engine."""
     settings = config(inputs, tmp_path, ParallelConfig(), PlacementStrategy.fully_collocate)
     assert plan_placement(settings).group_of("reward_model").roles == ("actor", "critic", "reward_model")
     assert_same_run(run_ppo(settings), beside)

@@ -10,7 +10,7 @@ from tests.soak import async_kills, kills, save_kills
 
 
 def test_random_kills_lose_and_change_nothing(ray_cluster: None, tmp_path: Path) -> None:
-    """In the run whose saves are hit, actor and engines share devices by turns; bfloat16 weights with float32
+    """In the run whose saves are hit, actor and engines time-share devices; bfloat16 weights with float32
     masters."""
     for engine, num_kills in (("fake", 30), ("sglang", 8)):
         (folder := tmp_path / engine).mkdir()

@@ -47,7 +47,7 @@ class _Order:
 
 
 class GenerationThread:
-    """Drive the rollout buffer and the replicas, which have one user at a time: this thread, or the trainer's
+    """Drives the rollout buffer and the replicas, which have one user at a time: this thread, or the trainer's
     while this thread pauses.
 
     Args:

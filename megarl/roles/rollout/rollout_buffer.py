@@ -92,7 +92,7 @@ class HasVersion(Protocol):
 
 
 class RolloutBuffer:
-    """Start groups in the loader's order, as the staleness controller allows, and have finished groups
+    """Starts groups in the loader's order, as the staleness controller allows, and has finished groups
     scored.
 
     One thread at a time uses the buffer, calling `score`, `begin` and the rollout's `poll` in turn until the

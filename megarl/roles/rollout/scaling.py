@@ -25,7 +25,7 @@ class WeightTargets(Protocol):
 
 
 class ReplicaScaling:
-    """Scale the replicas of a run whose engines have their own devices.
+    """Scales the replicas of a run whose engines have their own devices.
 
     Args:
         replicas: The replicas.

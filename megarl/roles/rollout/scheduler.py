@@ -64,7 +64,7 @@ class _Task:
 
 
 class RequestScheduler:
-    """Schedule requests on replicas. Requests may be added and cancelled at any time.
+    """Schedules requests on replicas. Requests may be added and cancelled at any time.
 
     The scheduler makes progress only while `poll` is called, by one thread at a time.
 

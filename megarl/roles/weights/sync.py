@@ -63,7 +63,7 @@ class PushReport(NamedTuple):
 
 
 class WeightSync:
-    """Sync a model's weights to rollout replicas (workers/rollout_worker.py), each a worker group of one
+    """Syncs a model's weights to rollout replicas (workers/rollout_worker.py), each a worker group of one
     process.
 
     Args:

@@ -37,7 +37,7 @@ _MAX_NAMED = 8  # faults in one message
 
 
 class RankLoader:
-    """Execute the commands of a LoaderClient in one scheduler process. It keeps its plan and its transport
+    """Executes the commands of a LoaderClient in one scheduler process. It keeps its plan and its transport
     between commands.
 
     Arguments and results are JSON values.
