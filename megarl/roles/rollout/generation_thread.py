@@ -47,8 +47,8 @@ class _Order:
 
 
 class GenerationThread:
-    """Drives the rollout buffer and the replicas, which have one user at a time: this thread, or the trainer's
-    while this thread pauses.
+    """Drives the rollout buffer and the replicas, which have one user at a time: this thread, or the
+    trainer's while this thread pauses.
 
     Args:
         rollout: The rollout role.
