@@ -155,7 +155,7 @@ PASSED_ON = {  # names that resemble an unsupported feature, but are supported
         ("enable_lora", "adapters"),
         ("lora_paths", "adapters"),
         ("disaggregation_mode", "one engine"),
-        ("cpu_offload_gb", "weights come from the trainer"),
+        ("cpu_offload_gb", "weights come only from the trainer"),
         ("elastic_ep_backend", "experts must stay"),
         ("use_ray", "megarl starts"),
     ],
