@@ -1,4 +1,4 @@
-"""The page docs/cli.md: the help of every command, from the parser itself."""
+"""Generates docs/cli.md: the help of every command, from the parser."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megarl.cli.parser import build_parser
 _WIDTH = "110"
 _HEAD = """# Command line
 
-Every command of `megarl` with its arguments, generated from the program. With `--help` a command prints the same. A configuration is a
-YAML file; `key.sub=value` behind it overrides one value, and `megarl check` finds every mistake before anything starts. The exit
-status is 0 for success, 2 for a user or configuration error, and 1 for a failure at run time.
+This page lists every `megarl` command with its arguments. It is generated from the program, and `--help` prints the same text. A
+configuration is a YAML file; `key.sub=value` after it overrides one value. `megarl check` reports all configuration errors before
+anything starts. The exit code is 0 for success, 2 for a user or configuration error, and 1 for a runtime failure.
 
-| command | what it does |
+| command | description |
 |---|---|
 """
 

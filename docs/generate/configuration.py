@@ -1,5 +1,5 @@
-"""`docs/configuration.md`: every key of `megarl/config/schema`, with its type, default, values, and what its
-comments say."""
+"""Generates `docs/configuration.md`: every key of `megarl/config/schema`, with its type, default, values and
+description."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import yaml
 
 from megarl.config import schema
 from megarl.config.explanations import explanation, section_explanation
-from megarl.config.review import expected
 from megarl.config.schema.keys import Range, range_of
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import WITH
@@ -24,26 +23,27 @@ from megarl.config.sources import WITH
 _PRESETS = CONFIGS_DIR / "algorithm"
 _INTRODUCTION = """# Configuration reference
 
-Made from `megarl/config/schema` by `make reference`; the comments there are what you read here.
+This page lists every configuration key with its type, default and description. It is generated from `megarl/config/schema` by
+`make reference`.
 
-A configuration is a YAML file, which says its `kind`. `base: other.yaml` inherits another. `algorithm: grpo` takes a
-[preset](#presets); `algorithm: {base: grpo, kl: {coefficient: 0.01}}` takes one and changes it. On the command line `key.sub=value`
-overrides one value, and wins.
+A configuration is a YAML file with a `kind`. `base: other.yaml` inherits another file. `algorithm: grpo` selects a
+[preset](#presets), and `algorithm: {base: grpo, kl: {coefficient: 0.01}}` selects one and changes it. On the command line,
+`key.sub=value` overrides a value and takes precedence.
 
-What a run reads (models, data, reward files, `base`) is relative to the file that names it, wherever the command is typed; what an
-override names, and what a run writes (`trainer.output_dir`, `checkpoint.dir`), to the current folder. A preset of your own is a file
-`algorithm/NAME.yaml` beside yours. The files that ship with megarl are `configs/NAME.yaml` in every folder, for commands and for `base`;
-the models and data that they name are looked for in the current folder. Rewards that ship have one name too, such as
-`megarl/recipes/math/reward.py`.
+Input paths in a file (models, data, reward files, `base`) are relative to that file, wherever you run the command. Input paths in
+overrides, and output folders (`trainer.output_dir`, `checkpoint.dir`), are relative to the current folder. You can add your own preset
+as a file `algorithm/NAME.yaml` next to your configuration. The files included in megarl are available as `configs/NAME.yaml` in every
+folder, for commands and for `base`; their models and data are relative to the current folder. Bundled reward files have fixed names
+too, such as `megarl/recipes/math/reward.py`.
 
-An unknown key is refused, and so is a value that is not of its type or range, or that makes no sense beside
-another; `megarl check` lists all of that at once.
+Unknown keys are refused, and so are values of the wrong type, values out of range, and values that conflict with others.
+`megarl check` reports all of them at once.
 
-## In an editor
+## Editor support
 
-`megarl schema` prints a JSON Schema (draft 2020-12) of any run: keys, types, ranges, choices, defaults, and the explanations of this page.
-An editor with a [YAML language server](https://github.com/redhat-developer/yaml-language-server), as VS Code with Red Hat's YAML
-extension, completes and checks a file that names it in its first line. `megarl init` writes both; for a file of yours:
+`megarl schema` prints a JSON Schema (draft 2020-12) of a run: keys, types, ranges, choices, defaults, and the descriptions of this page.
+An editor with a [YAML language server](https://github.com/redhat-developer/yaml-language-server), such as VS Code with Red Hat's YAML
+extension, completes and checks a file that references the schema in its first line. `megarl init` writes both. For an existing file:
 
 ```bash
 megarl schema > megarl.schema.json
@@ -57,20 +57,24 @@ trainer:
   total_steps: 20
 ```
 
-The path is relative to the file. `megarl schema algorithm` is for presets, `megarl schema ppo` and `megarl schema sft` are for one kind of
-run. The schema knows one file and one key at a time, so that `megarl check` has the last word.
+The path is relative to the file. `megarl schema algorithm` prints the schema of presets, `megarl schema ppo` and `megarl schema sft` that
+of one kind of run. A JSON Schema checks single keys of a single file; use `megarl check` for a complete check.
 """
 
 
 def reference() -> str:
-    """The page. Raises ValueError for a key that no comment explains."""
-    parts = [_INTRODUCTION, "## Of an RL run (`megarl train`)\n"]
+    """Return the page.
+
+    Raises:
+        ValueError: A key has no comment.
+    """
+    parts = [_INTRODUCTION, "## RL runs (`megarl train`)\n"]
     parts += _sections(schema.PPOConfig)
-    parts += ["## Of a supervised run (`megarl sft`)\n"]
+    parts += ["## Supervised fine-tuning (`megarl sft`)\n"]
     same = [
         name for name, kind in _types(schema.SFTConfig).items() if _types(schema.PPOConfig).get(name) == kind
     ]
-    parts += [f"{', '.join(f'`{name}`' for name in same)} are as above; `actor` is the trained model.\n"]
+    parts += [f"{', '.join(f'`{name}`' for name in same)} are as above. `actor` is the trained model.\n"]
     parts += _sections(schema.SFTConfig, prefix="sft: ", leave_out=same)
 
     return "\n".join([*parts, *_presets()])
@@ -89,11 +93,11 @@ def _sections(root: type, prefix: str = "", leave_out: typing.Sequence[str] = ()
             plain.append(_row(root, entry, entry.name, default))
 
     if plain:
-        yield from ["### without a section\n", *_table(plain)]
+        yield from ["### top-level keys\n", *_table(plain)]
 
 
 def _section(section: type, value: Any, key: str, prefix: str) -> Iterator[str]:
-    """A heading, what the section is for, its own keys; then the sections in it."""
+    """Yield a heading, the description of the section, its own keys, and its nested sections."""
     yield f"### {prefix}{key}\n"
     if about := section_explanation(section):
         yield about + "\n"
@@ -120,15 +124,15 @@ def _section(section: type, value: Any, key: str, prefix: str) -> Iterator[str]:
 
 
 def _table(rows: list[str]) -> list[str]:
-    return ["\n".join(["| key | value | default | |", "|---|---|---|---|", *rows]) + "\n"]
+    return ["\n".join(["| key | type | default | description |", "|---|---|---|---|", *rows]) + "\n"]
 
 
 def _row(owner: type, entry: Field[Any], key: str, default: Any) -> str:
     text = explanation(owner, entry.name)
     if not text:
         raise ValueError(
-            f"{owner.__module__}: {owner.__name__}.{entry.name} has no comment; say behind it or above it "
-            f"what {key} is for"
+            f"{owner.__module__}: {owner.__name__}.{entry.name} has no comment; describe {key} in a comment "
+            f"after or above it"
         )
 
     kind = _types(owner)[entry.name]
@@ -144,21 +148,39 @@ def _row(owner: type, entry: Field[Any], key: str, default: Any) -> str:
 
 
 def _values(kind: Any, allowed: Range) -> str:
-    words = expected(kind)
-    for choice in _choices(kind):
-        words = words.replace(expected(choice), "one of these")
-    return words if allowed == Range() else f"{words}, {allowed}"
+    name = _type_name(kind)
+    return name if allowed == Range() else f"{name}, {allowed}"
+
+
+def _type_name(kind: Any) -> str:
+    """Return the name of a type, such as `string`, `list of integers` or `enum or null`."""
+    names = {int: "integer", float: "number", bool: "boolean", str: "string", Any: "any value"}
+    if kind in names:
+        return names[kind]
+    if is_dataclass(kind):
+        return "object"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "enum"
+
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is list:
+        return f"list of {_type_name(parts[0])}s"
+    if typing.get_origin(kind) is dict:
+        return f"map of string to {_type_name(parts[1])}"
+
+    # The only remaining type is a union, for a value that may be null.
+    return " or ".join("null" if part is type(None) else _type_name(part) for part in parts)
 
 
 def _shown(value: Any) -> str:
     if value == schema.MISSING or value is NO_DEFAULT:
-        return "must be given"
+        return "required"
     plain = [_plain(item) for item in value] if isinstance(value, list) else _plain(value)
     return f"`{yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix(chr(10)).removesuffix('...').strip()}`"
 
 
 def cell(text: str) -> str:
-    """In a table, and with no mark of emphasis outside code."""
+    """Escape text for a table cell, and asterisks outside code."""
     return "`".join(
         part if index % 2 else part.replace("*", "\\*")
         for index, part in enumerate(text.replace("|", "\\|").split("`"))
@@ -168,8 +190,8 @@ def cell(text: str) -> str:
 def _presets() -> Iterator[str]:
     yield "## Presets\n"
     yield (
-        "`algorithm=NAME`, the files of `configs/algorithm`. [Algorithms](algorithms/index.md) says what each "
-        "is for.\n"
+        "Select a preset with `algorithm=NAME`. The files are in `configs/algorithm`. "
+        "[Algorithms](algorithms/index.md) describes each of them.\n"
     )
 
     for file in sorted(_PRESETS.glob("*.yaml")):
@@ -182,8 +204,8 @@ def _presets() -> Iterator[str]:
 
 
 def _as_in_a_run(preset: str) -> str:
-    """The same settings in a file of one's own: another preset has its name, and what is of other sections
-    stands beside."""
+    """Return the settings of a preset as a run's file would contain them: `base` names another preset, and
+    keys of other sections are at the top level."""
     own, _, others = re.sub(r"(?m)^base: (\w+)\.yaml$", r"base: \1", preset).partition(f"\n{WITH}:")
     beside = textwrap.dedent(others.partition("\n")[2]).rstrip()
     return f"algorithm:\n{_indented(own)}" + (f"\n{beside}" if beside else "")
@@ -198,13 +220,13 @@ def _plain(value: Any) -> Any:
 
 
 def _choices(kind: Any) -> list[type[Enum]]:
-    """The enumeration that a key takes a member of, or a list of members; none or one."""
+    """Return the enumeration of a key or of its list items, as a list of at most one element."""
     item = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
     return [item] if isinstance(item, type) and issubclass(item, Enum) else []
 
 
 def _item(kind: Any) -> type | None:
-    """The section that a list is made of."""
+    """Return the section of a list of sections; None for other types."""
     item = typing.get_args(kind)[0] if typing.get_origin(kind) is list else None
     return item if is_dataclass(item) and isinstance(item, type) else None
 

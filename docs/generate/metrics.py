@@ -1,4 +1,4 @@
-"""docs/metrics.md, from the table in megarl/tracking/metric_table.py."""
+"""Generates docs/metrics.md from the table in megarl/tracking/metric_table.py."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from megarl.tracking.metric_table import METRICS
 
 _HEAD = """# Metrics
 
-Every metric that a run logs to `metrics.jsonl` and to its [loggers](tracking.md). Names that other frameworks use are kept where
-they exist. A step logs only what applies to it: no `critic/vf_*` without a critic, no `val/*` in a step without validation.
+This page lists every metric that a run logs to `metrics.jsonl` and to its [loggers](tracking.md). Metrics have the names of other
+frameworks where those exist. A step logs only the metrics that apply to it: `critic/vf_*` requires a critic, and `val/*` a validation in
+that step.
 
-`{mean,max}` stands for each of these words, `<name>` for a name that depends on the run, and `[/<source>]` may be absent. A share is
-between 0 and 1.
+`{mean,max}` stands for each of these words, `<name>` for a name that depends on the run, and `[/<source>]` is optional. The unit `share`
+is a fraction between 0 and 1.
 """
 
 

@@ -1,5 +1,8 @@
-"""The arithmetic of batches: prompts -> samples -> mini-batches -> rows of a rank -> micro-batches ->
-optimizer steps. Pure."""
+"""The arithmetic of batches, from prompts to optimizer steps.
+
+The levels are prompts -> samples -> mini-batches -> rows of a rank -> micro-batches -> optimizer steps. All
+functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from megarl.models.architecture import Architecture
 
 
 def role_tokens(config: RunConfig, role: ModelRole, architecture: Architecture) -> int:
-    """Return the length of the longest row that a model reads, in tokens of its own."""
+    """Return the maximum length of a row that a model reads, in the model's own tokens."""
     if isinstance(config, PPOConfig) and not role.reads_policy_tokens:
         return max_conversation_tokens(config.reward.model, architecture)
     return config.max_row_tokens
 
 
 def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture) -> int:
-    """Return how many tokens of a conversation the reward model reads: the least of `max_length`, its
+    """Return the maximum tokens of a conversation for the reward model: the minimum of `max_length`, its
     positions and a micro-batch."""
     limits = (
         model.max_length,
@@ -31,8 +34,8 @@ def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture
 
 
 def padded_length(length: int, context_parallel_size: int) -> int:
-    """Return the padded length of a sequence that several ranks share: each has two chunks of it, all
-    equal."""
+    """Return the padded length of a sequence under context parallelism: each rank has two chunks of equal
+    length."""
     return (
         length
         if context_parallel_size == 1
@@ -41,8 +44,8 @@ def padded_length(length: int, context_parallel_size: int) -> int:
 
 
 def micro_batch_room(limit: MicroBatchConfig, parallel: ParallelConfig) -> int | None:
-    """Return the tokens, padding included, of all ranks that share a micro-batch; None if it is limited by
-    rows."""
+    """Return the token limit of a micro-batch over its context-parallel ranks, including padding; None if it
+    is limited by rows."""
     if limit.max_tokens is None:
         return None
     size = parallel.context_parallel_size
@@ -52,7 +55,11 @@ def micro_batch_room(limit: MicroBatchConfig, parallel: ParallelConfig) -> int |
 
 
 class Row(NamedTuple):
-    """Tokens. prompt_number: the same for rows that share their prompt."""
+    """The number of prompt and response tokens of a row.
+
+    Attributes:
+        prompt_number: Equal for rows that share their prompt.
+    """
 
     prompt: int
     response: int
@@ -64,7 +71,7 @@ class Row(NamedTuple):
 
 
 def micro_batch_tokens(rows: Sequence[Row], context_parallel_size: int = 1) -> int:
-    """Count the tokens of packed rows over the ranks that share them, padding included, and each shared
+    """Count the tokens of packed rows over their context-parallel ranks, including padding, and each shared
     prompt once."""
     groups: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
@@ -80,26 +87,26 @@ def micro_batch_tokens(rows: Sequence[Row], context_parallel_size: int = 1) -> i
 
 
 def rows_of_prompt(config: RunConfig, role: ModelRole) -> int:
-    """Return how many rows of a prompt share its tokens if they are in one micro-batch."""
+    """Return the number of rows that share a prompt's tokens if they are in one micro-batch."""
     shares = config.engine.share_prompts and config.engine.packing and role.reads_policy_tokens
     return config.samples_per_prompt if shares else 1
 
 
 def rows_of_replica(config: RunConfig, role: ModelRole, *, trains: bool) -> int:
-    """Return the rows of the fullest replica, in a mini-batch if the role trains, else in the step."""
+    """Return the rows of the fullest replica, in a mini-batch if the role trains, otherwise in the step."""
     return -(-rows_of_pass(config, trains=trains) // role.parallel.data_parallel_size)
 
 
 def rows_of_pass(config: RunConfig, *, trains: bool) -> int:
-    """Return the rows of all replicas together."""
+    """Return the rows of all replicas, in a mini-batch if the role trains, otherwise in the step."""
     return config.samples_per_step // (config.updates_per_pass if trains else 1)
 
 
 def fullest_micro_batch(
     config: RunConfig, role: ModelRole, architecture: Architecture, *, trains: bool
 ) -> list[Row]:
-    """Return the largest micro-batch: as many of the longest rows as fit, and one shorter row in what
-    `max_tokens` leaves.
+    """Return the largest micro-batch: as many of the longest rows as fit, and one shorter row in the rest of
+    `max_tokens`.
 
     Under a row limit, no two rows share a prompt (the worst case). Under a token limit, as many rows as
     possible share one.
@@ -115,7 +122,7 @@ def fullest_micro_batch(
             longest._replace(prompt_number=row) for row in range(min(role.micro_batch.sequences or 1, most))
         ]
 
-    # A limit in tokens: fill the budget row by row, with the rows of a prompt side by side.
+    # A limit in tokens: fill the budget row by row, with the rows of a prompt next to each other.
     rows: list[Row] = []
     left = room
     together = rows_of_prompt(config, role)
@@ -127,7 +134,7 @@ def fullest_micro_batch(
         needed = (
             _room_of_row(longest, together > 1, size) if is_first else padded_length(longest.response, size)
         )
-        # The row that no longer fits is shortened to what is left, so that the budget is used up.
+        # The row that no longer fits is shortened to the remaining budget, so that the budget is used up.
         if left < needed:
             # The first row of a prompt also needs room for at least one prompt token.
             if left > least * is_first:
@@ -147,7 +154,7 @@ def fullest_micro_batch(
 
 
 def room_of_longest_row(config: RunConfig, role: ModelRole) -> int:
-    """Return how many tokens of a micro-batch the policy's longest row takes, padding included."""
+    """Return the number of tokens that the policy's longest row takes in a micro-batch, including padding."""
     longest = _row_of_policy(config)
     return _room_of_row(longest, rows_of_prompt(config, role) > 1, role.parallel.context_parallel_size)
 
@@ -161,7 +168,7 @@ def _room_of_row(row: Row, shares_prompt: bool, context_parallel_size: int) -> i
 
 def longest_row(config: RunConfig, role: ModelRole, architecture: Architecture) -> Row:
     if not role.reads_policy_tokens:
-        # a reward model's score is read at the last token
+        # A reward model's score is read at the last token.
         return Row(role_tokens(config, role, architecture) - 1, 1)
     return _row_of_policy(config)
 
@@ -185,10 +192,10 @@ def optimizer_steps(config: RunConfig, role: ModelRole) -> int:
 def micro_batches(
     rows: int, role: ModelRole, longest: Row, multiple_of: int, rows_of_prompt: int
 ) -> tuple[int, int]:
-    """Return the least and the most micro-batches of that many rows.
+    """Return the minimum and maximum number of micro-batches for `rows` rows.
 
-    An interleaved pipeline runs a multiple of its stages (`multiple_of`), filled up with empty ones. The most
-    are needed if no two rows share a prompt.
+    An interleaved pipeline runs a multiple of its stages (`multiple_of`), padded with empty micro-batches.
+    The maximum is reached if no two rows share a prompt.
     """
     room = micro_batch_room(role.micro_batch, role.parallel)
     size = role.parallel.context_parallel_size
@@ -197,11 +204,11 @@ def micro_batches(
         assert role.micro_batch.sequences is not None
         least = most = -(-rows // role.micro_batch.sequences)
     else:
-        # A row has a response token at least, and a prompt one token.
+        # A row has at least one response token, and a prompt at least one token.
         fewest = rows * padded_length(2, size)
         if rows_of_prompt > 1:
             fewest = (rows + -(-rows // rows_of_prompt)) * padded_length(1, size)
-        # The most: every row is as long as allowed, and a micro-batch holds whole rows only.
+        # Maximum: every row has the maximum length, and a micro-batch contains whole rows only.
         of_row = _room_of_row(longest, rows_of_prompt > 1, size)
         least = -(-fewest // room)
         most = -(-rows // (room // of_row))

@@ -1,5 +1,4 @@
-"""What differs between the configuration that a checkpoint was written with and the one that continues from
-it."""
+"""Compares the configuration of a checkpoint with the configuration that resumes from it."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, RunConfig
 
 ABSENT = "(no such key)"
 
-# With another value the steps to come would not be those of the run that was begun. Key -> what it decides.
+# Keys that must not change when a run resumes, with what each determines.
 FIXED = {
     "model.dtype": "the numbers that the optimizer continues with",
     "data.shuffle": "the order of the data",
@@ -24,9 +23,9 @@ FIXED = {
     "trainer.samples_per_step": "which data a step has",
     "algorithm.advantage.estimator": "which models are trained",
 }
-# Beside those, and all of `algorithm`: with another one it is not the same run that starts over.
+# Keys that identify a run that starts from its beginning, in addition to all of `algorithm`.
 _OF_THE_RUN = ("model.path", "data.train_files", *FIXED)
-# What says where and when a run saves and resumes is no part of what it computes.
+# The key that selects the checkpoint to resume from does not affect what a run computes.
 _RESUME = "checkpoint.resume"
 
 
@@ -41,22 +40,32 @@ class Difference(NamedTuple):
 
 
 def differences(saved: Path, config: RunConfig) -> list[Difference]:
-    """By dotted key, sorted; lists count as one value. `saved`: a resolved `config.yaml`.
+    """Return the keys whose values differ, sorted. A list counts as one value.
 
-    Raises OSError, yaml.YAMLError, and ValueError where it is no mapping of keys.
+    Args:
+        saved: A resolved `config.yaml`.
+        config: The configuration to compare it with.
+
+    Raises:
+        OSError: The file cannot be read.
+        yaml.YAMLError: The file is not YAML.
+        ValueError: The file is not a mapping.
     """
     return [each for each in _all_differences(saved, config) if each.key != _RESUME]
 
 
 def other_run(saved: Path, config: RunConfig) -> list[Difference]:
-    """What makes `config` another run than that of `saved`; nothing where it is the same, from its beginning.
-    As `differences`."""
+    """Return the differences that make `config` a different run than `saved`; empty for the same run started
+    from its beginning.
+
+    Arguments and exceptions are those of `differences`.
+    """
     return [
         each
         for each in _all_differences(saved, config)
         if each.key in _OF_THE_RUN
         or each.key.startswith("algorithm.")
-        # Only the path of a checkpoint makes a run begin elsewhere; `auto` and `disable` do not.
+        # Only the path of a checkpoint changes where a run starts; `auto` and `disable` do not.
         or (each.key == _RESUME and not {each.before, each.now} <= {RESUME_AUTO, RESUME_DISABLE})
     ]
 
@@ -68,7 +77,7 @@ def _all_differences(saved: Path, config: RunConfig) -> list[Difference]:
             f"it is {'empty' if values is None else f'a {type(values).__name__}'}, not a mapping of keys"
         )
 
-    # A key that only one side has is a difference too: versions add and remove keys.
+    # A key that only one of the two has is a difference too, because versions add and remove keys.
     before = dict(flat(values))
     now = dict(flat(plain_values(config)))
     return [
@@ -79,7 +88,7 @@ def _all_differences(saved: Path, config: RunConfig) -> list[Difference]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of sections in sections by their dotted keys; an empty section is a value."""
+    """Yield the values of nested sections with their dotted keys. An empty section is a value."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")

@@ -1,5 +1,5 @@
-"""The numbers that follow from a configuration, for the tables of `megarl check` and of the report: batches,
-steps and memory. Pure."""
+"""Derived numbers of a configuration (batches, steps, memory) for the tables of `megarl check` and of the
+report. All functions are pure."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from megarl.models.counts import num_parameters
 
 @dataclass(frozen=True, kw_only=True)
 class RoleArithmetic:
-    """What one model does in one step. A range is (least, most).
+    """The work of one model in one step. Ranges are (minimum, maximum).
 
-    mini_batch_rows: rows of one optimizer step, over all replicas; of a model that only infers: all rows of
-    the step.
-    rows_per_replica: of a mini-batch; the ranges differ where the rows do not divide by the replicas.
-    micro_batches: of the fullest replica in a mini-batch, from "all rows are as short as can be" to "all are
-    as long as allowed".
-    state_bytes_per_rank: of weights, gradients and optimizer state, parameters cut evenly; activations come
-    on top.
+    Attributes:
+        mini_batch_rows: Rows of one optimizer step over all replicas; for a model that only infers, all rows
+            of the step.
+        rows_per_replica: Rows of a mini-batch per replica. The ends differ if the rows do not divide evenly.
+        micro_batches: Micro-batches of the fullest replica in a mini-batch, from all rows having minimum
+            length to all rows having maximum length.
+        state_bytes_per_rank: Bytes of weights, gradients and optimizer state, with parameters sharded evenly.
+            Activations are not included.
     """
 
     role: str
@@ -49,8 +50,11 @@ class RoleArithmetic:
 
 @dataclass(frozen=True, kw_only=True)
 class RunArithmetic:
-    """`max_row_tokens`: tokens of the longest row that the data settings allow, prompt and response
-    together."""
+    """The derived numbers of a run.
+
+    Attributes:
+        max_row_tokens: Maximum tokens of a row, prompt and response together.
+    """
 
     total_steps: int
     prompts_per_step: int
@@ -63,8 +67,12 @@ class RunArithmetic:
 
 
 def derive(config: RunConfig, architectures: Mapping[str, Architecture]) -> RunArithmetic:
-    """The arithmetic of a valid configuration; `architectures` has one for each of `model_roles(config)`, by
-    its name."""
+    """Return the derived numbers of a valid configuration.
+
+    Args:
+        config: A valid configuration.
+        architectures: The architecture of each of `model_roles(config)`, by the role's name.
+    """
     return RunArithmetic(
         total_steps=config.trainer.total_steps,
         prompts_per_step=config.prompts_per_step,
@@ -81,7 +89,7 @@ def _role(config: RunConfig, role: ModelRole, architecture: Architecture) -> Rol
     trains = role.optim is not None
     rows = rows_of_pass(config, trains=trains)
     replicas = role.parallel.data_parallel_size
-    # Rows may not divide evenly, so the fullest replica sets the number of micro-batches.
+    # Rows may not divide evenly, so the fullest replica determines the number of micro-batches.
     fullest = rows_of_replica(config, role, trains=trains)
 
     return RoleArithmetic(

@@ -1,7 +1,7 @@
-"""What the schema's source says of its keys, choices and sections: `docs/configuration.md` and `megarl
-schema` are made from it.
+"""Extracts the descriptions of keys, choices and sections from the schema's source.
 
-A key or a choice is explained by the comment behind it and the lines above it, a section by its docstring.
+`docs/configuration.md` and `megarl schema` are generated from them. A key or a choice is described by the
+comment after it and the comment lines above it, a section by its docstring.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ _FOR_TOOLS = ("type:", "noqa")
 
 
 def explanation(owner: type, name: str) -> str:
-    """Return what the comments say about a field of a dataclass or a member of an enumeration; empty without
-    comments.
+    """Return the comments of a dataclass field or an enumeration member; an empty string if there are none.
 
     Args:
-        owner: The class. A field that it inherits is explained where it is defined.
+        owner: The class. An inherited field is described where it is defined.
         name: The field or the member.
     """
     # Skip base classes from elsewhere, such as Enum: their comments are not about this key.
@@ -31,7 +30,7 @@ def explanation(owner: type, name: str) -> str:
 
 
 def section_explanation(section: type) -> str:
-    """Return the docstring of a section in one line; empty without one."""
+    """Return the docstring of a section in one line; an empty string if there is none."""
     text = section.__doc__ or ""
     is_made_by_dataclass = text.startswith(f"{section.__name__}(")
     return "" if is_made_by_dataclass else " ".join(text.split())
@@ -40,7 +39,7 @@ def section_explanation(section: type) -> str:
 @cache
 def _explanations(file: str) -> dict[tuple[str, str], str]:
     source = Path(file).read_text(encoding="utf-8")
-    alone, behind = _comments(source)
+    alone, trailing = _comments(source)
     found = {}
 
     # Fields are annotated assignments; members of an enumeration are plain ones.
@@ -57,23 +56,23 @@ def _explanations(file: str) -> dict[tuple[str, str], str]:
             )
             if isinstance(target, ast.Name):
                 assert node.end_lineno is not None
-                parts = [*_lines_above(alone, node.lineno), behind.get(node.end_lineno, "")]
+                parts = [*_lines_above(alone, node.lineno), trailing.get(node.end_lineno, "")]
                 found[owner.name, target.id] = " ".join(part for part in parts if part)
 
     return found
 
 
 def _comments(source: str) -> tuple[dict[int, str], dict[int, str]]:
-    """Line -> comment: those that have a line of their own, and those behind code."""
+    """Return the comments by line number: comments on their own line, and comments after code."""
     alone: dict[int, str] = {}
-    behind: dict[int, str] = {}
+    trailing: dict[int, str] = {}
 
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         text = token.string.removeprefix("#").strip()
         if token.type == tokenize.COMMENT and not text.startswith(_FOR_TOOLS):
-            (alone if token.line.lstrip().startswith("#") else behind)[token.start[0]] = text
+            (alone if token.line.lstrip().startswith("#") else trailing)[token.start[0]] = text
 
-    return alone, behind
+    return alone, trailing
 
 
 def _lines_above(alone: dict[int, str], line: int) -> list[str]:

@@ -1,9 +1,8 @@
-"""JSON Schemas (draft 2020-12) of the configuration files, with which editors complete and check them:
-`megarl schema`.
+"""JSON Schemas (draft 2020-12) of the configuration files, for completion and checks in editors: `megarl
+schema`.
 
-Everything comes from the typed schema: keys, types, ranges, choices and defaults, and the comments as
-descriptions. A schema is about one file. What stands in several keys, or in other files, is for `megarl
-check`.
+They are generated from the typed schema: keys, types, ranges, choices, defaults, and comments as
+descriptions. A JSON Schema covers one file. `megarl check` covers rules across keys and files.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ KINDS = (ANY_RUN, *(kind.value for kind in RunKind), PRESET)
 
 Schema = dict[str, Any]
 
-_REFERENCE = r"^\$\{.+\}$"  # to another key's value
+_REFERENCE = r"^\$\{.+\}$"  # a reference to the value of another key
 _ANY_NUMBER = Range()
 
 
 def json_schema(kind: str) -> Schema:
-    """Return the schema of a file of one of KINDS: of any run, of one kind of run, or of a preset of the
-    section `algorithm`."""
+    """Return the schema of a file of one of KINDS: any run, one kind of run, or a preset of the section
+    `algorithm`."""
     if kind == PRESET:
         return {"$schema": DRAFT, "title": "A preset of the section algorithm", **_preset()}
-    # Only `kind: sft` selects the supervised schema, because a file without a kind is PPO.
+    # Only `kind: sft` selects the supervised schema, because a file without a kind is a PPO run.
     if kind == ANY_RUN:
         is_sft = {"properties": {"kind": {"const": RunKind.sft.value}}, "required": ["kind"]}
         choice = {"if": is_sft, "then": _run(RunKind.sft), "else": _run(RunKind.ppo)}
@@ -60,16 +59,16 @@ def _run(kind: RunKind) -> Schema:
 
     properties[BASE] = {
         "type": "string",
-        "description": "a file to inherit from, relative to this one, such as configs/quickstart.yaml, "
+        "description": "a file to inherit from, relative to this file, such as configs/quickstart.yaml, "
         "which ships with megarl",
     }
 
-    # What must be given may come from the inherited file.
+    # Required keys may come from the inherited file.
     required = section.pop("required", None)
     nested = {name: needed for name, each in properties.items() if (needed := each.pop("required", None))}
     # The root has no required keys of its own: all of them are in its sections.
     assert required is None
-    # Requirements of sections are stated at the root, so that one condition covers them all.
+    # Move the sections' required keys to the root, so that one condition covers them all.
     needed = {
         "required": list(nested),
         "properties": {name: {"required": keys} for name, keys in nested.items()},
@@ -79,12 +78,12 @@ def _run(kind: RunKind) -> Schema:
 
 
 def _with_presets(name: str, section: Schema) -> Schema:
-    """The section, or the name of a ready-made one, which stands alone or, below `base`, beside the keys that
-    it changes."""
+    """Return the schema of a section that may be a preset's name, or a mapping with a preset under `base` and
+    keys that override it."""
     presets = [file.stem for file in sorted((CONFIGS_DIR / name).glob("*.yaml"))]
     preset = {
         "type": "string",
-        "description": f"a preset of megarl, or a file {name}/NAME.yaml beside this one",
+        "description": f"a built-in preset, or a file {name}/NAME.yaml next to this file",
         "examples": presets,
     }
     section["properties"][BASE] = preset
@@ -95,24 +94,23 @@ def _with_presets(name: str, section: Schema) -> Schema:
 def _preset() -> Schema:
     section = _section(AlgorithmConfig, AlgorithmConfig())
     others = _section(PPOConfig, PPOConfig())
-    # `with` may not hold the preset's own section (the loader refuses it), and requires no key.
+    # `with` must not contain the preset's own section (the loader refuses it), and has no required keys.
     del others["properties"][PRESET]
     for each in others["properties"].values():
         each.pop("required", None)
     section["properties"] |= {
         BASE: {
             "type": "string",
-            "description": "a preset to inherit from, as the path of its file, relative to this one",
+            "description": "the path of a preset to inherit from, relative to this file",
         },
-        WITH: others | {"description": "keys of other sections that the preset needs"},
+        WITH: others | {"description": "keys of other sections that the preset requires"},
     }
 
     return section
 
 
 def _section(section: type, value: Any = None) -> Schema:
-    """The schema of a section. Its keys have the defaults that they have in `value`, or those of the
-    class."""
+    """Return the schema of a section. Defaults come from `value`, if given, otherwise from the class."""
     types = key_types(section)
     properties: dict[str, Schema] = {}
     required = []
@@ -120,7 +118,7 @@ def _section(section: type, value: Any = None) -> Schema:
     for entry in fields(section):
         default = getattr(value, entry.name) if value is not None else _default(entry)
         kind = types[entry.name]
-        # A nested section takes its defaults from the parent's value, and not from its own class.
+        # A nested section takes its defaults from the parent's value, not from its own class.
         if is_dataclass(kind):
             properties[entry.name] = _section(typing.cast(type, kind), default)
             continue
@@ -144,7 +142,7 @@ def _default(entry: Field[Any]) -> Any:
 
 
 def _description(section: type, name: str, kind: Any) -> str:
-    """Return what the comments say of a key, and of each value where it takes one of several."""
+    """Return the comments of a key and, if it is an enumeration, of each of its values."""
     choices = [member for choice in _enumerations(kind) for member in choice]
     return "\n".join(
         [
@@ -155,7 +153,7 @@ def _description(section: type, name: str, kind: Any) -> str:
 
 
 def _or_reference(value: Schema) -> Schema:
-    """A value, or a reference to another key's, which the loader takes for all but true and false."""
+    """Allow a reference to another key, which the loader accepts for all types except booleans."""
     if "enum" in value:
         return {"anyOf": [value, {"type": "string", "pattern": _REFERENCE}]}
     types = _listed(value.get("type", []))
@@ -166,7 +164,7 @@ def _or_reference(value: Schema) -> Schema:
 
 
 def _value(kind: Any, allowed: Range = _ANY_NUMBER, items: ItemRange | None = None) -> Schema:
-    """A value of the type `kind`; `items` says more of a list of numbers."""
+    """Return the schema of a value of type `kind`. `items` is the length and range of a list of numbers."""
     parts = typing.get_args(kind)
     # An optional value: null is one more choice of an enumeration, or one more type.
     if type(None) in parts:
@@ -179,7 +177,7 @@ def _value(kind: Any, allowed: Range = _ANY_NUMBER, items: ItemRange | None = No
     if isinstance(kind, type) and issubclass(kind, Enum):
         return {"enum": [member.value for member in kind]}
     if kind is str:
-        return {"type": "string", "not": {"const": "None"}}  # which is null here
+        return {"type": "string", "not": {"const": "None"}}  # null is the only empty value
     if kind is bool:
         return {"type": "boolean"}
     if kind in (int, float):
@@ -200,14 +198,14 @@ def _value(kind: Any, allowed: Range = _ANY_NUMBER, items: ItemRange | None = No
 
 
 def _limits(allowed: Range) -> Schema:
-    """The range as the loader takes it, which refuses what is beyond LARGEST."""
+    """Return the limits of a range as the loader applies them, including LARGEST."""
     limits = {
         "minimum": allowed.at_least,
         "exclusiveMinimum": allowed.above,
         "maximum": allowed.at_most,
         "exclusiveMaximum": allowed.below,
     }
-    # JSON has no infinity, so an open end is replaced by the loader's own limit.
+    # JSON has no infinity, so the loader's limit replaces an open end.
     given = {name: end for name, end in limits.items() if math.isfinite(end)}
     if "minimum" not in given and "exclusiveMinimum" not in given:
         given["minimum"] = -LARGEST
@@ -218,7 +216,7 @@ def _limits(allowed: Range) -> Schema:
 
 
 def _enumerations(kind: Any) -> list[type[Enum]]:
-    """The enumeration whose members a key takes, or takes a list of; none or one."""
+    """Return the enumeration of a key or of its list items, as a list of at most one element."""
     candidates = (kind, *typing.get_args(kind))
     return [each for each in candidates if isinstance(each, type) and issubclass(each, Enum)]
 

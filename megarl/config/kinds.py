@@ -1,7 +1,7 @@
-"""The choices of the configuration whose members declare what they need of a run, once, as data that can be
-read without torch.
+"""Choices of the configuration whose members declare their requirements, as data that can be read without
+torch.
 
-What they do stands elsewhere: the maths of estimators and losses in `megarl/algorithms`, engines in
+The implementations are elsewhere: estimators and losses in `megarl/algorithms`, engines in
 `megarl/workers/engines.py`, loggers in `megarl/tracking/loggers.py`.
 """
 
@@ -16,11 +16,12 @@ from megarl.config.versions import SGLANG
 
 
 class Kind(str, Enum):
-    """A member is its name and its declaration, as in `rloo = "rloo", EstimatorNeeds(compares_samples=True)`;
-    one without a declaration is a TypeError at import. Files, command lines and OmegaConf see the name.
+    """Base of enumerations whose members have a name and a declaration of requirements.
 
-    `needs` is what rules, placement, roles and documentation ask for, so that none of them asks for a member
-    by its name. What a member does (maths, an engine, a logger) is registered under it where that is written.
+    An example is `rloo = "rloo", EstimatorNeeds(compares_samples=True)`. A member without a declaration
+    raises TypeError at import. Files, command lines and OmegaConf use the name. Rules, placement, roles and
+    the documentation read `needs`, so none of them depends on a particular member. Implementations are
+    registered by member in their own packages.
     """
 
     _value_: str
@@ -35,41 +36,49 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorNeeds:
-    """What an estimator needs beside the rewards of a batch. The names of batch keys are those of
-    `AdvantageInputs`."""
+    """The requirements of an estimator in addition to the rewards of a batch.
 
-    # with the others of their prompt: `rollout.n` is 2 or more, and equal scores teach nothing
+    Attributes:
+        compares_samples: It compares the samples of a prompt: `rollout.n` must be at least 2, and groups with
+            equal scores have no signal.
+        critic: It reads `values`.
+        greedy_baseline: It reads `baseline_scores`, the score of an additional greedy response per prompt.
+        score_parts: It reads `score_parts`, each reward function's score, instead of rewards with their
+            penalties.
+        old_log_probs: It reads the trainer's `old_log_probs`, so samples are scored before the update.
+        sum_pi_squared: It reads `sum_pi_squared` of the trainer's probabilities, computed with
+            `old_log_probs`.
+    """
+
     compares_samples: bool
-    critic: bool = False  # `values`
-    # `baseline_scores`: a greedy response to each prompt, generated and scored besides
+    critic: bool = False
     greedy_baseline: bool = False
-    # `score_parts`: each reward function's score, in place of the rewards and of the penalties in them
     score_parts: bool = False
-    # `old_log_probs`: the trainer's, of the samples, which are scored before the update for it
     old_log_probs: bool = False
-    # `sum_pi_squared`: of the trainer's probabilities; they come with `old_log_probs`
     sum_pi_squared: bool = False
 
 
 class AdvantageEstimator(Kind):
     needs: EstimatorNeeds
 
-    gae = "gae", EstimatorNeeds(compares_samples=False, critic=True)  # with a critic
-    grpo = "grpo", EstimatorNeeds(compares_samples=True)  # the group's mean and deviation
-    # the best of the group against its second best
+    # generalized advantage estimation with a critic
+    gae = "gae", EstimatorNeeds(compares_samples=False, critic=True)
+    # the group's mean as baseline, scaled by its standard deviation
+    grpo = "grpo", EstimatorNeeds(compares_samples=True)
+    # the best sample of the group against the second best
     grpo_pass_k = "grpo_pass_k", EstimatorNeeds(compares_samples=True)
-    rloo = "rloo", EstimatorNeeds(compares_samples=True)  # the mean of the group's other samples
-    # whitened over the batch, no groups
+    rloo = "rloo", EstimatorNeeds(compares_samples=True)  # leave-one-out mean of the group as baseline
+    # discounted returns, whitened over the batch, without groups
     reinforce_plus_plus = "reinforce_plus_plus", EstimatorNeeds(compares_samples=False)
-    # the group's mean, whitened over the batch
+    # the group's mean as baseline, whitened over the batch
     reinforce_plus_plus_baseline = "reinforce_plus_plus_baseline", EstimatorNeeds(compares_samples=True)
-    opo = "opo", EstimatorNeeds(compares_samples=True)  # the group's mean weighted by length
-    gpg = "gpg", EstimatorNeeds(compares_samples=True)  # the group's mean, scaled for groups without signal
-    # the score of a greedy response
+    opo = "opo", EstimatorNeeds(compares_samples=True)  # the group's length-weighted mean as baseline
+    gpg = "gpg", EstimatorNeeds(compares_samples=True)  # the group's mean, rescaled for groups without signal
+    # the score of a greedy response as baseline
     remax = "remax", EstimatorNeeds(compares_samples=False, greedy_baseline=True)
-    # each reward function by itself, then added
+    # advantages of each reward function separately, then added
     gdpo = "gdpo", EstimatorNeeds(compares_samples=True, score_parts=True)
-    # a baseline for each token, by the gradient's squared norm
+    # a baseline per token, weighted by the squared gradient norm
     optimal_token_baseline = (
         "optimal_token_baseline",
         EstimatorNeeds(compares_samples=True, old_log_probs=True, sum_pi_squared=True),
@@ -77,23 +86,29 @@ class AdvantageEstimator(Kind):
 
 
 class Aggregation(str, Enum):
-    token_mean = "token_mean"  # every token weighs the same
+    token_mean = "token_mean"  # the mean over all tokens
     sequence_mean_token_sum = "sequence_mean_token_sum"  # the sum over a response, the mean over responses
     sequence_mean_token_mean = "sequence_mean_token_mean"  # the mean over a response, the mean over responses
-    # the sum over a response by `norm_tokens`, the mean over responses
+    # the sum over a response divided by `norm_tokens`, the mean over responses
     sequence_mean_token_sum_norm = "sequence_mean_token_sum_norm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossNeeds:
-    """What a policy loss needs of the settings around it."""
+    """The requirements of a policy loss on other settings.
 
-    aggregation: Aggregation | None  # the only one under which it is the loss of its paper; None: any
-    # it weighs by new / old probability; without, it is right for the very policy that sampled: one update
-    # per batch
+    Attributes:
+        aggregation: The only aggregation under which it is the loss of its paper; None: any.
+        ratio: It weights by new / old probability. A loss without a ratio is valid only for the policy that
+            generated the samples, so for one update per batch.
+        dual_clip: It reads `clip_dual`.
+        whole_mini_batch: It reads `old_log_probs` of a whole mini-batch before it is split, so they are
+            computed before the update.
+    """
+
+    aggregation: Aggregation | None
     ratio: bool = True
-    dual_clip: bool = False  # it reads `clip_dual`
-    # `old_log_probs` of a whole mini-batch, before it is cut: they are computed before the update
+    dual_clip: bool = False
     whole_mini_batch: bool = False
 
 
@@ -103,49 +118,57 @@ _OF_RESPONSES = Aggregation.sequence_mean_token_mean
 class PolicyLossKind(Kind):
     needs: PolicyLossNeeds
 
-    ppo_clip = "ppo_clip", PolicyLossNeeds(aggregation=None, dual_clip=True)  # clipped ratios of tokens
-    gspo = "gspo", PolicyLossNeeds(aggregation=_OF_RESPONSES)  # one clipped ratio for a response
-    gmpo = "gmpo", PolicyLossNeeds(aggregation=_OF_RESPONSES)  # the geometric mean of clipped ratios
-    cispo = "cispo", PolicyLossNeeds(aggregation=None)  # the weight is clipped, not the token
-    sapo = "sapo", PolicyLossNeeds(aggregation=_OF_RESPONSES)  # a soft limit instead of a clip
-    gpg = "gpg", PolicyLossNeeds(aggregation=None, ratio=False)  # the log-prob, no ratio
-    # ppo_clip without some tokens of high covariance
+    ppo_clip = "ppo_clip", PolicyLossNeeds(aggregation=None, dual_clip=True)  # clipped ratio per token
+    gspo = "gspo", PolicyLossNeeds(aggregation=_OF_RESPONSES)  # one clipped ratio per response
+    gmpo = "gmpo", PolicyLossNeeds(aggregation=_OF_RESPONSES)  # geometric mean of clipped ratios
+    cispo = "cispo", PolicyLossNeeds(aggregation=None)  # clips the weight and keeps every token's gradient
+    sapo = "sapo", PolicyLossNeeds(aggregation=_OF_RESPONSES)  # a soft gate instead of a clip
+    gpg = "gpg", PolicyLossNeeds(aggregation=None, ratio=False)  # policy gradient with log-probs, no ratio
+    # ppo_clip without a fraction of the tokens with high covariance
     clip_cov = "clip_cov", PolicyLossNeeds(aggregation=None, dual_clip=True, whole_mini_batch=True)
-    # a KL penalty on the tokens of highest covariance
+    # KL penalty on the tokens with the highest covariance
     kl_cov = "kl_cov", PolicyLossNeeds(aggregation=None, whole_mini_batch=True)
-    # no update beyond a total variation
+    # no update of tokens beyond a total variation distance
     dppo_tv = "dppo_tv", PolicyLossNeeds(aggregation=None, dual_clip=True)
-    dppo_kl = "dppo_kl", PolicyLossNeeds(aggregation=None, dual_clip=True)  # no update beyond a KL divergence
+    # no update of tokens beyond a KL divergence
+    dppo_kl = "dppo_kl", PolicyLossNeeds(aggregation=None, dual_clip=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutEngineNeeds:
-    """What an engine needs of a machine and of a run.
+    """The requirements and capabilities of a rollout engine.
 
-    section: of `rollout`, with the engine's settings, None where there are none. What stands in its
-    `server_args` is given to the engine's library as it is. memory_arg: which of these is the share of a GPU
-    that the engine takes for weights and cache, whatever it needs.
+    Attributes:
+        packages: Packages with version ranges, in addition to those that every run requires.
+        cuts_models: It can shard a model over several devices, so `rollout.tensor_parallel_size` may be above
+            1.
+        returns_routes: It reports the experts of each layer and token, so `engine.routing_replay` may be
+            rollout.
+        answers_meanwhile: It responds every few seconds during a batch. Otherwise it responds when the batch
+            is done.
+        section: The section of `rollout` with its settings, None if it has none. `server_args` in it is
+            passed to the engine's library unchanged.
+        memory_arg: The key of `server_args` that sets the share of a GPU that the engine reserves for weights
+            and cache.
     """
 
-    packages: Mapping[str, str]  # with their versions, beside those that every run needs
-    cuts_models: bool  # over several devices: `rollout.tensor_parallel_size` may be above 1
-    # says which experts of each layer saw a token: `engine.routing_replay` may be rollout
+    packages: Mapping[str, str]
+    cuts_models: bool
     returns_routes: bool
-    # every few seconds while a batch is on its way; else it answers when that is done, however long it takes
     answers_meanwhile: bool
     section: str | None
     memory_arg: str | None
 
     @property
     def memory_key(self) -> str | None:
-        """The dotted key of that share in a configuration."""
+        """The dotted configuration key of the engine's share of a GPU."""
         return None if self.memory_arg is None else f"rollout.{self.section}.server_args.{self.memory_arg}"
 
 
 class RolloutEngineKind(Kind):
     needs: RolloutEngineNeeds
 
-    # transformers in the worker's process: for tests and tiny models
+    # transformers in the worker's process, for tests and tiny models
     hf = (
         "hf",
         RolloutEngineNeeds(
@@ -157,7 +180,7 @@ class RolloutEngineKind(Kind):
             memory_arg=None,
         ),
     )
-    # for everything else
+    # SGLang, for everything else
     sglang = (
         "sglang",
         RolloutEngineNeeds(
@@ -173,16 +196,21 @@ class RolloutEngineKind(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class LoggerNeeds:
-    # that a user installs for a module of the logger's name; None: nothing that megarl does not need anyway
+    """The requirement of a logger.
+
+    Attributes:
+        package: The package that provides a module with the logger's name; None: included with megarl.
+    """
+
     package: str | None
 
 
 class LoggerKind(Kind):
     needs: LoggerNeeds
 
-    console = "console", LoggerNeeds(package=None)  # a line a step
+    console = "console", LoggerNeeds(package=None)  # one line per step
     jsonl = "jsonl", LoggerNeeds(package=None)  # a file with every metric of every step
-    tensorboard = "tensorboard", LoggerNeeds(package=None)  # its files of events
+    tensorboard = "tensorboard", LoggerNeeds(package=None)  # TensorBoard event files
     wandb = "wandb", LoggerNeeds(package="wandb")  # Weights & Biases
     mlflow = "mlflow", LoggerNeeds(package="mlflow-skinny")  # an MLflow server or folder
     swanlab = "swanlab", LoggerNeeds(package="swanlab")  # SwanLab

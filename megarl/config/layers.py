@@ -1,4 +1,4 @@
-"""Of which layers a run's models are built, and why: what `engine.layers` comes to on a device."""
+"""Resolves `engine.layers` for a device: the layer implementation of a run's models, and why."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megarl.config.schema import Device, DType, Layers, RunConfig
 
 
 class LayerChoice(NamedTuple):
-    layers: Layers  # not auto
+    layers: Layers  # never `auto`
     why: str
 
 
 def has_transformer_engine() -> bool:
-    """In this environment: the package and its part for torch, which is compiled. Imports neither."""
+    """Whether Transformer Engine and its compiled torch extension are installed. Imports neither."""
     return all(
         importlib.util.find_spec(name) is not None
         for name in ("transformer_engine", "transformer_engine_torch")
@@ -26,17 +26,17 @@ def choose_layers(asked: Layers, dtype: DType, *, on_cuda: bool, has_transformer
     if asked is not Layers.auto:
         return LayerChoice(asked, f"engine.layers={asked.value}")
     if not on_cuda:
-        return LayerChoice(Layers.local, "Transformer Engine has none for a CPU")
+        return LayerChoice(Layers.local, "Transformer Engine does not support CPU")
     if dtype is DType.float32:
-        return LayerChoice(Layers.local, "Transformer Engine has no attention of packed rows for float32")
+        return LayerChoice(Layers.local, "Transformer Engine has no float32 attention for packed rows")
     if not has_transformer_engine:
         return LayerChoice(Layers.local, "Transformer Engine is not installed")
 
-    return LayerChoice(Layers.transformer_engine, "on CUDA, where Transformer Engine is installed")
+    return LayerChoice(Layers.transformer_engine, "on CUDA with Transformer Engine installed")
 
 
 def describe_layers(config: RunConfig) -> str:
-    """One line, for the environment of this process. `device: auto` may come to be either."""
+    """Describe the layers in one line, for this process's environment. `device: auto` may be CPU or CUDA."""
     devices = {Device.cpu: (False,), Device.cuda: (True,), Device.auto: (False, True)}[config.device]
     installed = has_transformer_engine()
     choices = [
@@ -50,6 +50,6 @@ def describe_layers(config: RunConfig) -> str:
         return f"{choices[0].layers.value} ({choices[0].why})"
 
     return "; ".join(
-        f"on {'CUDA' if cuda else 'a CPU'} {choice.layers.value} ({choice.why})"
+        f"on {'CUDA' if cuda else 'CPU'}: {choice.layers.value} ({choice.why})"
         for cuda, choice in zip(devices, choices, strict=True)
     )

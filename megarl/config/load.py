@@ -1,5 +1,4 @@
-"""From files and overrides to a frozen, typed configuration: everything that does not fit the schema is
-listed at once."""
+"""Loads files and overrides into a frozen, typed configuration, and reports all schema violations at once."""
 
 from __future__ import annotations
 
@@ -28,9 +27,9 @@ from megarl.machine.ray_address import cluster_address
 Config = typing.TypeVar("Config")
 Run = typing.TypeVar("Run", bound=RunConfig)
 _KIND = "kind"
-# the keys without a default whose value is a list; others are strings
+# The required keys whose value is a list. The others are strings.
 _REQUIRED_LISTS = ("data.train_files",)
-# bytes of a name in Linux's file systems; characters, below what a path may have
+# The limit of a file name on Linux file systems, in bytes, and a limit of paths, in characters.
 _LONGEST_NAME = 255
 _LONGEST_TEXT = 4000
 
@@ -41,28 +40,34 @@ def load_config(
     overrides: Sequence[str] = (),
     options: Layer | None = None,
 ) -> Config:
-    """The configuration in the YAML file `source`, or in a mapping that could stand in one, with
-    `key.sub=value` overrides, as a frozen instance of `schema`. options: what a command's options say, which
-    wins over all.
+    """Load a configuration as a frozen instance of `schema`.
 
-    What a file names that a run reads (models, data, code) is relative to that file; what overrides name, and
-    the folders that a run writes, to the current one. `model.dtype: auto` becomes what it is on the device.
-    Raises ConfigError with every unknown key (and the nearest known one), wrong value and missing value, and
-    its source; and for a run of another kind.
+    Input paths in a file (models, data, code) are relative to that file. Paths in overrides, and output
+    folders, are relative to the current folder. `model.dtype: auto` is resolved for the device.
+
+    Args:
+        schema: The class of the configuration.
+        source: A YAML file, or the mapping that such a file would contain.
+        overrides: Values in the form `key.sub=value`.
+        options: Values from a command's options, which take precedence over everything else.
+
+    Raises:
+        ConfigError: Lists every unknown key with the nearest known one, every wrong or missing value, and
+            where each comes from. Also raised for a run of another kind.
     """
     return resolved(read_config(schema, source, overrides, options).required())
 
 
 @dataclass(frozen=True)
 class PartialConfig(Generic[Config]):
-    """A configuration as far as it could be read, so that all its problems can be reported together.
+    """A configuration with the problems found so far, so that all problems can be reported together.
 
     Attributes:
-        source: The file, as messages name it.
-        config: Refused and missing values have their default, or an empty one. `model.dtype` may still be
-            `auto`.
-        problems: What does not fit the schema, one line each.
-        refused: The dotted keys of `problems`. What is checked later says nothing about these.
+        source: The name of the file in messages.
+        config: The configuration, with a default or empty value for each refused or missing one.
+            `model.dtype` may still be `auto`.
+        problems: The schema violations, one line each.
+        refused: The dotted keys of `problems`. Later checks do not report them again.
     """
 
     source: str
@@ -77,8 +82,7 @@ class PartialConfig(Generic[Config]):
         return self.config
 
     def refuses(self, keys: Sequence[str]) -> bool:
-        """Whether one of `keys` was refused, or is in a section that was, or is a section that holds a
-        refused key."""
+        """Whether one of `keys`, a section around it or a key inside it was refused."""
         return any(_overlap(key, refused) for key in keys for refused in self.refused)
 
 
@@ -94,11 +98,11 @@ def read_config(
     overrides: Sequence[str] = (),
     options: Layer | None = None,
 ) -> PartialConfig[Config]:
-    """Read a configuration as `load_config` does, and keep what does not fit the schema as problems.
+    """Read a configuration as `load_config` does, but collect schema violations instead of raising them.
 
     Raises:
-        ConfigError: A file cannot be read, the run is of another kind, or a value refers to another one that
-            does not exist.
+        ConfigError: A file cannot be read, the run is of another kind, or a value refers to a key that does
+            not exist.
     """
     return _fit(
         schema,
@@ -108,14 +112,14 @@ def read_config(
 
 
 def resolved(config: Config) -> Config:
-    """Return the configuration with the `model.dtype` that `auto` means on its device, as far as that is
-    known before the start."""
+    """Return the configuration with `model.dtype: auto` resolved for its device, to the extent that the
+    device is known before the start."""
     run = typing.cast(RunConfig, config)
     return typing.cast(Config, with_dtype(run, is_on_cuda(run.device)))
 
 
 def with_dtype(config: Run, is_on_cuda: bool) -> Run:
-    """The configuration with the `model.dtype` that `auto` is on the device."""
+    """Return the configuration with `model.dtype: auto` resolved for the device."""
     if config.model.dtype is not DType.auto:
         return config
     return config.with_sections(
@@ -124,19 +128,23 @@ def with_dtype(config: Run, is_on_cuda: bool) -> Run:
 
 
 def is_on_cuda(device: Device) -> bool:
-    """As far as it can be known before a run starts: a cluster that is joined by its address is taken for one
-    with GPUs."""
+    """Whether a run will use CUDA, as known before it starts: a cluster joined by its address is assumed to
+    have GPUs."""
     return device is Device.cuda or (device is Device.auto and (has_gpu() or cluster_address() is not None))
 
 
 def schema_of(path: str, overrides: Sequence[str] = ()) -> type[RunConfig]:
-    """Of the run that a file describes, by its `kind`. Raises ConfigError for what cannot be read."""
+    """Return the schema of the run that a file describes, by its `kind`.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
     return _schema_of_kind(_kind_of(read_layers(path, overrides))) or PPOConfig
 
 
 def _kind_of(layers: Sequence[Layer]) -> str | None:
-    """As it is written; None where it is not, or is no text, which its type refuses."""
-    # The most important layer that names a kind decides.
+    """Return the kind as written; None if it is absent or not a string, which the schema refuses later."""
+    # The layer with the highest precedence decides.
     kind = next((layer.values[_KIND] for layer in reversed(layers) if _KIND in layer.values), None)
     return kind if isinstance(kind, str) else None
 
@@ -154,15 +162,15 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialCon
             if meant is PPOConfig
             else "give the configuration of a reinforcement learning run"
         )
-        raise ConfigError(path, [f"{_KIND}: is {kind!r}, which this command does not run; {other}"])
+        raise ConfigError(path, [f"{_KIND} is {kind!r}, which this command does not support; {other}"])
 
     review = Review(schema)
     given: Any = OmegaConf.create()
 
-    # Merge the layers, the most important last, each without what does not fit the schema.
+    # Merge the layers in order of precedence, each without the values that violate the schema.
     for layer in layers:
         review.add(layer)
-        # A preset replaces its whole section; keys of less important layers must not survive in it.
+        # A preset replaces its whole section; keys of layers with lower precedence must not remain in it.
         for section in layer.replaces:
             given.pop(section, None)
         given = OmegaConf.unsafe_merge(given, review.fitting(schema, layer.values, "", layer))
@@ -175,7 +183,7 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialCon
         try:
             merged = _merged(schema, given)
             missing = sorted(OmegaConf.missing_keys(merged))
-            # Fill in empty values, so that the checks that follow can still run.
+            # Fill in empty values, so that the following checks can run.
             for key in missing:
                 OmegaConf.update(given, key, [] if key in _REQUIRED_LISTS else "")
             config = OmegaConf.to_object(_merged(schema, given) if missing else merged)
@@ -183,13 +191,13 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialCon
         except (OmegaConfBaseException, ValueError) as error:  # a value refers to another one: ${...}
             key = str(getattr(error, "full_key", None) or "")
             problems.append(f"{key}: {in_one_line(error)}" if key else in_one_line(error))
-            # Without a value to remove, the same error would come back forever.
+            # Without a value to remove, the same error would recur forever.
             if not _drop(given, key):
                 raise ConfigError(path, problems) from error
             refused.add(key)
 
     problems += [
-        f"{key}: is missing; give it in the file or as {key}=..." for key in missing if key not in refused
+        f"{key}: is required; set it in the file or as {key}=..." for key in missing if key not in refused
     ]
     refused.update(missing)
 
@@ -199,8 +207,8 @@ def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialCon
 
     # Supervised fine-tuning without `kind` would look like a PPO run full of mistakes.
     if problems and schema is PPOConfig and kind is None and _fits(SFTConfig, path, layers):
-        hint = f"write `{_KIND}: sft` into it, or {_KIND}=sft on the command line"
-        raise ConfigError(path, [f"is of supervised fine-tuning, but does not say so: {hint}"])
+        hint = f"write `{_KIND}: sft` into the file, or {_KIND}=sft on the command line"
+        raise ConfigError(path, [f"is a supervised fine-tuning run without its kind; {hint}"])
 
     return PartialConfig(path, typing.cast(Config, config), tuple(problems), frozenset(refused))
 
@@ -211,12 +219,12 @@ def _merged(schema: type, given: Any) -> Any:
 
 @cache
 def _structured(schema: Any) -> Any:
-    """Not to be changed: what is merged with it is another."""
+    """Return the schema as a structured config, which is cached and must not be modified."""
     return OmegaConf.structured(schema)
 
 
 def _drop(given: Any, key: str) -> bool:
-    """Remove a value, so that its key has its default. Returns whether there was one."""
+    """Remove a value, so that its key has its default. Returns whether there was a value."""
     section, _, name = key.rpartition(".")
     values = OmegaConf.select(given, section) if section else given
     if not isinstance(values, DictConfig) or name not in values:
@@ -234,23 +242,23 @@ def _fits(schema: type, path: str, layers: Sequence[Layer]) -> bool:
 
 
 def _unusable_texts(config: Any) -> Iterator[tuple[str, str]]:
-    """Find texts that no file can have as its name, half characters, and another language's word for null.
-    Yields keys and problems."""
+    """Yield the keys and problems of strings that cannot be part of a path, contain a lone surrogate, or are
+    Python's `None`."""
     for leaf in leaves(config):
         key = leaf.key
         for text in leaf.value if isinstance(leaf.value, list) else [leaf.value]:
-            # Members of an enumeration may be strings too, but are no text of the user's.
+            # Members of an enumeration are strings too, but do not come from the user.
             if not isinstance(text, str) or isinstance(text, Enum):
                 continue
             if text == "None":
-                yield key, "is the text 'None'; write null for nothing"
+                yield key, "is the string 'None'; write null for no value"
             elif leaf.is_prose:
                 if any("\ud800" <= character <= "\udfff" for character in text):
                     yield (
                         key,
-                        "has half of a character (a lone surrogate), which no tokenizer can read; remove it",
+                        "contains a lone surrogate (half a character), which no tokenizer reads; remove it",
                     )
-            # Any other text may become part of a path, which limits its characters and its length.
+            # Any other string may become part of a path, which limits its characters and its length.
             elif (
                 not text.isprintable()
                 or len(text) > _LONGEST_TEXT
@@ -259,28 +267,28 @@ def _unusable_texts(config: Any) -> Iterator[tuple[str, str]]:
                 shown = f"{text[:40]!r}..." if len(text) > 40 else repr(text)
                 yield (
                     key,
-                    f"is {shown}, which has characters that cannot be printed, or is longer than the name "
-                    f"of a file can be",
+                    f"is {shown}, which contains non-printable characters or is longer than a file name can "
+                    f"be",
                 )
 
 
 def plain_values(config: Any) -> dict[str, Any]:
-    """The resolved configuration as the YAML of `dump_config` has it: dicts, lists and plain values. What a
-    run reads has its whole path, so that it is found from any folder."""
+    """Return the resolved configuration as dicts, lists and plain values, as `dump_config` writes it. Input
+    paths are absolute, so that they are valid in any folder."""
     return typing.cast(dict[str, Any], yaml.safe_load(_as_yaml(config)))
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Returns the configuration with the absolute path of everything that the run reads or writes.
+    """Return the configuration with absolute paths of all inputs and outputs.
 
-    Processes on other nodes have another current folder than the driver, and must see the same files.
+    Processes on other nodes have a different current folder than the driver, but must use the same files.
     """
     return _with_whole_paths(config, outputs=True)
 
 
 def contents_of(config: Any) -> dict[str, Any]:
-    """Return the sections and values of a configuration as dicts, lists and plain values. Choices are their
-    texts."""
+    """Return the sections and values of a configuration as dicts, lists and plain values, with enumeration
+    members as strings."""
     return _choices_as_texts(OmegaConf.to_container(OmegaConf.structured(config)))
 
 
@@ -294,7 +302,7 @@ def _choices_as_texts(content: Any) -> Any:
 
 
 def _as_yaml(config: Any) -> str:
-    # OmegaConf would write the names of choices, which are other than the texts for Python's keywords.
+    # OmegaConf would write the names of members, which differ from their values for Python keywords.
     return OmegaConf.to_yaml(OmegaConf.create(contents_of(_with_whole_paths(config))))
 
 
@@ -304,7 +312,7 @@ def _with_whole_paths(section: Any, outputs: bool = False) -> Any:
         value = getattr(section, entry.name)
         if is_dataclass(value):
             changes[entry.name] = _with_whole_paths(value, outputs)
-        # A list of sections, such as reward.functions, holds paths of its own.
+        # A list of sections, such as reward.functions, contains paths too.
         elif isinstance(value, list) and item_section(
             key_types(typing.cast(type, type(section)))[entry.name]
         ):
@@ -322,6 +330,6 @@ def _whole_path(path: str) -> str:
 
 
 def dump_config(config: Any, path: Path) -> None:
-    """Writes the resolved configuration as YAML that `load_config` reads back to an equal value, in any
-    folder; all of it or nothing."""
+    """Write the resolved configuration atomically, as YAML that `load_config` reads back to an equal value in
+    any folder."""
     write_whole(path, _as_yaml(config))

@@ -1,5 +1,4 @@
-"""How much a run keeps: the state of a model on a rank, the logits of a chunk, and checkpoints on the disk.
-Pure."""
+"""Sizes of model state, logits and checkpoints. All functions are pure."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from megarl.models.counts import num_expert_parameters, num_parameters
 def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> int:
     """Return the bytes of weights, gradients and optimizer state on a rank.
 
-    Weights are in `dtype`. A model that trains has float32 gradients and, divided by the ranks that hold the
+    Weights are in `dtype`. A trained model also has float32 gradients and, sharded over the ranks with the
     same parameters (ZeRO 1), two float32 Adam moments and a float32 master copy of bfloat16 weights.
     """
     parallel = role.parallel
@@ -28,7 +27,7 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
     weight_bytes, master_bytes = (4, 0) if dtype is DType.float32 else (2, 4)
     total = 0
 
-    # Experts are divided over other ranks than the rest, and have fewer copies for ZeRO 1.
+    # Experts are sharded over other ranks than the rest, and have fewer copies for ZeRO 1.
     for parameters, copies in (
         (-(-dense // dense_cut), parallel.num_copies),
         (-(-of_experts // expert_cut), parallel.expert_data_parallel_size),
@@ -41,19 +40,19 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
 
 
 def logit_chunk_tokens(config: EngineConfig, architecture: Architecture) -> int:
-    """Return for how many tokens logits exist at a time.
+    """Return the number of tokens whose logits are materialized at a time.
 
-    The default is 1,024, or as many as have 2**24 logits, which are 64 MiB in float32: those of a small
-    vocabulary take less memory to keep than time to compute again.
+    The default is 1,024, or more for a small vocabulary: as many tokens as have 2**24 logits, which take
+    64 MiB in float32.
     """
     return config.log_prob_chunk_tokens or max(1024, 2**24 // architecture.vocab_size)
 
 
 def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture]) -> int:
-    """Return the bytes of one checkpoint, without what is small.
+    """Return the bytes of one checkpoint, without its small files.
 
-    Each model that trains has its weights, float32 masters and two float32 moments in it; with `save_hf` the
-    policy's weights are there twice.
+    A checkpoint contains the weights, float32 master weights and two float32 moments of each trained model.
+    With `save_hf` it contains the policy's weights twice.
     """
     weight_bytes = 4 if config.model.dtype is DType.float32 else 2
     total = 0
@@ -69,7 +68,7 @@ def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture
 
 
 def most_checkpoints(config: RunConfig) -> int:
-    """Return how many checkpoints are on the disk at one time: a new one is written before an old one is
+    """Return the maximum number of checkpoints on disk at a time. A new one is written before an old one is
     removed."""
     checkpoint = config.checkpoint
     steps = config.trainer.total_steps
@@ -77,10 +76,10 @@ def most_checkpoints(config: RunConfig) -> int:
     made = steps // checkpoint.every_steps if checkpoint.every_steps else 0
 
     if checkpoint.every_minutes or keeps_best:
-        made = steps  # nobody knows which of them
+        made = steps  # Any step may have one.
     # The last step may already have a checkpoint, as a multiple of every_steps.
     elif checkpoint.at_end and not (checkpoint.every_steps and steps % checkpoint.every_steps == 0):
         made += 1
 
-    # keep=0 keeps all; otherwise the new one is beside those kept, and perhaps beside the best.
+    # keep=0 keeps all. Otherwise there are the new one, those kept, and possibly the best one.
     return made if checkpoint.keep == 0 else min(made, checkpoint.keep + 1 + keeps_best)

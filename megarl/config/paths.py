@@ -1,4 +1,4 @@
-"""Where a run writes, as far as several places have to agree on it."""
+"""Output paths that several parts of megarl share."""
 
 from __future__ import annotations
 

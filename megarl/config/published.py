@@ -1,5 +1,5 @@
-"""The `config.json` of a model that is not on this machine, from the `models` folder next to a configuration
-or from `configs/models`."""
+"""Finds the `config.json` of a model that is not on this machine, in the `models` folder next to a
+configuration or in `configs/models`."""
 
 from __future__ import annotations
 
@@ -18,34 +18,33 @@ _MODELS = "models"
 
 
 def with_published_models(config: Run, config_path: str) -> tuple[Run, list[str]]:
-    """Replace the path of each model that is not on this machine by a folder with its `config.json`, if there
-    is one.
+    """Replace the path of each model that is not on this machine with a folder that contains its
+    `config.json`, if there is one.
 
     Returns:
-        The configuration, and a line, which begins with the key, about each replaced path. Other paths stay
-        as they are.
+        The configuration, and one line about each replaced path, which begins with its key. Other paths are
+        unchanged.
     """
     folders = [Path(config_path).parent / _MODELS, CONFIGS_DIR / _MODELS]
     said: dict[str, str] = {}
 
     for role in model_roles(config):
-        # Roles may share a path, and a path that exists needs no stand-in.
+        # Roles may share a path, and a path that exists is used as it is.
         if role.path_key in said or os.path.exists(role.path):
             continue
         published = _published(Path(role.path), folders)
         if published is not None:
             config = _changed(config, role.path_key.split("."), str(published))
             said[role.path_key] = (
-                f"{role.path_key}: there is no {role.path} on this machine; using "
-                f"{shown(published)}/config.json"
+                f"{role.path_key}: {role.path} is not on this machine; using {shown(published)}/config.json"
             )
 
     return config, list(said.values())
 
 
 def _published(path: Path, folders: Sequence[Path]) -> Path | None:
-    """`models/Qwen3-32B` is the folder `Qwen3-32B` of one of `folders`; `outputs/quickstart/model` is their
-    `quickstart/model`."""
+    """Find the model folder by the end of its path: `models/Qwen3-32B` is `Qwen3-32B` in one of `folders`,
+    and `outputs/quickstart/model` is `quickstart/model`."""
     endings = [Path(*path.parts[start:]) for start in range(1 if path.is_absolute() else 0, len(path.parts))]
     # Within a folder the longest ending is tried first, as the most specific match.
     found = (folder / ending for folder in folders for ending in endings)

@@ -1,5 +1,5 @@
-"""Compares plain values with the schema: what does not fit is refused, with the nearest known key or the
-values that there are."""
+"""Compares plain values with the schema and refuses violations, with the nearest known key or the valid
+values."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from megarl.config.verl_names import VerlProblem, verl_problems
 
 _log = logging.getLogger(__name__)
 
-_SIGNS = ("+", "~")  # of Hydra: to add a key, to take one away
-# Values that have another name now. The old one is accepted, with a warning.
+_SIGNS = ("+", "~")  # Hydra's signs to add and to remove a key
+# Values that have been renamed. The old name is accepted, with a warning.
 _RENAMED_VALUES = {"rollout.on_update": {"go_on": "continue"}}
 
 
 @dataclass
 class Review:
-    """Compares plain values with the schema, and keeps what it had to refuse."""
+    """Compares plain values with the schema, and collects refused keys and problems."""
 
     schema: type
     problems: list[str] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)  # full dotted keys
 
     def add(self, layer: Layer) -> None:
-        """Keep what could not be read of a layer."""
+        """Add the choices and overrides of a layer that could not be read."""
         for key, problem in layer.refused:
             self.problems.append(f"{problem} [{layer.source}]")
             if key is not None:
                 self.refused.add(key)
 
     def fitting(self, section: type, values: Mapping[Any, Any], prefix: str, layer: Layer) -> dict[str, Any]:
-        """`values` without what does not fit, so that the search for problems can continue."""
+        """Return `values` without schema violations, so that the search for problems can continue."""
         hints = key_types(section)
         good: dict[str, Any] = {}
         plain: dict[str, Any] = {}
@@ -67,7 +67,7 @@ class Review:
                 else:
                     self._refuse(
                         key,
-                        f"{key}: is {value!r}, but is a section with the keys "
+                        f"{key}: is {value!r}, but must be a section with the keys "
                         f"{', '.join(key_types(hints[name]))}",
                         layer,
                     )
@@ -82,7 +82,7 @@ class Review:
             else:
                 plain[name] = _with_current_name(key, value, layer.source)
 
-        # Almost always all of them fit, and asking once is much quicker than asking for each.
+        # Almost always all of them fit, and one check is much faster than one per value.
         all_fit = not plain or _accepts(section, plain)
         # Paths are resolved here, because only the layer knows which file named them.
         inputs = {
@@ -104,14 +104,14 @@ class Review:
         return good
 
     def _refuse_unknown(self, key: str, value: Any, problem: str, layer: Layer) -> None:
-        """Refuse an unknown key. A name of verl's or TRL's is answered with megarl's, which then does not
-        count as missing."""
+        """Refuse an unknown key. A verl or TRL key gets a migration hint, and megarl's key is then not
+        reported as missing."""
         known = set(schema_keys(self.schema))
-        # Users bring keys of other frameworks, so those names are translated first.
+        # Users bring keys from other frameworks, so those are translated first.
         elsewhere = verl_problems(key, value, known)
         if not elsewhere and (of_trl := trl_problem(key, known)) is not None:
             elsewhere = [of_trl]
-        # The key exists here and only carries one of Hydra's signs.
+        # The key is known and only has one of Hydra's signs.
         if not elsewhere and key.startswith(_SIGNS):
             elsewhere = [VerlProblem(text, name) for name, text in _without_sign(key, value) if name in known]
         for each in elsewhere or [VerlProblem(problem)]:
@@ -139,7 +139,7 @@ def _warn_of_old_value(key: str, old: str, new: str, source: str) -> None:
 
 
 def _without_sign(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """The keys in what was written with one of Hydra's signs, and what to say of each."""
+    """Yield the keys of an override with one of Hydra's signs, and the message about each."""
     if isinstance(value, Mapping) and value:
         for name, below in value.items():
             yield from _without_sign(f"{key}.{name}", below)
@@ -147,8 +147,8 @@ def _without_sign(key: str, value: Any) -> Iterator[tuple[str, str]]:
         name = key.lstrip("".join(_SIGNS))
         yield (
             name,
-            f"{key}: write {name}=..., without a sign before it: every key is there already, and null "
-            f"unsets one that may be unset",
+            f"{key}: write {name}=..., without a sign before it: every key exists already, and null unsets "
+            f"an optional one",
         )
 
 
@@ -160,17 +160,17 @@ def key_types(section: Any) -> Mapping[str, Any]:
 
 
 def item_section(hint: Any) -> type | None:
-    """The dataclass of a list of sections."""
+    """Return the dataclass of a list of sections; None for other types."""
     item = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
     return item if isinstance(item, type) and is_dataclass(item) else None
 
 
 def _accepts(section: type, values: Mapping[str, Any]) -> bool:
-    """OmegaConf's own conversion decides: '1e-5' is a float, 3 is a float, 'grpo' is the enum's member, 3.5
-    is no integer.
+    """Whether OmegaConf converts all values: '1e-5' and 3 are floats, 'grpo' is the enum's member, 3.5 is not
+    an integer.
 
-    Except that it would also take 5 for true, true for 1.0 or for the text "True", and a mapping for a text
-    in a list.
+    Conversions that OmegaConf makes too freely are refused: 5 to true, true to 1.0 or the string "True", and
+    a mapping to a string in a list.
     """
     hints = key_types(section)
     for name, value in values.items():
@@ -190,7 +190,7 @@ def _accepts(section: type, values: Mapping[str, Any]) -> bool:
 
     try:
         OmegaConf.unsafe_merge(deepcopy(_without_sections(section)), dict(values))
-    except (OmegaConfBaseException, TypeError):  # a TypeError for a mapping in the place of a list
+    except (OmegaConfBaseException, TypeError):  # a TypeError for a mapping instead of a list
         return False
 
     return True
@@ -204,8 +204,8 @@ def _without_null(hint: Any) -> Any:
 
 @cache
 def _without_sections(section: Any) -> Any:
-    """What OmegaConf knows of a section's own values. With the sections in it, every question would copy all
-    of them."""
+    """Return a section's structured config without its nested sections, which every check would copy
+    otherwise."""
     hints = key_types(section)
     # The fields are copied, because make_dataclass sets the name and type of those it is given.
     own = [
@@ -224,7 +224,8 @@ def each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def expected(hint: Any) -> str:
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+    """Return the words for a type in messages and on the reference page."""
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
     if hint in words:
         return words[hint]
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -232,21 +233,21 @@ def expected(hint: Any) -> str:
 
     if typing.get_origin(hint) is list:
         if section := item_section(hint):
-            return f"a list of sections with the keys {', '.join(key_types(section))}"
+            return f"a list of objects with the keys {', '.join(key_types(section))}"
         return f"a list, each item {expected(typing.get_args(hint)[0])}"
 
     if typing.get_origin(hint) is dict:
-        return f"a mapping from names, as {{name: ...}}, each value {expected(typing.get_args(hint)[1])}"
+        return f"a map {{name: value}}, each value {expected(typing.get_args(hint)[1])}"
     if hint is typing.Any:
         return "anything"
-    # What is left is a union, which is a value that may be null.
+    # The only remaining type is a union, for a value that may be null.
     assert typing.get_origin(hint) in (typing.Union, types.UnionType), hint
 
     return " or ".join("null" if part is type(None) else expected(part) for part in typing.get_args(hint))
 
 
 def schema_keys(section: Any, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a section, sections themselves included."""
+    """Yield every dotted key of a section, including those of nested sections themselves."""
     for name, hint in key_types(section).items():
         yield prefix + name
         if is_dataclass(hint):
@@ -254,8 +255,8 @@ def schema_keys(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
-    """A neighbour with a similar name, then the same name in another section, then any similar key, then the
-    choices there are."""
+    """Suggest a key: a similar name in the same section, the same name in another section, any similar key,
+    or else all keys of the section."""
     if near := difflib.get_close_matches(name, key_types(section), n=1):
         return f"did you mean {prefix}{near[0]}?"
     keys = list(schema_keys(schema))

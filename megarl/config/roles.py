@@ -1,9 +1,7 @@
-"""The table of model roles: when a run needs each, what configures it, its worker and handle, its phases and
-columns.
+"""The table of model roles: when a run needs each role, its configuration, phases and batch columns.
 
-Everything that must know of a role follows from its row in ROLES: the models of a run (`model_roles`), the
-phases of a step (placement/dataflow.py), pools, memory, timings, and the worker and handle that
-roles/start.py starts.
+Everything about a role follows from its row in ROLES: the models of a run (`model_roles`), the phases of a
+step (placement/dataflow.py), pools, memory, timings, and the worker and handle that roles/start.py starts.
 """
 
 from __future__ import annotations
@@ -31,34 +29,34 @@ ENVIRONMENT = "environment"  # the processes of an agent's environments
 
 
 class RoleKind(str, Enum):
-    """What a role does. The worker and the handle follow from it (roles/start.py)."""
+    """The kind of work of a role, which determines its worker and handle (roles/start.py)."""
 
     actor = "actor"  # the trained policy
-    scorer = "scorer"  # a frozen policy, whose log-probs of the samples are a column of the batch
+    scorer = "scorer"  # a frozen policy, whose log-probs of the samples become a column of the batch
     critic = "critic"
     reward_model = "reward_model"
 
 
 class Stage(IntEnum):
-    """Where a phase comes in a step."""
+    """The position of a phase in a step."""
 
     reward = 1
     score = 2
     update = 3
-    update_policy = 4  # the last update, since the policy's weights are pushed next
+    update_policy = 4  # the last update, because the weight sync follows
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolePhase:
-    """A phase of a step in which a role works. Each one reads the responses and the role's weights.
+    """A phase of a step that a role executes. Every phase reads the responses and the role's weights.
 
     Attributes:
-        name: As in the metric `timing_s/<name>`.
-        stage: Where it comes in a step.
+        name: The name in the metric `timing_s/<name>`.
+        stage: Its position in a step.
         calls: The methods of the worker that compute it.
-        reads: The other columns of the batch that it reads.
+        reads: The batch columns that it reads in addition to the responses.
         writes: The columns that it adds to the batch.
-        trains: Whether it updates the role's weights, which takes gradients and optimizer state.
+        trains: Whether it updates the role's weights, which requires gradients and optimizer state.
     """
 
     name: str
@@ -75,17 +73,17 @@ class Role:
 
     Attributes:
         name: The name of the role, as in `placement.roles`.
-        kind: What it does.
+        kind: The kind of its work.
         is_needed: Whether a PPO run has the role.
-        path_keys: The folder of its model: the first of these keys that is set.
+        path_keys: The keys of its model folder. The first one that is set applies.
         parallel_key: Its parallel layout.
         micro_batch_key: The limit of its micro-batches.
-        phases: When it works.
-        trained_key: The section with its optimizer and recomputation. None: its model is frozen.
-        with_value_head: Whether its output is one number per token.
-        beside: It has the devices of the first of these roles that the run has, unless a placement says
-            otherwise. Without any it has devices of its own.
-        reads_policy_tokens: Whether it reads the policy's tokens. Otherwise it has a tokenizer of its own.
+        phases: The phases of a step that it executes.
+        trained_key: The section with its optimizer and recomputation. None for a frozen model.
+        with_value_head: Whether its output is a scalar per token.
+        shares_with: Roles whose devices it shares by default. The first one that the run has applies. Without
+            any, it has its own devices.
+        reads_policy_tokens: Whether it reads the policy's tokens. Otherwise it has its own tokenizer.
     """
 
     name: str
@@ -97,7 +95,7 @@ class Role:
     phases: tuple[RolePhase, ...]
     trained_key: str | None = None
     with_value_head: bool = False
-    beside: tuple[str, ...] = ()
+    shares_with: tuple[str, ...] = ()
     reads_policy_tokens: bool = True
 
 
@@ -111,10 +109,10 @@ class ModelRole:
         path_key: The configuration key that gives the folder.
         parallel: Its parallel layout.
         micro_batch: The limit of its micro-batches.
-        optim: Its optimizer. None: its model is frozen.
+        optim: Its optimizer. None for a frozen model.
         recomputation: What is recomputed in the backward pass.
-        experts: How the routers of a model with experts are trained.
-        beside: The role whose devices it has unless a placement says otherwise.
+        experts: How the routers of a mixture-of-experts model are trained.
+        shares_with: The role whose devices it shares by default.
     """
 
     row: Role
@@ -125,7 +123,7 @@ class ModelRole:
     optim: OptimConfig | None
     recomputation: Recomputation = Recomputation()
     experts: ExpertsConfig = ExpertsConfig()
-    beside: str | None = None
+    shares_with: str | None = None
 
     @property
     def name(self) -> str:
@@ -165,16 +163,16 @@ def needs_critic(config: PPOConfig) -> bool:
 
 
 def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
-    """Whether scoring gives the sum of the squared probabilities at each token."""
+    """Whether scoring returns the sum of the squared probabilities at each token."""
     return algorithm.advantage.estimator.needs.sum_pi_squared
 
 
 def scores_in_update(algorithm: AlgorithmConfig, *, one_update: bool) -> bool:
-    """Whether the trainer's log-probs of the samples are those of the update's own pass: a step has no other
-    update, and nothing reads them before it."""
+    """Whether the trainer's log-probs of the samples come from the update's own forward pass: the step has a
+    single update, and nothing reads the log-probs before it."""
     is_read = (
         algorithm.kl.in_reward
-        # it changes what the loss is divided by
+        # Rejection changes the divisor of the loss.
         or algorithm.rollout_correction.rejection.estimator is not RejectionEstimator.none
         or algorithm.advantage.estimator.needs.old_log_probs
         or algorithm.policy_loss.kind.needs.whole_mini_batch
@@ -213,9 +211,9 @@ ROLES: tuple[Role, ...] = (
         kind=RoleKind.scorer,
         is_needed=needs_reference,
         path_keys=("reference.path", "model.path"),
-        parallel_key="actor.parallel",  # so that it can be in the actor's processes
+        parallel_key="actor.parallel",  # It runs in the actor's processes.
         micro_batch_key="reference.micro_batch",
-        beside=("actor",),
+        shares_with=("actor",),
         phases=(RolePhase(name="ref", stage=Stage.score, calls=("log_probs",), writes=("ref_log_prob",)),),
     ),
     Role(
@@ -246,7 +244,7 @@ ROLES: tuple[Role, ...] = (
         parallel_key="reward.model.parallel",
         micro_batch_key="reward.model.micro_batch",
         with_value_head=True,
-        beside=("critic", "reward"),
+        shares_with=("critic", "reward"),
         reads_policy_tokens=False,
         phases=(
             RolePhase(
@@ -261,12 +259,12 @@ ROLES: tuple[Role, ...] = (
 
 
 def role_named(name: str) -> Role:
-    """Returns the row of a role."""
+    """Return the row of a role."""
     return next(role for role in ROLES if role.name == name)
 
 
 def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:
-    """Returns the model roles of a run in the order of the table."""
+    """Return the model roles of a run in the order of the table."""
     if not isinstance(config, PPOConfig):
         return (_of_run(role_named("actor"), config, ()),)
     rows = [role for role in ROLES if role.is_needed(config)]
@@ -275,8 +273,8 @@ def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:
 
 
 def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
-    """names: All roles of the run."""
-    # A role without a path of its own falls back to the last key.
+    """Combine a row with the values of a run. `names` are all roles of the run."""
+    # A role without its own path falls back to the last key.
     path_key = next((key for key in role.path_keys if attrgetter(key)(config)), role.path_keys[-1])
     section: TrainedModelConfig | None = (
         None if role.trained_key is None else attrgetter(role.trained_key)(config)
@@ -290,5 +288,5 @@ def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
         optim=None if section is None else section.optim,
         recomputation=Recomputation() if section is None else section.recomputation,
         experts=ExpertsConfig() if section is None else section.experts,
-        beside=next((other for other in role.beside if other in names), None),
+        shares_with=next((other for other in role.shares_with if other in names), None),
     )

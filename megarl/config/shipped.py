@@ -1,5 +1,5 @@
-"""Files that ship with megarl have the same name in every folder, such as `configs/quickstart.yaml` and
-`megarl/recipes/math/reward.py`."""
+"""Resolves names of files that are included in megarl, such as `configs/quickstart.yaml` and
+`megarl/recipes/math/reward.py`, which are valid in any folder."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 
 _NAME = "configs"
 _PACKAGE = Path(__file__).resolve().parents[1]
-_FOR_CERTAIN = "quickstart.yaml"  # a folder of that name may also be left from an earlier version
+_FOR_CERTAIN = "quickstart.yaml"  # Without this file, a folder of that name is left from an older version.
 
 
 def configs_dir(package: Path) -> Path:
-    """Return the `configs` folder in the package, where a wheel puts it, or beside the package, where a clone
-    has it."""
+    """Return the `configs` folder inside the package (installed from a wheel) or next to it (in a clone)."""
     packaged = package / _NAME
     return packaged if (packaged / _FOR_CERTAIN).is_file() else package.parent / _NAME
 
@@ -43,12 +42,12 @@ def _shipped(folder: Path, name: str, path: Path, named: str) -> Path | None:
 
 
 def is_shipped(path: Path) -> bool:
-    """Return whether this is a configuration that ships: in the folder of this megarl, or of any clone.
+    """Whether a file is a bundled configuration of this megarl or of any clone.
 
     A clone may be used with a megarl that is installed elsewhere.
     """
     for folder in path.resolve().parents:
-        # A clone is recognised by megarl's own source beside its folder of configurations.
+        # A clone is recognized by megarl's source next to its folder of configurations.
         is_of_clone = (
             folder.name == _NAME
             and (folder.parent / _PACKAGE.name / "config" / Path(__file__).name).is_file()
@@ -59,5 +58,5 @@ def is_shipped(path: Path) -> bool:
 
 
 def shown(path: Path) -> str:
-    """Return the path for messages: a shipped configuration by the name that finds it from any folder."""
+    """Return the path for messages: for a shipped configuration, the name that is valid in any folder."""
     return str(_NAME / path.relative_to(CONFIGS_DIR)) if path.is_relative_to(CONFIGS_DIR) else str(path)

@@ -1,11 +1,11 @@
-"""Where a configuration comes from: a file, the files that it inherits from, a group's file, the command
-line. Reads, does not judge.
+"""Reads the sources of a configuration, without checking values: a file, the files that it inherits from,
+preset files and the command line.
 
-`base: other.yaml` inherits another file (its path is relative to the file that names it). A section may be a
-group of
-files: `algorithm: ppo` is the file `algorithm/ppo.yaml`, `algorithm: {base: ppo, kl: {...}}` the same with
-changes. It is looked for beside the file that names it, then among those that ship with megarl; a file that
-ships is `configs/NAME.yaml` in any folder. What a group's file needs of other sections it says below `with`.
+`base: other.yaml` inherits another file, whose path is relative to the file with the `base`. A section may
+have preset files: `algorithm: ppo` is the file `algorithm/ppo.yaml`, and `algorithm: {base: ppo, kl: {...}}`
+is the same with changes. Presets are searched next to the file that names them, then among those included in
+megarl. A bundled file is `configs/NAME.yaml` in any folder. A preset sets keys of other sections below
+`with`.
 """
 
 from __future__ import annotations
@@ -27,32 +27,36 @@ from megarl.machine.errors import ConfigError
 
 BASE = "base"
 WITH = "with"
-GROUPS = ("algorithm",)  # sections of which `configs/<section>/` holds ready-made files
+GROUPS = ("algorithm",)  # sections that have preset files in `configs/<section>/`
 COMMAND_LINE = "command line"
 GIVEN = "given values"
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # as `Qwen/Qwen3-0.6B`
-_ENDINGS = (".parquet", ".json", ".jsonl", ".csv", ".arrow")  # of files
-# What reading a text as YAML can raise; a RecursionError where it is too deep.
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # such as `Qwen/Qwen3-0.6B`
+_ENDINGS = (".parquet", ".json", ".jsonl", ".csv", ".arrow")  # file suffixes that no hub name has
+# Exceptions of reading YAML; a RecursionError if it is nested too deeply.
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, UnicodeError, RecursionError)
 
 
 class Refused(NamedTuple):
-    """A choice or an override that cannot be read: the key that it was meant for, None if unknown, and
-    why."""
+    """A preset choice or an override that cannot be read.
+
+    Attributes:
+        key: The key that it was meant for; None if unknown.
+        problem: Why it cannot be read.
+    """
 
     key: str | None
     problem: str
 
 
 class Layer(NamedTuple):
-    """Values from one source; a later layer wins.
+    """Values from one source. A later layer takes precedence.
 
     Attributes:
         source: The name of the source in messages.
-        values: By section and key.
-        replaces: Sections that start from their defaults, because a group's file was chosen.
-        file: The file that has the values, None for the command line.
-        refused: What could not be read. Everything else of the configuration can still be checked.
+        values: The values by section and key.
+        replaces: Sections that start from their defaults, because a preset was chosen.
+        file: The file with the values; None for the command line.
+        refused: The parts that could not be read. The rest of the configuration can still be checked.
     """
 
     source: str
@@ -62,13 +66,13 @@ class Layer(NamedTuple):
     refused: tuple[Refused, ...] = ()
 
     def place_of(self, kind: InputKind, path: str) -> str:
-        """Return the place of an input that this layer names `path`.
+        """Return the resolved path of an input that this layer calls `path`.
 
-        It is relative to the file that names it, and to the current folder on the command line. A file that
-        ships names models and data of whoever uses it, in the current folder. `megarl/recipes/...` is code
-        that ships, unless there is such a file.
+        A path is relative to the file that contains it, and to the current folder on the command line. In a
+        bundled file, paths of models and data are relative to the current folder. `megarl/recipes/...` is
+        code included in megarl, unless such a file exists.
         """
-        if path in ("", MISSING) or path.startswith("${"):  # of another key, which is a place already
+        if path in ("", MISSING) or path.startswith("${"):  # A reference is resolved at its own key.
             return path
         near = Path() if self.file is None else self.file.parent
         if kind is InputKind.code and (shipped := find_code(near / path, path)) is not None:
@@ -91,17 +95,21 @@ def _from_here(path: Path) -> str:
 
 
 def is_hub_name(path: str) -> bool:
-    """It has the form of a name on the Hugging Face hub, and there is nothing of that name in the current
+    """Whether the path has the form of a name on the Hugging Face hub and does not exist in the current
     folder."""
     return bool(_HUB_NAME.fullmatch(path)) and not path.endswith(_ENDINGS) and not os.path.exists(path)
 
 
 def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> list[Layer]:
-    """All layers of a run, the least important first. Group choices on the command line come before its other
-    overrides.
+    """Return all layers of a run in order of precedence, the lowest first. Presets on the command line come
+    before its other overrides.
 
-    source: a file, or what would stand in one. Raises ConfigError for a file that cannot be read, and for a
-    cycle of `base`.
+    Args:
+        source: A file, or the mapping that a file would contain.
+        overrides: Values in the form `key.sub=value`.
+
+    Raises:
+        ConfigError: A file cannot be read, or `base` has a cycle.
     """
     if isinstance(source, Mapping):
         near = Path()
@@ -111,7 +119,7 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         near = file.parent
         layers = _file_layers(file, ())
 
-    # Of several choices for one group, the last on the command line counts.
+    # Of several presets for one section, the last on the command line applies.
     chosen = {}
     for section in GROUPS:
         prefix = f"{section}="
@@ -119,7 +127,7 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
             chosen[section] = names[-1]
 
     layers += _group_layers({name: {BASE: group} for name, group in chosen.items()}, COMMAND_LINE, near)
-    # What remains are overrides of single keys, which win over every file.
+    # The remaining overrides are of single keys, which take precedence over every file.
     others = [
         override
         for override in overrides
@@ -132,12 +140,12 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
 
 
 def source_name(source: str | Path | Mapping[str, Any]) -> str:
-    """As errors call it."""
+    """Return the name of the source in errors."""
     return GIVEN if isinstance(source, Mapping) else str(source)
 
 
 def _given_layers(values: Mapping[str, Any]) -> list[Layer]:
-    own = copy.deepcopy(dict(values))  # the choice of a group's file is taken out
+    own = copy.deepcopy(dict(values))  # _group_layers removes the preset's name
     return [*_group_layers(own, GIVEN, Path()), Layer(GIVEN, own)]
 
 
@@ -145,7 +153,7 @@ def _file_layers(file: Path, chain: tuple[Path, ...]) -> list[Layer]:
     resolved = file.resolve()
     if resolved in chain:
         names = " -> ".join(str(link) for link in (*chain[chain.index(resolved) :], resolved))
-        raise ConfigError(shown(file), [f"{BASE!r} goes in a circle: {names}"])
+        raise ConfigError(shown(file), [f"{BASE!r} has a cycle: {names}"])
 
     values = _read_yaml(file)
     layers = []
@@ -155,10 +163,10 @@ def _file_layers(file: Path, chain: tuple[Path, ...]) -> list[Layer]:
         base = values.pop(BASE)
         if not isinstance(base, str):
             raise ConfigError(
-                shown(file), [f"{BASE!r} is {base!r}, but must be the path of a file, relative to this one"]
+                shown(file), [f"{BASE!r} is {base!r}, but must be the path of a file, relative to this file"]
             )
         inherited = find_config(file.parent / base, base)
-        if not os.path.isfile(inherited):  # False also of what no file can be called
+        if not os.path.isfile(inherited):  # False also for an invalid file name
             raise ConfigError(shown(file), [f"{BASE!r} is {base!r}: there is no file {str(inherited)!r}"])
         layers = _file_layers(inherited, (*chain, resolved))
 
@@ -166,10 +174,10 @@ def _file_layers(file: Path, chain: tuple[Path, ...]) -> list[Layer]:
 
 
 def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer]:
-    """Takes the choice of a group's file out of `values`, and gives that file's layers."""
+    """Remove the choice of a preset from `values`, and return the preset's layers."""
     layers = []
     for section in GROUPS:
-        # A group's choice is a name, or a section that holds the name under `base`.
+        # A preset is chosen by its name, or by a section with the name under `base`.
         choice = values.get(section)
         if isinstance(choice, str):
             name = values.pop(section)
@@ -183,7 +191,7 @@ def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer
             layers.append(Layer(source, {}, refused=(found,)))
             continue
         inherited = _file_layers(found, ())
-        # Only the first layer replaces the section: later ones refine what it has set.
+        # Only the first layer replaces the section; later ones change single keys of it.
         for number, layer in enumerate(inherited):
             others = layer.values.pop(WITH, {})
             if not isinstance(others, dict) or section in others:
@@ -201,17 +209,17 @@ def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer
 
 
 def _group_file(section: str, name: object, near: Path) -> Path | Refused:
-    # A file of the user's own comes before a shipped one of the same name.
+    # The user's own file takes precedence over a bundled one of the same name.
     folders = list(dict.fromkeys([near / section, CONFIGS_DIR / section]))
     for folder in folders:
-        if os.path.isfile(folder / f"{name}.yaml"):  # False also of what no file can be called
+        if os.path.isfile(folder / f"{name}.yaml"):  # False also for an invalid file name
             return folder / f"{name}.yaml"
 
     there = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
     looked = ", ".join(shown(folder) for folder in folders)
     return Refused(
         section,
-        f"{section}={name}: there is no such file; there are {', '.join(there) or 'none'} (looked in "
+        f"{section}={name}: there is no such preset; available: {', '.join(there) or 'none'} (searched "
         f"{looked})",
     )
 
@@ -231,12 +239,12 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     # Interpolations stay unresolved until all layers are merged.
     values = OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
     if not isinstance(values, dict):
-        raise ConfigError(shown(file), ["must hold a mapping of sections (model:, data:, ...)"])
+        raise ConfigError(shown(file), ["must contain a mapping of sections (model:, data:, ...)"])
     return {str(key): value for key, value in values.items()}
 
 
 def in_one_line(error: Exception) -> str:
-    """Without what OmegaConf says of the value's place, in its own terms."""
+    """Return the error in one line, without OmegaConf's description of the key."""
     return " ".join(str(error).partition("\n    full_key: ")[0].split())
 
 
@@ -252,7 +260,7 @@ def _parse_overrides(overrides: Sequence[str]) -> Layer:
         try:
             # Each override is parsed by itself, so that a broken one does not hide the others.
             values = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
-        except (*_UNREADABLE, TypeError) as error:  # a TypeError for a list and a mapping of one key
+        except (*_UNREADABLE, TypeError) as error:  # a TypeError for a list and a mapping at one key
             refused.append(Refused(key, f"{override!r}: {in_one_line(error)}"))
 
     container = OmegaConf.to_container(values)

@@ -1,4 +1,4 @@
-"""The versions that `make test-wheel` has run with, from the quickstart to a converted checkpoint, with both
+"""The versions that `make test-wheel` was run with, from the quickstart to a converted checkpoint, with both
 engines."""
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ RECORD = Path(__file__).with_name("tested_versions.json")
 
 
 class Tested(NamedTuple):
-    """The oldest and the newest version that were run."""
+    """The oldest and the newest tested version."""
 
     oldest: str
     newest: str
 
     def contains(self, version: str) -> bool:
-        """Local parts do not count: 2.13.0+cpu is 2.13.0."""
+        """Whether the version is in the tested range. Local parts are ignored: 2.13.0+cpu is 2.13.0."""
         return Version(self.oldest).release <= Version(version).release <= Version(self.newest).release
 
 

@@ -1,4 +1,4 @@
-"""Checks across the sections of a configuration: a table of rules, all of which are applied."""
+"""Validates a configuration across its sections, with tables of rules that are all applied."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 
 Architectures = dict[str, Architecture]
-# Keys, or sections of keys, whose numbers a rule relies on. `{role}` is the section of a role's parallel
-# sizes.
+# Keys or sections whose numbers a rule relies on. `{role}` is the section of a role's parallel sizes.
 Keys = tuple[str, ...]
 
 _ROWS = ("trainer.prompts_per_step", "rollout.n", "trainer.updates_per_step", "trainer.samples_per_step")
@@ -57,19 +56,19 @@ PPO_RULES: Mapping[Callable[[PPOConfig], Violations], Keys] = {
     algorithm.rollout_correction: (f"{_CORRECTION}.low", f"{_CORRECTION}.high"),
     algorithm.dynamic_sampling: ("algorithm.dynamic_sampling.max_generations",),
 }
-# Of each model that a run has.
+# Rules for each model of a run.
 ROLE_RULES: Mapping[Callable[[RunConfig, ModelRole], Violations], Keys] = {
     models.layout: (),
     models.micro_batch: (),
     models.recomputation: (),
     models.rows_of_mini_batch: (*_ROWS, "{role}.data_parallel_size"),
 }
-# Of each model whose architecture could be read.
+# Rules for each model whose architecture could be read.
 MODEL_RULES: Mapping[Callable[[ModelRole, Architecture], Violations], Keys] = {
     models.fit_layout: ("{role}",),
     experts.fit_layout: ("{role}",),
 }
-# Of one model's architecture, by its role.
+# Rules for the architecture of one role's model.
 PPO_MODEL_RULES: Mapping[str, Mapping[Callable[[PPOConfig, Architecture], Violations], Keys]] = {
     "actor": {
         rollout.engine_fits_model: _ENGINE_SIZES,
@@ -78,7 +77,7 @@ PPO_MODEL_RULES: Mapping[str, Mapping[Callable[[PPOConfig, Architecture], Violat
     },
     REWARD_MODEL: {reward.reads_conversations: ("reward.model",)},
 }
-# Of all architectures together.
+# Rules for all architectures together.
 PPO_MODELS_RULES: Mapping[Callable[[PPOConfig, Architectures], Violations], Keys] = {
     models.rows_fit: (),
     models.same_vocabulary: (),
@@ -87,12 +86,12 @@ SFT_MODELS_RULES: Mapping[Callable[[SFTConfig, Architectures], Violations], Keys
 
 
 class KindRules(NamedTuple):
-    """The rules of one kind of run, beside those that hold for all.
+    """The rules of one kind of run, in addition to those for all kinds.
 
     Attributes:
-        run: Called with the configuration.
-        model: By role, called with the configuration and the architecture of the role's model.
-        models: Called with the configuration and all architectures, by role.
+        run: Rules that are called with the configuration.
+        model: Rules by role, called with the configuration and the architecture of the role's model.
+        models: Rules that are called with the configuration and all architectures by role.
     """
 
     run: Mapping[Any, Keys]
@@ -107,17 +106,16 @@ KINDS: Mapping[type[RunConfig], KindRules] = {
 
 
 def validate(config: RunConfig) -> list[Violation]:
-    """Return the violations of all rules that hold on every machine.
+    """Return the violations of all rules that do not depend on the machine.
 
-    Of all files that the configuration names, only the models' `config.json` is read. A rule is skipped if
-    one of the numbers that it relies on is out of range: the range is the message. `rules.machine` has what
-    the run's machine needs.
+    The only files that are read are the models' `config.json`. A rule is skipped if one of its numbers is out
+    of range, which is reported instead. `rules.machine` checks the requirements on the run's machine.
     """
     violations = list(_ranges(config))
-    # Rules that rely on a number out of range would only add follow-up messages.
+    # A rule that relies on a number out of range would only repeat the problem.
     broken = {key for violation in violations for key in violation.keys}
 
-    # What the configuration alone says.
+    # Check the configuration alone.
     kind = KINDS[type(config)]
     violations += _violations(RULES, broken, config)
     violations += _violations(kind.run, broken, config)
@@ -125,7 +123,7 @@ def validate(config: RunConfig) -> list[Violation]:
     for role in roles:
         violations += _violations(ROLE_RULES, broken, config, role, section=role.parallel_key)
 
-    # What the models say.
+    # Check the configuration against the models.
     architectures, unreadable = read_architectures(config)
     violations += unreadable
 
@@ -140,14 +138,14 @@ def validate(config: RunConfig) -> list[Violation]:
 
     violations += _violations(kind.models, broken, config, architectures)
 
-    # The reference shares the actor's model and layout, and so its violations.
+    # The reference shares the actor's model and layout, and therefore its violations.
     return list(dict.fromkeys(violations))
 
 
 def _violations(
     rules: Mapping[Any, Keys], broken: Collection[str], *arguments: object, section: str = ""
 ) -> Violations:
-    """Apply those rules whose numbers are in range."""
+    """Apply the rules whose numbers are in range."""
     for rule, keys in rules.items():
         needed = [key.format(role=section) for key in keys]
         if not any(each == key or each.startswith(f"{key}.") for each in broken for key in needed):
@@ -155,7 +153,7 @@ def _violations(
 
 
 def read_architectures(config: RunConfig) -> tuple[Architectures, list[Violation]]:
-    """Return the architecture of each role's model by the role's name, and why the others cannot be read."""
+    """Return the architectures of the models by role, and the violations of those that cannot be read."""
     architectures: Architectures = {}
     violations = []
 

@@ -1,5 +1,5 @@
-"""The names of the metrics that a validation measures: they follow from the configuration, the data sources
-and the keys that reward functions return, and never from a score."""
+"""The names of validation metrics. They follow from the configuration, the data sources and the keys that
+reward functions return, and do not depend on scores."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megarl.config.schema import PPOConfig
 
 
 class RewardKeys(NamedTuple):
-    """What the reward functions return beside the score, for the samples of one data source.
+    """The keys that reward functions return in addition to the score, for the samples of one data source.
 
     Attributes:
-        has_answer: Whether a function returns the key "answer", so that samples can vote (`maj@k`).
-        numbers: Names of the numbers that become `reward/<name>/mean`.
+        has_answer: Whether a function returns the key "answer", which a majority vote requires (`maj@k`).
+        numbers: The names of the numbers that become `reward/<name>/mean`.
     """
 
     has_answer: bool = False
@@ -24,12 +24,12 @@ class RewardKeys(NamedTuple):
 
 
 def sample_counts(num_samples: int) -> list[int]:
-    """Return the k of `best@k` and its kin: 2, 4, ... up to the number of samples of each prompt."""
+    """Return the values k of `best@k` and similar metrics: 2, 4, ... up to the samples per prompt."""
     return [2**power for power in range(1, num_samples.bit_length())]
 
 
 def source_metrics(config: PPOConfig, keys: RewardKeys) -> list[str]:
-    """Return the names of what is measured of one data source, such as `score/mean` and `best@4`."""
+    """Return the names of the metrics of one data source, such as `score/mean` and `best@4`."""
     of_k = [
         "best",
         *(["pass"] if config.reward.pass_score is not None else []),
@@ -49,9 +49,9 @@ def validation_metrics(config: PPOConfig, sources: Mapping[str, RewardKeys]) -> 
 
     Args:
         config: The run's configuration.
-        sources: What the reward functions return for the samples of each data source of `data.val_files`.
+        sources: The keys that reward functions return, for each data source of `data.val_files`.
     """
-    # Over all data sources a majority vote needs answers from each of them.
+    # A majority vote over all data sources requires answers from each of them.
     together = RewardKeys(
         has_answer=bool(sources) and all(keys.has_answer for keys in sources.values()),
         numbers=frozenset().union(*(keys.numbers for keys in sources.values())),
@@ -68,24 +68,23 @@ def validation_metrics(config: PPOConfig, sources: Mapping[str, RewardKeys]) -> 
 
 
 def may_be_measured(config: PPOConfig, metric: str) -> bool:
-    """Return whether some data and some reward functions give a validation of this run a metric of this
-    name."""
+    """Whether a validation of this run can measure a metric with this name, for some data and reward
+    functions."""
     if not metric.startswith("val/"):
         return False
-    # Assume functions that return an answer and this number: what they return is not known yet.
+    # Assume that the functions return an answer and this number, because their keys are not known yet.
     known = source_metrics(config, RewardKeys(True, number_in(metric)))
     return any(metric.endswith(f"/{name}") for name in known)
 
 
 def number_in(metric: str) -> frozenset[str]:
-    """Return the name of the reward functions' number of which a metric is the mean, if it is one."""
+    """Return the name of the number whose mean a metric is, in a set; an empty set for other metrics."""
     found = re.search(r"/reward/(.+)/mean$", metric)
     return frozenset([found.group(1)] if found else [])
 
 
 def nearest(metric: str, measured: Iterable[str]) -> str:
-    """Return the words that suggest another metric in an error: the names nearest to `metric`, and else all
-    of them."""
+    """Return the suggestion for an unknown metric in an error: the names nearest to it, or else all names."""
     measured = list(measured)
     close: Sequence[str] = difflib.get_close_matches(metric, measured, n=3)
     return f"did you mean {' or '.join(close)}?" if close else f"the metrics are {', '.join(measured)}"

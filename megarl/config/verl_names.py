@@ -1,7 +1,7 @@
-"""What the keys of verl's PPO trainer are called here, for `megarl check`, and for the page that users of
-verl read.
+"""Maps keys of verl's PPO trainer to configuration keys, for migration hints of `megarl check` and for the
+page about verl.
 
-The table is `verl_names.yaml` beside this file, which is read when a key is unknown.
+The table is `verl_names.yaml` next to this file, which is read when a key is unknown.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ import yaml
 
 
 class VerlKey(NamedTuple):
-    """`ours`: the dotted key here, None where there is none. `note`: what else differs, or why there is none;
-    may be empty."""
+    """The counterpart of a verl key.
+
+    Attributes:
+        ours: The dotted configuration key; None if there is no counterpart.
+        note: Other differences, or why there is no counterpart; may be empty.
+    """
 
     ours: str | None
     note: str
@@ -24,8 +28,8 @@ class VerlKey(NamedTuple):
 
 @cache
 def verl_keys() -> dict[str, VerlKey]:
-    """By verl's dotted names. A branch (`actor_rollout_ref.model.mtp`) stands for all that is below it, but
-    for what has its own entry."""
+    """Return the table by verl's dotted names. A branch (`actor_rollout_ref.model.mtp`) covers all keys below
+    it that have no entry."""
     table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     del table["shared"]
     return {name: _entry(name, text) for name, text in _flat(table)}
@@ -48,15 +52,19 @@ def _entry(name: str, text: str) -> VerlKey:
 
 
 class VerlProblem(NamedTuple):
-    """`ours`: the key to use instead, None where there is none."""
+    """The message about a key of another framework.
+
+    Attributes:
+        ours: The key to use instead; None if there is none.
+    """
 
     message: str
     ours: str | None = None
 
 
 def find_verl_key(key: str) -> tuple[str, VerlKey] | None:
-    """The entry of `key` or of the nearest branch above it, with its name; None where verl has none. Hydra's
-    + and ~ are ignored."""
+    """Return the entry of a key or of the nearest branch above it, with its name; None if verl has no such
+    key. Hydra's + and ~ are ignored."""
     name = key.lstrip("+~")
     # Climb towards the root until a branch has an entry.
     while name:
@@ -68,20 +76,21 @@ def find_verl_key(key: str) -> tuple[str, VerlKey] | None:
 
 
 def verl_problems(key: str, value: Any, known: Container[str]) -> list[VerlProblem]:
-    """What to say of a key that the schema does not have: one for each of verl's names in it, empty where it
-    has none.
+    """Return the messages about an unknown key, one for each verl key in it; empty if there is none.
 
-    A branch is followed to its leaves. `known`: the keys of the schema, for another kind of run may not have
-    what the table names.
+    Args:
+        key: The unknown key.
+        value: Its value. A branch is followed to its leaves.
+        known: The keys of the schema. A kind of run may lack keys that the table contains.
     """
     found = [(name, find_verl_key(name)) for name in _names(key, value)]
 
-    # A name that is the same in both is nothing of verl's where this kind of run does not have it.
+    # A key with the same name in both frameworks is not verl's if this kind of run lacks it.
     found = [
         (name, entry if entry is None or entry[1].ours != entry[0] or entry[0] in known else None)
         for name, entry in found
     ]
-    # Without a single name of verl's, the caller has its own message for an unknown key.
+    # Without any verl key, the caller reports an unknown key itself.
     if not any(entry for _, entry in found):
         return []
     return list(
@@ -90,7 +99,7 @@ def verl_problems(key: str, value: Any, known: Container[str]) -> list[VerlProbl
 
 
 def _names(key: str, value: Any) -> Iterator[str]:
-    # Follow a branch only as far as verl's names reach; below that it is one key.
+    # Follow a branch only while the table has entries below it; deeper levels are one key.
     if (
         isinstance(value, Mapping)
         and value
@@ -104,15 +113,15 @@ def _names(key: str, value: Any) -> Iterator[str]:
 
 def _problem(written: str, name: str, entry: VerlKey, known: Container[str]) -> VerlProblem:
     if entry.ours is None:
-        return VerlProblem(f"{name}: is verl's name, and has no counterpart here: {entry.note}")
+        return VerlProblem(f"{name}: is a verl key without a counterpart in megarl: {entry.note}")
     if entry.ours not in known:
-        return VerlProblem(f"{name}: is verl's name for {entry.ours}, which a run of this kind does not have")
+        return VerlProblem(f"{name}: is the verl key for {entry.ours}, which this kind of run does not have")
     note = f" ({entry.note})" if entry.note else ""
-    if entry.ours == name:  # a sign of Hydra's before a name that is the same in both
+    if entry.ours == name:  # one of Hydra's signs before a key that is the same in both
         return VerlProblem(f"{written}: write {entry.ours}=..., without a sign before it{note}", entry.ours)
 
-    return VerlProblem(f"{name}: is verl's name; here it is {entry.ours}{note}", entry.ours)
+    return VerlProblem(f"{name}: is a verl key; use {entry.ours}{note}", entry.ours)
 
 
 def _unknown(name: str) -> VerlProblem:
-    return VerlProblem(f"{name}: unknown key, and none of verl's")
+    return VerlProblem(f"{name}: unknown key, also in verl")

@@ -1,17 +1,16 @@
-"""The versions of the libraries that megarl works with: setup.py installs by this table and `megarl doctor`
-judges by it.
+"""The version ranges of megarl's dependencies, which setup.py declares and `megarl doctor` checks.
 
-Exact versions for development are in requirements/. This module imports nothing, so that setup.py can run it
-by itself.
+Exact versions for development are in requirements/. This module imports nothing, so that setup.py can execute
+it directly.
 """
 
 PYTHON = ">=3.11"
 
-# Every run needs these. Distribution (with its extras) -> range. A range without an upper limit is open until
-# a release breaks it.
+# Requirements of every run: distribution (with extras) -> range. A range has no upper limit until a release
+# breaks megarl.
 REQUIRED = {
     "torch": ">=2.11,<2.15",
-    "megatron-core": ">=0.16.1,<0.17",  # 0.17 and later have other signatures where megarl replaces functions
+    "megatron-core": ">=0.16.1,<0.17",  # 0.17 changed signatures of functions that megarl patches
     "transformers": ">=5.12,<5.25",
     "safetensors": ">=0.5",
     "jinja2": ">=3.1.4",
@@ -35,10 +34,10 @@ REQUIRED = {
     "httpx": ">=0.27,<1",
 }
 
-# Runs with `rollout.engine=sglang` need these as well.
+# Additional requirements of `rollout.engine=sglang`.
 SGLANG = {"sglang": ">=0.5.17,<0.5.24", "aiohttp": ">=3.11"}
-# What SGLang imports on a CPU. There it is installed with --no-deps: most of what it declares is CUDA, which
-# it does not use.
+# Packages that SGLang imports on CPU. There it is installed with --no-deps, because most of its declared
+# dependencies are for CUDA.
 SGLANG_CPU = {
     "apache-tvm-ffi": ">=0.1.11",
     "compressed-tensors": ">=0.17",
@@ -63,9 +62,8 @@ SGLANG_CPU = {
     "uvloop": ">=0.21",
     "xgrammar": ">=0.2.1,<0.3",
 }
-# Layers for CUDA, used where they are installed.
+# Optional layers for CUDA.
 CUDA = {"transformer-engine[pytorch]": ">=2.9"}
 
-# Libraries that are built for exact versions of others and say so in their own metadata: what is installed
-# must be what they say.
+# Libraries that are built for exact versions of others. The installed versions must match their metadata.
 COUPLED = {"sglang": ("torch", "transformers"), "transformers": ("tokenizers",)}

@@ -1,4 +1,4 @@
-"""A problem of a configuration: the keys that can solve it, and the nearest values that work."""
+"""A violation of a configuration rule, and helpers that suggest the nearest valid values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Absence(Enum):
-    """What this machine lacks. The machines of the run may have it."""
+    """Something that is missing on this machine but may be available on the run's machines."""
 
     input = auto()  # a file or a folder that the run reads
     gpu = auto()
@@ -16,12 +16,12 @@ class Absence(Enum):
 
 
 class Violation(NamedTuple):
-    """A problem of a configuration.
+    """A violation of a configuration rule.
 
     Attributes:
         keys: The dotted keys, one of which has to change.
-        message: What is wrong, with the value and the fix.
-        absence: Set if the only problem is that something is not on this machine.
+        message: The problem, with the value and the fix.
+        absence: Set if the only problem is that something is missing on this machine.
     """
 
     keys: tuple[str, ...]
@@ -36,13 +36,13 @@ Violations = Iterator[Violation]
 
 
 def nearest_multiples(value: int, divisor: int) -> list[int]:
-    """The positive multiples of `divisor` around `value`: at most one below, one above."""
+    """Return the positive multiples of `divisor` nearest to `value`: at most one below and one above."""
     below = value // divisor * divisor
     return [multiple for multiple in (below, below + divisor) if multiple > 0]
 
 
 def nearest_divisors(number: int, value: int) -> list[int]:
-    """The divisors of `number` around `value`: at most one below, one above."""
+    """Return the divisors of `number` nearest to `value`: at most one below and one above."""
     divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
     below = [divisor for divisor in divisors if divisor <= value]
     above = [divisor for divisor in divisors if divisor > value]

@@ -143,7 +143,7 @@ def _split_collocate(config: PPOConfig) -> Mapping[str, _Pool]:
     A reward model is placed with the critic: in the same processes if their layouts are equal, and otherwise
     in separate processes on the same devices.
     """
-    models = {role.name: _Pool(role.beside or role.name) for role in model_roles(config)}
+    models = {role.name: _Pool(role.shares_with or role.name) for role in model_roles(config)}
     functions = _Pool("critic" if needs_critic(config) else "reward")
     return {**models, "reward": functions, ENVIRONMENT: functions, "rollout": _Pool("rollout")}
 

@@ -201,7 +201,7 @@ def test_a_model_of_no_run_is_sampled_alike(
         (["{run}", "--reward", "{inputs}/broken.py"], "reward.functions: "),
         (["{run}", "--n", "0"], "rollout.validation.n: is 0"),
         (["{run}", "--n", "2", "--temperature", "0"], "2 greedy samples of a prompt are all the same"),
-        (["{run}", "--max-tokens", "100"], "are more than max_position_embeddings 64"),
+        (["{run}", "--max-tokens", "100"], "exceed max_position_embeddings 64"),
         (["{run}", "--against", "{inputs}"], "cannot be read"),
         (["{run}", "--output", "{inputs}/reward.py"], "cannot be written"),
     ],

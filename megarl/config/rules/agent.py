@@ -1,4 +1,4 @@
-"""What a run must satisfy whose samples are episodes."""
+"""Rules for runs with tools or an environment."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ def episodes(config: PPOConfig) -> Violations:
     if agent.tools and agent.environment.path is not None:
         yield Violation(
             ("agent.tools", "agent.environment.path"),
-            "both are given, but an environment answers the model itself, so tools would not be used; leave "
-            "one of them out",
+            "both are set, but an environment answers the model itself, so tools would not be used; remove "
+            "one of them",
         )
 
     if agent.parser is not None and not agent.tools:
         yield Violation(
             ("agent.parser", "agent.tools"),
-            f"parser is {agent.parser!r}, but there are no tools whose calls it could read; an environment "
-            f"reads a turn's text itself",
+            f"parser is {agent.parser!r}, but there are no tools whose calls it could parse; use null (an "
+            f"environment receives the text of a turn)",
         )
 
-    # The remaining rules are about turns, which only episodes have.
+    # The remaining rules apply to turns, which only episodes have.
     if not agent.is_used:
         return
     most = config.data.max_response_length
@@ -30,8 +30,8 @@ def episodes(config: PPOConfig) -> Violations:
     if agent.max_turn_tokens is not None and agent.max_turn_tokens > most:
         yield Violation(
             ("agent.max_turn_tokens", "data.max_response_length"),
-            f"max_turn_tokens {agent.max_turn_tokens} is above max_response_length {most}, which is of all "
-            f"turns; use {most} or less",
+            f"max_turn_tokens {agent.max_turn_tokens} is above max_response_length {most}, the limit of all "
+            f"turns together; use {most} or less",
         )
 
     if config.rollout.validation.min_new_tokens:

@@ -1,4 +1,4 @@
-"""Parts of an algorithm that make no sense together, each with the reason and what to change."""
+"""Rules for the section `algorithm`: settings that must not be combined."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STRAIGHT_THROUGH = (
 
 
 def estimator(config: PPOConfig) -> Violations:
-    """What an advantage estimator needs of the samples and of the rewards."""
+    """Check the requirements of the advantage estimator on samples and rewards."""
     kind = config.algorithm.advantage.estimator
     n = config.rollout.n
     needs = kind.needs
@@ -45,25 +45,24 @@ def estimator(config: PPOConfig) -> Violations:
     if needs.greedy_baseline and n < 2:
         yield Violation(
             ("rollout.n", _ESTIMATOR),
-            f"{kind.name} generates a greedy response to every prompt and learns nothing from it, which "
-            f"with n {n} is half of all that is "
-            "generated; use 2 or more",
+            f"{kind.name} generates an additional greedy response to every prompt that is not trained on, "
+            f"which with n {n} is half of all responses; use 2 or more",
         )
 
     if needs.score_parts:
         if num_scores == 1:
             yield Violation(
                 ("reward.functions", _ESTIMATOR),
-                f"{kind.name} takes several scores apart, but one reward function (or model) is all there "
-                f"is; name another, or use grpo",
+                f"{kind.name} normalizes several scores separately, but there is only one reward function "
+                "(or model); add another, or use grpo",
             )
-        unread = f"{kind.name} reads the scores and not the rewards, so a penalty there has no effect"
+        unread = f"{kind.name} reads scores instead of rewards, so a penalty in the rewards has no effect"
         if config.algorithm.kl.in_reward:
             yield Violation((_WHERE, _ESTIMATOR), f"{unread}; use where=loss")
         if config.algorithm.overlong.buffer_share:
             yield Violation(
                 ("algorithm.overlong.buffer_share", _ESTIMATOR),
-                f"{unread}; use 0, and a reward function for the length",
+                f"{unread}; use 0, and a reward function that scores the length",
             )
 
 
@@ -74,14 +73,14 @@ def critic(config: PPOConfig) -> Violations:
     if warmup and not needs_critic(config):
         yield Violation(
             ("trainer.critic_warmup_steps", _ESTIMATOR),
-            f"is {warmup}, but the estimator {config.algorithm.advantage.estimator.name} has no critic; use "
+            f"is {warmup}, but the estimator {config.algorithm.advantage.estimator.name} uses no critic; use "
             f"0, or the estimator gae",
         )
 
     if warmup >= total:
         yield Violation(
             ("trainer.critic_warmup_steps", "trainer.total_steps"),
-            f"critic_warmup_steps {warmup} leave none of total_steps {total} to train the actor; use "
+            f"critic_warmup_steps {warmup} leaves none of total_steps {total} to train the actor; use "
             f"{total - 1} or fewer",
         )
 
@@ -89,14 +88,14 @@ def critic(config: PPOConfig) -> Violations:
 def policy_loss(config: PPOConfig) -> Violations:
     loss = config.algorithm.policy_loss
     trainer = config.trainer
-    # From the second update on, the policy is no longer the one that was sampled.
+    # Beginning with the second update, the policy differs from the one that generated the samples.
     updates = trainer.updates_per_step * trainer.epochs_per_batch
     needs = loss.kind.needs
 
     if needs.aggregation not in (None, loss.aggregation):
         yield Violation(
             (_KIND, _AGGREGATION),
-            f"{loss.kind.name} is the loss of its paper only under {needs.aggregation.name}, not under "
+            f"{loss.kind.name} requires the aggregation of its paper, {needs.aggregation.name}, but it is "
             f"{loss.aggregation.name}; "
             f"use aggregation={needs.aggregation.name}, or another kind",
         )
@@ -104,7 +103,7 @@ def policy_loss(config: PPOConfig) -> Violations:
     if not needs.ratio and updates > 1:
         yield Violation(
             (_KIND, "trainer.updates_per_step", "trainer.epochs_per_batch"),
-            f"{loss.kind.name} has no ratio, so it is right for samples of the very policy that is updated, "
+            f"{loss.kind.name} has no ratio, so it is valid only for samples of the policy that is updated, "
             f"but a step makes {updates} "
             "updates; use updates_per_step=1 and epochs_per_batch=1, or another kind",
         )
@@ -125,7 +124,7 @@ def policy_loss(config: PPOConfig) -> Violations:
 
 
 def aggregations(config: PPOConfig) -> Violations:
-    """Of the policy loss and of the value loss."""
+    """Check the aggregation of the policy loss and of the value loss."""
     for section, loss in (
         ("policy_loss", config.algorithm.policy_loss),
         ("value_loss", config.algorithm.value_loss),
@@ -141,8 +140,8 @@ def aggregations(config: PPOConfig) -> Violations:
         if not with_norm and loss.norm_tokens is not None:
             yield Violation(
                 keys,
-                f"is {loss.norm_tokens}, but {loss.aggregation.name} divides by no constant; use null, or "
-                f"sequence_mean_token_sum_norm",
+                f"is {loss.norm_tokens}, but {loss.aggregation.name} does not divide by a constant; use "
+                "null, or sequence_mean_token_sum_norm",
             )
 
 
@@ -152,7 +151,7 @@ def functions(config: PPOConfig) -> Violations:
         if not (colon and path.endswith(".py") and name.isidentifier()):
             yield Violation(
                 (key,),
-                f"{reference!r} names no function of a file; write it as FILE.py:NAME, such as "
+                f"{reference!r} does not name a function in a file; write it as FILE.py:NAME, such as "
                 f"my_functions.py:my_loss",
             )
 
@@ -162,17 +161,16 @@ def kl(config: PPOConfig) -> Violations:
     if section.controller.kind is KLControllerKind.adaptive and section.where is not KLWhere.reward:
         yield Violation(
             ("algorithm.kl.controller.kind", _WHERE),
-            f"the adaptive controller steers the penalty in the reward, but where is {section.where.name!r}; "
-            "use where=reward, or kind=fixed",
+            f"the adaptive controller adjusts the penalty in the reward, but where is "
+            f"{section.where.name!r}; use where=reward, or kind=fixed",
         )
 
     if section.estimator in _STRAIGHT_THROUGH and section.where is KLWhere.reward:
         plain = section.estimator.name.removesuffix("_straight_through")
         yield Violation(
             ("algorithm.kl.estimator", _WHERE),
-            f"{section.estimator.name} differs from {plain} by its gradient, which a penalty in the reward "
-            f"has not; "
-            f"use {plain}, or where=loss",
+            f"{section.estimator.name} differs from {plain} only in its gradient, which a penalty in the "
+            f"reward does not have; use {plain}, or where=loss",
         )
 
 
@@ -192,7 +190,7 @@ def rollout_correction(config: PPOConfig) -> Violations:
             f"<= high",
         )
 
-    # In bypass the trainer computes no log-probs of the samples, so whatever reads them is refused.
+    # With bypass the trainer computes no log-probs of the samples, so settings that read them are refused.
     if not correction.bypass:
         return
     bypass = f"{_CORRECTION}.bypass"
@@ -200,9 +198,8 @@ def rollout_correction(config: PPOConfig) -> Violations:
     if correction.enabled:
         yield Violation(
             (bypass, f"{_CORRECTION}.level", f"{_CORRECTION}.rejection.estimator"),
-            "in bypass the old log-probs are the rollout engine's, so that the policy loss's own ratio is "
-            "the weight and nothing is left "
-            "to correct; use level=none and rejection.estimator=none, or bypass=false",
+            "with bypass the old log-probs are the rollout engine's, so the ratio of the policy loss already "
+            "is the importance weight; use level=none and rejection.estimator=none, or bypass=false",
         )
 
     if config.algorithm.kl.in_reward:
@@ -232,14 +229,12 @@ def dynamic_sampling(config: PPOConfig) -> Violations:
         yield Violation(
             (f"{_DYNAMIC}.enabled", _ESTIMATOR),
             f"drops prompts whose samples all score the same, but {kind.name} does not compare the samples "
-            f"of a prompt and learns from "
-            "those as well; use false, or an estimator such as grpo",
+            f"of a prompt and learns from such prompts too; use false, or an estimator such as grpo",
         )
 
     if section.max_generations < 2:
         yield Violation(
             (f"{_DYNAMIC}.max_generations",),
-            f"is {section.max_generations}: the first prompt that is dropped would end the run, as none "
-            f"could take its place; "
-            "use 2 or more",
+            f"is {section.max_generations}, so the first dropped prompt could not be replaced and would end "
+            f"the run; use 2 or more",
         )

@@ -1,5 +1,4 @@
-"""What the data's settings must satisfy: files whose format their names say, weights for a mix of them,
-columns that go together."""
+"""Rules for the section `data`: files, weights of a mixture, and columns."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from megarl.config.violation import Violation, Violations
 
 JSON_LINES = (".jsonl", ".json")
 FORMATS = (".parquet", *JSON_LINES, ".csv")
-# in folders of `datasets`: of one split, and of several
+# Files in folders saved by `datasets`, of one split and of several splits.
 SAVED_TO_DISK = "state.json"
 SPLITS = "dataset_dict.json"
 
@@ -18,7 +17,7 @@ def train_files(config: RunConfig) -> Violations:
     files = config.data.train_files
     weights = config.data.train_weights
     if not files:
-        yield Violation(("data.train_files",), "is empty; name at least one file")
+        yield Violation(("data.train_files",), "is empty; list at least one file")
     if not weights:
         return
     keys = ("data.train_weights", "data.train_files")
@@ -26,18 +25,18 @@ def train_files(config: RunConfig) -> Violations:
     if len(weights) != len(files):
         yield Violation(
             keys,
-            f"there are {len(weights)} weights for {len(files)} files; give one for each, or none at all",
+            f"there are {len(weights)} weights for {len(files)} files; give one for each, or none",
         )
 
     if not all(0 < weight <= LARGEST for weight in weights):
         yield Violation(
             ("data.train_weights",),
-            f"is {weights}, but must be numbers above 0; leave out a file that is not to be read",
+            f"is {weights}, but every weight must be above 0; remove files that are not to be read",
         )
 
-    # Rows are counted by their file, so a file that is named twice would count double.
+    # Rows are counted by file, so a file that is listed twice would count twice.
     if twice := sorted({file for file in files if files.count(file) > 1}):
-        yield Violation(keys, f"{twice[0]!r} is named twice; name it once, with the sum of its weights")
+        yield Violation(keys, f"{twice[0]!r} is listed twice; list it once, with the sum of its weights")
 
 
 def chat_columns(config: SFTConfig) -> Violations:
@@ -45,14 +44,19 @@ def chat_columns(config: SFTConfig) -> Violations:
         given = "prompt" if config.data.columns.answer is None else "answer"
         yield Violation(
             ("data.columns.prompt", "data.columns.answer"),
-            f"{given} is given alone; give the columns of both, or neither, where each row has the whole "
-            f"chat in data.columns.messages",
+            f"only {given} is set; set both columns, or neither if each row has the whole conversation in "
+            f"data.columns.messages",
         )
 
 
 def too_few_rows(rows_per_step: int, num_rows: int, key: str) -> str | None:
-    """Why the rows are too few for a step, which would hold some of them twice. `key`: that of
-    rows_per_step."""
+    """Explain that a step needs more rows than there are; None if there are enough.
+
+    Args:
+        rows_per_step: Rows of one step.
+        num_rows: Rows of the files.
+        key: The configuration key of `rows_per_step`.
+    """
     if rows_per_step <= num_rows:
         return None
     return (

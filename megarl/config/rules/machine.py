@@ -1,9 +1,8 @@
-"""What a run needs from the machine that it runs on: files that it reads, GPUs, packages, and folders that it
-can write.
+"""Rules for the machine of a run: input files, GPUs, packages and writable folders.
 
-A violation with an `absence` holds on this machine only: `megarl train` refuses it, and commands that plan a
-run for another machine list it. Wrong names (a folder instead of a file, an unknown file format) are plain
-violations.
+A violation with an `absence` applies to this machine only: `megarl train` refuses it, while commands that
+plan a run for another machine only list it. Wrong names (a folder instead of a file, an unknown file format)
+are plain violations.
 """
 
 from __future__ import annotations
@@ -47,14 +46,13 @@ def has_tokenizer(folder: str) -> bool:
 
 
 def missing(config: RunConfig) -> list[Violation]:
-    """Return the violations about what the run reads and uses: data, code, models, GPUs, packages, a
-    checkpoint to resume."""
+    """Return the violations about data, code, models, GPUs, packages and the checkpoint to resume."""
     violations = [each for rule in _RULES for each in rule(config)]
     return list(dict.fromkeys(violations))
 
 
 def _data_files(config: RunConfig) -> Violations:
-    """Check names of local files. Names on the hub are looked up by `megarl.data.hub`."""
+    """Check the names of local files. `megarl.data.hub` looks up names on the hub."""
     for key, files in (
         ("data.train_files", config.data.train_files),
         ("data.val_files", config.data.val_files),
@@ -65,19 +63,16 @@ def _data_files(config: RunConfig) -> Violations:
 
 
 def _data_file(key: str, path: str) -> Violations:
-    """A file in a known format, or a folder that `datasets` saved."""
+    """Check that a path is a file in a known format or a folder saved by `datasets`."""
     if os.path.isdir(path):
         if os.path.isfile(Path(path) / SPLITS):
             message = (
-                f"{path!r} holds several splits of a data set; name the folder of one of them, such "
+                f"{path!r} contains several splits of a dataset; give the folder of one of them, such "
                 f"as {str(Path(path) / 'train')!r}"
             )
             yield Violation((key,), message)
         elif not os.path.isfile(Path(path) / SAVED_TO_DISK):
-            message = (
-                f"{path!r} is a folder; name the files in it, each by itself, or a folder that "
-                f"`datasets` has saved"
-            )
+            message = f"{path!r} is a folder; list each file in it, or give a folder saved by `datasets`"
             yield Violation((key,), message)
     elif os.path.isfile(path):
         if Path(path).suffix.lower() not in FORMATS:
@@ -88,7 +83,7 @@ def _data_file(key: str, path: str) -> Violations:
 
 def _no_file(key: str, path: str) -> Violation:
     if set(path) & set("*?["):
-        return Violation((key,), f"there is no file {path!r}; patterns are not expanded, so name each file")
+        return Violation((key,), f"there is no file {path!r}; patterns are not expanded, so list each file")
     return Violation(
         (key,), f"there is no file {path!r} (the current directory is {Path.cwd()})", Absence.input
     )
@@ -98,14 +93,14 @@ def code_files(config: RunConfig) -> Violations:
     """Check the Python files of reward functions, tools, environments, estimators and losses."""
     for key, path in config.code_files():
         if os.path.isdir(path):
-            yield Violation((key,), f"{path!r} is a folder; name the file in it")
+            yield Violation((key,), f"{path!r} is a folder; give the file in it")
         elif not os.path.isfile(path):
             yield _no_file(key, path)
 
 
 def _model_files(config: RunConfig) -> Violations:
-    """Check weights of all models, and tokenizers of those whose tokenizer a run uses. `validate` reports a
-    missing `config.json`."""
+    """Check the weights of all models, and the tokenizers that a run uses. `validate` reports a missing
+    `config.json`."""
     folders = {role.path: role.path_key for role in model_roles(config)}
     with_tokenizer = {role.path for role in model_roles(config) if role.name in ("actor", REWARD_MODEL)}
 
@@ -119,7 +114,7 @@ def _model_files(config: RunConfig) -> Violations:
             if others:
                 yield Violation(
                     (key,),
-                    f"{message}; convert those that it has: save_pretrained(..., safe_serialization=True)",
+                    f"{message}; convert the existing weights: save_pretrained(..., safe_serialization=True)",
                 )
             else:
                 yield Violation(
@@ -134,28 +129,28 @@ def _model_files(config: RunConfig) -> Violations:
 
 
 def logger_problem(logger: LoggerKind) -> str | None:
-    """Return why a logger cannot be used on this machine, or None. A service's Python module has its logger's
-    name."""
+    """Return why a logger cannot be used on this machine, or None. The Python module of a service has the
+    name of its logger."""
     package = logger.needs.package
     if package is not None and importlib.util.find_spec(logger.value) is None:
-        return f"{logger.value!r} needs a package that is not installed: pip install {package}"
+        return f"{logger.value!r} requires a package that is not installed: pip install {package}"
     return None
 
 
 def _gpus(config: RunConfig) -> Violations:
-    """Check that a run on GPUs, which joins no cluster, has one."""
+    """Check that this machine has a GPU if the run needs one and joins no cluster."""
     if config.device is Device.cuda and cluster_address() is None and not has_gpu():
         message = (
-            "is cuda, and this machine has no GPU that torch can use; use device=cpu, or join a cluster "
+            "is cuda, but this machine has no GPU that torch can use; use device=cpu, or join a cluster "
             "with GPUs (RAY_ADDRESS=HOST:PORT)"
         )
         yield Violation(("device",), message, Absence.gpu)
 
 
 def _engine_packages(config: RunConfig) -> Violations:
-    """Check that a run which joins no cluster has the packages of its rollout engine."""
+    """Check that the packages of the rollout engine are installed if the run joins no cluster."""
     engine = config.rollout_engine
-    # The nodes of a cluster that is joined have environments of their own.
+    # The nodes of a cluster have their own environments.
     if engine is None or cluster_address() is not None:
         return
     absent = [
@@ -164,12 +159,12 @@ def _engine_packages(config: RunConfig) -> Violations:
 
     if absent:
         message = (
-            f"{engine.value!r} needs packages that are not installed: pip install "
+            f"{engine.value!r} requires packages that are not installed: pip install "
             f"{' '.join(map(repr, absent))}"
         )
         yield Violation(
             ("rollout.engine",),
-            f"{message} (on a CPU see docs/install.md), or use rollout.engine=hf",
+            f"{message} (on CPU see docs/install.md), or use rollout.engine=hf",
             Absence.package,
         )
 
@@ -189,10 +184,10 @@ def _loggers(config: RunConfig) -> Violations:
 
 
 def writable_folders(config: RunConfig) -> Violations:
-    """Check that a run which starts on this machine can write its folders.
+    """Check that a run which starts on this machine can write its output folders.
 
-    Creates a temporary folder in the nearest existing one and removes it. Never call this for a run on
-    another machine: the same path may be on another disk there.
+    This creates and removes a temporary folder in the nearest existing parent. Do not call it for a run on
+    another machine, where the same path may be on another disk.
     """
     for key, folder in (
         ("trainer.output_dir", config.trainer.output_dir),
@@ -201,10 +196,10 @@ def writable_folders(config: RunConfig) -> Violations:
         if folder is None or not folder.strip():
             continue
         try:
-            # Creating something is the only reliable test: mode bits do not show a read-only mount.
+            # Creating a folder is the only reliable test: mode bits do not show a read-only mount.
             tempfile.TemporaryDirectory(dir=(nearest := existing_folder(Path(folder).absolute()))).cleanup()
         except OSError as error:
-            message = f"{folder!r} cannot be written: {nearest}: {error.strerror}; give a folder that can be"
+            message = f"{folder!r} cannot be written: {nearest}: {error.strerror}; give a writable folder"
             yield Violation((key,), message)
 
 

@@ -1,5 +1,4 @@
-"""What the layout, the optimizer and the micro-batches of each model must satisfy, without the model and with
-its architecture."""
+"""Rules for the layout, optimizer and micro-batches of each model, without and with its architecture."""
 
 from __future__ import annotations
 
@@ -20,12 +19,13 @@ def optimizers(config: RunConfig) -> Violations:
         if optim.min_lr > optim.lr:
             yield Violation(
                 (f"{key}.min_lr", f"{key}.lr"),
-                f"min_lr {optim.min_lr:g} is above lr {optim.lr:g}; the rate decays to min_lr",
+                f"min_lr {optim.min_lr:g} is above lr {optim.lr:g}, from which the learning rate decays; "
+                f"use a min_lr of {optim.lr:g} or less",
             )
 
 
 def layout(config: RunConfig, role: ModelRole) -> Violations:
-    """Check parallel sizes against each other, which needs no model."""
+    """Check the parallel sizes against each other, without the model."""
     parallel = role.parallel
     if parallel.virtual_pipeline_parallel_size is not None and parallel.pipeline_parallel_size == 1:
         yield Violation(
@@ -33,9 +33,9 @@ def layout(config: RunConfig, role: ModelRole) -> Violations:
                 f"{role.parallel_key}.virtual_pipeline_parallel_size",
                 f"{role.parallel_key}.pipeline_parallel_size",
             ),
-            f"virtual stages {parallel.virtual_pipeline_parallel_size} need a pipeline, but "
-            f"pipeline_parallel_size is 1; "
-            "leave virtual_pipeline_parallel_size null, or use a pipeline_parallel_size of 2 or more",
+            f"virtual_pipeline_parallel_size {parallel.virtual_pipeline_parallel_size} requires a pipeline, "
+            f"but pipeline_parallel_size is 1; "
+            "use virtual_pipeline_parallel_size null, or a pipeline_parallel_size of 2 or more",
         )
 
     if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
@@ -48,9 +48,8 @@ def layout(config: RunConfig, role: ModelRole) -> Violations:
     if parallel.context_parallel_size > 1 and not config.engine.packing:
         yield Violation(
             (f"{role.parallel_key}.context_parallel_size", "engine.packing"),
-            f"context_parallel_size {parallel.context_parallel_size} cuts rows that are packed, but packing "
-            f"is false; "
-            "use engine.packing=true, or context_parallel_size 1",
+            f"context_parallel_size {parallel.context_parallel_size} requires packed rows, but packing is "
+            f"false; use engine.packing=true, or context_parallel_size 1",
         )
 
 
@@ -60,15 +59,15 @@ def micro_batch(config: RunConfig, role: ModelRole) -> Violations:
 
     if (limit.sequences is None) == (limit.max_tokens is None):
         given = (
-            "neither is"
+            "neither is set"
             if limit.sequences is None
-            else f"both are ({limit.sequences} and {limit.max_tokens})"
+            else f"both are set ({limit.sequences} and {limit.max_tokens})"
         )
         yield Violation(
             (f"{key}.sequences", f"{key}.max_tokens"),
-            f"give exactly one, but {given}; set the other to null, as in {key}.max_tokens=null",
+            f"exactly one must be set, but {given}; set the other to null, such as {key}.max_tokens=null",
         )
-    # A reward model counts its own tokens, so `rules.reward` checks its rows.
+    # A reward model has its own tokens, so `rules.reward` checks its rows.
     elif role.reads_policy_tokens and limit.max_tokens is not None:
         yield from _row_fits(config, role, limit.max_tokens)
 
@@ -82,11 +81,11 @@ def _row_fits(config: RunConfig, role: ModelRole, max_tokens: int) -> Violations
     room = f"max_tokens {max_tokens}"
     padded = ""
 
-    # The ranks of context parallelism share a row, so each of them adds its budget.
+    # Context-parallel ranks share a row, so the budgets of the ranks are added.
     if size > 1:
         lengths = (f"{role.parallel_key}.context_parallel_size", *lengths)
         room = f"{room} x context_parallel_size {size} = {max_tokens * size}"
-        padded = f" ({needed} with what pads the ranks' parts)"
+        padded = f" ({needed} with the padding of the ranks' chunks)"
 
     yield Violation(
         (f"{role.micro_batch_key}.max_tokens", *lengths),
@@ -105,29 +104,29 @@ def recomputation(_: RunConfig, role: ModelRole) -> Violations:
     if how is Recompute.selective and not modules:
         yield Violation(
             keys,
-            "selective computes nothing again, as recompute_modules is empty; name one, as [core_attn], or "
-            "use recompute=none",
+            "selective recomputes nothing, because recompute_modules is empty; list a module, such as "
+            "[core_attn], or use recompute=none",
         )
 
-    # The default modules show no intent of the user's, while others were set on purpose.
+    # The default modules may be left over, while other modules were set on purpose.
     if how is not Recompute.selective and modules != Recomputation().modules:
         named = ", ".join(module.value for module in modules)
         yield Violation(
             keys,
-            f"recompute_modules [{named}] are for recompute=selective, but it is {how.value}; leave them "
-            f"out, or use selective",
+            f"recompute_modules [{named}] are for recompute=selective, but it is {how.value}; remove them, "
+            "or use selective",
         )
 
     if how is not Recompute.full and num_layers is not None:
         yield Violation(
             (f"{section}.recompute_num_layers", f"{section}.recompute"),
-            f"recompute_num_layers {num_layers} is for recompute=full, but it is {how.value}; leave it "
-            f"null, or use full",
+            f"recompute_num_layers {num_layers} is for recompute=full, but it is {how.value}; use null, or "
+            f"recompute=full",
         )
 
 
 def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Violations:
-    """Check that each replica of a trained model gets a row of a mini-batch."""
+    """Check that each replica of a trained model has at least one row of a mini-batch."""
     if role.optim is None:
         return
 
@@ -138,8 +137,8 @@ def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Violations:
         yield Violation(
             (f"{role.parallel_key}.data_parallel_size", config.batch_key),
             f"a mini-batch has {rows} rows, fewer than data_parallel_size {replicas}, so some replicas "
-            f"would have nothing to learn from; "
-            f"use data_parallel_size {max(rows, 1)} or fewer, or mini-batches of {replicas} rows or more",
+            f"would have no rows; "
+            f"use data_parallel_size {max(rows, 1)} or less, or mini-batches of {replicas} rows or more",
         )
 
 
@@ -161,7 +160,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
             f"use {either(nearest_divisors(gcd(*sizes.values()), tensor))}",
         )
 
-    # Every (virtual) pipeline stage has to hold the same number of layers.
+    # Every (virtual) pipeline stage must have the same number of layers.
     stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
     layers = architecture.num_hidden_layers
 
@@ -191,7 +190,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
 
 
 def rows_fit(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
-    """Check that prompt and response have positions in each model that reads the policy's tokens."""
+    """Check that the longest row fits the positions of each model that reads the policy's tokens."""
     prompt = config.longest_prompt
     response = config.longest_response
 
@@ -199,18 +198,16 @@ def rows_fit(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Vi
         hint = f"max_response_length {limit - prompt}" if prompt < limit else "shorter prompts"
         yield Violation(
             config.length_keys,
-            f"{prompt} + {response} = {config.max_row_tokens} tokens are more than max_position_embeddings "
-            f"{limit} of {role.path}; "
-            f"use {hint}",
+            f"{prompt} + {response} = {config.max_row_tokens} tokens exceed max_position_embeddings {limit} "
+            f"of {role.path}; use {hint}",
         )
 
 
 def chats_fit(config: SFTConfig, architectures: Mapping[str, Architecture]) -> Violations:
-    """Check that a chat has positions in the model."""
+    """Check that the longest conversation fits the positions of the model."""
     for role, limit in _too_short(config, architectures):
         message = (
-            f"is {config.max_row_tokens}, more than max_position_embeddings {limit} of {role.path}; "
-            f"use {limit}"
+            f"is {config.max_row_tokens}, above max_position_embeddings {limit} of {role.path}; use {limit}"
         )
         yield Violation(config.length_keys, message)
 
@@ -218,7 +215,7 @@ def chats_fit(config: SFTConfig, architectures: Mapping[str, Architecture]) -> V
 def _too_short(
     config: RunConfig, architectures: Mapping[str, Architecture]
 ) -> Iterator[tuple[ModelRole, int]]:
-    """Yield the models that have fewer positions than the longest row has tokens, and how many."""
+    """Yield the models with fewer positions than the longest row, and their number of positions."""
     for role in model_roles(config):
         if role.name in architectures and role.reads_policy_tokens:
             limit = architectures[role.name].max_position_embeddings
@@ -227,7 +224,7 @@ def _too_short(
 
 
 def same_vocabulary(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
-    """Checks that all models can read the policy's token ids, and that frozen policies have the same
+    """Check that all models can read the policy's token ids, and that frozen policies have the same
     vocabulary."""
     if "actor" not in architectures:
         return
@@ -239,14 +236,14 @@ def same_vocabulary(config: PPOConfig, architectures: Mapping[str, Architecture]
         if (vocab_size := architectures[role.name].vocab_size) != policy:
             yield Violation(
                 tuple(dict.fromkeys((role.row.path_keys[0], "model.path"))),
-                f"the {role.name} has vocab_size {vocab_size}, the policy {policy}; comparing their "
-                f"log-probs needs one vocabulary",
+                f"the {role.name} has vocab_size {vocab_size}, the policy {policy}, but comparing their "
+                f"log-probs requires the same vocabulary; use models of one family",
             )
 
     # The critic only embeds the policy's tokens, so a larger vocabulary does no harm.
     if "critic" in architectures and architectures["critic"].vocab_size < policy:
         yield Violation(
             ("critic.model.path", "model.path"),
-            f"the critic has vocab_size {architectures['critic'].vocab_size}, below the policy's {policy}; "
-            f"it reads the policy's tokens",
+            f"the critic has vocab_size {architectures['critic'].vocab_size}, below the policy's {policy}, "
+            "but it reads the policy's tokens; use a critic with the policy's vocabulary",
         )

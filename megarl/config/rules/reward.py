@@ -1,5 +1,4 @@
-"""What the reward's settings must satisfy: something that scores, and a reward model that can read what the
-policy writes."""
+"""Rules for the section `reward`: a source of scores, and a reward model that can read conversations."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from megarl.config.violation import Violation, Violations
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS
 
-_LABELS_BY_DEFAULT = 2  # transformers', for a config.json that names none
+_LABELS_BY_DEFAULT = 2  # the default of transformers for a config.json without labels
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
@@ -23,19 +22,19 @@ def something_scores(config: PPOConfig) -> Violations:
     if not config.reward.functions and not needs_reward_model(config):
         yield Violation(
             ("reward.functions", "reward.model.path"),
-            "functions is empty and there is no model: nothing would be learnt; give a list such as "
+            "there are neither functions nor a model, so samples have no scores; give a list such as "
             "[{path: reward.py, name: compute_score}], or the folder of a reward model",
         )
     if not needs_reward_model(config) and config.reward.model != RewardModelConfig():
         yield Violation(
             ("reward.model.path",),
-            "is null, so what else is set in reward.model does nothing; give a folder, or leave the rest as "
-            "it is",
+            "is null, so the other settings of reward.model have no effect; give a folder, or remove the "
+            "other settings",
         )
 
 
 def reads_conversations(config: PPOConfig, architecture: Architecture) -> Violations:
-    """`architecture`: the reward model's, so its config.json can be read."""
+    """Check that the reward model, whose architecture is given, can read conversations of the policy."""
     model = config.reward.model
     assert model.path is not None
     folder = Path(model.path)
@@ -44,8 +43,8 @@ def reads_conversations(config: PPOConfig, architecture: Architecture) -> Violat
     if not has_chat_template(folder):
         yield Violation(
             ("reward.model.path",),
-            f"{model.path} has no chat template, so conversations cannot be rendered for it; "
-            "put the chat_template.jinja that it was trained with into the folder",
+            f"{model.path} has no chat template to render conversations with; add the chat_template.jinja "
+            "that it was trained with to the folder",
         )
 
     yield from _lengths(config, architecture)
@@ -58,20 +57,19 @@ def _scores_with_one_number(folder: Path) -> Violations:
     if not any(str(name).endswith(REWARD_CLASS) for name in named):
         yield Violation(
             ("reward.model.path",),
-            f"{folder / 'config.json'}: field 'architectures' is {named}, but a reward model is a "
-            f"...{REWARD_CLASS}, whose head gives its "
-            "score; train one, or give the folder of one",
+            f"{folder / 'config.json'}: field 'architectures' is {named}, but a reward model must be a "
+            f"...{REWARD_CLASS}, whose head returns the score; give the folder of such a model",
         )
         return
 
-    # config.json gives the number of labels as num_labels or id2label; without both a default holds.
+    # config.json gives the number of labels as num_labels or id2label; without both the default applies.
     labels = fields.get(
         "num_labels", len(fields["id2label"]) if fields.get("id2label") else _LABELS_BY_DEFAULT
     )
     if labels != 1:
         yield Violation(
             ("reward.model.path",),
-            f"{folder / 'config.json'}: the model has {labels} labels, but a score is one number; give a "
+            f"{folder / 'config.json'}: the model has {labels} labels, but a score is one number; use a "
             f"reward model with num_labels 1",
         )
 
@@ -80,7 +78,7 @@ def _lengths(config: PPOConfig, architecture: Architecture) -> Violations:
     model = config.reward.model
     positions = architecture.max_position_embeddings
     tokens = config.max_row_tokens
-    # A conversation has to fit both the model's positions and one micro-batch.
+    # A conversation must fit both the model's positions and one micro-batch.
     room = {
         "max_position_embeddings": positions,
         "micro_batch.max_tokens": micro_batch_room(model.micro_batch, model.parallel),
@@ -106,22 +104,22 @@ def _lengths(config: PPOConfig, architecture: Architecture) -> Violations:
                 "data.max_prompt_length",
                 "data.max_response_length",
             ),
-            f"a row may have {tokens} tokens of the policy, but the reward model reads at most {limit} of "
-            f"its own (max_length, "
-            f"{positions} positions, a micro-batch); use shorter rows, or as much as its positions allow, "
-            "or reward.model.overlong=truncate to leave the oldest tokens out",
+            f"a row may have {tokens} of the policy's tokens, but the reward model reads at most {limit} of "
+            f"its own tokens (limited by max_length, {positions} positions, and a micro-batch); use shorter "
+            "rows, raise these limits up to its positions, or use reward.model.overlong=truncate to remove "
+            "the oldest tokens",
         )
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether conversations can be rendered for the model of a Hugging Face folder."""
+    """Whether a Hugging Face model folder has a chat template."""
     if any(os.path.isfile(folder / name) for name in _TEMPLATE_FILES):
         return True
     return bool(_fields(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def _fields(file: Path) -> dict[str, Any]:
-    """Of a JSON object; none of a file that is missing, or something else."""
+    """Return the fields of a JSON object; none if the file is missing or contains something else."""
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,5 +1,5 @@
-"""What the section `rollout` must satisfy: samplers whose log-probs the trainer can use, engines that fit the
-model and the devices, and asynchronous generation (`max_staleness` above 0) that something corrects for."""
+"""Rules for the section `rollout`: samplers that training supports, engines that fit the model and the
+devices, and async rollout (`max_staleness` above 0)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TAKING_TURNS = (PlacementStrategy.hybrid, PlacementStrategy.fully_collocate)
 
 
 def sampling(config: PPOConfig) -> Violations:
-    """Samplers that training may use, and lengths that can be."""
+    """Check the sampling settings of training and validation."""
     rollout = config.rollout
-    # The trainer's log-probs have to be those of the distribution that was sampled.
+    # The trainer's log-probs must be those of the sampling distribution.
     if rollout.temperature == 0:
         yield Violation(
             ("rollout.temperature",),
-            "is 0 (greedy): training needs samples of the policy; use 1.0, the usual choice",
+            "is 0 (greedy), but training needs samples of the policy; use 1.0, the usual choice",
         )
 
     for key, temperature in (
@@ -37,7 +37,7 @@ def sampling(config: PPOConfig) -> Violations:
         if 0 < temperature < _LEAST_TEMPERATURE:
             yield Violation(
                 (key,),
-                f"is {temperature:g}: logits divided by it are beyond what bfloat16 tells apart; use "
+                f"is {temperature:g}: logits divided by it exceed the resolution of bfloat16; use "
                 f"{_LEAST_TEMPERATURE} or more",
             )
 
@@ -45,13 +45,12 @@ def sampling(config: PPOConfig) -> Violations:
         if value != off:
             yield Violation(
                 (f"rollout.{key}",),
-                f"is {value:g}: a truncated sampler draws from another distribution than the one whose "
-                f"log-probs the trainer computes, so "
-                f"the ratio of PPO would mean something else; use {off:g} for training "
-                f"(rollout.validation.{key} is free)",
+                f"is {value:g}: a truncated sampler draws from a different distribution than the one whose "
+                f"log-probs the trainer computes, so the PPO ratio would be wrong; use {off:g} for training "
+                f"(rollout.validation.{key} may have any value)",
             )
 
-    # Validation samples are not trained, so any sampler that makes sense is allowed.
+    # Validation samples are not trained on, so any meaningful sampler is allowed.
     if rollout.validation.top_k != -1 and rollout.validation.top_k < 1:
         yield Violation(
             ("rollout.validation.top_k",),
@@ -61,7 +60,7 @@ def sampling(config: PPOConfig) -> Violations:
     if rollout.validation.n > 1 and rollout.validation.temperature == 0:
         yield Violation(
             ("rollout.validation.n", "rollout.validation.temperature"),
-            f"{rollout.validation.n} greedy samples of a prompt are all the same; use n=1, or a temperature "
+            f"{rollout.validation.n} greedy samples of a prompt are identical; use n=1, or a temperature "
             f"above 0",
         )
 
@@ -76,20 +75,20 @@ def sampling(config: PPOConfig) -> Violations:
 
 
 def whole_model(config: PPOConfig) -> Violations:
-    """Engines that cannot cut a model."""
+    """Check that the engine can shard a model, if it has to."""
     rollout = config.rollout
     if not rollout.engine.needs.cuts_models and rollout.tensor_parallel_size != 1:
         others = " or ".join(engine.name for engine in RolloutEngineKind if engine.needs.cuts_models)
         yield Violation(
             (_TP, "rollout.engine"),
-            f"the engine {rollout.engine.name!r} holds a whole model per replica, so tensor_parallel_size "
-            f"{rollout.tensor_parallel_size} "
-            f"must be 1; for more throughput raise rollout.num_replicas, or use rollout.engine={others}",
+            f"the engine {rollout.engine.name!r} cannot shard a model, but tensor_parallel_size is "
+            f"{rollout.tensor_parallel_size}; use 1 (and raise rollout.num_replicas for more throughput), or "
+            f"rollout.engine={others}",
         )
 
 
 def engine_memory(config: PPOConfig) -> Violations:
-    """An engine's share of a device, which the memory plan reckons with."""
+    """Check the engine's share of a device, which the memory plan uses."""
     for engine in RolloutEngineKind:
         key = engine.needs.memory_key
         share = config.rollout.memory_share_of(engine)
@@ -97,13 +96,13 @@ def engine_memory(config: PPOConfig) -> Violations:
             continue
         yield Violation(
             (key,),
-            f"is {share!r}, but must be above 0 and below 1: the share of a device for weights and cache, "
-            f"as 0.8",
+            f"is {share!r}, but must be above 0 and below 1: the fraction of a device for weights and cache, "
+            f"such as 0.8",
         )
 
 
 def shared_devices(config: PPOConfig) -> Violations:
-    """In the placement `hybrid` engines have the actor's devices and no others."""
+    """Check that the engines fit the actor's devices in the placement `hybrid`."""
     rollout = config.rollout
     parallel = config.actor.parallel
     needed = rollout.num_replicas * rollout.tensor_parallel_size
@@ -116,21 +115,20 @@ def shared_devices(config: PPOConfig) -> Violations:
     yield Violation(
         ("rollout.num_replicas", _TP, "actor.parallel", "placement.strategy"),
         f"num_replicas {rollout.num_replicas} x tensor_parallel_size {rollout.tensor_parallel_size} = "
-        f"{needed} devices, but in the "
-        f"placement 'hybrid' the engines share the actor's, which are {there}; {hint}, a larger actor, or "
-        f"the placement split_collocate",
+        f"{needed} devices, but in the placement 'hybrid' the engines share the actor's {there}; {hint}, a "
+        f"larger actor layout, or the placement split_collocate",
     )
 
 
 def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
-    """How an engine cuts a model: query heads and the MLP evenly; a key-value head is on one rank, or whole
-    on several."""
+    """Check that an engine can shard the model: query heads and the MLP divide evenly, and key-value heads
+    are divided over ranks or replicated."""
     tensor = config.rollout.tensor_parallel_size
     path = config.model.path
     if not config.rollout.engine.needs.cuts_models:
         return
 
-    # A model without dense layers has no MLP of this width to cut.
+    # A model without dense layers has no MLP of this width to shard.
     for field in ("num_attention_heads", *(["intermediate_size"] if policy.num_dense_layers else [])):
         size = getattr(policy, field)
         if size % tensor:
@@ -140,13 +138,13 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
                 f"{either(nearest_divisors(size, tensor))}",
             )
 
-    # More heads than ranks are divided; fewer are repeated on several ranks.
+    # More heads than ranks are divided; fewer are replicated.
     heads = policy.num_key_value_heads
     if heads % tensor and tensor % heads:
         yield Violation(
             (_TP,),
-            f"num_key_value_heads {heads} of {path} neither divides by tensor_parallel_size {tensor} nor "
-            f"divides it; "
+            f"num_key_value_heads {heads} of {path} is neither a multiple nor a divisor of "
+            f"tensor_parallel_size {tensor}; "
             f"use {either(nearest_divisors(heads, tensor))}, or a multiple of {heads}",
         )
 
@@ -161,11 +159,10 @@ def generation_ahead(config: PPOConfig) -> Violations:
         yield Violation(
             ("rollout.late", other),
             f"is mask, but with {other.partition('.')[2]}={'0' if not staleness else 'drain'} no sample is "
-            f"ever late; use late=wait, or "
-            "max_staleness above 0 and on_update=continue",
+            f"masked; use late=wait, or max_staleness above 0 and on_update=continue",
         )
 
-    # The rules below are about samples of older weights, which exist only with staleness.
+    # The rules below apply to samples of older weights, which exist only with staleness.
     if not staleness:
         return
     correction = algorithm.rollout_correction
@@ -173,13 +170,12 @@ def generation_ahead(config: PPOConfig) -> Violations:
     if correction.level is CorrectionLevel.none and not correction.bypass:
         yield Violation(
             (_STALENESS, "algorithm.rollout_correction.level"),
-            f"is {staleness}: samples are then by older weights than those that are trained, and nothing "
-            f"corrects for it; use "
-            "algorithm.rollout_correction.level=token (truncated importance weights) or sequence, or "
-            "rollout_correction.bypass=true",
+            f"is {staleness}, so samples come from older weights than the trained ones, and no correction is "
+            f"enabled; use algorithm.rollout_correction.level=token (truncated importance weights) or "
+            f"sequence, or rollout_correction.bypass=true",
         )
 
-    # In a custom placement, any role in the rollout's pool takes turns with the engines.
+    # In a custom placement, any role in the rollout's pool shares the engines' devices in time.
     pool = placement.roles.get("rollout") if placement.strategy is PlacementStrategy.custom else None
     others = sorted(
         role
@@ -191,15 +187,14 @@ def generation_ahead(config: PPOConfig) -> Violations:
         whom = ", ".join(others) or "the actor"
         yield Violation(
             (_STALENESS, "placement.strategy"),
-            f"is {staleness}: the engines generate while the other roles train, but in this placement they "
-            f"take turns with {whom} on the "
-            "same devices; use split_collocate or stand_alone, or max_staleness=0",
+            f"is {staleness}, so the engines generate while the other roles train, but in this placement "
+            f"they share devices with {whom}; use split_collocate or stand_alone, or max_staleness=0",
         )
 
     if algorithm.dynamic_sampling.enabled and config.reward.model.path is not None:
         yield Violation(
             (_STALENESS, "algorithm.dynamic_sampling.enabled", "reward.model.path"),
-            f"is {staleness}: dynamic sampling looks at the scores of each prompt as soon as it has its "
-            f"samples, and a reward model scores "
-            "whole steps; use reward functions alone, dynamic_sampling.enabled=false, or max_staleness=0",
+            f"is {staleness}: dynamic sampling needs the scores of each prompt as soon as its samples are "
+            f"finished, but a reward model scores whole steps; use reward functions only, "
+            f"dynamic_sampling.enabled=false, or max_staleness=0",
         )

@@ -1,5 +1,4 @@
-"""The course of a run: its mini-batches, its validations, the layers of its models, and what it saves and
-where."""
+"""Rules for the trainer's settings: mini-batches, validation, layers, and output folders."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from megarl.config.schema import (
 from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, source_metrics
 from megarl.config.violation import Violation, Violations, either, nearest_divisors, nearest_multiples
 
-SFT_METRIC = "val/loss"  # the only one that `megarl sft` measures
+SFT_METRIC = "val/loss"  # the only validation metric of `megarl sft`
 
 
 def output_folders(config: RunConfig) -> Violations:
-    """Folders that the run writes are named, and are not the root of the file system."""
+    """Check that output folders are not empty strings or the root of the file system."""
     for key, folder in (
         ("trainer.output_dir", config.trainer.output_dir),
         ("checkpoint.dir", config.checkpoint.dir),
@@ -32,34 +31,32 @@ def output_folders(config: RunConfig) -> Violations:
         if folder is None:
             continue
         if not folder.strip():
-            yield Violation((key,), f"is {folder!r}, which names no folder; give one of the run's own")
+            yield Violation(
+                (key,), f"is {folder!r}, which is not a folder; give a separate folder for the run"
+            )
         elif (path := Path(folder).absolute()) == Path(path.anchor):
             yield Violation(
-                (key,), f"is {folder!r}, the root of the file system; give a folder of the run's own"
+                (key,), f"is {folder!r}, the root of the file system; give a separate folder for the run"
             )
 
 
 def sft_metrics(config: SFTConfig) -> Violations:
-    """Check that `checkpoint.keep_best` and `trainer.early_stop` compare what a supervised run measures."""
+    """Check that `checkpoint.keep_best` and `trainer.early_stop` use the metric of a supervised run."""
     for key, section in _compared(config):
         if section.metric != SFT_METRIC:
-            message = (
-                f"is {section.metric!r}, but `megarl sft` measures {SFT_METRIC} alone; use that, or null"
-            )
+            message = f"is {section.metric!r}, but `megarl sft` measures only {SFT_METRIC}; use that, or null"
             yield Violation((f"{key}.metric",), message)
         elif section.mode is MetricMode.max:
-            yield Violation(
-                (f"{key}.mode",), f"is max, but the smaller {SFT_METRIC} is the better one; use min"
-            )
+            yield Violation((f"{key}.mode",), f"is max, but a smaller {SFT_METRIC} is better; use min")
 
 
 def validation_metrics(config: PPOConfig) -> Violations:
-    """Check that `checkpoint.keep_best` and `trainer.early_stop` compare what the run's validations
+    """Check that `checkpoint.keep_best` and `trainer.early_stop` use a metric that the run's validations
     measure."""
     for key, section in _compared(config):
         metric = section.metric or ""
         if not may_be_measured(config, metric):
-            # Suggest all metrics that could exist, also those that need an answer.
+            # Suggest all possible metrics, including those that require an answer.
             measured = [f"val/{name}" for name in source_metrics(config, RewardKeys(has_answer=True))]
             yield Violation(
                 (f"{key}.metric",),
@@ -68,7 +65,7 @@ def validation_metrics(config: PPOConfig) -> Violations:
 
 
 def compared_validations(config: RunConfig) -> Violations:
-    """Check that there are validations where they are compared."""
+    """Check that there are validations if a section compares them."""
     for key, _ in _compared(config):
         if config.trainer.validate_every_steps == 0:
             yield Violation(
@@ -93,13 +90,13 @@ def layers(config: RunConfig) -> Violations:
     if config.device is Device.cpu:
         yield Violation(
             ("engine.layers", "device"),
-            "transformer_engine has layers for CUDA only, but device is cpu; use engine.layers=auto or local",
+            "transformer_engine supports CUDA only, but device is cpu; use engine.layers=auto or local",
         )
     elif config.model.dtype is DType.float32 and config.engine.packing:
         yield Violation(
             ("engine.layers", "model.dtype"),
-            "transformer_engine has no attention of packed rows for float32; use engine.layers=auto or "
-            "local, or model.dtype=bfloat16",
+            "transformer_engine has no float32 attention for packed rows; use engine.layers=auto or local, "
+            "or model.dtype=bfloat16",
         )
 
 
@@ -107,7 +104,7 @@ def validation(config: RunConfig) -> Violations:
     if config.trainer.validate_every_steps > 0 and not config.data.val_files:
         yield Violation(
             ("trainer.validate_every_steps", "data.val_files"),
-            f"validation every {config.trainer.validate_every_steps} steps needs val_files; name one, or "
+            f"validation every {config.trainer.validate_every_steps} steps requires val_files; list one, or "
             f"set validate_every_steps to 0",
         )
 
@@ -119,7 +116,7 @@ def mini_batches(config: PPOConfig) -> Violations:
     if samples % updates:
         prompts = config.trainer.prompts_per_step
         n = config.rollout.n
-        step = lcm(n, updates) // n  # prompts_per_step that work are its multiples
+        step = lcm(n, updates) // n  # valid values of prompts_per_step are its multiples
         yield Violation(
             ("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"),
             f"prompts_per_step {prompts} x n {n} = {samples} samples do not divide into updates_per_step "

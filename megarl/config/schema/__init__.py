@@ -1,9 +1,11 @@
 """The typed schema of a run: frozen dataclasses, one per section, with their defaults and their own checks.
 
-A check that needs only one section lives in its `__post_init__`; checks across sections live in
-`validate.py`. Choices that need something of a run declare it in `megarl/config/kinds.py`. Nothing here
-imports torch, so that `megarl check` answers at once. `docs/configuration.md` is made from these modules: a
-comment behind a key or above it, a docstring of a section and of a choice are what a user reads there.
+A check that needs only one section lives in its `__post_init__`. Checks across sections live in
+`validate.py`. Choices that have requirements declare them in `megarl/config/kinds.py`. Nothing here imports
+torch, so `megarl check` starts quickly.
+
+`docs/configuration.md` is generated from these modules: the comment after or above a key, and the docstrings
+of sections and choices, are the text of that page.
 """
 
 from __future__ import annotations

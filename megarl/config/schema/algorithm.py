@@ -1,4 +1,4 @@
-"""The section `algorithm`: advantages, losses, KL penalty, rollout correction, and which samples are kept."""
+"""The section `algorithm`: advantages, losses, KL penalty, rollout correction, and sample selection."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from megarl.config.schema.keys import InputKind, names, ranged
 
 class KLWhere(str, Enum):
     none = "none"  # no reference policy
-    reward = "reward"  # taken off each token's reward
+    reward = "reward"  # subtracted from each token's reward
     loss = "loss"  # added to the policy loss
 
 
 class KLEstimator(str, Enum):
     k1 = "k1"  # log p - log q: unbiased
-    abs_k1 = "abs_k1"  # its absolute value
-    k2 = "k2"  # half its square
-    k3 = "k3"  # q/p - 1 - log(q/p), at most 10: never negative; a token above it has no gradient
-    k3_unclamped = "k3_unclamped"  # without the limit: unbiased
-    # The value of the estimator with the gradient of k2, which is that of the divergence: for the loss.
+    abs_k1 = "abs_k1"  # the absolute value of k1
+    k2 = "k2"  # half the square of k1
+    k3 = "k3"  # q/p - 1 - log(q/p), clamped at 10: never negative; clamped tokens have no gradient
+    k3_unclamped = "k3_unclamped"  # k3 without the clamp: unbiased
+    # k1 in value, with the gradient of k2, which is an unbiased gradient of the divergence; for the loss
     k1_straight_through = "k1_straight_through"
-    abs_k1_straight_through = "abs_k1_straight_through"  # likewise
-    k3_straight_through = "k3_straight_through"  # likewise
+    abs_k1_straight_through = "abs_k1_straight_through"  # abs_k1 in value, with the gradient of k2
+    k3_straight_through = "k3_straight_through"  # k3 in value, with the gradient of k2
 
 
 class KLControllerKind(str, Enum):
-    fixed = "fixed"  # the coefficient stays
-    adaptive = "adaptive"  # the coefficient follows `target`
+    fixed = "fixed"  # the coefficient is constant
+    adaptive = "adaptive"  # the coefficient is adjusted so that the KL approaches `target`
 
 
 class CorrectionLevel(str, Enum):
-    """What a weight trainer / rollout policy is taken over."""
+    """The unit over which an importance weight (trainer / rollout policy) is computed."""
 
     none = "none"  # no weights
     token = "token"  # each token
@@ -47,9 +47,9 @@ class CorrectionKind(str, Enum):
 
 
 class RejectionEstimator(str, Enum):
-    none = "none"  # no response is left out
-    k1 = "k1"  # mean of rollout - trainer log-prob
-    k2 = "k2"  # mean of half its square
+    none = "none"  # no response is rejected
+    k1 = "k1"  # rollout minus trainer log-prob
+    k2 = "k2"  # half the square of k1
     k3 = "k3"  # never negative, unbiased
 
 
@@ -60,51 +60,52 @@ class RejectionLevel(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    # how good a token was, from rewards; see the page on algorithms
+    # how advantages are computed from rewards; see Algorithms
     estimator: AdvantageEstimator = AdvantageEstimator.gae
     function: str | None = field(
         default=None, metadata=names(InputKind.code)
-    )  # FILE.py:NAME of your own, in the place of the estimator's; it gets what the estimator gets
-    gamma: float = ranged(1.0, at_least=0, at_most=1)  # discount of later rewards: gae, reinforce_plus_plus
-    lam: float = ranged(1.0, at_least=0, at_most=1)  # gae: 1 trusts the rewards, 0 the critic
-    # grpo, grpo_pass_k: divide by the group's deviation; false is Dr. GRPO (Liu et al. 2025)
+    )  # FILE.py:NAME of a custom function that replaces the estimator's; it receives the same inputs
+    gamma: float = ranged(1.0, at_least=0, at_most=1)  # gae, reinforce_plus_plus: discount factor
+    lam: float = ranged(1.0, at_least=0, at_most=1)  # gae: lambda; 1 relies on rewards, 0 on the critic
+    # grpo, grpo_pass_k: divide by the group's standard deviation; false is Dr. GRPO (Liu et al. 2025)
     normalize_by_std: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class SAPOConfig:
-    """How sharply a ratio's weight falls away from 1; the larger for tokens that are to become less likely
-    (Gao et al. 2025)."""
+    """How sharply a token's weight decays as its ratio moves away from 1. By default the decay is sharper for
+    tokens whose probability is to decrease (Gao et al. 2025)."""
 
-    temperature_positive: float = ranged(1.0, above=0)  # of tokens with an advantage above 0
-    temperature_negative: float = ranged(1.05, above=0)  # of the others
+    temperature_positive: float = ranged(1.0, above=0)  # temperature for tokens with a positive advantage
+    temperature_negative: float = ranged(1.05, above=0)  # temperature for all other tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class CovarianceConfig:
-    """Which tokens clip_cov and kl_cov treat apart (Cui et al. 2025)."""
+    """The tokens that clip_cov and kl_cov treat separately (Cui et al. 2025)."""
 
-    share: float = ranged(0.0002, above=0, at_most=1)  # of a mini-batch's tokens
-    low: float = 1.0  # clip_cov: the covariances that it draws from
-    high: float = 5.0  # the upper end of those
-    kl_coefficient: float = ranged(1.0, at_least=0)  # kl_cov
+    share: float = ranged(0.0002, above=0, at_most=1)  # fraction of a mini-batch's tokens that are selected
+    low: float = 1.0  # clip_cov: lower bound of the covariances to select from
+    high: float = 5.0  # clip_cov: upper bound of the covariances to select from
+    kl_coefficient: float = ranged(1.0, at_least=0)  # kl_cov: weight of the KL penalty
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLossConfig:
-    kind: PolicyLossKind = PolicyLossKind.ppo_clip  # the loss of one token; see the page on algorithms
+    kind: PolicyLossKind = PolicyLossKind.ppo_clip  # loss of one token; see Algorithms
     function: str | None = field(
         default=None, metadata=names(InputKind.code)
-    )  # FILE.py:NAME of your own, in the place of the kind's; it gets what the kind gets
-    # The ratio is kept in [1 - clip_low, 1 + clip_high]. gmpo: its logarithm in [-clip_low, clip_high].
-    # dppo_*: limits of the divergence for tokens that became less and more likely. sapo, gpg and kl_cov have
-    # no bounds.
+    )  # FILE.py:NAME of a custom function that replaces the kind's; it receives the same inputs
+    # lower clip bound: the ratio is clipped to [1 - clip_low, 1 + clip_high]. gmpo: its logarithm to
+    # [-clip_low, clip_high]. dppo_*: divergence limits for tokens that became less (clip_low) and more
+    # (clip_high) likely. sapo, gpg and kl_cov ignore both
     clip_low: float = ranged(0.2, above=0, below=1)
-    clip_high: float = ranged(0.2, above=0)  # as clip_low, above
-    # ppo_clip: limit c > 1 of the ratio where A < 0 (Ye et al. 2020); dppo_*: limit of every ratio
+    clip_high: float = ranged(0.2, above=0)  # upper clip bound; see clip_low
+    # ppo_clip: dual clip, the limit c > 1 of the ratio where A < 0 (Ye et al. 2020); dppo_*: limit of every
+    # ratio
     clip_dual: float | None = ranged(None, above=1)
-    aggregation: Aggregation = Aggregation.token_mean  # from the losses of tokens to one number
-    # sequence_mean_token_sum_norm: the constant that a row's sum is divided by
+    aggregation: Aggregation = Aggregation.token_mean  # how token losses are reduced to one number
+    # sequence_mean_token_sum_norm: constant that divides each row's sum
     norm_tokens: int | None = ranged(None, at_least=1)
     sapo: SAPOConfig = field(default_factory=SAPOConfig)
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
@@ -112,24 +113,24 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLossConfig:
-    # how far a value may move from that before the update; null: as far as it likes
+    # clip range around the value before the update; null disables clipping
     clip: float | None = ranged(0.2, above=0)
-    aggregation: Aggregation = Aggregation.token_mean  # as of the policy loss
-    norm_tokens: int | None = ranged(None, at_least=1)  # as of the policy loss
+    aggregation: Aggregation = Aggregation.token_mean  # as in policy_loss
+    norm_tokens: int | None = ranged(None, at_least=1)  # as in policy_loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLControllerConfig:
-    kind: KLControllerKind = KLControllerKind.fixed  # whether the coefficient in the reward is steered
-    target: float = ranged(0.1, above=0)  # adaptive: the KL that the coefficient is steered to
-    horizon: int = ranged(10000, at_least=1)  # samples
+    kind: KLControllerKind = KLControllerKind.fixed  # controller of the coefficient in the reward
+    target: float = ranged(0.1, above=0)  # adaptive: target KL
+    horizon: int = ranged(10000, at_least=1)  # adaptive: number of samples over which the coefficient adapts
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig:
-    where: KLWhere = KLWhere.reward  # what the divergence from the reference is charged to
-    estimator: KLEstimator = KLEstimator.k1  # how the divergence is estimated from a drawn token
-    # its weight; with 0 there is no reference, as with `where: none`
+    where: KLWhere = KLWhere.reward  # where the KL penalty against the reference policy is applied
+    estimator: KLEstimator = KLEstimator.k1  # how the divergence is estimated from a sampled token
+    # weight of the penalty; 0 removes the reference policy, as `where: none` does
     coefficient: float = ranged(0.001, at_least=0)
     controller: KLControllerConfig = field(default_factory=KLControllerConfig)
 
@@ -144,25 +145,25 @@ class KLConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RejectionConfig:
-    """Responses are left out whose estimated KL(rollout || trainer), in nats, is outside [low, high]."""
+    """Responses whose estimated KL(rollout || trainer), in nats, is outside [low, high] are rejected."""
 
-    estimator: RejectionEstimator = RejectionEstimator.none  # of the divergence
-    level: RejectionLevel = RejectionLevel.geometric  # what the estimate is taken over
-    low: float | None = None  # for k1, which can be negative
-    high: float = ranged(0.01, above=0)  # responses above it are left out
+    estimator: RejectionEstimator = RejectionEstimator.none  # estimator of the divergence
+    level: RejectionLevel = RejectionLevel.geometric  # unit over which the estimate is computed
+    low: float | None = None  # lower bound, for k1, which can be negative
+    high: float = ranged(0.01, above=0)  # upper bound
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig:
-    """The rollout engine's log-probs are not quite the trainer's: weights for the policy loss, and responses
-    to leave out."""
+    """Corrects for the difference between the log-probs of the rollout engine and the trainer, with
+    importance weights in the policy loss and with rejection of responses."""
 
-    level: CorrectionLevel = CorrectionLevel.none  # what a weight is taken over
-    kind: CorrectionKind = CorrectionKind.truncate  # what becomes of a weight out of bounds
-    low: float = ranged(0.5, at_least=0)  # mask
-    high: float = ranged(2.0, above=0)  # the largest weight
+    level: CorrectionLevel = CorrectionLevel.none  # unit over which a weight is computed
+    kind: CorrectionKind = CorrectionKind.truncate  # how weights out of bounds are handled
+    low: float = ranged(0.5, at_least=0)  # mask: lower bound of a weight
+    high: float = ranged(2.0, above=0)  # upper bound of a weight
     rejection: RejectionConfig = field(default_factory=RejectionConfig)
-    # the rollout engine's log-probs are the old ones, so that the trainer does not compute them again
+    # use the rollout engine's log-probs as the old log-probs; the trainer does not recompute them
     bypass: bool = False
 
     @property
@@ -174,25 +175,25 @@ class RolloutCorrectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongConfig:
-    """A penalty that grows over the last tokens of `data.max_response_length` (Yu et al. 2025, DAPO, eq.
-    13)."""
+    """A penalty that grows linearly over the last tokens of `data.max_response_length` (Yu et al. 2025, DAPO,
+    eq. 13)."""
 
-    # of max_response_length, over which it grows; 0: no penalty
+    # fraction of max_response_length over which the penalty grows; 0: no penalty
     buffer_share: float = ranged(0.0, at_least=0, at_most=1)
-    penalty: float = ranged(1.0, above=0)  # of a response that fills max_response_length
+    penalty: float = ranged(1.0, above=0)  # penalty of a response that fills max_response_length
 
     def buffer_tokens(self, max_response_length: int) -> int:
-        """At least one where there is a share."""
+        """Return the number of tokens over which the penalty grows; at least one if the share is not 0."""
         return max(1, round(self.buffer_share * max_response_length)) if self.buffer_share else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSamplingConfig:
-    """Prompts whose samples all have the same score are dropped and others take their place (DAPO, section
-    3.2)."""
+    """Prompts whose samples all have the same score are dropped and replaced (DAPO, section 3.2)."""
 
-    enabled: bool = False  # needs an estimator that compares the samples of a prompt
-    max_generations: int = ranged(4, at_least=1)  # times a step's prompts that may be sampled for it
+    enabled: bool = False  # requires an estimator that compares the samples of a prompt
+    # maximum number of prompts sampled for a step, as a multiple of trainer.prompts_per_step
+    max_generations: int = ranged(4, at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,14 +202,14 @@ class AlgorithmConfig:
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     value_loss: ValueLossConfig = field(default_factory=ValueLossConfig)
     kl: KLConfig = field(default_factory=KLConfig)
-    entropy_coefficient: float = 0.0  # times the mean entropy, taken off the policy loss
+    entropy_coefficient: float = 0.0  # weight of the mean entropy, which is subtracted from the policy loss
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
 
     @property
     def own_functions(self) -> list[tuple[str, str]]:
-        """Key and FILE.py:NAME of the user's functions that take the place of megarl's."""
+        """The key and FILE.py:NAME of each custom function that replaces a built-in one."""
         named = {
             "algorithm.advantage.function": self.advantage.function,
             "algorithm.policy_loss.function": self.policy_loss.function,

@@ -1,4 +1,4 @@
-"""Which prompts an RL run draws from, and which chats a supervised run learns."""
+"""The section `data`: the prompts of an RL run and the conversations of a supervised run."""
 
 from __future__ import annotations
 
@@ -9,87 +9,87 @@ from megarl.config.schema.keys import MISSING, InputKind, names, prose, ranged
 
 
 class Overlong(str, Enum):
-    refuse = "refuse"  # the run does not start, and says which rows
-    filter = "filter"  # left out and counted
+    refuse = "refuse"  # the run does not start; the error lists the rows
+    filter = "filter"  # rows are skipped and counted
 
 
 class LossyText(str, Enum):
-    """What happens to prompts and chats that the tokenizer cannot write: decoded again, their tokens are
-    another text."""
+    """How to handle prompts and conversations that do not round-trip through the tokenizer."""
 
-    refuse = "refuse"  # the run does not start, and says what is lost
-    allow = "allow"  # the model reads what is left of them
+    refuse = "refuse"  # the run does not start; the error shows what is lost
+    allow = "allow"  # the model reads the text as the tokenizer encodes it
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptColumnsConfig:
-    """The columns of the files, where they are called otherwise."""
+    """Column names of the files, if they differ from the defaults."""
 
-    prompt: str = "prompt"  # a chat up to the answer, or a text: a message of the user
-    # names the kind of task; null: the file's name, without its ending
+    prompt: str = "prompt"  # a conversation up to the answer, or a string: one user message
+    # name of the kind of task; null: the file name without its suffix
     data_source: str | None = "data_source"
-    # the right answer; null: in the mapping reward_model, or in a column ground_truth
+    # the correct answer; null: from the mapping reward_model or the column ground_truth
     ground_truth: str | None = None
-    # a mapping with ground_truth; not read where ground_truth has a column of its own
+    # a mapping with the key ground_truth; ignored if ground_truth names a column
     reward_model: str = "reward_model"
-    extra_info: str = "extra_info"  # a mapping for reward functions; may be absent
+    extra_info: str = "extra_info"  # a mapping for reward functions; optional
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatColumnsConfig:
-    """The columns of the files, where they are called otherwise, or where prompt and answer stand in two."""
+    """Column names of the files, if they differ from the defaults or if prompt and answer are two columns."""
 
-    # a chat that ends with the assistant's answer; not read where prompt and answer are given
+    # a conversation that ends with the assistant's answer; ignored if prompt and answer are set
     messages: str = "messages"
-    # the schemas of what the assistant may call, as a list or as JSON text; may be absent
+    # schemas of the tools that the assistant may call, as a list or a JSON string; optional
     tools: str = "tools"
-    prompt: str | None = None  # a chat up to the answer, or a text: a message of the user
-    answer: str | None = None  # the text of the assistant's answer
+    prompt: str | None = None  # a conversation up to the answer, or a string: one user message
+    answer: str | None = None  # the assistant's answer, a string
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    # files of prompts: .parquet, .jsonl, .csv, or a folder that `datasets` has saved
+    # files of prompts: .parquet, .jsonl, .csv, or a folder saved by `datasets`
     train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # type: ignore[arg-type]
-    # one for each of train_files: its share of the rows; empty: each row once
+    # sampling weight of each of train_files, as its share of the rows; empty: each row is used once per epoch
     train_weights: list[float] = field(default_factory=list)
     # held-out prompts, for validation
     val_files: list[str] = field(default_factory=list, metadata=names(InputKind.data))
     columns: PromptColumnsConfig = field(default_factory=PromptColumnsConfig)
-    system_prompt: str | None = prose(None)  # comes before chats that have none
-    max_prompt_length: int = ranged(1024, at_least=1)  # tokens, the chat template's included
-    max_response_length: int = ranged(1024, at_least=1)  # tokens
-    overlong: Overlong = Overlong.refuse  # what happens to prompts of more tokens than that
-    lossy: LossyText = LossyText.refuse  # what happens to prompts that lose text on their way to tokens
-    shuffle: bool = True  # a new order in each epoch
-    seed: int = ranged(0, at_least=0)  # of that order
+    system_prompt: str | None = prose(None)  # added to conversations that have no system message
+    max_prompt_length: int = ranged(1024, at_least=1)  # maximum prompt tokens, including the chat template
+    max_response_length: int = ranged(1024, at_least=1)  # maximum response tokens
+    overlong: Overlong = Overlong.refuse  # how to handle prompts that exceed max_prompt_length
+    lossy: LossyText = LossyText.refuse  # how to handle prompts that do not round-trip through the tokenizer
+    shuffle: bool = True  # reshuffle the rows in each epoch
+    seed: int = ranged(0, at_least=0)  # seed of the shuffling
 
     @property
     def longest_row(self) -> int:
-        """Tokens that a row of the files may have."""
+        """The maximum number of tokens of a row of the files."""
         return self.max_prompt_length
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTDataConfig:
-    """Rows with `messages`: a chat that ends with the assistant's answer. Its answers are trained, and
-    nothing else of it."""
+    """Rows with `messages`: a conversation that ends with the assistant's answer. The loss covers the
+    assistant's answers only."""
 
-    # files of chats: .parquet, .jsonl, .csv, or a folder that `datasets` has saved
+    # files of conversations: .parquet, .jsonl, .csv, or a folder saved by `datasets`
     train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # type: ignore[arg-type]
-    # one for each of train_files: its share of the rows; empty: each row once
+    # sampling weight of each of train_files, as its share of the rows; empty: each row is used once per epoch
     train_weights: list[float] = field(default_factory=list)
-    # held-out chats, whose loss is logged
+    # held-out conversations, for the validation loss
     val_files: list[str] = field(default_factory=list, metadata=names(InputKind.data))
     columns: ChatColumnsConfig = field(default_factory=ChatColumnsConfig)
-    system_prompt: str | None = prose(None)  # comes before chats that have none
-    max_length: int = ranged(2048, at_least=1)  # tokens of a whole chat
-    overlong: Overlong = Overlong.refuse  # what happens to chats of more tokens than that
-    lossy: LossyText = LossyText.refuse  # what happens to chats that lose text on their way to tokens
-    shuffle: bool = True  # a new order in each epoch
-    seed: int = ranged(0, at_least=0)  # of that order
+    system_prompt: str | None = prose(None)  # added to conversations that have no system message
+    max_length: int = ranged(2048, at_least=1)  # maximum tokens of a whole conversation
+    overlong: Overlong = Overlong.refuse  # how to handle conversations that exceed max_length
+    # how to handle conversations that do not round-trip through the tokenizer
+    lossy: LossyText = LossyText.refuse
+    shuffle: bool = True  # reshuffle the rows in each epoch
+    seed: int = ranged(0, at_least=0)  # seed of the shuffling
 
     @property
     def longest_row(self) -> int:
-        """Tokens that a row of the files may have."""
+        """The maximum number of tokens of a row of the files."""
         return self.max_length

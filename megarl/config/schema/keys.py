@@ -1,5 +1,5 @@
-"""What a key of the schema says of itself beside its type: that it must be given, and which numbers it
-takes."""
+"""The metadata of a configuration key besides its type: whether it is required, its range, and what it
+names."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from dataclasses import Field, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
-MISSING = "???"  # OmegaConf's own mark of a value that the user must give
-# of any number, with either sign: what is larger is a slip, and would be a disaster as a count or a seed
+MISSING = "???"  # OmegaConf's marker for a required value
+# Limit of any number, with either sign: a larger one is a typo, and would be harmful as a count or a seed.
 LARGEST = 10**9
 
 Value = TypeVar("Value")
 
 
 class Range(NamedTuple):
-    """Which numbers a key takes, none beyond LARGEST. An end belongs to the range (`at_least`, `at_most`) or
-    not (`above`, `below`)."""
+    """The numbers that a key accepts, none beyond LARGEST.
+
+    `at_least` and `at_most` are inclusive ends, `above` and `below` are exclusive ones.
+    """
 
     at_least: float = -math.inf
     above: float = -math.inf
@@ -42,23 +44,28 @@ class Range(NamedTuple):
         return next((f"{word.replace('_', ' ')} {end:g}" for word, end in given.items()), "a finite number")
 
     def explain(self, value: float) -> str:
-        """Why `value` is not in it."""
+        """Explain why `value` is not in the range."""
         is_huge = LARGEST < abs(value) < math.inf and min(self.at_most, self.below) == math.inf
         return (
-            f"is {value:g}, but no number may be beyond {LARGEST:,}"
+            f"is {value:g}, but the largest number allowed is {LARGEST:,}"
             if is_huge
             else f"is {value:g}, but must be {self}"
         )
 
 
 def ranged(default: Value, **ends: float) -> Value:
-    """The default of a key and its range, as in `n: int = ranged(1, at_least=1)`; null is in every range.
-    `ends`: see Range."""
+    """Declare the default and the range of a key, as in `n: int = ranged(1, at_least=1)`.
+
+    Null is in every range.
+
+    Args:
+        ends: The fields of Range.
+    """
     return field(default=default, metadata={Range: Range(**ends)})
 
 
 class ItemRange(NamedTuple):
-    """How many numbers a list has, and which each may be."""
+    """The length of a list of numbers, and the range of each number."""
 
     length: int
     range: Range
@@ -71,40 +78,43 @@ class ItemRange(NamedTuple):
 
 
 def numbers(default: list[float], **ends: float) -> list[float]:
-    """The default of a key that takes a list of that many numbers, and the range of each. `ends`: see
-    Range."""
+    """Declare the default of a key that takes a list of numbers of that length, and the range of each.
+
+    Args:
+        ends: The fields of Range.
+    """
     return field(default_factory=default.copy, metadata={ItemRange: ItemRange(len(default), Range(**ends))})
 
 
 def prose(default: Value) -> Value:
-    """The default of a key whose text is read by a model: it may be long and have line breaks, as no name
-    may."""
+    """Declare the default of a key whose text is read by a model: unlike a name, it may be long and contain
+    line breaks."""
     return field(default=default, metadata={prose: True})
 
 
 def range_of(key: Field[Any]) -> Range:
-    """Of a key without one: all finite numbers."""
+    """Return the range of a key; without one, all finite numbers."""
     return key.metadata.get(Range, Range())
 
 
 class InputKind(Enum):
-    """What a key names that a run reads, so that its place is known: see `Layer.place_of`."""
+    """The kind of input that a key names, which determines how its path is resolved: see `Layer.place_of`."""
 
-    data = "data"  # a model's folder, rows: of whoever runs it; or a name on the Hugging Face hub
-    code = "code"  # a file of Python: goes with the configuration
+    data = "data"  # a model folder or data files of the user, or a name on the Hugging Face hub
+    code = "code"  # a Python file that belongs to the configuration
 
 
 def names(kind: InputKind) -> dict[Any, InputKind]:
-    """The metadata of a key that names what a run reads, one or a list of them."""
+    """Return the metadata of a key that names one input of a run or a list of inputs."""
     return {InputKind: kind}
 
 
 class OutputFolder:
-    """Marks, in a key's metadata, a folder that a run writes. It is relative to the current folder."""
+    """Marks a key that names an output folder of a run, which is relative to the current folder."""
 
 
 def written() -> dict[Any, bool]:
-    """Returns the metadata of a key that names a folder which a run writes."""
+    """Return the metadata of a key that names an output folder of a run."""
     return {OutputFolder: True}
 
 
@@ -112,9 +122,9 @@ class Leaf(NamedTuple):
     """A value of a configuration.
 
     Attributes:
-        key: Dotted, and with the number of an element in a list of sections.
+        key: The dotted key, with the index of the element in a list of sections.
         is_prose: See `prose`.
-        items: Set for a list of numbers that declares its length and their range.
+        items: The length and range that a list of numbers declares.
     """
 
     key: str
@@ -125,8 +135,10 @@ class Leaf(NamedTuple):
 
 
 def leaves(section: Any, prefix: str = "") -> Iterator[Leaf]:
-    """Every value of a section, those of the sections in it included; a list is a value, and so is what
-    stands in its sections."""
+    """Yield every value of a section and of its nested sections.
+
+    A list is a value, and so is each value inside a list of sections.
+    """
     for entry in fields(section):
         value = getattr(section, entry.name)
         key = f"{prefix}{entry.name}"

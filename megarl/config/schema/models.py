@@ -1,4 +1,4 @@
-"""The policy's folder, and how each role's model is laid out, trained and cut into micro-batches."""
+"""The sections of models: the policy's folder, and each role's layout, training and micro-batches."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from megarl.config.schema.keys import MISSING, InputKind, names, numbers, ranged
 
 
 class DType(str, Enum):
-    # bfloat16 on CUDA; float32 on a CPU, where most processors compute bfloat16 many times as slowly
+    # bfloat16 on CUDA; float32 on CPU, where bfloat16 is many times slower on most processors
     auto = "auto"
     float32 = "float32"  # four bytes
-    bfloat16 = "bfloat16"  # two bytes; the optimizer keeps float32 copies
+    bfloat16 = "bfloat16"  # two bytes; the optimizer keeps float32 master weights
 
 
 class Recompute(str, Enum):
-    none = "none"  # all activations are kept
-    selective = "selective"  # those inside `recompute_modules` are computed again in the backward pass
-    full = "full"  # those of whole layers are: the least memory
+    none = "none"  # all activations are saved
+    selective = "selective"  # activations inside `recompute_modules` are recomputed in the backward pass
+    full = "full"  # activations of whole layers are recomputed: the least memory
 
 
 class RecomputeModule(str, Enum):
-    """Megatron's names. `layernorm` is not among them: Transformer Engine's layers have none by itself, and
-    for others Megatron needs that package."""
+    """Modules by Megatron's names. `layernorm` is not supported: Transformer Engine fuses it into other
+    layers, and Megatron requires that package to recompute it."""
 
-    core_attn = "core_attn"  # attention between its linear layers; on CUDA its kernels keep little anyway
-    mlp = "mlp"  # the MLP, whose activations are the most of a layer
+    core_attn = "core_attn"  # attention without its linear layers; CUDA attention kernels save little anyway
+    mlp = "mlp"  # the MLP, which has most of a layer's activations
 
 
 class Recomputation(NamedTuple):
-    """What is computed again in the backward pass, as the keys of a role say it."""
+    """What is recomputed in the backward pass, as configured for a role."""
 
     how: Recompute = Recompute.none
     modules: tuple[RecomputeModule, ...] = (RecomputeModule.core_attn,)
@@ -39,23 +39,23 @@ class Recomputation(NamedTuple):
 
 
 class Decay(str, Enum):
-    constant = "constant"  # the rate stays at `lr`
-    linear = "linear"  # down to `min_lr` at the last step
-    cosine = "cosine"  # the same on half a cosine
+    constant = "constant"  # the learning rate stays at `lr`
+    linear = "linear"  # linear decay to `min_lr` at the last step
+    cosine = "cosine"  # cosine decay to `min_lr` at the last step
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The policy: a Hugging Face folder (`config.json`, safetensors, tokenizer)."""
 
-    path: str = field(default=MISSING, metadata=names(InputKind.data))  # of the folder
-    trust_remote_code: bool = False  # run the Python files in the folder: only where you trust who made it
-    dtype: DType = DType.auto  # of weights and activations, in trainer and engine
+    # path of the model folder, or a name on the Hugging Face hub
+    path: str = field(default=MISSING, metadata=names(InputKind.data))
+    trust_remote_code: bool = False  # run Python files from the folder; enable only for trusted authors
+    dtype: DType = DType.auto  # data type of weights and activations, in trainer and engine
 
 
 class RankCoordinate(NamedTuple):
-    """Where a rank of a role stands: which tensor-parallel part, which part of the tokens, which replica,
-    which stage."""
+    """The coordinate of a rank in the tensor, context, data and pipeline axes of a role's mesh."""
 
     tp: int
     cp: int
@@ -65,21 +65,22 @@ class RankCoordinate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Megatron's parallel sizes of one role. `data_parallel_size` replicas of (tensor x context x pipeline)
+    """Megatron's parallel sizes of one role: `data_parallel_size` replicas of (tensor x context x pipeline)
     ranks."""
 
-    # ranks that share each layer's matrices, on one node
+    # ranks that shard each layer's weight matrices, all on one node
     tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)
     pipeline_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # stages of consecutive layers
-    # pieces of layers that a stage holds, so that stages wait less
+    # virtual stages per pipeline stage, which shrink the pipeline bubble
     virtual_pipeline_parallel_size: int | None = ranged(None, at_least=2)
-    # ranks that share the tokens of each row, for long rows
+    # ranks that split the tokens of each sequence, for long sequences
     context_parallel_size: int = ranged(1, at_least=1, at_most=1024)
     data_parallel_size: int = ranged(1, at_least=1, at_most=10000)  # replicas, each with a share of the batch
-    sequence_parallel: bool = False  # between matrices, tensor-parallel ranks share the tokens: less memory
-    # ranks of a stage that share the experts, whatever replica they are in
+    # split activations between the matrices over the tensor-parallel ranks by token, which saves memory
+    sequence_parallel: bool = False
+    # ranks of a stage over which whole experts are distributed; they may span replicas
     expert_parallel_size: int = ranged(1, at_least=1, at_most=1024)
-    # ranks that share each expert's matrices
+    # ranks that shard each expert's weight matrices
     expert_tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)
 
     @property
@@ -88,29 +89,29 @@ class ParallelConfig:
 
     @property
     def replica_size(self) -> int:
-        """Ranks that work on the same rows."""
+        """The number of ranks that process the same rows."""
         return self.tensor_parallel_size * self.context_parallel_size * self.pipeline_parallel_size
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a pipeline stage."""
+        """The number of ranks of a pipeline stage."""
         return self.tensor_parallel_size * self.num_copies
 
     @property
     def num_copies(self) -> int:
-        """Ranks that hold the same parameters, whose gradients are added and who share the optimizer's
+        """The number of ranks with the same parameters, which reduce their gradients and shard the optimizer
         state."""
         return self.context_parallel_size * self.data_parallel_size
 
     @property
     def micro_batch_multiple(self) -> int:
-        """A pass has so many micro-batches, or a multiple: virtual stages take turns with whole rounds of
-        them."""
+        """The number that the micro-batches of a pass must be a multiple of, because virtual stages alternate
+        in whole rounds of micro-batches."""
         return 1 if self.virtual_pipeline_parallel_size is None else self.pipeline_parallel_size
 
     def coordinate(self, rank: int) -> RankCoordinate:
-        """As Megatron counts: tensor-parallel ranks fastest, then those that share rows, then replicas, then
-        stages."""
+        """Return the coordinate of a rank in Megatron's order: tensor ranks vary fastest, then context, data
+        and pipeline."""
         rest, tensor = divmod(rank, self.tensor_parallel_size)
         rest, context = divmod(rest, self.context_parallel_size)
         stage, replica = divmod(rest, self.data_parallel_size)
@@ -118,58 +119,58 @@ class ParallelConfig:
 
     @property
     def expert_data_parallel_size(self) -> int:
-        """Copies of each expert."""
+        """The number of copies of each expert."""
         return self.stage_size // (self.expert_parallel_size * self.expert_tensor_parallel_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    lr: float = ranged(1e-6, above=0, at_most=1)  # after the warm-up
-    betas: list[float] = numbers([0.9, 0.95], at_least=0, below=1)  # Adam's two moments
-    eps: float = ranged(1e-8, above=0, at_most=1)  # Adam's
-    weight_decay: float = ranged(0.01, at_least=0)  # decoupled (AdamW); not on norms and biases
-    clip_grad: float = ranged(1.0, at_least=0)  # by global norm; 0 switches it off
-    warmup_steps: int = ranged(0, at_least=0)  # optimizer steps, linear from 0
-    decay: Decay = Decay.constant  # of the rate, from the warm-up to the last step
-    min_lr: float = ranged(0.0, at_least=0)  # where the decay ends
+    lr: float = ranged(1e-6, above=0, at_most=1)  # learning rate after the warm-up
+    betas: list[float] = numbers([0.9, 0.95], at_least=0, below=1)  # Adam's beta1 and beta2
+    eps: float = ranged(1e-8, above=0, at_most=1)  # Adam's epsilon
+    weight_decay: float = ranged(0.01, at_least=0)  # decoupled (AdamW); not applied to norms and biases
+    clip_grad: float = ranged(1.0, at_least=0)  # maximum global gradient norm; 0 disables clipping
+    warmup_steps: int = ranged(0, at_least=0)  # optimizer steps of linear warm-up from 0
+    decay: Decay = Decay.constant  # learning-rate schedule from the end of the warm-up to the last step
+    min_lr: float = ranged(0.0, at_least=0)  # final learning rate of the decay
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchConfig:
-    """How a rank's rows are cut into micro-batches: by count, or by a budget of tokens. Exactly one is
-    given."""
+    """How a rank's rows are split into micro-batches: by a number of rows or by a token budget. Set exactly
+    one of them."""
 
-    sequences: int | None = ranged(None, at_least=1)  # so many rows at a time
-    # as many rows as give a rank so many tokens: the lever on activation memory
+    sequences: int | None = ranged(None, at_least=1)  # rows of a micro-batch
+    # maximum tokens of a micro-batch per rank; the main control of activation memory
     max_tokens: int | None = ranged(None, at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """How the routers of a model with experts are trained. The field trains policies without losses of their
-    own: they pull log-probs away from those that generated the samples."""
+    """How the routers of a mixture-of-experts model are trained. Most RL recipes disable the auxiliary
+    losses, which move log-probs away from those that generated the samples."""
 
-    # Of the load-balancing loss, in each layer E * sum over experts of (share of tokens) * (mean
-    # probability), 1 where all are alike. Shares are of the whole mini-batch, before its first gradient: an
-    # update has one more forward pass
+    # weight of the load-balancing loss. In each layer it is E * sum over experts of (share of tokens) * (mean
+    # probability), which is 1 for a uniform load. The shares are those of the whole mini-batch, before its
+    # first gradient, so an update has an additional forward pass
     aux_loss_coefficient: float = ranged(0.0, at_least=0)
-    # of the mean squared log-sum-exp of a router's logits, in each layer
+    # weight of the mean squared log-sum-exp of the router's logits, in each layer
     z_loss_coefficient: float = ranged(0.0, at_least=0)
-    freeze_router: bool = False  # routers stay as they are; their gradients are not computed
+    freeze_router: bool = False  # do not train routers; their gradients are not computed
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModelConfig:
-    """How a model that the run trains is laid out, optimized, cut into micro-batches and recomputed."""
+    """The layout, optimizer, micro-batches and recomputation of a trained model."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
-    recompute: Recompute = Recompute.none  # activations that are not kept
-    # of each layer; selective
+    recompute: Recompute = Recompute.none  # which activations are recomputed instead of saved
+    # selective: the modules of each layer to recompute
     recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [RecomputeModule.core_attn])
-    # full: the first so many of each (virtual) stage; None: all
+    # full: number of layers to recompute, from the first of each (virtual) stage; null: all
     recompute_num_layers: int | None = ranged(None, at_least=1)
 
     @property
@@ -184,7 +185,7 @@ class ActorConfig(TrainedModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CriticModelConfig:
-    # None: initialised from the policy's folder
+    # model folder of the critic; null: initialized from the policy's folder
     path: str | None = field(default=None, metadata=names(InputKind.data))
 
 
@@ -196,7 +197,8 @@ class CriticConfig(TrainedModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig:
-    """The frozen policy. It shares the actor's processes and layout."""
+    """The frozen reference policy. It shares the actor's processes and layout."""
 
-    path: str | None = field(default=None, metadata=names(InputKind.data))  # None: the policy's folder
+    # model folder of the reference; null: the policy's folder
+    path: str | None = field(default=None, metadata=names(InputKind.data))
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))

@@ -10,59 +10,61 @@ from megarl.config.schema.models import MicroBatchConfig, ParallelConfig
 
 
 class OverlongConversation(str, Enum):
-    """What happens to a conversation of more tokens than the reward model reads. Truncated ones are counted
-    in a metric."""
+    """How to handle a conversation that exceeds the reward model's maximum length. A metric counts truncated
+    ones."""
 
-    refuse = "refuse"  # it is an error of that sample
-    truncate = "truncate"  # the oldest tokens are left out
+    refuse = "refuse"  # scoring the sample fails
+    truncate = "truncate"  # the oldest tokens are removed
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunctionConfig:
     """A Python function `(data_source, solution_str, ground_truth, extra_info) -> float` in a file."""
 
-    path: str = field(default=MISSING, metadata=names(InputKind.code))  # of the file
-    name: str = "compute_score"  # of the function in it
-    weight: float = 1.0  # what its score is multiplied by
-    # True: each sample in a process of its own that reads no file, reaches no network, starts no process and
-    # leaves nothing behind: for functions that run what a model wrote; see the page on the sandbox
+    path: str = field(default=MISSING, metadata=names(InputKind.code))  # Python file
+    name: str = "compute_score"  # name of the function in the file
+    weight: float = 1.0  # factor of its score
+    # score each sample in its own sandboxed process, without access to files, the network or other processes;
+    # for functions that execute model-written code; see Sandbox
     sandbox: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSandboxConfig:
-    """What functions with `sandbox` may have. Where one has it, no function sees a variable that is not named
-    here."""
+    """Limits of functions with `sandbox: true`. If there is one, only the environment variables listed here
+    are passed to any function."""
 
-    memory_mb: int = ranged(512, at_least=1)  # of a sample, beside what the functions' files have loaded
-    environment: list[str] = field(default_factory=list)  # names of the variables that are passed on
+    # memory limit of a sample, in 2**20 bytes, in addition to what the functions' files have loaded
+    memory_mb: int = ranged(512, at_least=1)
+    environment: list[str] = field(default_factory=list)  # names of the environment variables to pass on
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
-    """A frozen model with a sequence-classification head of one number, of any family, tokenizer and layout:
-    it reads the conversation by its own chat template. A sample's score is the functions' sum plus `weight`
-    times the model's."""
+    """A frozen model with a sequence-classification head of one output, of any family, tokenizer and layout.
+    It reads the conversation with its own chat template. A sample's score is the sum of the functions' scores
+    plus `weight` times the model's score."""
 
-    path: str | None = field(default=None, metadata=names(InputKind.data))  # None: functions alone
+    # model folder; null: no reward model
+    path: str | None = field(default=None, metadata=names(InputKind.data))
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
-    weight: float = 1.0  # what its score is multiplied by
-    # of its own tokens; None: as many as it has positions, and a micro-batch has room
+    weight: float = 1.0  # factor of its score
+    # maximum length in the reward model's tokens; null: limited by its positions and by a micro-batch
     max_length: int | None = ranged(None, at_least=1)
-    overlong: OverlongConversation = OverlongConversation.refuse  # what happens to longer conversations
+    overlong: OverlongConversation = OverlongConversation.refuse  # how to handle longer conversations
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    # their weighted scores are added; see the page on rewards
+    # reward functions, whose weighted scores are added; see Rewards
     functions: list[RewardFunctionConfig] = field(default_factory=list)
     sandbox: RewardSandboxConfig = field(default_factory=RewardSandboxConfig)
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    # a sample with this score or more passes, for the metric pass@k; null: no pass@k
+    # minimum score of a sample that passes, for the metric pass@k; null: no pass@k
     pass_score: float | None = 1.0
-    time_limit_s: float = ranged(10.0, above=0)  # of one sample, from when its scoring begins
-    # share of a batch's samples whose scoring may fail: they score 0, are compared with no other sample, and
-    # are counted
+    time_limit_s: float = ranged(10.0, above=0)  # time limit of one sample, from the start of its scoring
+    # fraction of a batch's samples whose scoring may fail. They score 0, are excluded from comparisons with
+    # other samples, and are counted
     max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
-    num_processes: int = ranged(2, at_least=1, at_most=10000)  # that score at the same time
+    num_processes: int = ranged(2, at_least=1, at_most=10000)  # processes that score in parallel

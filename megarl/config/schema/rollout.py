@@ -1,4 +1,4 @@
-"""The engines that generate, how they draw, and how the trained weights reach them."""
+"""The sections `rollout` and `resharding`: generation engines, sampling and weight sync."""
 
 from __future__ import annotations
 
@@ -11,94 +11,93 @@ from megarl.config.schema.keys import ranged
 
 
 class SGLangMode(str, Enum):
-    engine = "engine"  # in the process of the rollout worker
-    server = "server"  # an HTTP server that the worker starts
+    engine = "engine"  # SGLang runs in the rollout worker's process
+    server = "server"  # the worker starts an HTTP server
 
 
 class OnUpdate(str, Enum):
-    continue_ = "continue"  # continue with the new weights where they were
-    drain = "drain"  # end first, so that each sample is by one version; the trainer waits for them
+    continue_ = "continue"  # samples in flight continue with the new weights
+    drain = "drain"  # samples in flight finish first, so each has a single weight version; the trainer waits
 
 
 class Late(str, Enum):
-    wait = "wait"  # each prompt has its step, which waits for it
-    # the oldest prompts that are finished go first; tokens older than max_staleness are left out of the loss
+    wait = "wait"  # each prompt belongs to a fixed step, which waits for it
+    # a step takes the oldest finished prompts; tokens older than max_staleness are masked out of the loss
     mask = "mask"
 
 
 class Transport(str, Enum):
-    auto = "auto"  # device where every engine works beside trainers, group where none does
-    # through memory that a trainer rank and the engine rank on its device share, on any number of nodes
+    auto = "auto"  # device if every engine shares devices with trainers, group if none does
+    # shared device memory between a trainer rank and the engine rank on its device, on any number of nodes
     device = "device"
-    group = "group"  # point to point over the network, from the trainers to engines on devices of their own
-    folder = "folder"  # through files in `trainer.output_dir`, which all nodes see
+    group = "group"  # point-to-point transfers over the network, from trainers to engines on other devices
+    folder = "folder"  # files in `trainer.output_dir`, which must be visible on all nodes
 
 
 class Verify(str, Enum):
     off = "off"  # never
-    first = "first"  # after the first push
-    always = "always"  # after each push
+    first = "first"  # after the first weight sync
+    always = "always"  # after each weight sync
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     n: int = ranged(1, at_least=1)  # samples per prompt
-    temperature: float = ranged(1.0, at_least=0, at_most=100)  # 0 is greedy
-    # the most likely tokens with so much probability together; 1: all
+    temperature: float = ranged(1.0, at_least=0, at_most=100)  # sampling temperature; 0 is greedy
+    # nucleus sampling: probability mass of the most likely tokens to sample from; 1: all tokens
     top_p: float = ranged(1.0, above=0, at_most=1)
-    top_k: int = -1  # so many of the most likely tokens; -1: all
-    min_new_tokens: int = ranged(0, at_least=0)  # before the end token may come
+    top_k: int = -1  # number of most likely tokens to sample from; -1: all tokens
+    min_new_tokens: int = ranged(0, at_least=0)  # minimum tokens before the end token is allowed
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangConfig:
     mode: SGLangMode = SGLangMode.engine  # where SGLang runs
-    # on CUDA, kernels that give the same samples for the same seed, slower; on CPU always
+    # use slower kernels on CUDA that give the same samples for the same seed; CPU is always deterministic
     deterministic: bool = False
-    # SGLang's own options, by the names of its ServerArgs
+    # SGLang options, by their names in ServerArgs
     server_args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    engine: RolloutEngineKind = RolloutEngineKind.hf  # what generates
-    num_replicas: int = ranged(1, at_least=1, at_most=10000)  # engines, each with a whole copy of the model
+    engine: RolloutEngineKind = RolloutEngineKind.hf  # generation engine
+    num_replicas: int = ranged(1, at_least=1, at_most=10000)  # engines, each with a full copy of the model
     tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # devices of one engine
-    # groups of these devices that share the experts
+    # groups of an engine's devices over which whole experts are distributed
     expert_parallel_size: int = ranged(1, at_least=1, at_most=1024)
     n: int = ranged(1, at_least=1)  # samples per prompt
-    # above 0; the trainer divides its logits by it too
+    # sampling temperature, above 0; the trainer divides its logits by it too
     temperature: float = ranged(1.0, at_least=0, at_most=100)
-    # 1 for training: a cut sampler draws from another distribution
+    # must be 1 for training, because a truncated sampler changes the distribution
     top_p: float = ranged(1.0, above=0, at_most=1)
-    top_k: int = -1  # -1 for training, for the same reason
-    max_concurrency: int = ranged(256, at_least=1)  # sequences that one replica generates at the same time
-    # steps that generation may run ahead of training; 0: it waits for new weights
+    top_k: int = -1  # must be -1 for training, for the same reason
+    max_concurrency: int = ranged(256, at_least=1)  # sequences that one replica generates concurrently
+    # steps that generation may run ahead of training (async rollout); 0: it waits for new weights
     max_staleness: int = ranged(0, at_least=0, at_most=64)
-    # what samples in flight do when new weights come; they are where max_staleness is above 0
+    # with max_staleness above 0: how to handle samples in flight when new weights arrive
     on_update: OnUpdate = OnUpdate.continue_
-    late: Late = Late.wait  # what becomes of prompts that are not finished when their step begins
-    # share of a step's prompts that may be dropped if an engine cannot generate their samples; others replace
-    # them
+    late: Late = Late.wait  # how to handle prompts that are not finished when their step begins
+    # fraction of a step's prompts that may be dropped and replaced if an engine cannot generate their samples
     max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
-    restart_limit: int = ranged(3, at_least=0)  # replica restarts that one run allows
-    # an engine that makes no progress for so long is taken for hung
+    restart_limit: int = ranged(3, at_least=0)  # replica restarts allowed in one run
+    # seconds without progress after which an engine is considered hung
     health_limit_s: float = ranged(120.0, at_least=1)
     validation: SamplingConfig = field(default_factory=SamplingConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
     @property
     def training(self) -> SamplingConfig:
-        """How training samples are drawn."""
+        """The sampling settings of training samples."""
         return SamplingConfig(n=self.n, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
 
     def settings_of(self, engine: RolloutEngineKind) -> SGLangConfig | None:
-        """The section of an engine, where it has one."""
+        """Return the section of an engine; None if it has none."""
         return None if engine.needs.section is None else getattr(self, engine.needs.section)
 
     def memory_share_of(self, engine: RolloutEngineKind) -> Any:
-        """Of a GPU, that an engine takes for weights and cache, whatever it needs; None where nobody says
-        so."""
+        """Return the configured share of a GPU that an engine reserves for weights and cache; None if not
+        set."""
         settings = self.settings_of(engine)
         argument = engine.needs.memory_arg
         return None if settings is None or argument is None else settings.server_args.get(argument)
@@ -106,10 +105,10 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardingConfig:
-    # of weights that a rank sends, or receives, at a time, in 2**20 bytes; a push takes two or three times as
-    # much of a device's memory
+    # size of a transfer bucket of weights per rank, in 2**20 bytes; a weight sync takes two or three times as
+    # much device memory
     bucket_mb: float = ranged(512.0, above=0, at_most=65536)
-    transport: Transport = Transport.auto  # how weights go from the trainer to the engines
-    verify: Verify = Verify.first  # compare checksums of every tensor, trainer and engine
-    # mean |trainer - engine| over the first batch's tokens, above which the run ends
+    transport: Transport = Transport.auto  # how weights are sent from trainer to engines
+    verify: Verify = Verify.first  # when to compare the checksums of every tensor in trainer and engine
+    # maximum mean |trainer - engine| log-prob over the first batch's tokens; the run fails above it
     max_log_prob_difference: float = ranged(0.1, above=0)

@@ -1,4 +1,4 @@
-"""The kinds of run, each with its sections, and what the rest of megarl asks of any of them."""
+"""The kinds of run: the sections of each, and the properties that the rest of megarl reads."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ from megarl.config.schema.run import (
 
 
 class RunConfig(ABC):
-    """What every kind of run has: a frozen dataclass of sections that inherits from this.
+    """Base class of all kinds of run. Each kind is a frozen dataclass of sections.
 
-    The sections that all kinds have are declared here and defined by each kind, in the order in which its
-    files and the reference page have them. A property is a question to which the kinds have different
-    answers.
+    The common sections are declared here and defined by each kind, in the order of its files and of the
+    reference page. Properties abstract over the differences between the kinds.
     """
 
     kind: RunKind
@@ -53,7 +52,7 @@ class RunConfig(ABC):
     device: Device
 
     def with_sections(self, **sections: object) -> Self:
-        """Return the same run with other sections."""
+        """Return a copy of the configuration with other sections."""
         return cast(Self, replace(cast(Any, self), **sections))
 
     # ---- the batch of a step
@@ -61,32 +60,32 @@ class RunConfig(ABC):
     @property
     @abstractmethod
     def prompts_per_step(self) -> int:
-        """Rows of the data files that a step learns from: prompts, or whole chats."""
+        """The rows of the data files that a step trains on: prompts or whole conversations."""
 
     @property
     @abstractmethod
     def samples_per_prompt(self) -> int:
-        """Samples that are generated for each of these rows; 1 where nothing is generated."""
+        """The samples that are generated for each of these rows; 1 if nothing is generated."""
 
     @property
     @abstractmethod
     def updates_per_pass(self) -> int:
-        """Mini-batches, and so optimizer steps, of one pass over a step's samples."""
+        """The number of mini-batches, and so of optimizer steps, in one pass over a step's samples."""
 
     @property
     @abstractmethod
     def passes_per_step(self) -> int:
-        """Passes over a step's samples."""
+        """The number of passes over a step's samples."""
 
     @property
     @abstractmethod
     def longest_prompt(self) -> int:
-        """Tokens of the longest row that no loss is about."""
+        """The maximum number of prompt tokens of a row, which have no loss."""
 
     @property
     @abstractmethod
     def longest_response(self) -> int:
-        """Tokens of the longest row after its prompt."""
+        """The maximum number of response tokens of a row."""
 
     @property
     def samples_per_step(self) -> int:
@@ -94,7 +93,7 @@ class RunConfig(ABC):
 
     @property
     def max_row_tokens(self) -> int:
-        """Tokens of the longest row that the data settings allow, prompt and response together."""
+        """The maximum number of tokens of a row, prompt and response together."""
         return self.longest_prompt + self.longest_response
 
     # ---- models
@@ -102,27 +101,27 @@ class RunConfig(ABC):
     @property
     @abstractmethod
     def trained_models(self) -> Mapping[str, TrainedModelConfig]:
-        """The sections of models that this kind of run may train, by their key."""
+        """The sections of the models that this kind of run can train, by key."""
 
     @property
     def actor_steps(self) -> int:
-        """Steps in which the actor is trained."""
+        """The number of steps that train the actor."""
         return self.trainer.total_steps
 
     @property
     def temperature(self) -> float:
-        """What the actor's logits are divided by."""
+        """The divisor of the actor's logits."""
         return 1.0
 
     # ---- what a run needs on its machines
 
     @property
     def rollout_engine(self) -> RolloutEngineKind | None:
-        """What generates; None if nothing does."""
+        """The generation engine; None if nothing is generated."""
         return None
 
     def code_files(self) -> Iterator[tuple[str, str]]:
-        """Yield the key and the path of each Python file of the user."""
+        """Yield the key and the path of each of the user's Python files."""
         yield from ()
 
     # ---- names of keys, for messages
@@ -140,9 +139,9 @@ class RunConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(RunConfig):
-    """Everything of one RL run."""
+    """The configuration of an RL run."""
 
-    kind: RunKind = RunKind.ppo  # what the run is, so that every command knows which keys its file may have
+    kind: RunKind = RunKind.ppo  # kind of run, which determines the valid keys of the file
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -158,7 +157,7 @@ class PPOConfig(RunConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    device: Device = Device.auto  # what the run's processes compute on
+    device: Device = Device.auto  # device type that the run computes on
 
     @property
     def prompts_per_step(self) -> int:
@@ -223,9 +222,9 @@ class PPOConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(RunConfig):
-    """Everything of one supervised run. `actor` is the trained model."""
+    """The configuration of a supervised fine-tuning run. `actor` is the trained model."""
 
-    kind: RunKind = RunKind.sft  # must be given, but for `megarl sft`
+    kind: RunKind = RunKind.sft  # required, except for `megarl sft`
     model: ModelConfig = field(default_factory=ModelConfig)
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
@@ -235,7 +234,7 @@ class SFTConfig(RunConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    device: Device = Device.auto  # what the run's processes compute on
+    device: Device = Device.auto  # device type that the run computes on
 
     @property
     def prompts_per_step(self) -> int:

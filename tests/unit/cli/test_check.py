@@ -251,18 +251,18 @@ def test_a_file_says_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["check", "--fast", path, "kind=sft", "trainer.total_steps=7"]) == 0
     assert "7 steps x 8" in capsys.readouterr().out
     assert main(["check", "--fast", path, "trainer.total_steps=7"]) == 2
-    assert "write `kind: sft` into it, or kind=sft on the command line" in capsys.readouterr().err
+    assert "write `kind: sft` into the file, or kind=sft on the command line" in capsys.readouterr().err
     write_yaml(tmp_path / "sft.yaml", {"kind": "sft"} | values)
     assert main(["check", "--fast", path]) == 0
     assert main(["score", path, "rows.jsonl"]) == 2
     assert (
-        "kind: is 'sft', which this command does not run; give the configuration of a reinforcement "
+        "kind is 'sft', which this command does not support; give the configuration of a reinforcement "
         "learning run" in capsys.readouterr().err
     )
     assert main(["check", "--fast", path, "kind=grpo"]) == 2
     assert "kind: is 'grpo', but must be one of ppo, sft" in capsys.readouterr().err
     assert main(["sft", path, "kind=ppo"]) == 2
-    assert "kind: is 'ppo', which this command does not run; use `megarl train`" in capsys.readouterr().err
+    assert "kind is 'ppo', which this command does not support; use `megarl train`" in capsys.readouterr().err
 
 
 BROKEN = [
@@ -275,10 +275,10 @@ BROKEN = [
     ("critic.parallel.pipeline_parallel_size=3", "num_hidden_layers 4"),
     ("data.max_response_length=100", "max_position_embeddings 64"),
     ("rollout.top_p=0.9", "truncated sampler"),
-    ("reward.functions=[]", "reward.functions, reward.model.path: functions is empty"),
+    ("reward.functions=[]", "reward.functions, reward.model.path: "),
     ("placement.devices_per_node=2", "the roles need 7"),
     ("rollout.num_replicas=0", "must be in [1, 10000]"),
-    ("algorithm=nothing", "algorithm=nothing: there is no such file"),
+    ("algorithm=nothing", "algorithm=nothing: there is no such preset"),
     ("trainer.seed", "write key.sub=value"),
     ("checkpoint.resume=''", "there is no folder ''; give auto, disable, or the path of a checkpoint"),
     ("checkpoint.keep=-1", "must be at least 0"),
@@ -303,7 +303,7 @@ def test_a_broken_configuration_is_one_clear_error(
 
 def test_a_missing_value_names_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--fast", write_yaml(tmp_path / "run.yaml", {"data": {"train_files": ["x"]}})]) == 2
-    assert "model.path: is missing; give it in the file or as model.path=..." in capsys.readouterr().err
+    assert "model.path: is required; set it in the file or as model.path=..." in capsys.readouterr().err
 
 
 def test_a_way_for_the_weights_that_does_not_exist(ppo: str, capsys: pytest.CaptureFixture[str]) -> None:

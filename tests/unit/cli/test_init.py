@@ -124,7 +124,7 @@ def test_a_terminal_is_asked_and_others_are_told(
     assert main(["init", str(tmp_path / "mine")]) == 2
     assert "--model is missing" in capsys.readouterr().err
     assert main(["init", str(tmp_path / "mine"), "--model", str(policy), "--algorithm", "pppo"]) == 2
-    assert "algorithm=pppo: there is no such file; there are async_dapo, " in capsys.readouterr().err
+    assert "algorithm=pppo: there is no such preset; available: async_dapo, " in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
 
     # a model there must be; and what to do is a choice

@@ -104,7 +104,9 @@ MISTAKES: dict[str, Mistake] = {
     "a text for a number": override("trainer.total_steps=many", said="must be an integer"),
     "a number out of range": override("checkpoint.keep=-1", said="must be at least 0"),
     "one sample in a group": override("algorithm=grpo", "rollout.n=1", said="rollout.n"),
-    "a misspelt preset": override("algorithm=grop", said="algorithm=grop: there is no such file; there are"),
+    "a misspelt preset": override(
+        "algorithm=grop", said="algorithm=grop: there is no such preset; available:"
+    ),
     "an override without a value": override("trainer.seed", said="write key.sub=value"),
     "tensor parallelism that cuts no heads": override("actor.parallel.tensor_parallel_size=3", said="use 2"),
     "stages that cut no layers": override(
@@ -124,12 +126,12 @@ MISTAKES: dict[str, Mistake] = {
     "a logger that there is not": override(
         "tracking.loggers=[comet]", said="must be a list, each item one of console"
     ),
-    "the root as output": override("trainer.output_dir=/", said="give a folder of the run's own"),
+    "the root as output": override("trainer.output_dir=/", said="the root of the file system"),
     "no folder as output": override(
-        "trainer.output_dir=''", said="trainer.output_dir: is '', which names no folder"
+        "trainer.output_dir=''", said="trainer.output_dir: is '', which is not a folder"
     ),
     "a file as output": override(
-        "trainer.output_dir=reward.py", said="reward.py: Not a directory; give a folder that can be"
+        "trainer.output_dir=reward.py", said="reward.py: Not a directory; give a writable folder"
     ),
     "a folder that cannot be made": override(
         "trainer.output_dir=/proc/x", said="'/proc/x' cannot be written"
@@ -140,7 +142,7 @@ MISTAKES: dict[str, Mistake] = {
     "an empty path to resume": override(
         "checkpoint.resume=''", said="give auto, disable, or the path of a checkpoint"
     ),
-    "None for null": override("checkpoint.dir=None", said="write null for nothing"),
+    "None for null": override("checkpoint.dir=None", said="write null"),
     "a reference to nothing": override(
         "data.max_prompt_length=${nothing}", said="Interpolation key 'nothing' not found"
     ),
@@ -151,13 +153,13 @@ MISTAKES: dict[str, Mistake] = {
         "reward.functions=[{path: reward.py, weight: .nan}]", said="must be a finite number"
     ),
     "a huge seed": override(
-        "trainer.seed=18446744073709551616", said="no number may be beyond 1,000,000,000"
+        "trainer.seed=18446744073709551616", said="the largest number allowed is 1,000,000,000"
     ),
     "a huge learning rate": override("actor.optim.lr=1e30", said="must be in (0, 1]"),
     "validation without data": override(
         "data.val_files=[]",
         "trainer.validate_every_steps=1",
-        said="name one, or set validate_every_steps to 0",
+        said="or set validate_every_steps to 0",
     ),
     "rows beyond the model's positions": override(
         "data.max_prompt_length=60",
@@ -168,7 +170,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "no reward at all": override("reward.functions=[]", said="give a list such as [{path: reward.py"),
     "a reward as a text": override(
-        "reward.functions=reward.py", said="must be a list of sections with the keys path, name, weight"
+        "reward.functions=reward.py", said="must be a list of objects with the keys path, name, weight"
     ),
     "a reward file that is not there": override(
         "reward.functions=[{path: mine.py}]", said="there is no file", command="train"
@@ -176,12 +178,12 @@ MISTAKES: dict[str, Mistake] = {
     "a data file that is not there": override(
         "data.train_files=[mine.parquet]", said="there is no file", command="train"
     ),
-    "a folder as data": override("data.train_files=[policy]", said="name the files in it, each by itself"),
+    "a folder as data": override("data.train_files=[policy]", said="list each file in it"),
     "a pattern as data": override("data.train_files=['*.parquet']", said="patterns are not expanded"),
     "a page as data": override(
         "data.train_files=[reward.py]", said="its name must end in .parquet, .jsonl, .json, .csv"
     ),
-    "no data": override("data.train_files=[]", said="name at least one file"),
+    "no data": override("data.train_files=[]", said="list at least one file"),
     "too few weights": override("data.train_weights=[1, 2]", said="there are 2 weights for 1 files"),
     "a model that is not there": override("model.path=nowhere", said="must be a local Hugging Face folder"),
     "a GPU that is not there": override("device=cuda", said="use device=cpu", command="train"),
@@ -189,9 +191,9 @@ MISTAKES: dict[str, Mistake] = {
     "a folder as configuration": Mistake("cannot be read", file="policy", fast=True),
     "a configuration that is not there": Mistake("there is no such file", file="mine.yaml", fast=True),
     "a tab": Mistake("is not YAML", prepare=config_file("model:\n\tpath: policy\n"), fast=True),
-    "a list": Mistake("must hold a mapping of sections", prepare=config_file("- model\n"), fast=True),
+    "a list": Mistake("must contain a mapping of sections", prepare=config_file("- model\n"), fast=True),
     "a file without a model": Mistake(
-        "model.path: is missing",
+        "model.path: is required",
         prepare=config_file(
             "data: {train_files: [train.parquet]}\nreward: {functions: [{path: reward.py}]}\n"
         ),

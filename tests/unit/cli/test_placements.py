@@ -27,8 +27,8 @@ IMPOSSIBLE = [
     ),
     (
         ["placement.strategy=hybrid", "rollout.num_replicas=5"],
-        "the engines share the actor's, which are 4",
-        "use num_replicas 4 or fewer, a larger actor, or the placement split_collocate",
+        "the engines share the actor's 4",
+        "use num_replicas 4 or fewer, a larger actor layout, or the placement split_collocate",
     ),
     (
         [

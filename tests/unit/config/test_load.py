@@ -240,9 +240,9 @@ def test_a_group_that_ships_is_found_from_any_folder_and_one_of_ones_own_comes_f
     assert load_config(PPOConfig, path).algorithm.entropy_coefficient == 0.3
     (problem,) = problems_of(path, "algorithm=pppo")
     assert problem.startswith(
-        "algorithm=pppo: there is no such file; there are async_dapo, async_grpo, async_ppo, "
+        "algorithm=pppo: there is no such preset; available: async_dapo, async_grpo, async_ppo, "
     )
-    assert problem.endswith(f"(looked in {tmp_path}/elsewhere/algorithm, configs/algorithm) [command line]")
+    assert problem.endswith(f"(searched {tmp_path}/elsewhere/algorithm, configs/algorithm) [command line]")
 
 
 def test_a_file_that_ships_has_one_name_in_every_folder(
@@ -377,9 +377,9 @@ def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
         f"actor.recompute: is 'sometimes', but must be one of none, selective, full [{path}]",
         f"actor.parallel.sequence_parallel: is 5, but must be true or false [{path}]",
         f"actor.parallel.tensor_parallel_size: is 'two', but must be an integer [{path}]",
-        f"critic: is 3, but is a section with the keys parallel, optim, micro_batch, experts, recompute, "
-        f"recompute_modules, recompute_num_layers, model [{path}]",
-        f"data.train_files: is 'a.parquet', but must be a list, each item a text [{path}]",
+        "critic: is 3, but must be a section with the keys parallel, optim, micro_batch, experts, "
+        f"recompute, recompute_modules, recompute_num_layers, model [{path}]",
+        f"data.train_files: is 'a.parquet', but must be a list, each item a string [{path}]",
         f"data.seed: is 1.5, but must be an integer [{path}]",
         f"reward.functions[0].nam: unknown key; did you mean reward.functions[0].name? [{path}]",
         f"algorithm.kl.coefficient: is True, but must be a number [{path}]",
@@ -389,8 +389,8 @@ def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
         "tracking.loggers: is ['console', 'papyrus'], but must be a list, each item one of console, jsonl, "
         "tensorboard, wandb, mlflow, "
         "swanlab [command line]",
-        "model.path: is missing; give it in the file or as model.path=...",
-        "reward.functions[0].path: is missing; give it in the file or as reward.functions[0].path=...",
+        "model.path: is required; set it in the file or as model.path=...",
+        "reward.functions[0].path: is required; set it in the file or as reward.functions[0].path=...",
     ]
     assert sorted(
         problems_of(path, "trainer.total_step=4", "device=tpu", "tracking.loggers=[console,papyrus]")
@@ -414,7 +414,7 @@ def test_ppo_keys_are_unknown_to_sft(minimal: str) -> None:
     ("text", "said"),
     [
         ("model: [1", "is not YAML"),
-        ("- 1\n- 2", "must hold a mapping"),
+        ("- 1\n- 2", "must contain a mapping"),
         ("trainer: {seed: 1, seed: 2}", "is not YAML"),
         ("", "model.path"),
     ],
@@ -452,16 +452,16 @@ def test_overrides_that_are_none(minimal: str) -> None:
         ),
         (
             "reward.functions={path: x}",
-            "reward.functions: is {'path': 'x'}, but must be a list of sections with the keys path, name, "
+            "reward.functions: is {'path': 'x'}, but must be a list of objects with the keys path, name, "
             "weight",
         ),
-        ("data.val_files=[{}]", "data.val_files: is [{}], but must be a list, each item a text"),
-        ("checkpoint.dir=None", "checkpoint.dir: is the text 'None'; write null for nothing"),
+        ("data.val_files=[{}]", "data.val_files: is [{}], but must be a list, each item a string"),
+        ("checkpoint.dir=None", "checkpoint.dir: is the string 'None'; write null"),
         (
             "data.val_files=[a, " + "b" * 256 + "]",
-            f"data.val_files: is '{'b' * 40}'..., which has characters that cannot be printed, or is longer",
+            f"data.val_files: is '{'b' * 40}'..., which contains non-printable characters or is longer",
         ),
-        (r'model.path="a\x07b"', r"model.path: is 'a\x07b', which has characters that cannot be printed"),
+        (r'model.path="a\x07b"', r"model.path: is 'a\x07b', which contains non-printable characters"),
     ],
 )
 def test_what_a_key_cannot_be_is_one_line(minimal: str, override: str, said: str) -> None:

@@ -83,7 +83,7 @@ def test_data_may_be_elsewhere_where_the_model_is_here(run: str) -> None:
 
 
 def test_everything_else_is_checked_as_ever(run: str) -> None:
-    with pytest.raises(ConfigError, match="is empty; name at least one file"):
+    with pytest.raises(ConfigError, match="data.train_files: is empty"):
         load_checked_anywhere(PPOConfig, run, ["model.path=models/Tiny", "data.train_files=[]"])
     with pytest.raises(
         ConfigError, match="num_key_value_heads 2 of .*Tiny does not divide by tensor_parallel_size 4"

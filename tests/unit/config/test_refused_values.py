@@ -121,7 +121,7 @@ def test_all_missing_keys_are_listed(schema: type[Any], tmp_path: Path) -> None:
     found = problems_of(
         schema, path, *(["reward.functions=[{}]", "agent.tools=[{}]"] if schema is PPOConfig else [])
     )
-    missing = [problem.partition(":")[0] for problem in found if ": is missing; give it" in problem]
+    missing = [problem.partition(":")[0] for problem in found if ": is required" in problem]
     of_lists = {"agent.tools[0].name", "reward.functions[0].path"} if schema is PPOConfig else set()
     assert set(missing) == {"data.train_files", "model.path"} | of_lists
     assert len(missing) == len(set(missing))
@@ -136,7 +136,7 @@ def test_a_missing_key_hides_nothing_else(missing: str, tmp_path: Path) -> None:
         PPOConfig, write_yaml(tmp_path / "run.yaml", values), *lengths, "trainer.updates_per_step=5"
     )
     assert len(found) == 2
-    assert ": is missing; give it" in found[0]
+    assert ": is required" in found[0]
     assert "updates_per_step 5" in found[1]
 
 

@@ -75,26 +75,26 @@ def test_the_table_is_read_only_where_a_key_is_unknown(tmp_path: Path) -> None:
     [
         (
             "actor_rollout_ref.actor.optim.lr=1e-6",
-            "actor_rollout_ref.actor.optim.lr: is verl's name; here it is actor.optim.lr",
+            "actor_rollout_ref.actor.optim.lr: is a verl key; use actor.optim.lr",
         ),
-        ("critic.megatron.tensor_model_parallel_size=2", "here it is critic.parallel.tensor_parallel_size"),
+        ("critic.megatron.tensor_model_parallel_size=2", "use critic.parallel.tensor_parallel_size"),
         (
             "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2",
-            "here it is actor.parallel.tensor_parallel_size (the reference",
+            "use actor.parallel.tensor_parallel_size (the reference",
         ),
-        ("algorithm.adv_estimator=grpo", "here it is algorithm.advantage.estimator"),
-        ("trainer.n_gpus_per_node=8", "here it is placement.devices_per_node"),
-        ("data.train_batch_size=1024", "here it is trainer.prompts_per_step"),
+        ("algorithm.adv_estimator=grpo", "use algorithm.advantage.estimator"),
+        ("trainer.n_gpus_per_node=8", "use placement.devices_per_node"),
+        ("data.train_batch_size=1024", "use trainer.prompts_per_step"),
         (
             "actor_rollout_ref.rollout.gpu_memory_utilization=0.5",
-            "here it is rollout.sglang.server_args (as {mem_fraction_static: 0.5})",
+            "use rollout.sglang.server_args (such as {mem_fraction_static: 0.5})",
         ),
-        ("+actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "here it is algorithm.policy_loss.kind"),
+        ("+actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "use algorithm.policy_loss.kind"),
         ("+data.max_prompt_length=8", "write data.max_prompt_length=..., without a sign before it"),
-        ("actor_rollout_ref.model.lora.rank=8", "no counterpart here: all weights are trained"),
+        ("actor_rollout_ref.model.lora.rank=8", "without a counterpart in megarl: all weights are trained"),
         (
             "actor_rollout_ref.actor.megatron.context_parallel_size=2",
-            "here it is actor.parallel.context_parallel_size",
+            "use actor.parallel.context_parallel_size",
         ),
     ],
 )
@@ -125,14 +125,14 @@ actor_rollout_ref:
         "actor_rollout_ref.actor.ppo_mini_batch_size",
         "actor_rollout_ref.actor.unheard_of",
     ]
-    assert "here it is trainer.updates_per_step (a number of updates" in found[3]
-    assert "none of verl's" in found[4]
+    assert "use trainer.updates_per_step (the number of updates" in found[3]
+    assert "unknown key, also in verl" in found[4]
 
 
 def test_a_run_of_another_kind_is_not_sent_to_keys_that_it_lacks(tmp_path: Path) -> None:
     text = "model: {path: here}\ndata: {train_files: [a.parquet]}\n"
     (found,) = problems(SFTConfig, tmp_path, text, "actor_rollout_ref.rollout.n=4")
-    assert "is verl's name for rollout.n, which a run of this kind does not have" in found
+    assert "is the verl key for rollout.n, which this kind of run does not have" in found
 
 
 def test_a_misspelt_key_of_ours_is_still_answered_with_the_nearest(tmp_path: Path) -> None:
@@ -153,9 +153,9 @@ def test_names_of_trl_are_answered(tmp_path: Path) -> None:
 
     text = "model: {path: m}\ndata: {train_files: [a.parquet]}\nnum_generations: 4\nbeta: 0.1\nuse_peft: true"
     assert [problem.partition(" [")[0] for problem in problems(PPOConfig, tmp_path, text)] == [
-        "num_generations: is TRL's name; here it is rollout.n (responses to a prompt)",
-        "beta: is TRL's name; here it is algorithm.kl.coefficient (with algorithm.kl.where=loss)",
-        "use_peft: is TRL's name, and has no counterpart here: all weights are trained",
+        "num_generations: is a TRL argument; use rollout.n (responses per prompt)",
+        "beta: is a TRL argument; use algorithm.kl.coefficient (with algorithm.kl.where=loss)",
+        "use_peft: is a TRL argument without a counterpart in megarl: all weights are trained",
     ]
 
 

@@ -24,7 +24,7 @@ TEACHER = Role(
     path_keys=("reference.path", "model.path"),
     parallel_key="actor.parallel",
     micro_batch_key="reference.micro_batch",
-    beside=("actor",),
+    shares_with=("actor",),
     phases=(RolePhase(name="teach", stage=Stage.score, calls=("log_probs",), writes=("teacher_log_prob",)),),
 )
 

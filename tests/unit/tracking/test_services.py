@@ -202,7 +202,7 @@ def test_an_error_of_a_call_is_said_once_and_the_others_go_on(
 
 def test_a_service_without_its_package_is_refused_with_the_command(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match="'swanlab' needs a package that is not installed: pip install swanlab"
+        ValueError, match="'swanlab' requires a package that is not installed: pip install swanlab"
     ):
         Tracker(["swanlab"], TrackedRun(output_dir=tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -63,7 +63,7 @@ def test_good_layouts_have_none(ppo: str) -> None:
         (["critic.parallel.expert_parallel_size=2"], "critic.parallel.expert_parallel_size: is 2, but "),
         (
             ["actor.parallel.sequence_parallel=false"],
-            "has experts: with tensor_parallel_size 2 each token would go to them as often",
+            "each of the 2 tensor-parallel ranks would send them the same tokens; use sequence_parallel=true",
         ),
         (
             [f"{_EP}=8"],
@@ -83,7 +83,7 @@ def test_good_layouts_have_none(ppo: str) -> None:
             [f"{_ETP}=16", "actor.parallel.data_parallel_size=8"],
             "intermediate size 24, which does not divide by expert_tensor_parallel_size",
         ),
-        (["rollout.engine=hf"], "rollout.engine: the engine 'hf' does not take weights of experts"),
+        (["rollout.engine=hf"], "rollout.engine: the engine 'hf' does not support mixture-of-experts models"),
         (
             [
                 "engine.routing_replay=trainer",
@@ -91,7 +91,7 @@ def test_good_layouts_have_none(ppo: str) -> None:
                 "trainer.epochs_per_batch=1",
                 "algorithm.kl.where=loss",
             ],
-            "trainer.epochs_per_batch: is trainer, but with one update per batch that update's own pass",
+            "trainer.epochs_per_batch: is trainer, but with one update per batch the update itself",
         ),
         (
             [
@@ -99,12 +99,12 @@ def test_good_layouts_have_none(ppo: str) -> None:
                 "algorithm.rollout_correction.bypass=true",
                 "algorithm.kl.where=loss",
             ],
-            "algorithm.rollout_correction.bypass: is trainer, but with bypass no pass of the trainer "
-            "computes old_log_probs",
+            "algorithm.rollout_correction.bypass: is trainer, but with bypass the trainer does not compute "
+            "old_log_probs",
         ),
         (
             ["engine.routing_replay=rollout", "engine.packing=false"],
-            "is rollout, which needs rows that are packed",
+            "is rollout, which requires packed rows",
         ),
         (
             ["engine.routing_replay=rollout", *_AHEAD],
@@ -113,12 +113,12 @@ def test_good_layouts_have_none(ppo: str) -> None:
         ),
         (
             ["engine.routing_replay=rollout", f"agent.environment.path={__file__}"],
-            "engine.routing_replay, agent: is rollout, but an episode is written in several requests",
+            "engine.routing_replay, agent: is rollout, but an episode consists of several requests",
         ),
         (
             ["rollout.tensor_parallel_size=2", "rollout.expert_parallel_size=4"],
-            "expert_parallel_size 4 does not divide tensor_parallel_size 2, whose ranks share the experts; "
-            "use 2",
+            "expert_parallel_size 4 does not divide tensor_parallel_size 2, over whose ranks the experts are "
+            "distributed; use 2",
         ),
     ],
 )
@@ -139,7 +139,7 @@ def test_models_that_sglang_takes_for_others(
 ) -> None:
     (found,) = violations(ppo, f"model.path={model_folder(tmp_path / 'other', **EXPERTS, **changes)}")
     assert found.startswith("rollout.engine: ")
-    assert f"has experts and {said}: SGLang's qwen2_moe would be another model" in found
+    assert f"has experts and {said}: SGLang's qwen2_moe would compute a different model" in found
 
 
 def test_an_engine_of_a_dense_model_has_no_experts(tmp_path: Path) -> None:

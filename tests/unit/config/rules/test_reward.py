@@ -75,11 +75,11 @@ def test_good_settings_have_none(ppo: str) -> None:
         ),
         (
             ["reward.model.micro_batch.sequences=2"],
-            "reward.model.micro_batch.sequences, reward.model.micro_batch.max_tokens: give exactly one",
+            "reward.model.micro_batch.sequences, reward.model.micro_batch.max_tokens: exactly one",
         ),
         (
             ["reward.model.path=null"],
-            "reward.model.path: is null, so what else is set in reward.model does nothing",
+            "reward.model.path: is null, so the other settings of reward.model have no effect",
         ),
         (
             ["reward.model.path=nowhere"],
@@ -99,14 +99,13 @@ def test_good_settings_have_none(ppo: str) -> None:
         ),
         (
             ["reward.model.max_length=20"],
-            "a row may have 24 tokens of the policy, but the reward model reads at most 20 of its own "
-            "(max_length, 48 positions, a "
-            "micro-batch); use shorter rows, or as much as its positions allow, or "
-            "reward.model.overlong=truncate",
+            "a row may have 24 of the policy's tokens, but the reward model reads at most 20 of its own "
+            "tokens (limited by max_length, 48 positions, and a micro-batch); use shorter rows, raise these "
+            "limits up to its positions, or use reward.model.overlong=truncate",
         ),
         (
             ["data.max_response_length=33"],
-            "a row may have 49 tokens of the policy, but the reward model reads at most 40",
+            "a row may have 49 of the policy's tokens, but the reward model reads at most 40",
         ),
     ],
 )
@@ -121,12 +120,12 @@ def test_one_mistake_is_one_violation(ppo: str, overrides: list[str], said: str)
     [
         (
             {"architectures": ["LlamaForCausalLM"]},
-            "field 'architectures' is ['LlamaForCausalLM'], but a reward model is a ...ForSequence",
+            "field 'architectures' is ['LlamaForCausalLM'], but a reward model must be a ...ForSequence",
         ),
         ({"architectures": None}, "field 'architectures' is [], but a reward model"),
         (
             {"id2label": {"0": "bad", "1": "good"}},
-            "the model has 2 labels, but a score is one number; give a reward model with num_labels 1",
+            "the model has 2 labels, but a score is one number; use a reward model with num_labels 1",
         ),
         ({"id2label": None}, "the model has 2 labels"),  # transformers' default, which it leaves out
         ({"num_labels": 5}, "the model has 5 labels"),
