@@ -1,4 +1,4 @@
-"""Puts what a user typed into the order that argparse takes."""
+"""Reorders the arguments of a command for argparse."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 _OVERRIDE = re.compile(r"[A-Za-z_+~][\w.\[\]]*=")
-# as other programs take them
+# Overrides written as options, as other programs accept them.
 _OVERRIDE_AS_OPTION = re.compile(r"--(?=\w+\.[\w.\[\]]+(=|$)|(kind|algorithm|device)=)")
 
 
@@ -19,11 +19,10 @@ def commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
 
 
 def in_argparse_order(arguments: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]) -> list[str]:
-    """Return the arguments of a command that takes overrides with options first, then what has a place, then
-    overrides.
+    """Reorder the arguments of a command with overrides: options, then positional arguments, then overrides.
 
-    argparse takes what has no name in one run only, and people put it anywhere. `--key.sub=value` and
-    `--key.sub value` are overrides as well.
+    argparse accepts positional arguments only as one block, but users put them anywhere. `--key.sub=value`
+    and `--key.sub value` are overrides too.
     """
     # Commands without overrides keep argparse's own order.
     command = commands.get(arguments[0]) if arguments else None
@@ -36,7 +35,7 @@ def in_argparse_order(arguments: Sequence[str], commands: Mapping[str, argparse.
     others: list[str] = []
     overrides: list[str] = []
 
-    # What follows an option that takes a value belongs to that option.
+    # The argument after an option that takes a value belongs to that option.
     for before, each in pairwise(arguments):
         is_option = each.startswith("-") or before in with_values
         kind = options if is_option else overrides if _OVERRIDE.match(each) else others
@@ -51,7 +50,7 @@ def _options_with_values(command: argparse.ArgumentParser) -> Collection[str]:
 
 def _with_plain_overrides(arguments: Sequence[str]) -> list[str]:
     plain: list[str] = []
-    waiting: str | None = None  # a key that was written as an option without "=": its value comes next
+    waiting: str | None = None  # a key written as an option without "=", whose value comes next
 
     for each in arguments:
         if waiting is not None:

@@ -1,4 +1,4 @@
-"""The options of the commands that say whether a run will work, and what it would do."""
+"""The options of the commands that check and plan a run."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from megarl.config.schema import RunConfig
 
 
 def add_check(commands: Commands) -> None:
-    summary = "find every error in a configuration, and print what the run would do"
+    summary = "report every error in a configuration, and print what the run would do"
     check = add_run_command(commands, "check", summary, _start_check)
     check.add_argument(
         "--fast",
         action="store_true",
-        help="in a second: without tokenizers, data, weights, reward functions and the plan of a push",
+        help="check within a second: no tokenizers, data, weights, reward functions or weight-sync plan",
     )
-    parts = check.add_argument_group("to answer one part of the question, or several")
-    parts.add_argument("--plan", action="store_true", help="where each role would run, as `megarl plan`")
+    parts = check.add_argument_group("parts: select one or several instead of the default check")
+    parts.add_argument("--plan", action="store_true", help="print the placement, as `megarl plan`")
     parts.add_argument(
-        "--simulate", action="store_true", help="the length of a step, as `megarl plan --simulate`"
+        "--simulate", action="store_true", help="estimate the step time, as `megarl plan --simulate`"
     )
     parts.add_argument(
         "--machine",
         action="store_true",
-        help="whether this machine and the cluster are ready, as `megarl doctor`",
+        help="check this machine and the cluster, as `megarl doctor`",
     )
     parts.add_argument(
         "--dry-run",
         action="store_true",
-        help="what it does to its devices, on fake ones, as `megarl rehearse`",
+        help="dry run on fake devices, as `megarl rehearse`",
     )
     _add_plan_options(check.add_argument_group("with --plan or --simulate"))
     _add_dry_run_options(check.add_argument_group("with --dry-run"))
@@ -45,59 +45,62 @@ def _start_check(parsed: argparse.Namespace) -> int:
 
     if parsed.fast:
         raise ValueError(
-            "--fast is for the whole check: leave it out, or leave --plan, --simulate, --machine and "
-            "--dry-run out"
+            "--fast applies to the default check only; remove it, or remove --plan, --simulate, --machine "
+            "and --dry-run"
         )
 
     return max([start(parsed) for start in chosen])
 
 
 def _refuse_options_without_part(parsed: argparse.Namespace) -> None:
-    """Raise ValueError for an option of a part that is not asked for, and for a drawing of two parts in one
+    """Raise ValueError for an option of a part that is not selected, and for a drawing of two parts in one
     file."""
-    # Neither part or both: there would be no drawing, or two for one file.
+    # With neither part there would be no drawing, with both there would be two in one file.
     if parsed.output is not None and parsed.plan == parsed.simulate:
-        raise ValueError(f"--output {parsed.output} draws either --plan or --simulate: give one of them")
+        raise ValueError(f"--output {parsed.output} draws either --plan or --simulate; give one of them")
     if not parsed.simulate:
         _refuse_simulation_options(parsed)
 
     for name, default in _DRY_RUN_DEFAULTS.items():
         if not parsed.dry_run and getattr(parsed, name) != default:
-            raise ValueError(f"--{name} is for --dry-run: add it")
+            raise ValueError(f"--{name} requires --dry-run")
 
 
 def add_plan(commands: Commands) -> None:
-    summary = "print, and draw, where each role would run and what each device would hold"
+    summary = "print or draw the placement of all roles and the memory of each device"
     plan = add_run_command(commands, "plan", summary, _start_plan_or_simulation)
     plan.add_argument(
         "--simulate",
         action="store_true",
-        help="step time and idleness, for several max_staleness and splits of the devices",
+        help="estimate step time and idle time for several values of max_staleness and splits of the devices",
     )
     _add_plan_options(plan)
 
 
 def _add_plan_options(command: argparse._ActionsContainer) -> None:
-    command.add_argument("--output", metavar="FILE", help="draw it to a .svg or .png")
+    command.add_argument("--output", metavar="FILE", help="draw to a .svg or .png file")
     command.add_argument(
         "--lengths",
-        metavar="MEAN,MOST",
-        help="to simulate: tokens of a sample, log-normal; without MOST data's limit",
+        metavar="MEAN,MAX",
+        help="for --simulate: log-normal response tokens; MAX is data.max_response_length by default",
     )
     command.add_argument(
         "--training-s",
         metavar="S",
         type=float,
-        help="to simulate: seconds of a step's training, as configured",
+        help="for --simulate: training seconds per step, as configured",
     )
     command.add_argument(
-        "--tokens-per-s", metavar="N", type=float, help="to simulate: with which an engine writes one sample"
+        "--tokens-per-s",
+        metavar="N",
+        type=float,
+        help="for --simulate: an engine's generation speed of one sample",
     )
     command.add_argument(
         "--from",
         metavar="RUN_DIR",
         dest="run_dir",
-        help="to simulate: a run at max_staleness 0 that has measured all that",
+        help="for --simulate: the folder of a run with max_staleness 0 that has measured these values",
     )
 
 
@@ -126,9 +129,7 @@ def _simulation_options(
 
 def _refuse_simulation_options(parsed: argparse.Namespace) -> None:
     if any(value is not None for value in _simulation_options(parsed)):
-        raise ValueError(
-            "--lengths, --from, --training-s and --tokens-per-s say what is simulated; add --simulate"
-        )
+        raise ValueError("--lengths, --from, --training-s and --tokens-per-s require --simulate")
 
 
 def add_rehearse(commands: Commands) -> None:
@@ -141,15 +142,17 @@ _DRY_RUN_DEFAULTS = {"role": "actor", "ranks": "distinct", "json": None}
 
 def _add_dry_run_options(command: argparse._ActionsContainer) -> None:
     command.add_argument(
-        "--role", metavar="ROLE", help="actor, reference, critic or reward_model; without it the actor"
+        "--role", metavar="ROLE", help="actor (the default), reference, critic or reward_model"
     )
     command.add_argument(
         "--ranks",
         metavar="RANKS",
-        help="distinct (one of the first, a middle and the last stage), all, or 0,8",
+        help="distinct (one rank each of the first, a middle and the last stage), all, or a list such as 0,8",
     )
     command.add_argument(
-        "--json", metavar="FILE", help="write everything to a file, each collective and wait with its line"
+        "--json",
+        metavar="FILE",
+        help="write all results to a file, with the source line of each collective and sync",
     )
     command.set_defaults(**_DRY_RUN_DEFAULTS)
 
@@ -161,16 +164,13 @@ def _start_rehearse(parsed: argparse.Namespace) -> int:
 
 
 def add_doctor(commands: Commands) -> None:
-    summary = (
-        "examine this machine, the cluster and what a run reads: each line ok, a warning or an error "
-        "with a hint"
-    )
+    summary = "check this machine, the cluster and the inputs of a run; warnings and errors have a hint"
     doctor = commands.add_parser("doctor", help=summary, description=summary, allow_abbrev=False)
     doctor.add_argument(
         "config",
         metavar="CONFIG",
         nargs="?",
-        help="the run to examine them for; without it the machine alone is examined",
+        help="the run to check; by default only the machine is checked",
     )
     doctor.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
     doctor.add_argument("--json", action="store_true", help="print one JSON document")
@@ -181,7 +181,7 @@ def _start_doctor(parsed: argparse.Namespace, as_document: bool = False) -> int:
     return run_of("inspect.doctor")(parsed.config, parsed.overrides, as_document)
 
 
-# The parts of `megarl check`, in the order in which they are printed. Each is a command as well.
+# The parts of `megarl check`, in the order of the output. Each is also a command.
 _PARTS: dict[str, Callable[[argparse.Namespace], int]] = {
     "plan": _start_plan,
     "simulate": _start_simulation,

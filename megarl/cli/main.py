@@ -1,9 +1,8 @@
-"""The command `megarl`: reads the command line, starts the subcommand, and turns how it ends into an exit
-status.
+"""The command `megarl`: parses the command line, runs the subcommand, and returns an exit code.
 
-0: good. 2: something that the user can fix, said in a message. 1: something failed while running, shown by
-failure_report.py. A subcommand's module is imported when it is asked for, so that `megarl check` and `megarl
---help` need no torch.
+0 is success, 2 is a user or configuration error with a message, and 1 is a runtime failure that
+failure_report.py reports. A subcommand's module is imported only when it runs, so `megarl check` and `megarl
+--help` do not need torch.
 """
 
 from __future__ import annotations
@@ -39,26 +38,25 @@ _START_PROCESSES = (
     "init",
 )
 GOOD = 0
-READER_GONE = 128 + signal.SIGPIPE  # as a shell reports a program that was ended by it
+READER_GONE = 128 + signal.SIGPIPE  # as a shell reports a program that SIGPIPE ended
 FAILED = 1
 USER_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status, except for argparse's own exits (2 for a wrong command
-    line)."""
+    """Run one command and return its exit code. A wrong command line exits in argparse, with code 2."""
     parser = build_parser()
     if not (sys.argv[1:] if arguments is None else arguments) and "_ARGCOMPLETE" not in os.environ:
         parser.print_help(sys.stderr)
         return USER_ERROR
 
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
+    if "_ARGCOMPLETE" in os.environ:  # a shell requests completions
         importlib.import_module("megarl.cli.inspect.completion").answer(parser)
     given = sys.argv[1:] if arguments is None else arguments
     parsed = parser.parse_args(in_argparse_order(given, commands_of(parser)))
 
     try:
-        # Everything that the command starts ends with it, however it ends.
+        # Every process that the command starts ends with it, however it ends.
         with _own_processes(parsed):
             return parsed.start(parsed)
     except KeyboardInterrupt as interrupted:
@@ -75,12 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Return whether the program that read the standard output has ended, as `head` does.
+    """Whether the program that read the standard output has ended, as `head` does.
 
     If it has, the rest of the output is discarded.
     """
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # errors are reported, whatever else is asked for
+    poll.register(sys.stdout.fileno(), 0)  # errors are reported for any event mask
     is_gone = any(event & select.POLLERR for _, event in poll.poll(0))
     if is_gone:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -89,7 +87,7 @@ def _reader_is_gone() -> bool:
 
 @contextmanager
 def _own_processes(parsed: argparse.Namespace) -> Iterator[None]:
-    """End the processes that a command starts with the command, however it ends."""
+    """End all processes of a command when the command ends, however it ends."""
     if parsed.command not in _START_PROCESSES or getattr(parsed, "fast", False):
         yield
         return
@@ -98,23 +96,23 @@ def _own_processes(parsed: argparse.Namespace) -> Iterator[None]:
 
 
 def _end(error: Exception, command: str, context: RunContext | None) -> int:
-    # A ValueError of another library is a failure, not a mistake of the user.
+    # A ValueError from another library is a failure, not a user error.
     is_users_error = isinstance(error, ConfigError) or (
         isinstance(error, ValueError) and _raised_by_megarl(error)
     )
-    # Before the run is under way, one line says enough; later, the report with its place is needed.
+    # Before the first step, one line is enough; later the failure report shows where the run failed.
     if is_users_error and (context is None or not context.is_under_way):
         print(f"megarl {command}: {error}", file=sys.stderr)
         return USER_ERROR
 
     importlib.import_module("megarl.cli.run.failure_report").print_failure(error, command, context)
-    print(f"megarl {command}: failed while running; the cause is shown above", file=sys.stderr)
+    print(f"megarl {command}: failed at run time; the cause is shown above", file=sys.stderr)
     return USER_ERROR if is_users_error else FAILED
 
 
 def _raised_by_megarl(error: ValueError) -> bool:
-    """megarl's own code raises ValueError only for what a user wrote. One from a library, or from a worker,
-    is a failure."""
+    """Whether megarl's code raised the error, which it does only for user errors. A ValueError from a library
+    or a worker is a failure."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -1,5 +1,4 @@
-"""The command line's commands and options. Each command names the module that runs it, which is imported when
-it is asked for."""
+"""The commands and options of the command line. The module that runs a command is imported on demand."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ from megarl.tracking.run_files import STATUS_FILE
 
 _AS_WRITTEN = argparse.RawDescriptionHelpFormatter
 _EXAMPLES = """examples:
-  megarl quickstart                                        a tiny model learns sums, in minutes on two cores
-  megarl init my_run --model MODEL_DIR --data rows.jsonl   what a run of your own begins with
-  megarl check my_run/run.yaml                             every error at once
-  megarl train my_run/run.yaml                             and again, to continue after a crash
+  megarl quickstart                                        train a tiny model in minutes on two cores
+  megarl init my_run --model MODEL_DIR --data rows.jsonl   create the files of your own run
+  megarl check my_run/run.yaml                             report all configuration errors
+  megarl train my_run/run.yaml                             train; the same command resumes
 """
 
 
@@ -41,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     summaries = {action.dest: action.help for action in commands._choices_actions}
 
-    # Give all commands the same form of help, with their examples.
+    # Give all commands the same help format, with their examples.
     for name, command in commands.choices.items():
         command.description = command.description or summaries[name]
         command.formatter_class = _AS_WRITTEN
@@ -54,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_train(commands: Commands) -> None:
-    summary = "train: by reinforcement learning, or as the file's `kind` says"
+    summary = "train with reinforcement learning, or as the configuration's `kind` specifies"
     train = add_run_command(
         commands,
         "train",
@@ -65,7 +64,7 @@ def _add_train(commands: Commands) -> None:
 
 
 def _add_sft(commands: Commands) -> None:
-    summary = "fine-tune on demonstrations"
+    summary = "supervised fine-tuning"
     sft = add_run_command(
         commands,
         "sft",
@@ -79,7 +78,7 @@ def _add_verbose(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--verbose",
         action="store_true",
-        help="print all that is known before the run starts, as `megarl check` does",
+        help="print all tables of `megarl check` before the run starts",
     )
 
 
@@ -94,7 +93,7 @@ def _add_submit(commands: Commands) -> None:
     submit.add_argument(
         "--address",
         metavar="URL",
-        help="of the job server, http://HEAD:8265; the default is RAY_API_SERVER_ADDRESS",
+        help="address of the job server, http://HEAD:8265; the default is RAY_API_SERVER_ADDRESS",
     )
 
 
@@ -110,51 +109,57 @@ def _add_launch(commands: Commands) -> None:
     )
 
 
-# ---- looking at runs
+# ---- inspecting runs
 
 
 def _add_status(commands: Commands) -> None:
-    summary = "where a run is right now: step, prompts by state, replicas, tokens a second, who waits"
+    summary = "show the status of a run: step, prompts by state, replicas, tokens per second, idle time"
     status = commands.add_parser(
-        "status", help=summary, description=f"{summary}; reads its {STATUS_FILE} only"
+        "status", help=summary, description=f"{summary}; reads only its {STATUS_FILE}"
     )
     status.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
-    status.add_argument("--watch", action="store_true", help="again and again, until the run ends or Ctrl-C")
+    status.add_argument("--watch", action="store_true", help="refresh until the run ends, or Ctrl-C")
     status.set_defaults(start=lambda parsed: run_of("inspect.status")(parsed.run_dir, parsed.watch))
 
 
 def _add_scale(commands: Commands) -> None:
     summary = "change the number of rollout replicas of a running job"
-    scale = commands.add_parser("scale", help=summary, description=f"{summary}; it looks between two steps")
+    scale = commands.add_parser(
+        "scale", help=summary, description=f"{summary}, which checks between two steps"
+    )
     scale.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     scale.add_argument(
         "--replicas",
         metavar="N",
         type=int,
         required=True,
-        help="engines, each with a whole copy of the model",
+        help="number of engines, each with a full copy of the model",
     )
     scale.set_defaults(start=lambda parsed: run_of("run.scale")(parsed.run_dir, parsed.replicas))
 
 
 def _add_plot(commands: Commands) -> None:
-    plot = commands.add_parser("plot", help="draw a run's curves to a PNG")
+    plot = commands.add_parser("plot", help="draw a run's curves to a PNG file")
     plot.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     plot.set_defaults(start=lambda parsed: run_of("inspect.plot")(parsed.run_dir))
 
 
 def _add_report(commands: Commands) -> None:
-    summary = "write a page of one or several runs: curves, samples, timeline, configuration, failures"
+    summary = (
+        "write an HTML report of one or several runs: curves, samples, timeline, configuration, failures"
+    )
     report = commands.add_parser("report", help=summary, description=summary)
     report.add_argument(
-        "run_dirs", metavar="RUN_DIR", nargs="+", help="runs' trainer.output_dir; several are overlaid"
+        "run_dirs", metavar="RUN_DIR", nargs="+", help="trainer.output_dir of each run; several are overlaid"
     )
-    report.add_argument("--output", metavar="FILE", help="without it, report.html in the first folder")
+    report.add_argument("--output", metavar="FILE", help="the default is report.html in the first folder")
     report.add_argument(
-        "--live", action="store_true", help="serve it on this machine and follow the runs, until Ctrl-C"
+        "--live",
+        action="store_true",
+        help="serve the report on this machine and follow the runs, until Ctrl-C",
     )
     report.add_argument(
-        "--port", metavar="PORT", type=int, default=0, help="for --live; without it, any that is free"
+        "--port", metavar="PORT", type=int, default=0, help="port of --live; the default is any free port"
     )
     report.set_defaults(
         start=lambda parsed: run_of("inspect.report")(
@@ -173,7 +178,7 @@ def _add_score(commands: Commands) -> None:
     score.add_argument(
         "rows",
         metavar="ROWS",
-        help=".parquet, .jsonl or .csv with response, data_source and ground truth, as a run's "
+        help=".parquet, .jsonl or .csv file with response, data_source and ground truth, such as a run's "
         "generations.jsonl",
     )
     score.add_argument("overrides", metavar="key=value", nargs="*", help="such as reward.time_limit_s=2")
@@ -188,55 +193,55 @@ def _add_score(commands: Commands) -> None:
 
 
 def _add_quickstart(commands: Commands) -> None:
-    summary = "create a tiny model and its data, and train it: minutes on two cores"
+    summary = "create a tiny model and its data, and train it, in minutes on two cores"
     quickstart = commands.add_parser("quickstart", help=summary, description=summary)
     quickstart.add_argument(
         "overrides",
         metavar="key=value",
         nargs="*",
-        help="of configs/quickstart.yaml, such as trainer.total_steps=10",
+        help="overrides of configs/quickstart.yaml, such as trainer.total_steps=10",
     )
     quickstart.set_defaults(start=lambda parsed: run_of("run", "megarl.recipes.quickstart")(parsed.overrides))
 
 
 def _add_completion(commands: Commands) -> None:
-    summary = "print what makes a shell complete commands, files and keys"
+    summary = "print the shell code for completion of commands, files and keys"
     completion = commands.add_parser("completion", help=summary, description=summary)
     completion.add_argument(
-        "shell", choices=("bash", "zsh", "fish"), help='as in: eval "$(megarl completion bash)"'
+        "shell", choices=("bash", "zsh", "fish"), help='usage: eval "$(megarl completion bash)"'
     )
     completion.set_defaults(start=lambda parsed: run_of("inspect.completion")(parsed.shell))
 
 
 def _add_convert(commands: Commands) -> None:
-    summary = "convert, inspect and compare checkpoints, between Hugging Face and Megatron"
+    summary = "convert, inspect and compare models of Hugging Face and Megatron"
     add_commands(commands.add_parser("convert", help=summary, description=summary))
 
 
 def _add_init(commands: Commands) -> None:
-    summary = "write what a run of your own begins with: configuration, reward, data script"
+    summary = "create the files of your own run: configuration, reward, data script"
     init = commands.add_parser(
-        "init", help=summary, description=f"{summary}; what is not given is asked, on a terminal"
+        "init", help=summary, description=f"{summary}; on a terminal, it asks for missing options"
     )
     init.add_argument(
         "folder",
         metavar="FOLDER",
         nargs="?",
         default=".",
-        help="where to; the current one where none is given",
+        help="output folder; the default is the current folder",
     )
     init.add_argument(
-        "--model", metavar="DIR", help="the model to train: a Hugging Face folder, or a name on its hub"
+        "--model", metavar="DIR", help="the model to train: a Hugging Face folder, or a name on the hub"
     )
     init.add_argument(
         "--data",
         metavar="FILE",
-        help="questions and answers: .jsonl, .csv or .parquet; without it, sums are made",
+        help="questions and answers: .jsonl, .csv or .parquet; by default, sums are generated",
     )
     init.add_argument(
         "--val",
         metavar="FILE",
-        help="held-out questions and answers; without it, some of --data are held out",
+        help="held-out questions and answers; by default, part of --data is held out",
     )
     init.add_argument(
         "--kind",
@@ -246,21 +251,24 @@ def _add_init(commands: Commands) -> None:
     init.add_argument(
         "--algorithm",
         metavar="NAME",
-        help="of reinforcement learning: a preset, such as grpo (the default) or ppo",
+        help="preset for reinforcement learning, such as grpo (the default) or ppo",
     )
     init.add_argument(
         "--device",
         choices=[device.value for device in Device],
-        help="auto: GPUs where there are any (the default)",
+        help="auto (the default): GPUs if available",
     )
     init.add_argument(
-        "--devices", metavar="N", type=positive, help="GPUs, or processes on a CPU: 1 where not given"
+        "--devices",
+        metavar="N",
+        type=positive,
+        help="number of GPUs, or of processes on CPU; the default is 1",
     )
     init.set_defaults(start=_start_init)
 
 
 def _add_schema(commands: Commands) -> None:
-    summary = "print the JSON Schema of a configuration file, with which an editor completes and checks it"
+    summary = "print the JSON Schema of configuration files, for completion and checks in an editor"
     schema = commands.add_parser("schema", help=summary, description=summary)
     kinds = "run: any run, by its `kind` (the default); ppo or sft: one kind; algorithm: a preset"
     schema.add_argument("kind", metavar="KIND", nargs="?", choices=SCHEMA_KINDS, default=ANY_RUN, help=kinds)
@@ -271,35 +279,33 @@ def _start_init(parsed: argparse.Namespace) -> int:
     module = importlib.import_module("megarl.cli.run.init")
     asks = sys.stdin.isatty()
 
-    # What is not given is asked on a terminal; elsewhere the default is taken.
+    # Ask for missing options on a terminal; otherwise use the defaults.
     def wish(name: str, question: str, default: str | None, choices: tuple[str, ...] = ()) -> str:
         given = getattr(parsed, name)
         if given is None and asks:
             return str(module.ask(question, default, choices))
         if given is None and default is None:
-            raise ValueError(f"--{name} is missing: {question}")
+            raise ValueError(f"--{name} is required: {question}")
         return str(default if given is None else given)
 
-    model = wish("model", "the model to train, a Hugging Face folder or a name on its hub", None)
-    data = wish("data", "a file of questions and answers (nothing: sums are made)", "")
-    kind = RunKind(wish("kind", "what to do", RunKind.ppo.value, tuple(each.value for each in RunKind)))
+    model = wish("model", "the model to train, a Hugging Face folder or a name on the hub", None)
+    data = wish("data", "a file of questions and answers (empty: sums are generated)", "")
+    kind = RunKind(wish("kind", "kind of run", RunKind.ppo.value, tuple(each.value for each in RunKind)))
     wishes = module.Wishes(
         folder=Path(parsed.folder),
         model=model,
         data=data or None,
         validation=parsed.val,
         kind=kind,
-        algorithm=wish("algorithm", "by which algorithm", "grpo") if kind is RunKind.ppo else "",
-        device=Device(
-            wish("device", "on which devices", Device.auto.value, tuple(each.value for each in Device))
-        ),
-        num_devices=positive(wish("devices", "how many of them", "1")),
+        algorithm=wish("algorithm", "algorithm", "grpo") if kind is RunKind.ppo else "",
+        device=Device(wish("device", "device type", Device.auto.value, tuple(each.value for each in Device))),
+        num_devices=positive(wish("devices", "number of devices", "1")),
     )
 
     return int(module.run(wishes))
 
 
-# In the order of `megarl --help`.
+# The commands in the order of `megarl --help`.
 _COMMANDS = (
     _add_train,
     _add_sft,

@@ -1,4 +1,4 @@
-"""What the parsers of several commands have in common."""
+"""Shared parts of the commands' parsers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ Commands = argparse._SubParsersAction
 def add_run_command(
     commands: Commands, name: str, summary: str, start: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
-    """A subcommand that reads a configuration."""
+    """Add a subcommand that reads a configuration."""
     command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
     command.add_argument(
-        "config", metavar="CONFIG", help="a YAML file; configs/quickstart.yaml and its like ship with megarl"
+        "config",
+        metavar="CONFIG",
+        help="a YAML file; configs/quickstart.yaml and others are included in megarl",
     )
     command.add_argument(
         "overrides", metavar="key=value", nargs="*", help="such as trainer.total_steps=10 or algorithm=grpo"
@@ -26,5 +28,5 @@ def add_run_command(
 
 
 def run_of(command: str, package: str = "megarl.cli") -> Callable[..., int]:
-    """Return the function that runs a command, from its module."""
+    """Import a command's module and return the function that runs the command."""
     return importlib.import_module(f"{package}.{command}").run

@@ -192,15 +192,15 @@ def test_a_model_of_no_run_is_sampled_alike(
             ["{run}", "--step", "7"],
             "has no step '7'; give --step latest, or the number of one of step_00000001, step_00000002",
         ),
-        (["{policy}"], "data.val_files: is empty; name what to evaluate on, as --data FILE"),
-        (["{policy}", "--step", "1"], "is no folder of a run, so --step 1 means nothing here"),
+        (["{policy}"], "data.val_files: is empty; give the evaluation data with --data FILE"),
+        (["{policy}", "--step", "1"], "is not the folder of a run, so --step 1 does not apply"),
         (["{run}/nowhere"], "there is no such folder"),
         (["{inputs}"], "which is no model"),
         (["{run}", "--data", "{inputs}/nowhere.parquet"], "there is no file"),
         (["{policy}", "--data", "{inputs}/validation.parquet"], "reward.functions, reward.model.path"),
         (["{run}", "--reward", "{inputs}/broken.py"], "reward.functions: "),
         (["{run}", "--n", "0"], "rollout.validation.n: is 0"),
-        (["{run}", "--n", "2", "--temperature", "0"], "2 greedy samples of a prompt are all the same"),
+        (["{run}", "--n", "2", "--temperature", "0"], "2 greedy samples of a prompt are identical"),
         (["{run}", "--max-tokens", "100"], "exceed max_position_embeddings 64"),
         (["{run}", "--against", "{inputs}"], "cannot be read"),
         (["{run}", "--output", "{inputs}/reward.py"], "cannot be written"),
@@ -227,8 +227,8 @@ def test_results_are_never_mixed(
 ) -> None:
     (tmp_path / "results.json").write_text("{}")
     assert main(["eval", str(finished.output_dir), "--output", str(tmp_path)]) == 2
-    assert "holds the results of another evaluation" in capsys.readouterr().err
+    assert "contains the results of another evaluation" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
     (tmp_path / "results.json").rename(tmp_path / "samples.partial.jsonl")
     assert main(["eval", str(finished.output_dir), "--output", str(tmp_path)]) == 2
-    assert "has the samples of an evaluation that did not end" in capsys.readouterr().err
+    assert "contains the samples of an unfinished evaluation" in capsys.readouterr().err

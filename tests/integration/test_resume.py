@@ -81,7 +81,7 @@ def test_sft_killed_in_a_save_and_told_to_end_goes_on_as_if_nothing_had_been(
     step = int(latest.name[5:])
     assert 5 <= step < SFT_STEPS
     assert (
-        f"ended by SIGTERM after step {step}, which is saved; run the same command to resume from there"
+        f"stopped by SIGTERM after step {step}, which is saved; run the same command to resume from there"
         in run.log.read_text()
     )
     assert list(run.checkpoints.path.glob(".step_*")) == []
@@ -178,7 +178,7 @@ def test_a_run_that_gets_no_better_ends_saved_says_so_and_can_be_trained_on(
     command = run.start()
     assert command.status() == 0, command.said()
     why = "none of the last 1 validations of val/loss was better than "
-    assert f"ended early, after step 2: {why}" in command.said()
+    assert f"stopped early, after step 2: {why}" in command.said()
     assert [path.name for path in run.checkpoints.whole()] == ["step_00000002"]
     summary = json.loads((run.output_dir / "summary.json").read_text())
     assert summary["steps"] == 2

@@ -103,7 +103,7 @@ def test_a_killed_worker_ends_the_run_and_is_named(start: Callable[..., Run], fo
     assert re.search(rf"actor rank [01] \(node 127.0.0.1, pid {victim.pid}\)", said)
     page = last_page_of(said)
     assert f"node 127.0.0.1, pid {victim.pid}, in " in page
-    assert f"-{victim.pid}.err: that process and the engine in it" in page
+    assert f"-{victim.pid}.err: log of this process and its engine" in page
     assert f"-{other.pid}.err" not in page
 
 

@@ -77,7 +77,7 @@ def test_in_an_empty_folder_what_ships_is_found(built: Path, tmp_path: Path) -> 
         f"reward: 1 x compute_score in {built.resolve() / 'megarl/recipes/quickstart/reward.py'}"
         in checked.stdout
     )
-    assert "good, except for files that are not on this machine" in checked.stdout
+    assert "OK, except for files that are not on this machine" in checked.stdout
 
 
 def test_the_changelog_begins_with_the_version_of_the_package() -> None:

@@ -1,5 +1,4 @@
-"""`megarl check CONFIG`: finds everything that is wrong before anything starts, and prints what the run would
-do."""
+"""`megarl check CONFIG`: reports all errors before anything starts, and prints what the run would do."""
 
 from __future__ import annotations
 
@@ -17,13 +16,18 @@ from megarl.placement.plan import plan_placement
 def run(
     config_path: str, overrides: Sequence[str], schema: type[RunConfig] = PPOConfig, fast: bool = False
 ) -> int:
-    """Prints models, arithmetic and placement of a good configuration; 0. Raises ConfigError for any other.
-    fast: of the files that a run reads only `config.json`s are looked into, and no push of weights is
-    planned."""
+    """Print models, arithmetic and placement of a valid configuration, and return 0.
+
+    Args:
+        fast: Read no input files except the models' `config.json`, and plan no weight sync.
+
+    Raises:
+        ConfigError: The configuration has errors.
+    """
     if fast:
         config, absent, warnings = load_checked_anywhere(schema, config_path, overrides)
     else:
-        from megarl.doctor.examined_config import load_examined_anywhere  # which imports torch
+        from megarl.doctor.examined_config import load_examined_anywhere  # imports torch
 
         config, absent, warnings = load_examined_anywhere(schema, config_path, overrides)
 
@@ -33,10 +37,10 @@ def run(
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False, markup=False)
     plan = plan_placement(config)
     print_absent(absent, console)
-    good = "good, except for files that are not on this machine" if absent else "good"
+    verdict = "OK, except for files that are not on this machine" if absent else "OK"
     print_line(
         console,
-        f"{config_path}: {good} ({counted(plan.num_processes, 'process')}, "
+        f"{config_path}: {verdict} ({counted(plan.num_processes, 'process')}, "
         f"{counted(plan.num_devices, 'device')})",
     )
 

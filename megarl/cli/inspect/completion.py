@@ -1,5 +1,4 @@
-"""`megarl completion SHELL`: what makes a shell complete commands, options, files and the keys of overrides;
-and the completing itself."""
+"""`megarl completion SHELL`: shell completion of commands, options, files and keys of overrides."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ GOOD = 0
 
 
 def run(shell: str) -> int:
-    """Prints the shell's code."""
+    """Print the shell code that enables completion."""
     print(argcomplete.shellcode(["megarl"], shell=shell))
     return GOOD
 
 
 def answer(parser: argparse.ArgumentParser) -> None:
-    """Tells the shell what may come next, and ends the process."""
+    """Print the completions for the shell, and exit."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     completers = {"config": _configs, "overrides": _keys}
 
@@ -43,7 +42,7 @@ def _configs(prefix: str, **_: object) -> Iterator[str]:
 
 
 def _keys(parsed_args: argparse.Namespace, **_: object) -> Iterator[str]:
-    """Yield the keys of the kind of run that the file describes, of PPO if it cannot be read."""
+    """Yield the keys of the kind of run that the file describes; those of PPO if it cannot be read."""
     try:
         schema = schema_of(parsed_args.config) if parsed_args.config else PPOConfig
     except ConfigError:

@@ -1,5 +1,5 @@
-"""`megarl doctor [CONFIG]`: examines this machine, the cluster and what a run reads, and prints whether each
-is good."""
+"""`megarl doctor [CONFIG]`: checks this machine, the cluster and the inputs of a run, and prints the
+results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLOURS = {Status.warning: "yellow", Status.error: "red"}
 
 
 def run(config_path: str | None, overrides: Sequence[str], as_document: bool = False) -> int:
-    """Print the findings as a table or as one JSON document. Return 0, or 2 where one of them is an error."""
+    """Print the results as a table or as one JSON document. Return 0, or 2 if one of them is an error."""
     begin = time.monotonic()
     console = output_console(stderr=as_document)
     results = examine(config_path, overrides, console)
@@ -56,7 +56,7 @@ def table(results: Sequence[CheckResult]) -> Table:
 
 def summary(results: Sequence[CheckResult], seconds: float) -> str:
     counted_by = counts(results)
-    said = {Status.ok: "good", Status.warning: "good, with warnings", Status.error: "not good"}[
+    said = {Status.ok: "passed", Status.warning: "passed, with warnings", Status.error: "failed"}[
         worst(results)
     ]
     found = (

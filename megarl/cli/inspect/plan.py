@@ -1,4 +1,4 @@
-"""`megarl plan CONFIG`: where each role would run and what each device would hold, as tables, and as a
+"""`megarl plan CONFIG`: the placement of all roles and the memory of each device, as tables and as a
 drawing."""
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ _FORMATS = (".svg", ".png")
 
 
 def check_drawing(output: str | None) -> None:
-    """Raises ValueError for a file that is no drawing."""
+    """Raise ValueError for a file that is not a drawing."""
     if output is not None and Path(output).suffix not in _FORMATS:
-        raise ValueError(f"--output {output}: drawings are {' or '.join(_FORMATS)}; give a name that ends so")
+        raise ValueError(f"--output {output}: the file name must end in {' or '.join(_FORMATS)}")
 
 
 def run(
     config_path: str, overrides: Sequence[str], schema: type[RunConfig] = PPOConfig, output: str | None = None
 ) -> int:
-    """Prints the placement of a good configuration; with `output` draws it too. Raises ConfigError for any
-    other configuration, and ValueError for a file that is no drawing."""
+    """Print the placement of a valid configuration, and draw it if `output` is set.
+
+    Raises:
+        ConfigError: The configuration has errors.
+        ValueError: `output` is not a drawing.
+    """
     check_drawing(output)
     config, absent, _ = load_checked_anywhere(schema, config_path, overrides)
     plan = plan_placement(config)
@@ -37,7 +41,7 @@ def run(
     print_absent(absent, console)
 
     if output is not None:
-        # Here, because it imports matplotlib; the tables shall not wait for it.
+        # Imported here, because it imports matplotlib, which would delay the tables.
         from megarl.cli.tables.plan_drawing import draw_plan
 
         draw_plan(

@@ -10,8 +10,7 @@ from megarl.tracking.plot import plot_run
 
 
 def run(run_dir: str) -> int:
-    """Writes RUN_DIR/curves.png and says so. Returns the exit status: 0, or 2 with one line of error for what
-    the user can fix."""
+    """Write RUN_DIR/curves.png, and return the exit code: 0, or 2 with one line for a user error."""
     try:
         written = plot_run(Path(run_dir))
     except MetricsFileError as error:

@@ -1,7 +1,7 @@
-"""`megarl rehearse CONFIG`: runs a role's engine for CUDA, rank by rank, on devices that are not there, and
-prints what it does to them.
+"""`megarl rehearse CONFIG`: a dry run of a role's CUDA engine on fake devices, rank by rank.
 
-Needs of the models nothing but their `config.json`. Imports no torch: the processes of the ranks do.
+It prints memory, collectives and host-device synchronizations. Of the models it reads only `config.json`.
+This module does not import torch: the processes of the ranks do.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ GOOD = 0
 MISTAKES = 2
 
 _LAYERS_ARE_LOCAL = (
-    "Layers: local. Where Transformer Engine is installed the run takes its layers (engine.layers: auto): "
-    "their parameters are the same, what they keep and where they wait is not seen here."
+    "Layers: local. If Transformer Engine is installed, the run uses its layers (engine.layers: auto), which "
+    "have the same parameters but different saved activations and synchronizations."
 )
 
 
@@ -50,12 +50,16 @@ def run(
     ranks: str = "distinct",
     json_path: str | None = None,
 ) -> int:
-    """0, or 2 where the engine would fail or hang. Raises ConfigError for a bad configuration, and ValueError
-    for a role or a rank that there is not, for layers that need a GPU, and where the guard of the devices
-    cannot be compiled."""
+    """Run the dry run, and return 0, or 2 if the engine would fail or hang.
+
+    Raises:
+        ConfigError: The configuration has errors.
+        ValueError: The role or a rank does not exist, the layers require a GPU, or the device guard cannot be
+            compiled.
+    """
     partial = read_config(schema, config_path, overrides)
 
-    # resolved for the run's machines, not for this one; model.dtype depends on it
+    # Resolve the device for the run's machines, not for this one, because model.dtype depends on it.
     if partial.config.device is Device.auto:
         partial = read_config(schema, config_path, [*overrides, "device=cuda"])
     inputs = find_inputs(partial)
@@ -91,29 +95,28 @@ def run(
         _say(console, _LAYERS_ARE_LOCAL)
     _say(console, _unseen(role.parallel, numbers, ranks))
     for mistake in mistakes:
-        console.print(f"mistake: {mistake}", style="red", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"error: {mistake}", style="red", soft_wrap=True, highlight=False, markup=False)
     if json_path is not None:
         _write(Path(json_path), records, predicted, mistakes)
     ranks_of_role = f"{len(records)} of {counted(role.parallel.world_size, 'rank')} of the {role.name}"
-    found = counted(len(mistakes), "mistake") if mistakes else "no mistakes"
-    _say(console, f"{config_path}: {ranks_of_role} rehearsed, {found}")
+    found = counted(len(mistakes), "error") if mistakes else "no errors"
+    _say(console, f"{config_path}: simulated {ranks_of_role}, {found}")
 
     return MISTAKES if mistakes else GOOD
 
 
 def _check_devices(config_path: str, config: RunConfig) -> None:
-    """Raises ValueError for a run whose layers or devices cannot be simulated."""
+    """Raise ValueError for a run whose layers or devices cannot be simulated."""
     if config.device is Device.cpu:
         raise ValueError(
-            f"{config_path} has device: cpu, and a rehearsal is of GPUs: add device=cuda to see what the "
-            f"run would do on some"
+            f"{config_path} has device: cpu, but the dry run simulates GPUs; add device=cuda to simulate the "
+            f"run on GPUs"
         )
 
     if config.engine.layers is Layers.transformer_engine:
         raise ValueError(
-            f"{config_path} has engine.layers: transformer_engine, whose kernels run on GPUs only: add "
-            f"engine.layers=local, whose layers "
-            "have the same parameters"
+            f"{config_path} has engine.layers: transformer_engine, whose kernels require a GPU; add "
+            f"engine.layers=local, whose layers have the same parameters"
         )
 
 
@@ -124,8 +127,8 @@ def _rehearse(
     num_micro_batches: int,
     pushes: Mapping[int, RankPush],
 ) -> list[RankRecord]:
-    """Rehearse ranks of a role, and return their records in the order of ranks."""
-    # Routes are given, whoever chose them first.
+    """Simulate ranks of a role, and return their records in the order of ranks."""
+    # The simulation provides routes, so it does not matter where replayed routes come from.
     local = config.with_sections(
         engine=replace(config.engine, layers=Layers.local, routing_replay=RoutingReplay.off)
     )
@@ -139,7 +142,7 @@ def _rehearse(
             records.append(record)
             progress.rank_finished()
 
-    # The ranks finish in any order.
+    # Ranks finish in any order.
     return sorted(records, key=lambda record: record.rank)
 
 
@@ -153,7 +156,7 @@ def _role(config: RunConfig, name: str) -> ModelRole:
 def _pushes(
     config: RunConfig, role: ModelRole, architectures: Mapping[str, Architecture]
 ) -> dict[int, RankPush]:
-    """Of each rank of the actor; none where weights go through files."""
+    """Return the weight sync of each rank of the actor; empty if weights are transferred through files."""
     if not isinstance(config, PPOConfig) or role.name != "actor":
         return {}
     forecast = forecast_weights(config, plan_placement(config), architectures["actor"])
@@ -170,14 +173,14 @@ def _pushes(
 
 
 def _mistakes(records: Sequence[RankRecord]) -> list[str]:
-    """Of a rank that ended early the rest of its calls is not known: hangs are looked for where all came to
-    their end."""
+    """Return the errors of the ranks. Hangs are searched for only if all ranks finished, because the
+    remaining calls of a failed rank are unknown."""
     failed = [f"rank {record.rank}: {record.error}" for record in records if record.error is not None]
     return failed or [*hangs(records), *rounded_sums(records)]
 
 
 def _fullest(records: Sequence[RankRecord]) -> list[RankRecord]:
-    """The rank with the highest peak of each stage."""
+    """Return the rank with the highest peak of each stage."""
     by_stage: dict[int, RankRecord] = {}
     for record in records:
         known = by_stage.get(record.pipeline_rank)
@@ -189,21 +192,20 @@ def _fullest(records: Sequence[RankRecord]) -> list[RankRecord]:
 
 def _unseen(parallel: ParallelConfig, numbers: Sequence[int], ranks: str) -> str:
     told = (
-        "Not seen: fragments of the allocator, NCCL's buffers, the CUDA context, streams and what "
-        "overlaps on them, and times."
+        "Not simulated: allocator fragmentation, NCCL buffers, the CUDA context, the overlap of streams, and "
+        "timing."
     )
     if ranks == "all":
         return (
-            f"{told} Compared: the calls of all {parallel.world_size} ranks, in each group and in their "
-            f"order between groups."
+            f"{told} Verified: the collectives of all {parallel.world_size} ranks, within each group and in "
+            f"their order across groups."
         )
 
     shown = ", ".join(map(str, numbers))
     return (
-        f"{told} Rehearsed: ranks {shown} of {parallel.world_size}. Not proved: that the ranks of a group "
-        f"make the same calls in the same "
-        "order, and that what a stage sends is what the next receives, unless both are among these; --ranks "
-        "all compares them."
+        f"{told} Simulated: ranks {shown} of {parallel.world_size}. Not verified, except among these ranks: "
+        f"that the ranks of a group make the same calls in the same order, and that each stage receives what "
+        f"the previous one sends; use --ranks all to verify all ranks."
     )
 
 
@@ -222,7 +224,7 @@ def _write(
 
 
 def _plain(record: RankRecord) -> dict[str, object]:
-    """Named tuples would be lists in JSON."""
+    """Convert a record to plain values. Named tuples become mappings instead of lists in JSON."""
     phases = [
         {
             **asdict(phase),

@@ -1,4 +1,4 @@
-"""`megarl report RUN_DIR [RUN_DIR ...]`: a page of runs, written to a file, or served while they run."""
+"""`megarl report RUN_DIR [RUN_DIR ...]`: an HTML report of runs, written to a file or served live."""
 
 from __future__ import annotations
 
@@ -20,9 +20,17 @@ from megarl.tracking.run_files import REPORT_FILE
 
 
 def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -> int:
-    """Writes one HTML file that needs nothing else, `report.html` in the first folder where `output` is None;
-    or serves the page on this machine until Ctrl-C. Returns the exit status: 0, or 2 with one line of error
-    for what the user can fix."""
+    """Write one self-contained HTML file, or serve the report on this machine until Ctrl-C.
+
+    Args:
+        run_dirs: The folders of the runs.
+        output: The file; None: `report.html` in the first folder.
+        is_live: Serve the report instead of writing it.
+        port: The port of the server; 0: any free port.
+
+    Returns:
+        The exit code: 0, or 2 with one line for a user error.
+    """
     try:
         runs = list(open_runs([Path(each) for each in run_dirs], planned_memory))
         if is_live:
@@ -36,15 +44,19 @@ def run(run_dirs: Sequence[str], output: str | None, is_live: bool, port: int) -
 
 
 def planned_memory(config_path: Path) -> dict[str, list[Any]] | None:
-    """Of each role in the fullest device of each pool, as `megarl check` shows it: `columns` and `rows`. None
-    where the configuration is of another version, or the models that it names are not here."""
+    """Return the memory of each role on the fullest device of each pool, as `megarl check` shows it.
+
+    Returns:
+        The table's `columns` and `rows`; None if the configuration is from another version or its models are
+        not on this machine.
+    """
     try:
         config = load_config(schema_of(str(config_path)), config_path)
         architectures, absent = read_architectures(config)
         if absent or validate(config):
             return None
         table = parts_table(plan_memory(config, plan_placement(config), architectures))
-    # The report is still worth writing without the plan.
+    # The report is still useful without the plan.
     except ConfigError:
         return None
 
@@ -60,7 +72,7 @@ def _write(runs: Sequence[RunFolder], path: Path) -> None:
         nbytes = write_page(runs, path)
     except OSError as error:
         raise RunFolderError(
-            f"{path}: cannot be written ({error.strerror or error}); give another file by --output FILE"
+            f"{path}: cannot be written ({error.strerror or error}); give another file with --output FILE"
         ) from error
     print(f"report written to {path} ({nbytes / 2**20:.1f} MiB); open it in a browser")
 
@@ -70,15 +82,15 @@ def _serve(runs: Sequence[RunFolder], port: int) -> None:
         report = LiveReport(runs, port)
     except (OSError, OverflowError) as error:
         raise RunFolderError(
-            f"--port {port}: nothing can listen there ({error}); give another, or 0 for any that is free"
+            f"--port {port}: cannot listen ({error}); give another port, or 0 for any free port"
         ) from error
 
     print(
-        f"following {', '.join(run.name for run in runs)} at {report.url} (this machine only; Ctrl-C ends "
+        f"following {', '.join(run.name for run in runs)} at {report.url} (this machine only; Ctrl-C stops "
         f"it)",
         flush=True,
     )
     try:
         report.serve()
     except KeyboardInterrupt:
-        print("ended")
+        print("stopped")

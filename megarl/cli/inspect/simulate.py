@@ -1,5 +1,5 @@
-"""`megarl plan CONFIG --simulate`: step time and idleness for several `rollout.max_staleness` and splits of
-devices."""
+"""`megarl plan CONFIG --simulate`: step time and idle time for several values of `rollout.max_staleness` and
+splits of devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megarl.simulation.forecast import (
 
 
 class Given(NamedTuple):
-    """As the command line has it: `--lengths`, `--from`, `--training-s`, `--tokens-per-s`."""
+    """The options `--lengths`, `--from`, `--training-s` and `--tokens-per-s`."""
 
     lengths: str | None = None
     run_dir: str | None = None
@@ -43,12 +43,20 @@ def run(
     options: tuple[str | None, str | None, float | None, float | None],
     output: str | None = None,
 ) -> int:
-    """options: as in Given. Raises ConfigError, and ValueError for what is given and cannot be simulated, or
-    is not given."""
+    """Simulate the run, print the results, and draw them if `output` is set.
+
+    Args:
+        options: The values of Given.
+
+    Raises:
+        ConfigError: The configuration has errors.
+        ValueError: An option is missing or cannot be simulated.
+    """
     check_drawing(output)
     if schema is not PPOConfig:
         raise ValueError(
-            "--simulate: a run of fine-tuning generates nothing; give one of reinforcement learning"
+            "--simulate: supervised fine-tuning generates nothing; give the configuration of a reinforcement "
+            "learning run"
         )
 
     config = load_checked_anywhere(PPOConfig, config_path, overrides).config
@@ -63,7 +71,7 @@ def run(
     _print(config, times, forecasts, console)
 
     if output is not None:
-        # Here, because it imports matplotlib; the table shall not wait for it.
+        # Imported here, because it imports matplotlib, which would delay the table.
         from megarl.cli.tables.plan_drawing import draw_forecasts
 
         draw_forecasts(forecasts, Path(output))
@@ -87,13 +95,13 @@ def _work(config: PPOConfig, given: Given) -> tuple[list[list[int]], Times]:
         }
         if missing := [name for name, value in wanted.items() if value is None]:
             raise ValueError(
-                f"--simulate needs {', '.join(missing)}, or --from with the folder of a run that has "
+                f"--simulate requires {', '.join(missing)}, or --from with the folder of a run that has "
                 f"measured them"
             )
         lengths = []
         times = Times(0.0, 0.0)
 
-    # Options that are given replace what was measured.
+    # Options replace measured values.
     if given.lengths is not None:
         lengths = log_normal(*_mean_and_most(given.lengths, config), config.rollout.n)
     if given.training_s is not None:
@@ -109,17 +117,17 @@ def _mean_and_most(text: str, config: PPOConfig) -> tuple[float, int]:
     try:
         return float(mean), int(most) if comma else config.data.max_response_length
     except ValueError:
-        raise ValueError(f"--lengths {text}: is no mean with a most, as 500,4096 (tokens)") from None
+        raise ValueError(f"--lengths {text}: must be MEAN or MEAN,MAX in tokens, such as 500,4096") from None
 
 
 def _print(config: PPOConfig, times: Times, forecasts: Sequence[Forecast], console: Console) -> None:
     own = config.rollout.num_replicas
     drawn = table(
         "Simulated steps",
-        *("trainer", "engines", "k", "step, s", "trainer waits", "slots in use", "mean age"),
-        wraps="mean age",
+        *("trainer", "engines", "k", "step, s", "trainer idle", "slots in use", "mean staleness"),
+        wraps="mean staleness",
     )
-    # Of equally short steps, the one with the fresher weights is better.
+    # For equal step times, fresher weights are better.
     best = min(forecasts, key=lambda one: (one.step_s, one.max_staleness))
 
     for one in forecasts:
@@ -136,19 +144,20 @@ def _print(config: PPOConfig, times: Times, forecasts: Sequence[Forecast], conso
         drawn.add_row(*places, str(one.max_staleness), *numbers, style="bold" if one is best else None)
 
     drawn.caption = (
-        "trainer: devices; *: as configured; k: rollout.max_staleness; age: in versions of the weights"
+        "trainer: devices; *: as configured; k: rollout.max_staleness; staleness: in weight versions"
     )
     console.print(drawn)
-    # The simulated values have gaps, so the configured one may lie between two.
+    # The configured value may lie between two simulated ones.
     nearest = max(each for each in STALENESSES if each <= config.rollout.max_staleness)
     now = next(one for one in forecasts if one.split.num_engines == own and one.max_staleness == nearest)
     shortest = (
         f"{counted(best.split.num_engines, 'engine')} and "
-        f"rollout.max_staleness={best.max_staleness}, {best.step_s:,.4g} s a step"
+        f"rollout.max_staleness={best.max_staleness}, {best.step_s:,.4g} s per step"
     )
     print_line(
-        console, f"shortest: {shortest}: {now.step_s / best.step_s:.2f} times as many steps as configured"
+        console,
+        f"fastest: {shortest}: {now.step_s / best.step_s:.2f} times the speed of the configured setup",
     )
-    training = f"{times.training_s:,.4g} s of training on the configured devices, in inverse ratio on others"
-    tokens = f"{1 / times.token_s:,.4g} tokens/s of a sample, whatever else its engine writes"
-    print_line(console, f"with {training}; {tokens}; {times.push_s:,.4g} s a push", style="dim")
+    training = f"{times.training_s:,.4g} s of training on the configured devices, inversely scaled for others"
+    tokens = f"{1 / times.token_s:,.4g} tokens/s per sample, independent of the engine's load"
+    print_line(console, f"assuming {training}; {tokens}; {times.push_s:,.4g} s per weight sync", style="dim")

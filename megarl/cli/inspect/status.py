@@ -1,5 +1,5 @@
-"""`megarl status RUN_DIR`: where a run is right now, read from its `status.json` alone, on any machine that
-sees the folder."""
+"""`megarl status RUN_DIR`: the status of a run, read only from its `status.json`, on any machine that sees
+the folder."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ from megarl.tracking.status import (
     read_status,
 )
 
-_LATE = 4  # files that were not written, after which a run does not write any more
+_LATE = 4  # number of missing writes after which a run is considered lost
 _WATCH_S = 1.0
 
 
 def run(run_dir: str, watch: bool = False) -> int:
-    """Prints it once; or, to watch, each time that it is written, in one place on a terminal, until the run
-    ends. Raises StatusError where there is none."""
+    """Print the status once or, with `watch`, after each update until the run ends, in place on a terminal.
+
+    Raises:
+        StatusError: There is no status.
+    """
     folder = Path(run_dir)
     console = output_console()
     record = read_status(folder)
@@ -56,7 +59,7 @@ def run(run_dir: str, watch: bool = False) -> int:
 
 
 def _until_it_ends(folder: Path, record: StatusRecord) -> Iterator[StatusRecord]:
-    """Each file that is written from now on, until the run has ended."""
+    """Yield the current status and each later one, until the run has ended."""
     yield record
     while is_running(record):
         time.sleep(_WATCH_S)
@@ -71,7 +74,7 @@ def is_running(record: StatusRecord) -> bool:
 
 
 def _is_lost(record: StatusRecord) -> bool:
-    """It says that it runs, and its process is gone."""
+    """Whether the status is that of a running run whose process no longer exists."""
     return record.run.state == RUNNING and _age_s(record) > EVERY_S * _LATE and record.is_alive is False
 
 
@@ -80,7 +83,7 @@ def _age_s(record: StatusRecord) -> float:
 
 
 def last_words(folder: Path, record: StatusRecord) -> str:
-    """Describe in one line how a run ended, what is saved, and what to type next."""
+    """Describe in one line how a run ended, what is saved, and how to continue."""
     status = record.run
     ago = f"{duration(_age_s(record))} ago"
     where = (
@@ -92,7 +95,7 @@ def last_words(folder: Path, record: StatusRecord) -> str:
         how = f"the run is complete, {ago}, after step {status.step}"
         return "; ".join(part for part in (f"{folder}: {how}", result_of(folder), report) if part)
 
-    # A killed process cannot write its end, so the status still says that it runs.
+    # A killed process cannot update its status, which still reports a running run.
     if status.state == RUNNING:
         how = f"its process {record.pid} on {record.host} is gone, {ago}, {where}"
     elif status.state == STOPPED:
@@ -102,7 +105,7 @@ def last_words(folder: Path, record: StatusRecord) -> str:
     else:
         cause = cause_of(folder)
         how = (
-            f"the run has failed, {ago}, {where}{f': {cause}' if cause else ''} (all of it: "
+            f"the run has failed, {ago}, {where}{f': {cause}' if cause else ''} (full report: "
             f"{folder / FAILURE_FILE})"
         )
 
@@ -110,15 +113,15 @@ def last_words(folder: Path, record: StatusRecord) -> str:
 
 
 def shown(folder: Path, record: StatusRecord) -> RenderableType:
-    """Nothing where the run has ended."""
+    """Return the status as text and tables; empty if the run has ended."""
     if not is_running(record):
         return Group()
     status = record.run
     age_s = _age_s(record)
     late = age_s > EVERY_S * _LATE
     alive = {
-        True: "its process is there",
-        None: f"its process {record.pid} on {record.host} cannot be seen from here",
+        True: "its process is alive",
+        None: f"its process {record.pid} on {record.host} is not visible from this machine",
     }
     lines = [
         Text(f"{folder}: {_place(status)}, weights {status.weight_version}", style="bold"),
@@ -133,7 +136,7 @@ def shown(folder: Path, record: StatusRecord) -> RenderableType:
     if late:
         lines.append(
             Text(
-                f"written {duration(age_s)} ago, and every {EVERY_S:g} s as a rule; "
+                f"last written {duration(age_s)} ago instead of every {EVERY_S:g} s; "
                 f"{alive[record.is_alive or None]}",
                 "yellow",
             )
@@ -178,7 +181,7 @@ def _replicas(status: RunStatus) -> RenderableType:
 
 
 def _oldest(status: RunStatus) -> RenderableType:
-    drawn = table("Prompts asked for longest ago", "prompt", "samples missing", "where", "for")
+    drawn = table("Oldest pending prompts", "prompt", "missing samples", "state", "for")
     for group in status.oldest:
         drawn.add_row(group.uid or "-", f"{group.missing:,}", group.where, duration(group.seconds))
     return drawn

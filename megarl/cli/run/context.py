@@ -1,5 +1,5 @@
-"""What a run knows about itself, brought to the command line when it fails. Imports no torch: every command
-reads it."""
+"""The state of a run that the failure report shows. This module does not import torch, because every command
+imports it."""
 
 from __future__ import annotations
 
@@ -20,24 +20,31 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunContext:
-    """Kept up to date during the run. output_dir: None until the folder is the run's own. log_folder:
-    Ray's, the same on each of `nodes`; empty before Ray runs. position: None before there are steps."""
+    """The state of a run, updated while it runs.
+
+    Attributes:
+        output_dir: The run's folder; None until the run has claimed it.
+        log_folder: Ray's log folder, the same on each of `nodes`; empty before Ray runs.
+        nodes: The addresses of the nodes.
+        position: The current step and phase; None before the first step.
+        verbose: Print all tables when the run starts.
+    """
 
     config: RunConfig
     output_dir: Path | None = None
     log_folder: str = ""
     nodes: Sequence[str] = ()
     position: Position | None = None
-    verbose: bool = False  # prints every table when it starts
+    verbose: bool = False
 
     @property
     def is_under_way(self) -> bool:
-        """It is in a step: what fails is worth a page, whoever can fix it."""
+        """Whether the run is in a step, so that a failure deserves a full report even for a user error."""
         return self.position is not None and self.position.step is not None
 
 
 class RunFailedError(Exception):
-    """`error` is what failed."""
+    """A run has failed with `error`."""
 
     def __init__(self, error: Exception, context: RunContext) -> None:
         super().__init__("the run failed")
@@ -47,8 +54,8 @@ class RunFailedError(Exception):
 
 @contextmanager
 def run_context_of(config: RunConfig, verbose: bool = False) -> Iterator[RunContext]:
-    """Raises RunFailedError from whatever fails inside, and KeyboardInterrupt with what to type next; see
-    Interruption."""
+    """Raise RunFailedError for any failure in the block, and KeyboardInterrupt with how to resume on Ctrl-C
+    (see Interruption)."""
     context = RunContext(config, verbose=verbose)
     try:
         with Interruption(print):

@@ -1,4 +1,4 @@
-"""The work of `megarl convert`: opens, converts with a progress bar, and prints what was made or found. Needs
+"""The implementation of `megarl convert`: conversion with a progress bar, inspection and comparison. It needs
 no process group and no GPU."""
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ Start = Callable[[argparse.Namespace], int]
 
 
 def _in_one_line(start: Start) -> Start:
-    """What a damaged folder, or the disk, makes of a command."""
+    """Print a CheckpointError of a command in one line, and return its exit code."""
 
     @functools.wraps(start)
     def run(parsed: argparse.Namespace) -> int:
-        torch.set_num_threads(1)  # the conversion has threads of its own
+        torch.set_num_threads(1)  # the conversion has its own threads
         try:
             return start(parsed)
         except CheckpointError as error:
@@ -88,7 +88,7 @@ def megatron_to_hf(parsed: argparse.Namespace) -> int:
 def _convert(
     parsed: argparse.Namespace, write: Callable[[ModelSource, torch.dtype | None, Report], Written]
 ) -> int:
-    check_new(parsed.output)  # before anything large is read
+    check_new(parsed.output)  # before large files are read
     start_s = time.monotonic()
     source = _open(parsed.input, parsed)
     with _progress_bar(parsed.conversion) as report:
@@ -96,11 +96,9 @@ def _convert(
     seconds = time.monotonic() - start_s
     print(
         f"{parsed.output}: {counted(source.num_parameters, 'parameter')}, {counted(written.nbytes, 'byte')} "
-        f"in "
-        f"{counted(written.num_files, 'file')}, {seconds:.1f} s, "
-        f"{written.nbytes / seconds / 1e9:.2f} GB/s, "
-        f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6:,.0f} MB of memory, the "
-        f"program itself included"
+        f"in {counted(written.num_files, 'file')}, {seconds:.1f} s, {written.nbytes / seconds / 1e9:.2f} "
+        f"GB/s, peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6:,.0f} MB "
+        "including the program"
     )
 
     return GOOD
@@ -127,14 +125,14 @@ def verify(parsed: argparse.Namespace) -> int:
 
 
 def _open(folder: Path, parsed: argparse.Namespace, check_contents: bool = True) -> ModelSource:
-    """A Hugging Face folder, of two that are compared, has its own configuration."""
+    """Open a model. When two are compared, a Hugging Face folder uses its own configuration."""
     companions = None if parsed.conversion == "verify" and (folder / CONFIG_FILE).is_file() else parsed.config
     return open_model(folder, parsed.role, parsed.trust_remote_code, companions, check_contents)
 
 
 @contextmanager
 def _progress_bar(name: str) -> Iterator[Report]:
-    """On the terminal, none in a log; gives what workers report to."""
+    """Show a progress bar on a terminal, and yield the function that workers report to."""
     columns = (
         TextColumn(name),
         BarColumn(),
@@ -151,7 +149,7 @@ def _progress_bar(name: str) -> Iterator[Report]:
 
 
 def print_description(description: ModelDescription, console: Console) -> None:
-    """The model, then every tensor, one a line."""
+    """Print the model, then every tensor on one line."""
     facts = _table("Model", "quantity", "value")
     for name, value in _facts(description):
         facts.add_row(name, value)
@@ -180,7 +178,7 @@ def _facts(description: ModelDescription) -> list[tuple[str, str]]:
         ("folder", description.folder),
         ("format", description.format),
         ("layout", description.layout),
-        ("step", "none recorded" if description.step is None else f"{description.step:,}"),
+        ("step", "not recorded" if description.step is None else f"{description.step:,}"),
         ("family", description.family),
         ("class", description.model_class or "none in config.json"),
         ("head", description.head),
@@ -192,7 +190,7 @@ def _facts(description: ModelDescription) -> list[tuple[str, str]]:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """The verdict in the last line; before it the first tensors that differ, where some do."""
+    """Print the tensors that differ, if any, and the verdict in the last line."""
     if comparison.architecture:
         table = _table("Architecture", "field", str(comparison.left.folder), str(comparison.right.folder))
         for name, left, right in comparison.architecture:
@@ -219,19 +217,19 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def verdict(comparison: Comparison) -> str:
-    """Return one line that says whether the models are the same."""
+    """Describe in one line whether the models are identical."""
     counts = ", ".join(
         f"{counted(count, 'tensor')} {match.value}" for match in Match if (count := comparison.count(match))
     )
     if not comparison.is_same:
-        return f"not the same model: {counts}"
+        return f"different: {counts}"
     rounded = [tensor for tensor in comparison.tensors if tensor.match is Match.rounded]
     if not rounded:
-        return f"the same model: {counts}"
+        return f"identical: {counts}"
     largest = max(tensor.max_difference for tensor in rounded)
     ways = ", ".join(sorted({tensor.reason for tensor in rounded}))
 
-    return f"the same model but for rounding ({ways}; largest difference {largest:.3g}): {counts}"
+    return f"identical except for rounding ({ways}; largest difference {largest:.3g}): {counts}"
 
 
 def _elements(tensor: TensorComparison) -> str:

@@ -1,7 +1,6 @@
-"""`megarl convert`: models between Hugging Face and Megatron, what is in a folder, and whether two hold the
-same model.
+"""`megarl convert`: converts models between Hugging Face and Megatron, inspects them and compares them.
 
-Only the command line is here, so that it can be shown without torch; the work is in cli/conversion.py.
+This module has only the command line, so that help needs no torch. The implementation is in conversion.py.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     inspect = _command(
         commands,
         "inspect",
-        "show architecture, layout, and every tensor's name, shape and dtype",
+        "show architecture, layout, and the name, shape and dtype of every tensor",
         _run("inspect"),
     )
     inspect.add_argument("folder", metavar="CKPT_OR_HF_DIR", type=Path)
-    inspect.add_argument("--json", action="store_true", help="for programs")
+    inspect.add_argument("--json", action="store_true", help="print one JSON document")
     _add_source_options(inspect)
     verify = _command(
         commands, "verify", "compare two folders tensor by tensor, across formats and layouts", _run("verify")
     )
-    verify.description = "Status: 0 the same model, 1 not the same, 2 one of them cannot be read."
+    verify.description = "Exit code: 0 identical, 1 different, 2 one of the models cannot be read."
     verify.add_argument("left", metavar="A", type=Path)
     verify.add_argument("right", metavar="B", type=Path)
     _add_source_options(verify)
@@ -54,7 +53,7 @@ def _add_to_megatron(commands: Commands[argparse.ArgumentParser]) -> None:
     command = _command(
         commands,
         "hf-to-megatron",
-        "write Megatron's distributed checkpoint, in any layout",
+        "write a Megatron distributed checkpoint in any layout",
         _run("hf_to_megatron"),
     )
     command.add_argument("--input", required=True, metavar="HF_DIR", type=Path)
@@ -62,7 +61,10 @@ def _add_to_megatron(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N")
     command.add_argument("--pipeline-parallel-size", type=positive, default=1, metavar="N")
     command.add_argument(
-        "--virtual-pipeline-parallel-size", type=positive, metavar="N", help="stages of each pipeline rank"
+        "--virtual-pipeline-parallel-size",
+        type=positive,
+        metavar="N",
+        help="virtual stages of each pipeline rank",
     )
     _add_source_options(command)
 
@@ -75,7 +77,7 @@ def _add_to_hugging_face(commands: Commands[argparse.ArgumentParser]) -> None:
         required=True,
         metavar="CKPT_DIR",
         type=Path,
-        help="of megarl or of Megatron's own programs",
+        help="a checkpoint of megarl or Megatron-LM",
     )
     _add_output(command, "HF_DIR")
     command.add_argument(
@@ -83,7 +85,7 @@ def _add_to_hugging_face(commands: Commands[argparse.ArgumentParser]) -> None:
         type=_bytes,
         default=5 * 10**9,
         metavar="SIZE",
-        help="of a file, such as 5GB (the default)",
+        help="maximum size of a file, such as 5GB (the default)",
     )
     _add_source_options(command)
 
@@ -100,9 +102,9 @@ def _command(
 
 
 def _add_output(command: argparse.ArgumentParser, metavar: str) -> None:
-    command.add_argument("--output", required=True, metavar=metavar, type=Path, help="must be new, or empty")
+    command.add_argument("--output", required=True, metavar=metavar, type=Path, help="a new or empty folder")
     command.add_argument(
-        "--dtype", choices=DTYPES, help="of the written weights; without it, that of the input"
+        "--dtype", choices=DTYPES, help="data type of the written weights; the default is that of the input"
     )
 
 
@@ -110,19 +112,20 @@ def _add_source_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--role",
         metavar="actor|critic",
-        help="of a run's checkpoint with several models; actor where none is given",
+        help="model of a run's checkpoint with several models; the default is actor",
     )
-    config = "a Hugging Face folder with config.json and tokenizer, for a Megatron checkpoint that has none"
+    config = "a Hugging Face folder with config.json and tokenizer, for a Megatron checkpoint without them"
     command.add_argument("--config", metavar="HF_DIR", type=Path, help=config)
     code = (
-        "accept a folder with model code of its own, which is never run: it computes what its model_type says"
+        "accept a folder with its own model code, which is never executed; the model is that of its "
+        "model_type"
     )
     command.add_argument("--trust-remote-code", action="store_true", help=code)
 
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a positive integer")
     return int(text)
 
 
@@ -134,7 +137,7 @@ def _bytes(text: str) -> int:
         or (size := int(float(match[1]) * _UNITS[match[2].upper()])) < 1
     ):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; give a number of bytes, or one such as 5GB, 500MB or 2GiB"
+            f"{text!r} is not a size; give a number of bytes, or a size such as 5GB, 500MB or 2GiB"
         )
 
     return size

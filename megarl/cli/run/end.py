@@ -1,5 +1,4 @@
-"""What a user needs to know when a run no longer runs: how it ended, what is saved, and how to continue.
-Imports no torch."""
+"""Describes how a run ended, what is saved, and how to continue. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from megarl.checkpoints.run_folder import CheckpointFolder
 from megarl.machine.errors import CheckpointError
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, SUMMARY_FILE
 
-_CAUSE = re.compile(r"^what +(\S.*)$", re.MULTILINE)  # on the last page of a failed run
+_CAUSE = re.compile(r"^what +(\S.*)$", re.MULTILINE)  # the cause in the failure report
 
 
 def how_to_resume(checkpoints: Path) -> str:
@@ -29,8 +28,7 @@ def how_to_resume(checkpoints: Path) -> str:
 
 
 def checkpoints_of(run_dir: Path) -> Path:
-    """Return the folder of a run's checkpoints, which its resolved configuration names if it is not in the
-    run's own folder."""
+    """Return the folder of a run's checkpoints: `checkpoints` in its folder, or that of its configuration."""
     path = run_dir / CONFIG_FILE
     values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
     given = values.get("checkpoint", {}).get("dir")
@@ -38,7 +36,7 @@ def checkpoints_of(run_dir: Path) -> Path:
 
 
 def result_of(run_dir: Path) -> str:
-    """Describe in a few words what a complete run achieved, empty if it does not say."""
+    """Describe the result of a complete run in a few words; empty if it is unknown."""
     path = run_dir / SUMMARY_FILE
     if not path.is_file():
         return ""
@@ -52,7 +50,7 @@ def result_of(run_dir: Path) -> str:
 
 
 def cause_of(run_dir: Path) -> str:
-    """Return the cause on the last page of a failed run, empty if it left none."""
+    """Return the cause in the failure report of a run; empty if there is no report."""
     path = run_dir / FAILURE_FILE
     found = _CAUSE.search(path.read_text(encoding="utf-8", errors="replace")) if path.is_file() else None
     return found[1] if found else ""

@@ -1,5 +1,5 @@
-"""`megarl generate` with tools or an environment: whole episodes, printed as the conversations that they
-are."""
+"""`megarl generate` with tools or an environment: generates whole episodes and prints them as
+conversations."""
 
 from __future__ import annotations
 
@@ -27,34 +27,38 @@ from megarl.rollout.tool_calls import call_parser
 
 
 class _Played(NamedTuple):
-    """messages: of the model and of its environment, in their order."""
+    """A finished episode with the messages of the model and the environment, in order."""
 
     trajectory: Trajectory
     messages: list[Message]
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prints the episodes of each prompt; 0. Raises ValueError for what cannot be, before weights are loaded;
-    EnvironmentFailedError."""
+    """Print the episodes of each prompt, and return 0.
+
+    Raises:
+        ValueError: The model, prompts or options are invalid. Raised before weights are loaded.
+        EnvironmentFailedError: The environment failed.
+    """
     if parsed.stop:
         raise ValueError(
-            "--stop ends an answer, but in an episode the model's own end of a turn does; leave it out"
+            "--stop cannot be used in an episode, whose turns end with the model's end token; remove it"
         )
 
     if not parsed.prompts and sys.stdin.isatty():
-        raise ValueError("with tools or an environment there is no chat; give a prompt")
+        raise ValueError("chat is not supported with tools or an environment; give a prompt")
     chats = read_chats(parsed)
     agent = _agent(parsed)
     make_environment, tools = load_agent(agent)
     writer = Writer(find_model(Path(parsed.model), parsed.step), parsed)
     template = TurnTemplate(writer.tokenizer, tools, agent.max_result_tokens)
-    # Everything that can be refused is checked before the weights are loaded.
+    # Check everything that can be refused before the weights are loaded.
     template.check()
     parse = call_parser(agent, tools, opens_thinking=template.opens_thinking)
     requests = writer.requests([writer.render(chat, tools) for chat in chats])
     writer.load()
 
-    # Each sample has an environment of its own, since environments keep state.
+    # Each sample has its own environment, because environments keep state.
     for index, request in enumerate(requests):
         chat = chats[index // parsed.n]
         sample = index % parsed.n
@@ -70,12 +74,10 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _agent(parsed: argparse.Namespace) -> AgentConfig:
-    """Raises ValueError (ConfigError among them)."""
+    """Return the agent's section from the options. Raises ValueError or its subclass ConfigError."""
     given = [f"--{name}" for name in ("agent", "tool", "environment") if getattr(parsed, name)]
     if len(given) > 1:
-        raise ValueError(
-            f"{' and '.join(given)} are given, but each says what answers the model; give one of them"
-        )
+        raise ValueError(f"{' and '.join(given)} exclude each other; give one of them")
 
     if parsed.agent is None:
         agent = AgentConfig(
@@ -87,7 +89,7 @@ def _agent(parsed: argparse.Namespace) -> AgentConfig:
         if not agent.is_used:
             raise ValueError(
                 f"--agent {parsed.agent}: its section agent has neither tools nor an environment; give a "
-                f"run's that has"
+                f"configuration that has"
             )
 
     # Options of the command override the run's section.
@@ -98,7 +100,7 @@ def _agent(parsed: argparse.Namespace) -> AgentConfig:
 
 
 def _named(text: str) -> tuple[str | None, str]:
-    """Of `FILE.py:NAME`, or of the name of a tool that ships."""
+    """Split `FILE.py:NAME` into path and name. A built-in tool has no path."""
     path, colon, name = text.rpartition(":")
     return (path if colon else None), name
 
@@ -108,7 +110,7 @@ def _environment(text: str | None) -> EnvironmentConfig:
         return EnvironmentConfig()
     path, name = _named(text)
     if path is None:
-        raise ValueError(f"no environment {name!r} ships; write --environment FILE.py:NAME")
+        raise ValueError(f"there is no built-in environment {name!r}; write --environment FILE.py:NAME")
     return EnvironmentConfig(path=path, name=name)
 
 
@@ -120,7 +122,7 @@ async def _play(
     agent: AgentConfig,
     parsed: argparse.Namespace,
 ) -> _Played:
-    """Prints each message as it comes, but for JSON."""
+    """Run one episode, and print each message as it arrives unless the output is JSON."""
     max_tokens = request.sampling.max_new_tokens
     limits = EpisodeLimits(
         max_turns=agent.max_turns, max_tokens=max_tokens, max_turn_tokens=agent.max_turn_tokens
@@ -153,7 +155,7 @@ async def _play(
                 say(reply.messages)
                 episode.answered(step.place, answer)
     finally:
-        # Closed after an error too, since the environment may hold resources.
+        # Close after an error too, because the environment may hold resources.
         await responder.close()
 
     if not parsed.json:

@@ -1,5 +1,5 @@
-"""`megarl eval MODEL`: samples a model on a data file and scores them, as a run's validation does, without a
-trainer."""
+"""`megarl eval MODEL`: samples from a model on a data file and scores the samples like a run's validation,
+without a trainer."""
 
 from __future__ import annotations
 
@@ -58,13 +58,16 @@ RESULTS_FILE = "results.json"
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prints a table, or JSON, and writes `results.json`, `samples.jsonl` and `config.yaml`; 0. What can be
-    known to be wrong raises ValueError before a process is started."""
+    """Print a table or JSON, write `results.json`, `samples.jsonl` and `config.yaml`, and return 0.
+
+    Raises:
+        ValueError: The model, data or configuration is invalid. Raised before any process is started.
+    """
     refuse_launched_ranks("eval")
     model = find_model(Path(parsed.model), parsed.step)
     config = evaluation_config(model, parsed)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    if parsed.against is not None:  # otherwise prompts with a date would differ by it
+    if parsed.against is not None:  # otherwise prompts that contain the date would differ
         set_chat_time(tokenizer, read_chat_time(Path(parsed.against) / RESULTS_FILE))
     tools = load_agent(config.agent).tools if config.agent.tools else None
     data = PromptDataset(config.data.val_files, tokenizer, config.data, tools)
@@ -74,7 +77,7 @@ def run(parsed: argparse.Namespace) -> int:
     }
     if REWARD_MODEL in architectures:
         check_reward_chats(config, architectures[REWARD_MODEL], {"data": data}, chat_time(tokenizer))
-    # Reward functions and the other evaluation are checked before hours of sampling.
+    # Check the reward functions and the other evaluation before hours of sampling.
     keys = _try_reward(config)
     others = _others(parsed.against, data)
     output = Path(config.trainer.output_dir)
@@ -105,7 +108,7 @@ def run(parsed: argparse.Namespace) -> int:
     if reads_clock(tokenizer):
         report["chat_time"] = data.identity.chat_time
 
-    # the last: with it the folder is whole
+    # Written last, because it marks the folder as complete.
     write_whole(output / RESULTS_FILE, json.dumps(report, indent=2) + "\n")
     if parsed.json:
         print(json.dumps(report, indent=2))
@@ -116,7 +119,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _try_reward(config: PPOConfig) -> Mapping[str, RewardKeys]:
-    """Return what the reward functions return beside the score, by data source. Raises ConfigError where they
+    """Return the additional keys of the reward functions by data source. Raises ConfigError if the functions
     cannot be used."""
     if not config.reward.functions:
         return {}
@@ -132,12 +135,12 @@ def _try_reward(config: PPOConfig) -> Mapping[str, RewardKeys]:
 def _not_compared(
     config: PPOConfig, keys: Mapping[str, RewardKeys], others: Sequence[ScoredSample]
 ) -> list[str]:
-    """Return the metrics that this evaluation or the other one will not have, of the data sources whose
-    reward was tried."""
+    """Return the metrics that only one of the two evaluations will have, for data sources whose reward was
+    tried."""
     theirs = by_data_source(others)
     lacking: set[str] = set()
 
-    # The symmetric difference: metrics that only one of the two sides has.
+    # Collect the metrics that only one of the two evaluations has.
     for source in keys.keys() & theirs.keys():
         lacking |= (
             set(source_metrics(config, keys[source]))
@@ -150,45 +153,45 @@ def _not_compared(
 def _announce(
     console: Console, config: PPOConfig, model: NamedModel, num_prompts: int, not_compared: Sequence[str]
 ) -> None:
-    """Print what is sampled, and which metrics have no counterpart in the other evaluation."""
+    """Print what is sampled, and the metrics that only one of the two evaluations has."""
     if not_compared:
         console.print(
-            f"not compared, because only one side has it: {', '.join(not_compared)}",
+            f"not compared, because only one evaluation has it: {', '.join(not_compared)}",
             highlight=False,
             soft_wrap=True,
         )
 
     what = (
-        f"{counted(num_prompts, 'prompt')} x {counted(config.rollout.validation.n, 'sample')} of "
+        f"{counted(num_prompts, 'prompt')} x {counted(config.rollout.validation.n, 'sample')} from "
         f"{model.source.folder}"
     )
-    console.print(f"{what}, by the engine {config.rollout.engine.name}", highlight=False, soft_wrap=True)
+    console.print(f"{what}, engine {config.rollout.engine.name}", highlight=False, soft_wrap=True)
 
 
 def _claim(output: Path) -> None:
-    """Raises ConfigError where results lie there, or none can be written."""
+    """Create the output folder. Raises ConfigError if it contains results or is not writable."""
     if (output / RESULTS_FILE).exists():
         raise ConfigError(
             "--output",
-            [f"{output} holds the results of another evaluation; give another folder, or remove it"],
+            [f"{output} contains the results of another evaluation; give another folder, or remove it"],
         )
 
     if (partial := output / PARTIAL_FILE).exists():
-        what = f"{partial} has the samples of an evaluation that did not end, which `megarl score` reads"
+        what = f"{partial} contains the samples of an unfinished evaluation, which `megarl score` can read"
         raise ConfigError("--output", [f"{what}; give another folder, or remove the file"])
 
     try:
         output.mkdir(parents=True, exist_ok=True)
-        # A trial write, before the engines are started.
+        # Test that the folder is writable before the engines are started.
         tempfile.TemporaryDirectory(dir=output).cleanup()
     except OSError as error:
         raise ConfigError(
-            "--output", [f"{output} cannot be written ({error.strerror}); give a folder that can be"]
+            "--output", [f"{output} cannot be written ({error.strerror}); give a writable folder"]
         ) from error
 
 
 def _others(against: str | None, data: PromptDataset) -> list[ScoredSample] | None:
-    """The samples of another evaluation, of the same prompts."""
+    """Return the samples of another evaluation of the same prompts."""
     if against is None:
         return None
     file = Path(against) / SAMPLES_FILE
@@ -203,8 +206,8 @@ def _others(against: str | None, data: PromptDataset) -> list[ScoredSample] | No
 def _samples(
     config: PPOConfig, data: PromptDataset, roles: EvaluationRoles, partial: Path, console: Console
 ) -> list[ScoredSample]:
-    """They are in `partial` as soon as they are there: an evaluation of hours that is killed leaves what it
-    has."""
+    """Generate and score all samples. Each batch is appended to `partial`, so that a killed evaluation keeps
+    its samples."""
     evaluation = Evaluation(
         data, config.rollout.validation, config.trainer.prompts_per_step, pass_score=config.reward.pass_score
     )
@@ -213,7 +216,7 @@ def _samples(
     with PassProgress(len(data), console) as progress:
         for batch in evaluation.samples(roles.rollout, roles.reward):
             samples += batch
-            # Opened for each batch, so that its samples are in the file when the next one begins.
+            # Open the file for each batch, so that its samples are flushed before the next one starts.
             with partial.open("a", encoding="utf-8") as file:
                 file.write(sample_lines(batch))
             progress.advance(

@@ -1,4 +1,4 @@
-"""The configuration of `megarl eval`: that of a run, but for what trains; with the command's options."""
+"""The configuration of `megarl eval`: that of a run without training, with the command's options."""
 
 from __future__ import annotations
 
@@ -32,19 +32,21 @@ from megarl.config.sources import Layer
 from megarl.doctor.checked_config import find_on_hub, problems_of, refuse
 from megarl.machine.errors import ConfigError
 
-_EVALUATIONS = "evaluations"  # in a run's folder, and in `outputs`
+_EVALUATIONS = "evaluations"  # subfolder of a run's folder and of `outputs`
 
 
 def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConfig:
-    """Of the run that made the model, of the file that is given, or the defaults; what trains is replaced by
-    what needs nothing.
+    """Return the configuration of an evaluation, without training.
 
-    Raises ConfigError that lists all that is wrong.
+    It comes from `--config`, otherwise from the run that produced the model, otherwise from the defaults.
+
+    Raises:
+        ConfigError: Lists all problems.
     """
     path = options.config
     overrides = options.overrides
 
-    # A fine-tuning run has no rollout section: only its dtype can be taken over.
+    # A fine-tuning run has no rollout section, so only its dtype applies.
     if path is None and isinstance(model.run, PPOConfig):
         path = model.run_file
     elif isinstance(model.run, SFTConfig):
@@ -53,11 +55,11 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
     config = load_config(PPOConfig, path or {}, overrides, Layer("options", _values(model, options)))
     source = str(path or "megarl eval")
     if not config.data.val_files:
-        raise ConfigError(source, ["data.val_files: is empty; name what to evaluate on, as --data FILE"])
-    output = _output(model, config, options)  # by the names of the data as they are given
+        raise ConfigError(source, ["data.val_files: is empty; give the evaluation data with --data FILE"])
+    output = _output(model, config, options)  # named by the data files as given
     inputs = find_on_hub(PartialConfig(source, _without_training(config, str(output))), fetch=True)
 
-    # The weights may be those of a checkpoint, and an evaluation logs nothing.
+    # The weights may come from a checkpoint, and an evaluation logs nothing.
     violations = [
         each
         for each in inputs.violations()
@@ -68,7 +70,7 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
 
 
 def _values(model: NamedModel, options: argparse.Namespace) -> dict[str, Any]:
-    """What options say, by the configuration's keys."""
+    """Return the values of the options by configuration key."""
     given = {
         "data": {"train_files": [], "val_files": options.data, "max_response_length": options.max_tokens},
         "rollout": {"validation": {"n": options.n, "temperature": options.temperature}},
@@ -82,18 +84,18 @@ def _values(model: NamedModel, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _said(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is None."""
+    """Return the values without those that are None."""
     kept = {key: _said(value) if isinstance(value, dict) else value for key, value in values.items()}
     return {key: value for key, value in kept.items() if value is not None}
 
 
 def _without_training(config: PPOConfig, output: str) -> PPOConfig:
-    """The engines have all devices to themselves: as `hybrid` has them, with an actor that is never
-    started."""
+    """Return the configuration without training. The engines use all devices, in the placement `hybrid`
+    with an actor that is never started."""
     rollout = config.rollout
     placement = config.placement
     trainer = config.trainer
-    # The validation of the configuration needs an actor that fits the engines' devices.
+    # The rules require an actor that fits the engines' devices.
     num_devices = rollout.num_replicas * rollout.tensor_parallel_size
 
     return replace(
@@ -126,8 +128,8 @@ def _without_training(config: PPOConfig, output: str) -> PPOConfig:
 
 
 def _output(model: NamedModel, config: PPOConfig, options: argparse.Namespace) -> Path:
-    """Where the results go: in the run's folder, named by step and data; for a model of no run, below the
-    current folder."""
+    """Return the folder of the results: in the run's folder, named by step and data; for a model without a
+    run, in `outputs`."""
     if options.output is not None:
         return Path(options.output)
     data = "-".join(Path(file).stem for file in config.data.val_files)

@@ -1,5 +1,4 @@
-"""Command lines that work, for the help of each command and its page of the documentation. A test parses them
-all."""
+"""Example command lines for the help of each command and for the documentation. A test parses all of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is printed when a command fails: the tracebacks, and last one page with the first cause, what to do,
-and where the logs are."""
+"""The failure report of a command: the tracebacks, then one page with the root cause, hints and log
+locations."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from megarl.trainers.monitor import Position, phases_by_call
 _NUM_LINES = 30
 _NUM_MESSAGE_LINES = 10
 _NUM_HINT_LINES = 9
-_NUM_CHARACTERS = 400  # of one line of a message
+_NUM_CHARACTERS = 400  # limit of one line of a message
 _WIDTH = 78
 _LABEL = 8
 _FILES = (CONFIG_FILE, METRICS_FILE, GENERATIONS_FILE, SAMPLES_FOLDER, TIMELINE_FILE)
 
 
 def print_failure(error: Exception, command: str, context: RunContext | None) -> None:
-    """To the standard error, and to `failure.txt` of a run that has a folder."""
+    """Print the report to standard error, and write `failure.txt` if the run has a folder."""
     tracebacks = str(error) if isinstance(error, RunError) else "".join(traceback.format_exception(error))
     page = last_page(error, command, context)
     text = f"{tracebacks.rstrip()}\n\n{page}"
@@ -45,7 +45,7 @@ def print_failure(error: Exception, command: str, context: RunContext | None) ->
 
 
 def last_page(error: Exception, command: str, context: RunContext | None) -> str:
-    """At most 30 lines."""
+    """Return the last page of the report, at most 30 lines."""
     cause = _cause(error)
     entries: list[_Entry] = [_Entry("what", cause.message)]
     entries += _place(error)
@@ -59,7 +59,7 @@ def last_page(error: Exception, command: str, context: RunContext | None) -> str
         entries.append(_Entry("logs", _logs(error, context)))
     lines = [f"==== megarl {command} failed ".ljust(_WIDTH, "=")]
 
-    # Lay the entries out in two columns, the label on their first line only.
+    # Format the entries in two columns, with the label on the first line only.
     for entry in entries:
         for index, line in enumerate(entry.lines):
             lines.append(f"{entry.label if index == 0 else '':{_LABEL}}{line}")
@@ -81,7 +81,7 @@ def _cause(error: Exception) -> Cause:
         text = f"{error.summary}\n{error.remote_traceback}"
         return Cause(_shortened(_own_words(error)), text, hint, error.role, error.method)
 
-    # A hang has no single cause: show where the ranks stand, up to six of them.
+    # A hang has no single cause, so show the positions of up to six ranks.
     if isinstance(error, PhaseTimeoutError):
         first = str(error).splitlines()[0]
         lines = [first, *(f"  {report.summary}" for report in error.reports[:6])]
@@ -90,7 +90,7 @@ def _cause(error: Exception) -> Cause:
             lines.append(f"  and {counted(more, 'more rank')}")
         return Cause(lines, str(error), hint, error.role, error.method)
 
-    # The innermost cause knows the role and the method; the outer errors add their words.
+    # The innermost cause has the role and the method; the outer errors add their messages.
     below = error.__cause__
     inner = _cause(below) if isinstance(below, Exception) else None
     text = f"{type(error).__name__}: {error}"
@@ -106,7 +106,7 @@ def _cause(error: Exception) -> Cause:
 
 
 def _own_words(error: WorkerError) -> list[str]:
-    """The whole message of the worker's exception, of which the summary is the first line."""
+    """Return the full message of the worker's exception, whose first line is the summary."""
     _, found, rest = error.remote_traceback.rpartition(f"\n{error.summary}")
     return [error.summary, *(rest.splitlines()[1:] if found and error.error_type else [])]
 
@@ -123,7 +123,7 @@ def _shortened(lines: Sequence[str]) -> list[str]:
 
 
 def _failed_call(error: BaseException | None) -> WorkerError | PhaseTimeoutError | None:
-    """The call that failed, also where another error was raised from it."""
+    """Return the failed call of an error or of one of its causes."""
     while error is not None:
         if isinstance(error, (WorkerError, PhaseTimeoutError)):
             return error
@@ -134,7 +134,7 @@ def _failed_call(error: BaseException | None) -> WorkerError | PhaseTimeoutError
 def _place(error: Exception) -> list[_Entry]:
     call = _failed_call(error)
     if isinstance(call, WorkerError):
-        process = f"pid {call.pid}" if call.pid is not None else "pid not known"
+        process = f"pid {call.pid}" if call.pid is not None else "pid unknown"
         return [
             _Entry("where", [f"{call.role} rank {call.rank}, node {call.node}, {process}, in {call.method}"])
         ]
@@ -149,7 +149,7 @@ def _when(error: Exception, position: Position | None) -> str:
     position = position or Position()
     phases = [phase for phase in position.phases if phase != "step"]
     of_call = None if call is None else phases_by_call().get((call.role, call.method))
-    # The call may belong to a phase that runs beside the one of the driver.
+    # The call may belong to a phase that runs concurrently with the driver's phase.
     if of_call is not None and of_call not in phases:
         phases.append(of_call)
     step = "" if position.step is None else f"step {position.step}"
@@ -183,19 +183,19 @@ def _logs(error: Exception, context: RunContext) -> list[str]:
     call = _failed_call(error)
     lines = []
     if isinstance(call, WorkerError) and call.log_path:
-        lines.append(f"{call.log_path}: that process and the engine in it, on node {call.node}")
+        lines.append(f"{call.log_path}: log of this process and its engine, on node {call.node}")
 
     if context.log_folder:
         nodes = ", ".join(context.nodes[:4]) + (
             f" and {len(context.nodes) - 4} more" if len(context.nodes) > 4 else ""
         )
-        lines.append(f"{context.log_folder}: Ray and all workers, on each node ({nodes})")
+        lines.append(f"{context.log_folder}: logs of Ray and all workers, on each node ({nodes})")
 
     if context.output_dir is None:
         return lines
     if files := [name for name in _FILES if (context.output_dir / name).exists()]:
         lines.append(f"{context.output_dir}: {', '.join(files)}")
-    lines.append(f"{context.output_dir / FAILURE_FILE}: this, with the tracebacks")
+    lines.append(f"{context.output_dir / FAILURE_FILE}: this page, with the tracebacks")
     checkpoints = checkpoint_path(context.config)
     if (checkpoints / LATEST_FILE).is_file():
         lines.append(f"{checkpoints}: checkpoints; the same command resumes from the latest")

@@ -1,4 +1,4 @@
-"""`megarl generate MODEL`: writes on from prompts of the command line, of the standard input, or of a chat;
+"""`megarl generate MODEL`: generates from prompts of the command line or standard input, or in a chat,
 without Ray."""
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ from megarl.rollout.interface import (
 )
 
 _Messages = list[dict[str, Any]]
-_MAX_TOKENS = 256  # of an answer, where nobody says it and the model has room
+_MAX_TOKENS = 256  # default limit of an answer
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Prints what the model writes; 0. Raises ValueError for a model, prompts or options that cannot be,
-    before weights are loaded."""
+    """Print the model's answers, and return 0.
+
+    Raises:
+        ValueError: The model, prompts or options are invalid. Raised before weights are loaded.
+    """
     is_chat = not parsed.prompts and sys.stdin.isatty()
     if is_chat and (parsed.n > 1 or parsed.json):
-        raise ValueError("a chat has one answer at a time, as text; for --n and --json give prompts")
+        raise ValueError("--n and --json require prompts; a chat has one text answer at a time")
     chats = [] if is_chat else read_chats(parsed)
     writer = Writer(find_model(Path(parsed.model), parsed.step), parsed)
     prompts = [writer.render(chat) for chat in chats]
@@ -52,12 +55,12 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def read_chats(parsed: argparse.Namespace) -> list[_Messages]:
-    """Of the prompts, each a chat that is to be answered. Raises ValueError where there are none, or `n`
-    would be the same."""
+    """Return each prompt as a conversation. Raises ValueError if there are none, or if all `n` samples of a
+    prompt would be identical."""
     if parsed.n > 1 and parsed.temperature == 0:
         raise ValueError(
-            f"--n is {parsed.n}, but greedy samples of a prompt are all the same; give --temperature 1, or "
-            f"another above 0"
+            f"--n is {parsed.n}, but greedy samples of a prompt are identical; set --temperature above 0, "
+            "such as 1"
         )
     return [_opened(parsed.system, prompt) for prompt in parsed.prompts or _read_input(parsed.lines)]
 
@@ -70,22 +73,28 @@ def _opened(system: str | None, prompt: str) -> _Messages:
 
 
 def _read_input(by_lines: bool) -> list[str]:
-    """Raises ValueError where nothing is in it."""
+    """Read prompts from standard input. Raises ValueError if it is empty."""
     text = sys.stdin.read()
     prompts = [line for line in text.splitlines() if line.strip()] if by_lines else [text.rstrip("\n")]
 
     if not any(prompt.strip() for prompt in prompts):
         raise ValueError(
-            "no prompt is given, and the standard input is empty; write `megarl generate MODEL 'a prompt'`"
+            "no prompt is given, and standard input is empty; use `megarl generate MODEL 'a prompt'`"
         )
 
     return prompts
 
 
 class Continuation(NamedTuple):
-    """text: without special tokens, and without a stop text and what is behind it. token_ids, log_probs and
-    pieces (the text of each token): of all that were written, until a stop text was complete. finish_reason:
-    stop, or length where it was cut."""
+    """A generated answer.
+
+    Attributes:
+        text: The text before a stop string, without special tokens.
+        token_ids: All generated tokens, including those of a stop string.
+        log_probs: The log-prob of each token.
+        pieces: The text of each token.
+        finish_reason: "stop", or "length" if the answer was truncated.
+    """
 
     text: str
     token_ids: list[int]
@@ -95,8 +104,8 @@ class Continuation(NamedTuple):
 
 
 class Writer:
-    """A model in this process: in float32 on a CPU, in bfloat16 on a GPU. Raises ValueError for options that
-    cannot be."""
+    """A model in this process, in float32 on CPU and in bfloat16 on a GPU. Raises ValueError for invalid
+    options."""
 
     def __init__(self, model: NamedModel, parsed: argparse.Namespace) -> None:
         self._model = model
@@ -113,8 +122,8 @@ class Writer:
         )
 
     def render(self, chat: _Messages, tools: Tools = None) -> list[int]:
-        """Token ids of the chat, opened for the answer. Raises ValueError where the model has no room for
-        them, or the template for it."""
+        """Return the token ids of a conversation with the generation prompt. Raises ValueError if it does not
+        fit the model's context or the chat template cannot render it."""
         ids = render_whole(self.tokenizer, chat, LossyText.refuse, for_generation=True, tools=tools)
         architecture = self._model.source.architecture
         (request, *_) = self.requests([ids])
@@ -131,7 +140,7 @@ class Writer:
         )
 
     def requests(self, prompts: Sequence[list[int]]) -> list[GenerationRequest]:
-        """`n` of each prompt, side by side."""
+        """Return `n` results per prompt, those of a prompt in sequence."""
         return plan_requests(prompts, self._fitting(prompts))
 
     def sample(self, request: GenerationRequest) -> Sample:
@@ -140,7 +149,7 @@ class Writer:
         return finished.sample
 
     def load(self) -> None:
-        """Says on the standard error what it is."""
+        """Load the weights, and print the device and the time to standard error."""
         start_s = time.monotonic()
         device, dtype = (
             (Device.cuda, DType.bfloat16) if torch.cuda.is_available() else (Device.cpu, DType.float32)
@@ -151,7 +160,7 @@ class Writer:
             RolloutEngineSpec(model=config, rollout=RolloutConfig(), device=device), is_ended
         )
 
-        # A checkpoint of Megatron is converted to a temporary Hugging Face folder.
+        # Convert a Megatron checkpoint to a temporary Hugging Face folder.
         with hugging_face_folder(self._model, getattr(torch, dtype.value)) as (folder, manifest):
             self._engine.begin_weight_update(manifest)
             self._engine.load_folder(folder)
@@ -164,12 +173,12 @@ class Writer:
         )
 
     def write(self, prompts: Sequence[list[int]]) -> list[Continuation]:
-        """`n` of each prompt, side by side."""
+        """Return `n` results per prompt, those of a prompt in sequence."""
         continuations = []
         for sample in self._engine.generate(prompts, self._fitting(prompts)):
             token_ids = sample.token_ids.tolist()
             text = self._text(token_ids)
-            # The earliest stop text ends the answer; it may begin within a token.
+            # The earliest stop string ends the answer; it may start inside a token.
             end = min(
                 (start for stop in self._stop_texts if (start := text.find(stop)) >= 0), default=len(text)
             )
@@ -220,10 +229,10 @@ def _print_text(continuation: Continuation, with_log_probs: bool) -> None:
 
 
 def _chat(writer: Writer, parsed: argparse.Namespace) -> None:
-    """Until the end of the input."""
-    import readline  # noqa: F401, PLC0415  (makes `input` edit lines and remember them)
+    """Chat until the end of the input."""
+    import readline  # noqa: F401, PLC0415  (enables line editing and history in `input`)
 
-    print("an empty line begins a new chat, Ctrl-D ends", file=sys.stderr)
+    print("an empty line starts a new chat, Ctrl-D exits", file=sys.stderr)
     chat: _Messages = []
 
     while True:

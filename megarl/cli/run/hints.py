@@ -1,5 +1,5 @@
-"""What to try after a failure: the hint of the error, or of a table of other programs' messages, with the
-numbers of the run."""
+"""Hints after a failure: those of the error, or of a table of messages from other programs, filled with the
+run's values."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from megarl.rollout.interface import LESS_ENGINE_MEMORY
 
 
 class Cause(NamedTuple):
-    """A failure, as the last page shows it.
+    """The cause of a failure.
 
     Attributes:
         message: The lines that are shown.
-        text: All that was said, with the traceback.
+        text: The full message with the traceback.
         hint: The hint of the error, with its fields not yet filled.
-        role: The role of the call that failed, empty for what the driver did. Roles that share a process are
-            joined by "+".
+        role: The role of the call that failed; empty for a failure in the driver. Roles that share a process
+            are joined by "+".
         method: The method of that call.
     """
 
@@ -42,12 +42,12 @@ class Cause(NamedTuple):
 
 
 class ForeignFailure(NamedTuple):
-    """A failure that CUDA, the operating system or Ray report, which is known by its text.
+    """A failure reported by CUDA, the operating system or Ray, which is recognized by its text.
 
     Attributes:
-        text: A pattern to search for in all that was said. Its named groups are fields of the hint.
-        hint: What to do about it.
-        call: A pattern that "role.method" of the failed call must begin with.
+        text: A pattern to search for in the full message. Its named groups are fields of the hint.
+        hint: The hint lines.
+        call: A pattern that must match the beginning of "role.method" of the failed call.
     """
 
     text: str
@@ -56,14 +56,14 @@ class ForeignFailure(NamedTuple):
 
 
 def hint_for(cause: Cause, config: RunConfig | None) -> list[str]:
-    """Return what to try, a line each, empty where nothing is known.
+    """Return the hint lines for a failure; empty if there are none.
 
-    A message of CUDA, the system or Ray is more specific than the error of ours that it caused, so it comes
-    first.
+    Messages of CUDA, the system or Ray take precedence, because they are more specific than the megarl error
+    that they cause.
 
     Args:
         cause: The failure.
-        config: The configuration of the run, None for a command that has none.
+        config: The configuration of the run; None for a command without one.
     """
     call = f"{cause.role}.{cause.method}"
     # The patterns are tried in order; the first one that matches gives the hint.
@@ -83,11 +83,11 @@ _FIELD = re.compile(r"\{([^{}]+)\}")
 def _filled(
     hint: Sequence[str], cause: Cause, config: RunConfig | None, found: Mapping[str, str | None]
 ) -> list[str]:
-    """Replace each `{field}` by its value, and drop the lines with a field that this run does not have.
+    """Replace each `{field}` with its value, and drop lines with a field that this run does not have.
 
-    A field is the name of a fact, a group of the pattern that was found, or one or more keys of the
-    configuration, of which those that are set are shown as `key=value`. `role.` at the beginning of a key
-    stands for the section of the role that failed.
+    A field is the name of a fact, a group of the matched pattern, or one or more configuration keys. Keys
+    that are set are shown as `key=value`. `role.` at the beginning of a key stands for the section of the
+    failed role.
     """
     lines: list[str] = []
     for line in hint:
@@ -120,7 +120,7 @@ def _setting(config: RunConfig | None, key: str) -> Any:
 
 
 def _section(role: str) -> str:
-    """Return the section of the configuration for a role, or for the first of several in one process."""
+    """Return the configuration section of a role, or of the first of several roles in one process."""
     first = role.split("+")[0]
     return {REWARD_MODEL: "reward.model", "critic": "critic"}.get(first, "actor")
 
@@ -143,7 +143,7 @@ def _engine_share(config: RunConfig | None) -> str:
     if key is None:
         return ""
     share = _setting(config, key)
-    return f"{key}: it is the engine's default" if share is None else f"{key}={share}"
+    return f"{key} (the engine's default)" if share is None else f"{key}={share}"
 
 
 def _logit_chunk(config: RunConfig | None) -> str:
@@ -155,18 +155,18 @@ def _logit_chunk(config: RunConfig | None) -> str:
 
 
 def _free_disk(config: RunConfig | None) -> str:
-    """Return a line for each folder that a run writes to, with the room that is left there."""
-    places = {"/dev/shm": Path("/dev/shm"), "temporary files, and Ray's": Path(tempfile.gettempdir())}
+    """Return a line for each folder that a run writes to, with the free space of its disk."""
+    places = {"/dev/shm": Path("/dev/shm"), "temporary files and Ray": Path(tempfile.gettempdir())}
     if config is not None:
         of_run = {
             "trainer.output_dir": Path(config.trainer.output_dir),
-            "the checkpoints": checkpoint_path(config),
+            "checkpoints": checkpoint_path(config),
         }
         places = {**of_run, **places}
 
     lines = []
     for name, path in places.items():
-        # The folder may not have been created yet; the disk is that of the nearest one above it.
+        # The folder may not exist yet, so use the disk of its nearest existing parent.
         existing = next((part for part in (path, *path.absolute().parents) if part.exists()), None)
         if existing is not None:
             usage = shutil.disk_usage(existing)
@@ -204,31 +204,30 @@ FACTS: Mapping[str, Callable[[RunConfig | None], str]] = {
 # ---- messages of CUDA, the system and Ray
 
 _DEVICE_MEMORY = (
-    "less at a time: {role.micro_batch.max_tokens, role.micro_batch.sequences}; try half",
-    "activations: {role.recompute}; full keeps the fewest and takes about a third more time",
-    "more devices for the model: {role.parallel.tensor_parallel_size, role.parallel.context_parallel_size, "
-    "role.parallel.pipeline_parallel_size, role.parallel.data_parallel_size}; the optimizer's state is cut "
-    "over "
-    "data_parallel_size as well",
-    "logits: {logit_chunk}; try half",
-    "roles that share its devices: {placement.strategy}; `megarl plan` prints the memory of each device",
+    "reduce the micro-batch: {role.micro_batch.max_tokens, role.micro_batch.sequences}; try half",
+    "recompute activations: {role.recompute}; full saves the most memory and takes about a third more time",
+    "use more devices for the model: {role.parallel.tensor_parallel_size, "
+    "role.parallel.context_parallel_size, role.parallel.pipeline_parallel_size, "
+    "role.parallel.data_parallel_size}; the optimizer state is sharded over data_parallel_size too",
+    "reduce the logits: {logit_chunk}; try half",
+    "share devices with fewer roles: {placement.strategy}; `megarl plan` prints the memory of each device",
 )
 _GPU_FULL = (
     "CUDA out of memory|CUDA error: out of "
     "memory|CUBLAS_STATUS_ALLOC_FAILED|torch\\.(cuda\\.)?OutOfMemoryError"
 )
 
-# The first that is found is taken: what is certain before what is likely.
+# The first match applies, so specific patterns come before general ones.
 FOREIGN_FAILURES = (
     ForeignFailure(_GPU_FULL, LESS_ENGINE_MEMORY, call=r"rollout\."),
     ForeignFailure(
         _GPU_FULL,
-        ("sending weights: {resharding.bucket_mb}; try half", *_DEVICE_MEMORY),
+        ("reduce the buckets of the weight sync: {resharding.bucket_mb}; try half", *_DEVICE_MEMORY),
         call=r"[^.]+\..*(push|weight)",
     ),
     ForeignFailure(_GPU_FULL, _DEVICE_MEMORY, call=r"[^.]+\."),
     ForeignFailure(
-        _GPU_FULL, ("the GPU is full: use a device with more memory, or smaller parts", *_DEVICE_MEMORY)
+        _GPU_FULL, ("the GPU is full; use a device with more memory, or reduce memory:", *_DEVICE_MEMORY)
     ),
     ForeignFailure(r"memory monitor ended the process|node running low on memory", hints.MEMORY_MONITOR),
     ForeignFailure(
@@ -237,20 +236,20 @@ FOREIGN_FAILURES = (
     ForeignFailure(
         r"No space left on device|Disk quota exceeded|OutOfDiskError",
         (
-            "make room where it is full; of the driver's node:",
+            "free space on the full disk; disks of the driver's node:",
             "{free_disk}",
-            "fewer checkpoints: {checkpoint.keep, checkpoint.save_hf, checkpoint.every_steps}; elsewhere: "
-            "checkpoint.dir",
+            "keep fewer checkpoints: {checkpoint.keep, checkpoint.save_hf, checkpoint.every_steps}; or move "
+            "them: checkpoint.dir",
         ),
     ),
     ForeignFailure(
-        # the port stands before the words, behind them, or nowhere
+        # The port comes before or after the words, or is missing.
         r"(?s)^(?=.*(?:Address already in use|EADDRINUSE))(?:.*?(?:port[ =:]+|:)(?P<port>\d{4,5})\b)?",
         (
-            "another process listens there: `ss -ltnp | grep {port}` on the node says which; end it, if it "
-            "is a leftover of a run",
-            "megarl itself asks the system for free ports; a port given by hand is in RAY_ADDRESS or "
-            "MASTER_PORT: give another",
+            "another process uses this port: find it with `ss -ltnp | grep {port}` on the node, and end it "
+            "if it is left over from a run",
+            "megarl asks the system for free ports; a port that you chose is in RAY_ADDRESS or MASTER_PORT: "
+            "use another one",
         ),
     ),
     ForeignFailure(
@@ -260,17 +259,16 @@ FOREIGN_FAILURES = (
     ForeignFailure(
         r"node timed out during startup",
         (
-            "Ray gives its own processes 30 s to start, whatever is set. The same command again often "
-            "succeeds: their files are in "
-            "memory by now",
-            "a busy machine ({load}): `ps -C raylet,gcs_server -o pid,etime,user` shows other runs and "
-            "leftovers; `ray stop` ends "
-            "yours, also those at work",
-            "a slow or full disk: Ray works in {ray_folder} ({ray_folder_free}); RAY_TMPDIR=FOLDER for a "
-            "local one with room",
-            "in Ray's words: raylet.err and gcs_server.err in {ray_folder}/ray/session_latest/logs",
-            "or start Ray by itself, as often as it needs: `ray start --head`, then RAY_ADDRESS=auto and "
-            "the same command",
+            "Ray gives its processes a fixed 30 s to start. Run the same command again: it often succeeds, "
+            "because the files are cached by then",
+            "if the machine is busy ({load}): `ps -C raylet,gcs_server -o pid,etime,user` lists other runs "
+            "and leftover processes; `ray stop` ends all of yours, including active ones",
+            "if the disk is slow or full: Ray writes to {ray_folder} ({ray_folder_free}); set "
+            "RAY_TMPDIR=FOLDER to a local disk with free space",
+            "for Ray's own messages, see raylet.err and gcs_server.err in "
+            "{ray_folder}/ray/session_latest/logs",
+            "or start Ray separately with `ray start --head`, then run the same command with "
+            "RAY_ADDRESS=auto",
         ),
     ),
 )

@@ -1,5 +1,5 @@
-"""The policy that a command names: a Hugging Face folder, a run's folder, a checkpoint of it, or a folder of
-Megatron's own programs."""
+"""Finds the policy that a command names: a Hugging Face folder, a run's folder, a checkpoint, or a
+Megatron-LM folder."""
 
 from __future__ import annotations
 
@@ -27,15 +27,19 @@ from megarl.weights.tensors import Manifest, TensorMeta
 
 LATEST = "latest"
 BEST = "best"
-# in a run's folder
+# Subfolders of a run's folder.
 _CHECKPOINTS = "checkpoints"
 _HUGGING_FACE = "huggingface"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedModel:
-    """run: the configuration of the run that made it, in the file `run_file`, and `run_dir` its folder; None
-    for a model of no run."""
+    """A model and the run that produced it.
+
+    Attributes:
+        run: The configuration of the run, from `run_file`; None for a model without a run.
+        run_dir: The folder of the run.
+    """
 
     source: ModelSource
     run: RunConfig | None = None
@@ -44,11 +48,15 @@ class NamedModel:
 
 
 def find_model(path: Path, step: str = LATEST) -> NamedModel:
-    """step: `latest`, `best` (`checkpoint.keep_best`) or the number of a step, of a folder of checkpoints or
-    of a run's.
+    """Find a model. A model on the hub is fetched.
 
-    A name on the hub is fetched. Raises ValueError for a folder that holds no language model, is damaged, or
-    has no such step.
+    Args:
+        path: The model folder, run folder, checkpoint or hub name.
+        step: `latest`, `best` (`checkpoint.keep_best`) or a step number, for a folder of checkpoints or a
+            run's folder.
+
+    Raises:
+        ValueError: The folder contains no language model, is damaged, or has no such step.
     """
     if is_hub_name(str(path)):
         path = model_folder(str(path), "MODEL", fetch=True)
@@ -56,13 +64,13 @@ def find_model(path: Path, step: str = LATEST) -> NamedModel:
         folder, run_file = _model_folder(path, step)
         run = None if run_file is None else _run_config(run_file)
         source = open_model(folder)
-    except CheckpointError as error:  # here nothing has run yet: it is one line
+    except CheckpointError as error:  # Nothing has run yet, so the error is reported in one line.
         raise ValueError(str(error)) from error
 
     if source.head != "lm":
         raise ValueError(
-            f"{source.folder}: is a critic or a reward model, whose head gives numbers; give a model that "
-            f"writes text"
+            f"{source.folder}: is a critic or a reward model, which cannot generate text; give a language "
+            f"model"
         )
 
     return NamedModel(
@@ -74,14 +82,14 @@ def find_model(path: Path, step: str = LATEST) -> NamedModel:
 
 
 def _model_folder(path: Path, step: str) -> tuple[Path, Path | None]:
-    """The folder of one model, and the file of its run's configuration."""
+    """Return the folder of one model, and the file of its run's configuration."""
     if not os.path.isdir(path):
         raise CheckpointError(
             f"{path}: "
             f"{'is a file, not the folder of a model' if os.path.exists(path) else 'there is no such folder'}"
         )
 
-    # Tell apart a checkpoint, the folder of a run, a folder of checkpoints, and a plain model.
+    # Distinguish a checkpoint, the folder of a run, a folder of checkpoints, and a plain model.
     if os.path.isfile(path / DESCRIPTION_FILE):
         _refuse_step(path, step, "is a checkpoint of one step")
         return path, path / CONFIG_FILE
@@ -92,7 +100,7 @@ def _model_folder(path: Path, step: str) -> tuple[Path, Path | None]:
         chosen = _of_step(CheckpointFolder(path), step)
         return chosen, chosen / CONFIG_FILE
 
-    _refuse_step(path, step, "is no folder of a run")
+    _refuse_step(path, step, "is not the folder of a run")
     return path, None
 
 
@@ -104,28 +112,28 @@ def _of_run(path: Path, step: str) -> tuple[Path, Path]:
         chosen = _of_step(checkpoints, step)
         return chosen, chosen / CONFIG_FILE
 
-    # a run that saved nothing but the trained model
+    # The run has saved only the trained model.
     if step == LATEST and os.path.isdir(path / _HUGGING_FACE):
         return path / _HUGGING_FACE, path / CONFIG_FILE
     raise CheckpointError(
-        f"{path}: is the folder of a run that has no checkpoint in {checkpoints.path}, and no trained model "
-        f"yet"
+        f"{path}: is the folder of a run without checkpoints in {checkpoints.path} and without a trained "
+        "model"
     )
 
 
 def _of_step(checkpoints: CheckpointFolder, step: str) -> Path:
     if step == LATEST:
         latest = checkpoints.latest()
-        assert latest is not None, "there are whole ones"
+        assert latest is not None, "there are complete checkpoints"
         return latest
 
     if step == BEST and (best := checkpoints.best()) is not None:
         return best
     whole = {path.name: path for path in checkpoints.whole()}
 
-    # The steps that are there help more than the bare refusal.
+    # List the available steps in the error.
     if not step.isdecimal() or (name := step_name(int(step))) not in whole:
-        kept = "" if step != BEST else ", as the run kept no best one (checkpoint.keep_best)"
+        kept = "" if step != BEST else ", because the run kept no best checkpoint (checkpoint.keep_best)"
         raise CheckpointError(
             f"{checkpoints.path}: has no step {step!r}{kept}; give --step {LATEST}, or the number of one of "
             f"{', '.join(whole)}"
@@ -136,7 +144,7 @@ def _of_step(checkpoints: CheckpointFolder, step: str) -> Path:
 
 def _refuse_step(path: Path, step: str, why: str) -> None:
     if step != LATEST:
-        raise CheckpointError(f"{path}: {why}, so --step {step} means nothing here; leave it out")
+        raise CheckpointError(f"{path}: {why}, so --step {step} does not apply; remove it")
 
 
 def _run_config(file: Path) -> RunConfig:
@@ -147,15 +155,20 @@ def _run_config(file: Path) -> RunConfig:
 def hugging_face_folder(
     model: NamedModel, dtype: torch.dtype, scratch: Path | None = None
 ) -> Iterator[tuple[Path, Manifest]]:
-    """A folder from which engines load the model, with what is in its files: its own, where it has every
-    tensor once and nothing else; else one that is made below `scratch`, in `dtype`, and is gone after the
-    block. Raises CheckpointError where it cannot be made."""
+    """Yield a folder from which engines can load the model, and its manifest.
+
+    It is the model's own folder if that contains every tensor exactly once and nothing else. Otherwise the
+    model is converted to `dtype` in a temporary folder in `scratch`, which is removed after the block.
+
+    Raises:
+        CheckpointError: The temporary folder cannot be written.
+    """
     source = model.source
     expected = manifest_of(source.architecture, dtype)
 
     if source.kind == "Hugging Face":
         stored = read_checkpoint_index(source.folder).tensors
-        # Engines read every file of the folder, so extra files would be loaded as well.
+        # Engines read every file of the folder, so extra files would be loaded too.
         if stored.keys() == expected.keys() and {each.file for each in stored.values()} == set(
             source.folder.glob("*.safetensors")
         ):

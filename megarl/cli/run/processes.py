@@ -1,4 +1,4 @@
-"""The processes of a run: Ray's, on the pools of its placement."""
+"""The Ray processes of a run, on the pools of its placement."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import joins_weight_groups
 
-ENVIRONMENT_FILE = "environment.txt"  # in `trainer.output_dir`
+ENVIRONMENT_FILE = "environment.txt"  # file in `trainer.output_dir`
 
 
 def refuse_launched_ranks(command: str) -> None:
-    """Raises ValueError where torchrun, or a launcher of its kind, has started this process: each of them
-    would be a driver."""
+    """Raise ValueError if torchrun or a similar launcher has started this process, because each rank would be
+    a driver."""
     size = os.environ.get("WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" not in os.environ and int(size) == 1:
         return
     raise ValueError(
-        f"this process was started by torchrun, or by a launcher of its kind, as one of {size} "
-        f"(WORLD_SIZE), but `megarl {command}` starts its own processes. On one machine run `megarl "
-        f"{command}` as it is; on several, "
-        f"torchrun --nproc-per-node 1 -m megarl launch CONFIG key=value ... on each (docs/launch.md)"
+        f"this process was started by torchrun or a similar launcher as one of {size} (WORLD_SIZE), but "
+        f"`megarl {command}` starts its own processes. On one machine, run `megarl {command}` directly; on "
+        f"several, run torchrun --nproc-per-node 1 -m megarl launch CONFIG key=value ... on each "
+        f"(docs/launch.md)"
     )
 
 
@@ -48,13 +48,14 @@ class RayProcesses:
 
 @contextmanager
 def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesses]:
-    """Starts or joins Ray, and reserves the pools; however the block ends, what was started ends with it.
+    """Start or join Ray, and reserve the pools. Everything that was started ends with the block.
 
-    Raises InsufficientResourcesError where the cluster cannot hold the pools.
+    Raises:
+        InsufficientResourcesError: The cluster does not have the resources of the pools.
     """
     config = context.config
     plan = plan_placement(context.config)
-    # Remembered as the user has set it, before Ray starts.
+    # Remember the user's environment before Ray starts.
     given = dict(os.environ)
     console.print(f"starting Ray for {counted(plan.num_processes, 'process')}", style="dim")
     start_ray(
@@ -65,7 +66,7 @@ def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesse
         context.log_folder = log_folder()
         context.nodes = node_addresses()
         device = config.device
-        # The driver's machine may have no GPU although the cluster has.
+        # The cluster may have GPUs although the driver's machine has none.
         if device is Device.auto:
             device = Device.cuda if num_cluster_gpus() else Device.cpu
         pools = ResourcePoolManager.of_plan(plan, device is Device.cuda)
@@ -79,7 +80,7 @@ def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesse
             write_whole(context.output_dir / ENVIRONMENT_FILE, environment)
         if context.verbose:
             print_line(console, environment)
-        # which nobody knew before
+        # Only now is it known that the device is CPU.
         if device is Device.cpu and config.model.dtype is DType.bfloat16 and is_on_cuda(config.device):
             print_line(console, f"warning: {BFLOAT16_ON_A_CPU}", style="yellow")
         pools.create_resource_pool()

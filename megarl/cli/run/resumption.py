@@ -1,5 +1,5 @@
-"""How a command continues from a checkpoint, and how it says so: the state into the models, the run's files
-cut, what is different."""
+"""Resumes a command from a checkpoint: loads the state, truncates the run's files, and reports
+differences."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from megarl.trainers.resume import Resume, checkpoint_folder, older_ones
 
 
 def is_complete(config: RunConfig, resume: Resume | None) -> bool:
-    """Nothing is left to do, and it says so, with what to change to train on.
+    """Whether the run is already complete. If so, print how to train further.
 
-    Raises ValueError where a run came to its end without a checkpoint, and is asked for more steps.
+    Raises:
+        ValueError: The run ended without a checkpoint, and more steps are requested.
     """
     output_dir = Path(config.trainer.output_dir)
     steps = config.trainer.total_steps
     summary = read_summary(output_dir)
 
     if summary is None:
-        # also of a run that was killed between its last step and its end: it still writes the trained model
+        # A run that was killed between its last step and its end still has to write the trained model.
         return False
 
     # The run has ended before, and may have been given more steps since.
@@ -42,13 +43,13 @@ def is_complete(config: RunConfig, resume: Resume | None) -> bool:
         if resume.step < steps and why is None:
             return False
         print(
-            f"the run in {output_dir} is complete: {resume.checkpoint} is of step {resume.step}. "
-            f"{_to_train_on(config, why)}"
+            f"the run in {output_dir} is complete: {resume.checkpoint} is the checkpoint of step "
+            f"{resume.step}. {_to_train_on(config, why)}"
         )
         return True
 
     if of_another_run(output_dir, config):
-        return False  # which the folder's check refuses
+        return False  # claim_output_dir refuses the folder
     weights = (
         f"start from its weights: model.path={output_dir / 'huggingface'}"
         if config.checkpoint.save_hf
@@ -61,7 +62,7 @@ def is_complete(config: RunConfig, resume: Resume | None) -> bool:
 
     if summary["steps"] < steps and "stopped_early" not in summary:
         raise ValueError(
-            f"the run in {output_dir} ended after its step {summary['steps']}, and {steps} are wanted. "
+            f"the run in {output_dir} ended after step {summary['steps']}, but {steps} steps are requested. "
             f"{further}"
         )
 
@@ -79,7 +80,7 @@ def _to_train_on(config: RunConfig, why_it_ended_early: str | None) -> str:
 
 
 def load_checkpoint(session: Session, config: RunConfig, models: SavedModels, resume: Resume | None) -> None:
-    """The models continue from the checkpoint, and the run's files end where it was written. Raises
+    """Load the models from the checkpoint, and truncate the run's files to its step. Raises
     CheckpointError."""
     if resume is None:
         return
@@ -92,9 +93,9 @@ def load_checkpoint(session: Session, config: RunConfig, models: SavedModels, re
         raise CheckpointError(f"{error}. {older_ones(resume.checkpoint)}") from error
 
     if resume.is_own:
-        # Later checkpoints, metrics and samples belong to steps that will be made again.
+        # Later checkpoints, metrics and samples belong to steps that will be repeated.
         folder = checkpoint_folder(config)
-        folder.point_at(resume.checkpoint)  # what is after it is given up
+        folder.point_at(resume.checkpoint)  # later checkpoints are dropped
         folder.point_at_best(best_checkpoint(config, resume.state))
         cut_after(session.output_dir, resume.step)
         (session.output_dir / SUMMARY_FILE).unlink(missing_ok=True)
@@ -123,18 +124,18 @@ def open_checkpoints(
 
 
 def say_ended(session: Session, checkpoints: Checkpointer) -> dict[str, Any]:
-    """That it ended early, and which checkpoint is the best, where it is so; the same for the summary."""
+    """Print whether the run stopped early and which checkpoint is the best. Return both for the summary."""
     told: dict[str, Any] = {}
     if why := checkpoints.stopped_early:
         told["stopped_early"] = why
         session.console.print(
-            f"ended early, after step {checkpoints.last_step}: {why}", soft_wrap=True, highlight=False
+            f"stopped early, after step {checkpoints.last_step}: {why}", soft_wrap=True, highlight=False
         )
 
     if best := checkpoints.best:
         told["best"] = best._asdict()
         session.console.print(
-            f"the best {best.metric} is {best.value:.6g}, of the checkpoint of step {best.step}",
+            f"best {best.metric}: {best.value:.6g}, in the checkpoint of step {best.step}",
             soft_wrap=True,
             highlight=False,
         )
@@ -143,11 +144,11 @@ def say_ended(session: Session, checkpoints: Checkpointer) -> dict[str, Any]:
 
 
 def say_stopped(session: Session, checkpoints: Checkpointer) -> int:
-    """The exit status of a run that was told to end."""
+    """Print that SIGTERM stopped the run, and return the exit code."""
     step = checkpoints.stopped_after
     saved = f"after step {step}, which is saved" if step else "before its first step"
     session.console.print(
-        f"ended by SIGTERM {saved}; run the same command to resume from there",
+        f"stopped by SIGTERM {saved}; run the same command to resume from there",
         soft_wrap=True,
         highlight=False,
     )
@@ -159,6 +160,5 @@ def _print_differences(console: Console, resume: Resume) -> None:
     for change in resume.differences:
         print_line(
             console,
-            f"other than when {resume.checkpoint.name} was written: {change.key}={change.now} (was "
-            f"{change.before})",
+            f"changed since {resume.checkpoint.name}: {change.key}={change.now} (was {change.before})",
         )

@@ -1,4 +1,4 @@
-"""`megarl scale RUN_DIR --replicas N`: asks a running run to have another number of rollout replicas."""
+"""`megarl scale RUN_DIR --replicas N`: requests another number of rollout replicas from a running run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.tracking.status import read_status
 
 
 def run(run_dir: str, num_replicas: int) -> int:
-    """Raises ValueError, StatusError and ConfigError for what cannot be asked, in one line."""
+    """Request the number of replicas. Raises ValueError, StatusError or ConfigError if that is impossible."""
     folder = Path(run_dir)
     if not 1 <= num_replicas <= MOST_REPLICAS:
         raise ValueError(f"--replicas {num_replicas}: must be in [1, {MOST_REPLICAS}]")
@@ -32,15 +32,15 @@ def run(run_dir: str, num_replicas: int) -> int:
     # Engines that share devices with training are fixed by the placement.
     if OffloadPlan(plan_placement(config)).engines_move:
         raise ValueError(
-            f"{folder}: in placement.strategy={config.placement.strategy.value} the engines take turns with "
-            f"others on the same devices, so "
-            "none can join or leave; split_collocate and stand_alone give them devices of their own"
+            f"{folder}: with placement.strategy={config.placement.strategy.value} the engines share devices "
+            "with other roles, so the number of replicas is fixed; split_collocate and stand_alone give "
+            "them separate devices"
         )
 
-    ask_for(folder, num_replicas)  # also where the status has as many: it is some seconds old
+    ask_for(folder, num_replicas)  # also if the status shows that number, because it is seconds old
     print(
-        f"{folder}: asked for {counted(num_replicas, 'replica')} instead of {len(record.run.replicas)}; the "
-        f"run checks between "
-        f"two steps, and new replicas get weights before their first request: megarl status {folder} --watch"
+        f"{folder}: requested {counted(num_replicas, 'replica')} instead of {len(record.run.replicas)}; the "
+        f"run applies this between two steps, and new replicas receive weights before their first request. "
+        f"Follow it with: megarl status {folder} --watch"
     )
     return 0

@@ -1,5 +1,5 @@
 """`megarl score CONFIG ROWS`: runs the reward functions of a configuration on a file of responses, without a
-model. Imports no torch."""
+model. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class _Scored(NamedTuple):
 
 
 def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_truth: bool) -> int:
-    """Print scores, and every kind of error with its row.
+    """Print the scores, and every kind of error with its row.
 
     Args:
         of_ground_truth: Score the ground truth of each row as a response (see rewards.truths).
 
     Returns:
-        1 where more rows fail than `reward.max_error_rate` allows, with which a run would end, or a ground
-        truth is refused; else 0.
+        1 if more rows fail than `reward.max_error_rate` allows, or if a ground truth is refused; otherwise 0.
 
     Raises:
-        ConfigError, DataError for rows that have no response, RewardFunctionError for functions that cannot
-        be loaded.
+        ConfigError: The configuration has errors.
+        DataError: A row has no response.
+        RewardFunctionError: A function cannot be loaded.
     """
     reward = load_config(PPOConfig, config_path, overrides).reward
     rows = list(read_rows([rows_path], (), _COLUMNS))
-    # All rows are checked before the reward processes start.
+    # Check all rows before the reward processes start.
     truths = [_truth(row) for row in rows]
 
     with RewardScorer(
@@ -75,12 +75,12 @@ def _truth(row: DataRow) -> TruthRow:
 
     if "ground_truth" not in values and "ground_truth" not in model:
         raise row.error(
-            "ground_truth", "is missing; give it in a column, or in reward_model as the training data have it"
+            "ground_truth", "is missing; give it in a column, or in reward_model as in training data"
         )
 
     truth = values["ground_truth"] if "ground_truth" in values else model["ground_truth"]
     if "data_source" not in values:
-        raise row.error("data_source", "is missing; the function gets it as its first argument")
+        raise row.error("data_source", "is missing; it is the first argument of the function")
     return TruthRow(row.file, row.number, values["data_source"], truth, values.get("extra_info") or {})
 
 
@@ -88,7 +88,7 @@ def _response(row: DataRow) -> str:
     if "response" not in row.values:
         raise row.error(
             "response",
-            "is missing: what a model would write. With --ground-truth the right answers are scored instead",
+            "is missing. Add the model's response, or use --ground-truth to score the ground truths instead",
         )
     return str(typed_value(row, "response", str, "'the answer is 5'"))
 
@@ -107,7 +107,7 @@ def _print_trials(reward: RewardConfig, rows: Sequence[DataRow], trials: Sequenc
 
     if underivable := sum(trial.is_underivable for trial in trials):
         known = counted(underivable, "ground truth")
-        print(f"no response can be derived from {known} that can be read (answer_from_truth returns None)")
+        print(f"no response can be derived from {known} (answer_from_truth returns None)")
 
     if alike := worthless(trials):
         print(
@@ -115,7 +115,7 @@ def _print_trials(reward: RewardConfig, rows: Sequence[DataRow], trials: Sequenc
             f"{TRUTH_FORM_HINT}"
         )
 
-    # A refused ground truth is an error of the data, whatever share of the rows it is.
+    # A refused ground truth is always a data error, even in a single row.
     status = GOOD
     for file, lines in refused(trials).items():
         print(f"refused, {counted(len(lines), 'row')} of {file}:")
@@ -134,15 +134,15 @@ def _print_scores(scored: Sequence[_Scored]) -> None:
     if scored:
         scores = [each.score for each in scored]
         print(
-            f"{counted(len(scores), 'row')} scored: mean {sum(scores) / len(scores):.4g}, least "
-            f"{min(scores):.4g}, most {max(scores):.4g}"
+            f"{counted(len(scores), 'row')} scored: mean {sum(scores) / len(scores):.4g}, min "
+            f"{min(scores):.4g}, max {max(scores):.4g}"
         )
     for each in scored[:NUM_SHOWN]:
         print(f"  row {each.row} (uid {each.uid}): {each.score:.4g}  {_short(each.response)}")
 
 
 def _print_errors(reward: RewardConfig, errors: Sequence[str], num_rows: int) -> int:
-    """Return the exit status."""
+    """Print the errors, and return the exit code."""
     if errors:
         print("failed:")
     for error in errors[:NUM_SHOWN]:
@@ -150,7 +150,7 @@ def _print_errors(reward: RewardConfig, errors: Sequence[str], num_rows: int) ->
     if len(errors) <= reward.max_error_rate * num_rows:
         return GOOD
     failed = f"{len(errors)} of {counted(num_rows, 'row')} failed"
-    print(f"{failed}, more than reward.max_error_rate={reward.max_error_rate:g} allows: a run would end")
+    print(f"{failed}, more than reward.max_error_rate={reward.max_error_rate:g} allows; a run would abort")
 
     return FAILED
 

@@ -1,5 +1,4 @@
-"""What every run has around its trainer: the output folder, its processes, the monitor, and an end that
-leaves nothing behind."""
+"""The environment of a run's trainer: the output folder, the processes, the monitor, and a clean shutdown."""
 
 from __future__ import annotations
 
@@ -44,24 +43,26 @@ class Session:
     console: Console
     termination: Termination
     position: Position
-    at_last: ExitStack  # closed when the processes have ended
+    at_last: ExitStack  # closed after the processes have ended
 
 
 @contextmanager
 def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session]:
-    """Makes the run's folder with the resolved `config.yaml`, and starts the processes, which end with the
+    """Create the run's folder with the resolved `config.yaml`, and start the processes, which end with the
     block.
 
-    Raises ValueError for a folder that holds another run, CheckpointError where checkpoints cannot be
-    written, and what `ray_processes` raises.
+    Raises:
+        ValueError: The folder contains another run.
+        CheckpointError: Checkpoints cannot be written.
+        InsufficientResourcesError: The cluster does not have the resources of the pools.
     """
     config = context.config
     position = Position()
     output_dir = Path(config.trainer.output_dir)
     console = output_console()
-    # The folder is claimed and tried before any process is started.
+    # Claim and test the folder before any process is started.
     claim_output_dir(output_dir, config, resume, console)
-    (output_dir / FAILURE_FILE).unlink(missing_ok=True)  # of the run before this one
+    (output_dir / FAILURE_FILE).unlink(missing_ok=True)  # left by the previous attempt
     context.output_dir = output_dir
     context.position = position
     checkpoint_folder(config).prepare()
@@ -72,7 +73,7 @@ def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session
         print_run(config, console)
     else:
         print_summary(config, console)
-        print_line(console, f"all tables: {output_dir / PLAN_FILE}, or --verbose", style="dim")
+        print_line(console, f"for all tables see {output_dir / PLAN_FILE} or use --verbose", style="dim")
 
     with (
         ExitStack() as at_last,
@@ -90,11 +91,11 @@ def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session
 
 
 def claim_output_dir(output_dir: Path, config: RunConfig, resume: Resume | None, console: Console) -> None:
-    """The folder is new, or is this run's own. What a run has left that saved nothing before it ended is
-    cleared: it starts over."""
+    """Create the output folder, or check that it belongs to this run. The files of an earlier attempt
+    without a checkpoint are removed, because the run starts over."""
     output_dir.mkdir(parents=True, exist_ok=True)
 
-    # of a process that was killed while it sent weights through the disk
+    # Remove folders of a process that was killed during a weight sync through files.
     for folder in output_dir.glob(PUSHED_FOLDERS):
         shutil.rmtree(folder)
     metrics = output_dir / METRICS_FILE
@@ -102,17 +103,16 @@ def claim_output_dir(output_dir: Path, config: RunConfig, resume: Resume | None,
         return
     num_steps = metrics.read_bytes().count(b"\n")
 
-    # Metrics of different runs in one file could not be told apart later.
+    # Metrics of different runs in one file could not be distinguished later.
     if num_steps and (why := of_another_run(output_dir, config)):
         raise ValueError(
-            f"trainer.output_dir={str(output_dir)!r} holds the metrics of another run ({why}); remove the "
-            f"folder or give a new one, "
-            "so that two runs are not mixed"
+            f"trainer.output_dir={str(output_dir)!r} contains the metrics of another run ({why}); remove the "
+            f"folder or give a new one, so that two runs are not mixed"
         )
 
     console.print(
         f"the run in {output_dir} ended before its first checkpoint, after "
-        f"{counted(num_steps, 'logged step')}: starting over",
+        f"{counted(num_steps, 'logged step')}; starting over",
         style="yellow",
         soft_wrap=True,
         highlight=False,
@@ -121,7 +121,7 @@ def claim_output_dir(output_dir: Path, config: RunConfig, resume: Resume | None,
 
 
 def of_another_run(output_dir: Path, config: RunConfig) -> str | None:
-    """Why what is in the folder is not of the run that the configuration describes."""
+    """Explain why the folder belongs to another run than the configuration; empty if it does not."""
     saved = output_dir / CONFIG_FILE
     try:
         changes = other_run(saved, config)
@@ -132,8 +132,8 @@ def of_another_run(output_dir: Path, config: RunConfig) -> str | None:
 
 
 def read_summary(output_dir: Path) -> dict[str, Any] | None:
-    """What `write_summary` wrote; None where no run has come to its end here. Raises ValueError where that is
-    damaged."""
+    """Return the summary that `write_summary` wrote; None if no run has completed in the folder. Raises
+    ValueError if it is damaged."""
     path = output_dir / SUMMARY_FILE
     try:
         summary = json.loads(path.read_bytes())
@@ -154,12 +154,12 @@ class Filtered(Protocol):
 
 
 def report_filtered(console: Console, data_sets: Mapping[str, Filtered]) -> None:
-    """What `overlong=filter` left out, if anything."""
+    """Print how many rows `overlong=filter` skipped, if any."""
     for name, data_set in data_sets.items():
         if data_set.num_filtered:
             total = len(data_set) + data_set.num_filtered
             console.print(
-                f"{name}: left out {data_set.num_filtered:,} of {total:,} rows, longer than the "
+                f"{name}: skipped {data_set.num_filtered:,} of {total:,} rows that are longer than the "
                 f"configuration allows",
                 style="yellow",
             )
@@ -175,7 +175,7 @@ def open_monitor(
         done=0 if resume is None else resume.step,
     )
 
-    # Where the bar is live, it says what the console's lines would.
+    # A live progress bar already shows what the console logger would print.
     names = [name for name in config.tracking.loggers if name != "console" or not session.console.is_terminal]
     run = TrackedRun(
         output_dir=session.output_dir,
@@ -193,6 +193,6 @@ def open_monitor(
 
 
 def write_summary(output_dir: Path, summary: Mapping[str, Any]) -> None:
-    """`summary.json`, all of it or nothing. Raises RunError where that cannot be."""
+    """Write `summary.json` atomically. Raises RunError if that fails."""
     with writing(output_dir):
         write_whole(output_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""`megarl sft`: supervised fine-tuning from a configuration, on the engine that PPO uses."""
+"""`megarl sft`: supervised fine-tuning from a configuration, with the engine of PPO."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from megarl.trainers.sft import SFTTrainer
 
 
 def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> int:
-    """Trains; 0 at the end, 143 where SIGTERM ended it. What can be known to be wrong raises ValueError
-    before a process is started."""
+    """Train, and return 0 at the end or 143 after SIGTERM.
+
+    Raises:
+        ValueError: The configuration, model or data is invalid. Raised before any process is started.
+    """
     refuse_launched_ranks("sft")
     config = load_for_run(SFTConfig, config_path, overrides)
     with run_context_of(config, verbose) as context:
@@ -37,7 +40,7 @@ def _run(config: SFTConfig, context: RunContext) -> int:
         return 0
     architecture = read_architecture(config.model.path, config.model.trust_remote_code)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-    # A chat template that writes the date must write the one of the run's start.
+    # A chat template that writes the date must use the date of the run's start.
     if resume is not None:
         set_chat_time(tokenizer, saved_chat_time(resume.state["data"]))
     data = config.data
@@ -47,7 +50,7 @@ def _run(config: SFTConfig, context: RunContext) -> int:
     held_out = SFTDataset(data.val_files, tokenizer, data) if data.val_files else None
 
     if resume is not None:
-        loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
+        loader.load_state_dict(resume.state["data"])  # refuses changed data before a process is started
 
     with open_session(context, resume) as session:
         report_filtered(
@@ -64,7 +67,7 @@ def _run(config: SFTConfig, context: RunContext) -> int:
             sft.fit()
         if checkpoints.stopped_after is not None:
             return say_stopped(session, checkpoints)
-        # A run that SIGTERM has ended returns above, and exports nothing.
+        # A run that SIGTERM has stopped returns above without exporting the model.
         if config.checkpoint.save_hf:
             folder = session.output_dir / "huggingface"
             with writing(session.output_dir):
@@ -72,7 +75,7 @@ def _run(config: SFTConfig, context: RunContext) -> int:
             session.console.print(f"the trained model is in {folder}")
         steps = checkpoints.last_step
         seconds = round(checkpoints.seconds, 1)
-        # The summary is written last: it marks the run as complete.
+        # The summary is written last, because it marks the run as complete.
         told = say_ended(session, checkpoints)
         write_summary(
             session.output_dir,

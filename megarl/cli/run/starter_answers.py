@@ -1,6 +1,6 @@
-"""What the answers in a data file look like: numbers, mathematics, choices, tests of programs, or texts.
+"""Classifies the answers in a data file: numbers, mathematics, choices, tests of programs, or text.
 
-A look only decides which rewards are tried on the answers; whether they fit is decided by their scores.
+The classification only determines which rewards are tried. Their scores determine whether they fit.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from megarl.config.schema import DataConfig
 from megarl.data.prompts import GROUND_TRUTH, read_reward_inputs, read_reward_rows
 from megarl.rewards.truths import is_null, short
 
-LOOKS_SHARE = 0.8  # of the answers, from which they look like one kind
+LOOKS_SHARE = 0.8  # minimum fraction of answers that look like one kind
 _MOST_CHOICES = 10
 _ROWS_PER_CHOICE = 4
-# characters
+# Lengths in characters.
 _LONGEST_CHOICE = 40
 _LONGEST_TEXT = 100
 _LETTER = re.compile(r"[A-J]", re.IGNORECASE)
@@ -48,7 +48,7 @@ def looks_mathematical(answer: Any) -> bool:
     answer = answer.rpartition("####")[2]
     if "\\boxed" in answer:
         return True
-    # LaTeX commands and names of functions are allowed; other words make it prose.
+    # LaTeX commands and function names are allowed; any other word makes it prose.
     has_words = re.search(r"[A-Za-z]{3,}", _MATH_WORDS.sub(" ", answer)) is not None
 
     return (
@@ -67,12 +67,11 @@ def looks_like_tests(answer: Any) -> bool:
 
 
 def find_choices(data: DataConfig) -> list[str]:
-    """Return the few different answers that all rows have; none if there are many of them, or too few rows to
-    tell."""
+    """Return the distinct answers if there are only a few in many rows; otherwise an empty list."""
     labels: dict[str, str] = {}
     num_rows = 0
 
-    # One long answer, or one label too many, rules choices out; the rest need not be read.
+    # A long answer or too many labels rule out choices, so the remaining rows need not be read.
     for row in read_reward_rows([*data.train_files, *data.val_files], data.columns):
         answer = read_reward_inputs(row, data.columns).reward_model[GROUND_TRUTH]
         if is_null(answer):
@@ -87,7 +86,7 @@ def find_choices(data: DataConfig) -> list[str]:
         ):
             return []
 
-    # Letters are choices in a file of any length, and a letter that is no answer in it may be a choice too.
+    # Letters are choices in a file of any length, and a letter that no row has may be a choice too.
     if labels and all(_LETTER.fullmatch(label) for label in labels.values()):
         last = max(label.upper() for label in labels.values())
         return [chr(code) for code in range(ord("A"), max(ord(last), ord("B")) + 1)]
@@ -103,7 +102,7 @@ def find_choices(data: DataConfig) -> list[str]:
 
 
 def why_not_text(answers: Sequence[Any]) -> str | None:
-    """Return why it makes no sense to compare responses with these answers as texts; None if it does."""
+    """Explain why responses cannot be compared with these answers as text; None if they can."""
     if not answers:
         return "all of them are null"
     if share(lambda answer: isinstance(answer, list | dict), answers) >= LOOKS_SHARE:
@@ -118,7 +117,7 @@ def why_not_text(answers: Sequence[Any]) -> str | None:
             "as docs/rewards.md describes"
         )
 
-    # Long texts are never repeated word for word.
+    # Models do not repeat long texts word for word.
     length = int(median(len(str(answer)) for answer in answers))
     if length > _LONGEST_TEXT:
         return f"they are texts of {length:,} characters (the median), which no response will repeat"

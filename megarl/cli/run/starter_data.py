@@ -1,5 +1,5 @@
-"""The user's data file in `megarl init`: which columns hold questions and answers, and which questions are
-held out for validation."""
+"""The user's data file in `megarl init`: finds the columns of questions and answers, and holds out questions
+for validation."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TRAIN_FILE = "train.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 _QUESTIONS = ("question", "prompt", "problem", "instruction", "input", "query", "text")
 _ANSWERS = ("answer", "ground_truth", "solution", "output", "response", "target", "completion", "label")
-_TESTS = ("test_list", "tests")  # of programs; the answer beside them is one program of many
-_FEWEST_QUESTIONS = 20  # of a file of which some are held out
+_TESTS = ("test_list", "tests")  # tests of programs; an answer column is only one of many solutions
+_FEWEST_QUESTIONS = 20  # minimum questions of a file from which some are held out
 _MOST_HELD_OUT = 256
 _HELD_OUT_SHARE = 0.1
 
@@ -29,11 +29,11 @@ class Columns(NamedTuple):
     """The columns of a data file that a run reads.
 
     Attributes:
-        question: The column with the question, or with the whole chat.
+        question: The column with the question, or with the whole conversation.
         required: The columns that each row has.
         optional: The columns that a row may have.
-        named: The columns that `data.columns` names, key -> column.
-        has_source: Whether the rows name their data source.
+        named: The columns that `data.columns` names, by key.
+        has_source: Whether the rows contain their data source.
     """
 
     question: str
@@ -45,15 +45,14 @@ class Columns(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class UserData:
-    """A data file, as `megarl init` sets a run up for it.
+    """A data file and how `megarl init` configures a run for it.
 
     Attributes:
         columns: The value of `data.columns` in the configuration.
         columns_here: The value of `data.columns` for reading the file itself.
         num_rows: The rows that are trained on.
         num_held_out: The held-out rows, if they come from the same file.
-        split: Name -> text of the files to write instead of using the file itself; empty if nothing is held
-            out.
+        split: The text of each file to write instead of using the file itself; empty if nothing is held out.
     """
 
     path: str
@@ -65,7 +64,7 @@ class UserData:
 
     @property
     def about_validation(self) -> str:
-        """What is held out of the file for validation, or why nothing is."""
+        """Describe what is held out of the file for validation, or why nothing is."""
         if not self.split:
             return (
                 f"none, because {self.path} has fewer than {_FEWEST_QUESTIONS} questions; give held-out "
@@ -81,21 +80,21 @@ class UserData:
 
 
 def read_user_data(path: str, kind: RunKind, validation: str | None) -> UserData:
-    """Find the columns of a data file, and hold some of its questions out unless there is a validation file.
+    """Find the columns of a data file, and hold out some of its questions unless there is a validation file.
 
     Args:
         validation: The user's own validation file, which must have the same columns.
 
     Raises:
-        DataError: A file cannot be read, or has no rows or lacks a column.
-        ValueError: The columns of the file are not known ones.
+        DataError: A file cannot be read, has no rows, or lacks a column.
+        ValueError: The file has no known columns.
     """
     columns = _find_columns(path, kind)
     if validation is not None:
-        # Only the first row is read, to see that the columns are there.
+        # Read only the first row, to check the columns.
         next(read_rows([validation], columns.required))
     rows = [_Row.of(row, columns) for row in read_rows([path], columns.required, columns.optional)]
-    # Whole questions are held out, so that no question is in both files.
+    # Hold out whole questions, so that no question is in both files.
     held_out = (
         set[bytes]()
         if validation is not None
@@ -109,7 +108,7 @@ def read_user_data(path: str, kind: RunKind, validation: str | None) -> UserData
             path=path, columns=here, columns_here=here, num_rows=len(rows), num_held_out=0, split={}
         )
 
-    # Both files have the data source of the file that they come from, so that metrics are named after it.
+    # Both files have the original file as data source, so that metrics are named after it.
     source = {"data_source": Path(path).stem} if needs_source else {}
     train = [row for row in rows if row.question not in held_out]
     validate = [row for row in rows if row.question in held_out]
@@ -136,16 +135,15 @@ def _find_columns(path: str, kind: RunKind) -> Columns:
         return Columns("messages", ("messages",), ("tools",), {}, False)
 
     known = _ANSWERS if kind is RunKind.sft else (*_TESTS, "reward_model", *_ANSWERS)
-    # The names are in order of preference.
+    # Names are in order of preference.
     question = next((name for name in _QUESTIONS if name in found), None)
     answer = next((name for name in known if name in found), None)
 
     if question is None or answer is None:
         raise ValueError(
-            f"{path} has the columns {', '.join(found)}: a question is looked for in "
-            f"{', '.join(_QUESTIONS)}, its answer in "
-            f"{', '.join(known)}; leave --data out, and name file and columns in the configuration "
-            f"(data.train_files, data.columns)"
+            f"{path} has the columns {', '.join(found)}, but the question must be in one of "
+            f"{', '.join(_QUESTIONS)}, and the answer in one of {', '.join(known)}; remove --data, and set "
+            f"the file and its columns in the configuration (data.train_files, data.columns)"
         )
 
     if kind is RunKind.sft:
@@ -153,7 +151,7 @@ def _find_columns(path: str, kind: RunKind) -> Columns:
             question, (question, answer), ("tools",), {"prompt": question, "answer": answer}, False
         )
 
-    # Columns that are called as `data.columns` calls them by default need no line there.
+    # Columns with the default names of `data.columns` need no entry.
     named: dict[str, str | None] = {} if question == "prompt" else {"prompt": question}
     named |= {} if answer in ("reward_model", "ground_truth") else {"ground_truth": answer}
     has_source = "data_source" in found
@@ -164,7 +162,7 @@ def _find_columns(path: str, kind: RunKind) -> Columns:
 
 class _Row(NamedTuple):
     number: int
-    question: bytes  # a digest, which rows of the same question share
+    question: bytes  # a digest that rows with the same question share
     values: dict[str, Any]
 
     @classmethod
@@ -186,7 +184,7 @@ class _Row(NamedTuple):
 
 
 def _choose_held_out(questions: Sequence[bytes]) -> set[bytes]:
-    """Choose questions at random, the same ones each time; none of a small file."""
+    """Choose questions at random with a fixed seed; none of a small file."""
     if len(questions) < _FEWEST_QUESTIONS:
         return set()
     count = min(_MOST_HELD_OUT, max(1, int(len(questions) * _HELD_OUT_SHARE)))

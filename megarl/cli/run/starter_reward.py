@@ -1,5 +1,4 @@
-"""The reward that `megarl init` writes: chosen by the answers in the data, and tried on them before it is
-written."""
+"""Chooses the reward that `megarl init` writes by the answers in the data, and tries it on them first."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from megarl.doctor.reward_functions import choose_truths, try_reward
 from megarl.rewards.truths import TruthRow, in_files, is_null, problem_with, short
 
 STARTER = Path(__file__).resolve().parents[2] / "recipes" / "starter"
-_PASS_SHARE = 0.9  # of the answers, from which a reward fits
+_PASS_SHARE = 0.9  # minimum fraction of answers that a fitting reward passes
 _CHOICES_LINE = 'CHOICES = ["A", "B", "C", "D"]\n'
 
 
@@ -32,7 +31,7 @@ class RewardKind(NamedTuple):
     """A reward in `megarl/recipes/starter`.
 
     Attributes:
-        answers: The kind of answers that it is for.
+        answers: The kind of answers that it scores.
         rule: What it compares.
         prompt: A system prompt that asks for such answers.
     """
@@ -84,7 +83,7 @@ class ChosenReward(NamedTuple):
     Attributes:
         source: The text of its file.
         prompt: The system prompt that goes with it.
-        lines: What `megarl init` says about it.
+        lines: The lines that `megarl init` prints about it.
     """
 
     source: str
@@ -96,9 +95,10 @@ class _Proof(NamedTuple):
     """A reward that was tried on answers.
 
     Attributes:
-        problems: By file, a line for each answer that does not get full marks, or whose empty response gets
-            any.
-        has_responses: Whether right responses follow from the answers, unlike from tests of programs.
+        problems: By file, a line for each answer without the full score, or whose empty response has a score
+            above 0.
+        has_responses: Whether correct responses can be derived from the answers, unlike from tests of
+            programs.
     """
 
     kind: RewardKind
@@ -119,8 +119,8 @@ class _Proof(NamedTuple):
 def choose_reward(data: DataConfig) -> ChosenReward:
     """Choose a reward by the form of the ground truths in the data, and score the ground truths with it.
 
-    The first reward that all of them pass is taken. Otherwise it is the one that most of them pass, if that
-    is at least 9 of 10. Free text, which nearly everything passes, comes last.
+    The first reward that all of them pass is chosen. Otherwise it is the one that most of them pass, if at
+    least 9 of 10 do. Free text, which nearly everything passes, comes last.
 
     Raises:
         ValueError: The answers are mathematical expressions, and Math-Verify is not installed.
@@ -136,7 +136,7 @@ def choose_reward(data: DataConfig) -> ChosenReward:
         proofs.append(_prove(CHOICE, written, rows))
 
     is_plain = all(looks_like_number(answer) or not looks_mathematical(answer) for answer in answers)
-    # The look at the answers' form is cheap, and spares most trials of the rewards.
+    # Classifying the answers is cheap and avoids most trials of rewards.
     for kind, looks_like in (
         (CODE, looks_like_tests),
         (NUMBER, looks_like_number),
@@ -146,12 +146,11 @@ def choose_reward(data: DataConfig) -> ChosenReward:
         if best_share == 1 or share(looks_like, answers) < LOOKS_SHARE:
             continue
         if kind is MATH and best_share >= _PASS_SHARE and (is_plain or not _has_math_verify()):
-            continue  # what the other reward does not pass is no mathematics, such as "N/A"
+            continue  # The answers that the other reward does not pass, such as "N/A", are not mathematics.
         if kind is MATH and not _has_math_verify():
             raise ValueError(
-                f"the answers, such as {short(answers[0])}, are mathematical expressions, and their reward "
-                f"needs Math-Verify: "
-                "pip install math-verify, then run this again"
+                f"the answers, such as {short(answers[0])}, are mathematical expressions, whose reward "
+                f"requires Math-Verify: pip install math-verify, then run this command again"
             )
         proofs.append(_prove(kind, kind.source(), rows))
 
@@ -162,7 +161,7 @@ def choose_reward(data: DataConfig) -> ChosenReward:
     # Tests are never compared as text, however many of them fail.
     if best is not None and best.kind is CODE:
         return _unknown(
-            f"they look like tests of programs, and most cannot be carried out: {in_files(best.problems)}"
+            f"they look like tests of programs, but most cannot be executed: {in_files(best.problems)}"
         )
 
     if (reason := why_not_text(answers)) is not None:
@@ -171,7 +170,7 @@ def choose_reward(data: DataConfig) -> ChosenReward:
     if as_text.pass_share >= _PASS_SHARE:
         return _chosen(as_text)
 
-    return _unknown(f"too many are not passed by their own text: {in_files(as_text.problems)}")
+    return _unknown(f"too many do not match their own text: {in_files(as_text.problems)}")
 
 
 def _has_math_verify() -> bool:
@@ -179,8 +178,7 @@ def _has_math_verify() -> bool:
 
 
 def _prove(kind: RewardKind, source: str, rows: Sequence[TruthRow]) -> _Proof:
-    """Score the ground truths of the rows, and empty responses, with a reward whose file is written to a
-    temporary folder."""
+    """Score the ground truths of the rows and empty responses with a reward from a temporary file."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "reward.py"
         file.write_text(source, encoding="utf-8")
@@ -188,7 +186,7 @@ def _prove(kind: RewardKind, source: str, rows: Sequence[TruthRow]) -> _Proof:
             RewardConfig(functions=[RewardFunctionConfig(path=str(file))], num_processes=2), rows
         )
 
-    # Collect by file what keeps a ground truth from full marks.
+    # Collect by file why ground truths do not have the full score.
     problems: dict[str, list[str]] = {}
     for trial in trials:
         if (problem := problem_with(trial, full_marks=1.0)) is not None:
@@ -199,17 +197,17 @@ def _prove(kind: RewardKind, source: str, rows: Sequence[TruthRow]) -> _Proof:
 
 def _chosen(proof: _Proof) -> ChosenReward:
     num_passed = proof.num_tried - proof.num_failed
-    what = "score 1 as their own response" if proof.has_responses else "are tests that can be carried out"
+    what = "score 1 as a response" if proof.has_responses else "are executable tests"
     lines = [
         f"reward: the answers are {proof.kind.answers}, so {proof.kind.rule}",
-        f"tried: {num_passed:,} of {proof.num_tried:,} answers {what}, empty responses 0",
+        f"tested: {num_passed:,} of {proof.num_tried:,} answers {what}, empty responses score 0",
     ]
 
     if proof.problems:
         lines.append(
             f"warning: {proof.num_failed:,} of the answers fail, and `megarl check` refuses such rows: "
             f"{in_files(proof.problems)}. "
-            "Correct these rows, leave them out, or change reward.py"
+            "Correct or remove these rows, or change reward.py"
         )
 
     return ChosenReward(proof.source, proof.kind.prompt, lines)
@@ -218,10 +216,9 @@ def _chosen(proof: _Proof) -> ChosenReward:
 def _unknown(reason: str) -> ChosenReward:
     lines = [
         f"warning: no reward fits the answers, because {reason}",
-        "write compute_score in reward.py, which now raises NotImplementedError: it gets a response and its "
-        "ground truth, and returns a "
-        "score, such as 1.0 for a right response and 0.0 for a wrong one. If no rule can judge the "
-        "responses, use a reward model "
-        "(reward.model.path); see docs/rewards.md",
+        "implement compute_score in reward.py, which raises NotImplementedError for now: it receives a "
+        "response and its ground truth, and returns a score, such as 1.0 for a correct response and 0.0 "
+        "for a wrong one. If no rule can judge the responses, use a reward model (reward.model.path); see "
+        "docs/rewards.md",
     ]
     return ChosenReward(OWN.source(), OWN.prompt, lines)

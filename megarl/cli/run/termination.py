@@ -1,5 +1,5 @@
-"""Signals that end a run: SIGTERM, by which schedulers say that a job must leave, after its step and saved;
-Ctrl-C at once."""
+"""Signals that end a run: SIGTERM, which schedulers send, ends it after its step and a checkpoint; Ctrl-C
+ends it immediately."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-# exit statuses, as a shell gives them
+# Exit codes, as a shell reports them.
 TERMINATED = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT
 
 
 @contextmanager
 def ends_by_signal(end_children: Callable[[], object]) -> Iterator[None]:
-    """Within the block SIGTERM, SIGHUP and Ctrl-C end the child processes first, then unwind this process.
+    """Make SIGTERM, SIGHUP and Ctrl-C end the child processes before this process, within the block.
 
     SIGTERM and SIGHUP raise SystemExit with the status that a shell reports, Ctrl-C raises KeyboardInterrupt.
     Further signals do not interrupt the cleanup. Signals that are ignored (nohup, background jobs of a shell)
@@ -27,7 +27,7 @@ def ends_by_signal(end_children: Callable[[], object]) -> Iterator[None]:
     """
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        # From here on, further signals must not interrupt the cleanup.
+        # Further signals must not interrupt the cleanup.
         for each in handled:
             signal.signal(each, lambda number, frame: None)
         end_children()
@@ -35,7 +35,7 @@ def ends_by_signal(end_children: Callable[[], object]) -> Iterator[None]:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
 
-    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+    is_main = threading.current_thread() is threading.main_thread()  # only the main thread may set handlers
     before = {number: signal.getsignal(number) for number in _ENDING if is_main}
     handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
     for number in handled:
@@ -49,8 +49,8 @@ def ends_by_signal(end_children: Callable[[], object]) -> Iterator[None]:
 
 
 class Termination:
-    """Listens within its block. Enter it after Ray was started, which takes the signal for itself; the
-    handler that was there before comes back in the end."""
+    """Records SIGTERM within its block. Enter it after Ray was started, which installs its own handler. The
+    previous handler is restored at the end."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -68,19 +68,20 @@ class Termination:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            self._say("SIGTERM again: ending now, without saving")
+            self._say("SIGTERM again: exiting now, without saving")
             raise SystemExit(TERMINATED)
         self.requested = True
-        self._say("SIGTERM: this step is finished and saved, then the run ends; a second one ends it at once")
+        self._say(
+            "SIGTERM: the run ends after this step and its checkpoint; a second SIGTERM ends it immediately"
+        )
 
 
 class Interruption:
-    """Make Ctrl-C end a run in order within the block, and the loss of the terminal (SIGHUP) too.
+    """Shut down a run in order on Ctrl-C or on loss of the terminal (SIGHUP), within the block.
 
-    The first Ctrl-C raises KeyboardInterrupt. The second one, pressed while the run's processes are being
-    ended, does not interrupt that. The third one ends this process immediately; its child processes then end
-    by themselves, as when it is killed. A signal that is ignored (nohup, background jobs of a shell) stays
-    ignored.
+    The first Ctrl-C raises KeyboardInterrupt. A second one during the shutdown does not interrupt it. A third
+    one ends this process immediately; its child processes then end by themselves, as when it is killed. A
+    signal that is ignored (nohup, background jobs of a shell) stays ignored.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -108,4 +109,6 @@ class Interruption:
             raise KeyboardInterrupt
         if self._times > 2:
             os._exit(INTERRUPTED)
-        self._say("Ctrl-C again: the run is being ended; once more leaves its processes to end by themselves")
+        self._say(
+            "Ctrl-C again: the run is shutting down; a third Ctrl-C exits without waiting for its processes"
+        )

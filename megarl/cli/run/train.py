@@ -1,5 +1,5 @@
-"""`megarl train`: puts a run of reinforcement learning together from its configuration, runs it, and writes
-what it gives."""
+"""`megarl train`: builds a reinforcement learning run from its configuration, runs it, and writes the
+results."""
 
 from __future__ import annotations
 
@@ -43,8 +43,13 @@ _log = logging.getLogger(__name__)
 
 
 def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> int:
-    """Trains, by reinforcement learning or, where the file is of that kind, on demonstrations; 0 at the end,
-    143 where SIGTERM ended it. What can be known to be wrong raises ValueError before a process is started.
+    """Train with reinforcement learning, or with supervised fine-tuning if that is the file's kind.
+
+    Returns:
+        0 at the end, or 143 after SIGTERM.
+
+    Raises:
+        ValueError: The configuration, model or data is invalid. Raised before any process is started.
     """
     refuse_launched_ranks("train")
     if schema_of(config_path, overrides) is SFTConfig:
@@ -69,9 +74,10 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
 def open_ppo(
     config: PPOConfig, context: RunContext, resume: Resume | None, *, own_loop: bool = False
 ) -> Iterator[tuple[Session, PPOTrainer]]:
-    """The roles of a run and its trainer, in the state of `resume`; they end with the block.
+    """Start the roles and the trainer of a run in the state of `resume`. They end with the block.
 
-    own_loop: see PPOTrainer.
+    Args:
+        own_loop: See PPOTrainer.
     """
     models = {
         role.name: read_architecture(role.path, config.model.trust_remote_code)
@@ -105,11 +111,11 @@ def open_ppo(
     if REWARD_MODEL in models:
         check_reward_chats(config, models[REWARD_MODEL], data_sets, rules.chat_time)
     if resume is not None:
-        loader.load_state_dict(resume.state["data"])  # other data are refused before a process is started
+        loader.load_state_dict(resume.state["data"])  # refuses changed data before a process is started
 
     with open_session(context, resume) as session:
         report_filtered(session.console, data_sets)
-        # Start the roles, then put models, run files and trainer into the state of the checkpoint.
+        # Start the roles, then restore models, run files and trainer from the checkpoint.
         roles = start_ppo(config, models, rules, session.processes.device, session.processes.pools)
         saved = ppo_models(config, roles)
         load_checkpoint(session, config, saved, resume)
@@ -136,7 +142,7 @@ def check_reward_chats(
     data_sets: Mapping[str, PromptDataset],
     chat_time: datetime | None,
 ) -> None:
-    """Raises ConversationError for prompts that the reward model could not read."""
+    """Raise ConversationError for prompts that the reward model could not read."""
     assert config.reward.model.path is not None
     encoder = conversation_encoder(
         config.reward.model.path, architecture.vocab_size, Reading.of(config, architecture, chat_time)
@@ -163,7 +169,7 @@ def _finish(config: PPOConfig, session: Session, ppo: PPOTrainer) -> None:
         "samples": samples,
         **say_ended(session, ppo.checkpoints),
     }
-    # The summary marks the run as complete, so it follows the export of the policy.
+    # The summary marks the run as complete, so it is written after the export of the policy.
     write_summary(session.output_dir, summary)
     table = Table(title=f"{title_of(config)} run", show_header=False)
     table.add_row("steps", str(steps))

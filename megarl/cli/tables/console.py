@@ -1,5 +1,5 @@
-"""Tables and lines of every command: they fit a terminal, and a pipe or a log gets each row on one line,
-unpadded, for grep."""
+"""Tables and lines of all commands. They fit a terminal; in a pipe or a log each row is one unpadded line,
+for grep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNLIMITED = 10_000  # columns; more than any row has
 
 
 class _Unpadded:
-    """A text stream without the blanks at the ends of lines, with which rich fills tables. Finds the standard
+    """A text stream that removes the trailing spaces with which rich pads tables. It looks up the standard
     stream at each write."""
 
     def __init__(self, name: str) -> None:
@@ -32,8 +32,8 @@ class _Unpadded:
 
 
 def output_console(stderr: bool = False) -> Console:
-    """The console of a command: as wide as its terminal, or as COLUMNS says; without either nothing is
-    wrapped, cut or padded."""
+    """Return the console of a command: as wide as its terminal or as COLUMNS. Without either, nothing is
+    wrapped, truncated or padded."""
     console = Console(stderr=stderr)
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
@@ -41,7 +41,7 @@ def output_console(stderr: bool = False) -> Console:
 
 
 class _Table(Table):
-    """A table whose title and caption are lines of their own width where that is not limited."""
+    """A table whose title and caption are not wrapped if the width is unlimited."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if console.width >= UNLIMITED:
@@ -53,7 +53,7 @@ class _Table(Table):
 
 
 def table(title: str, *columns: str, wraps: str | None = None) -> Table:
-    """One column is for text that continues in the next line: `wraps`, or the last."""
+    """Return an empty table. Text in the column `wraps`, or in the last one, wraps to the next line."""
     drawn = _Table(
         title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
@@ -63,7 +63,7 @@ def table(title: str, *columns: str, wraps: str | None = None) -> Table:
 
 
 def table_of_numbers(title: str, columns: Mapping[str, Sequence[str]], rows: Sequence[str]) -> Table:
-    """A column for each role or pool, of which there are few; the rows have names."""
+    """Return a table of right-aligned numbers with one column per role or pool and named rows."""
     drawn = table(title, "", *columns, wraps="")
     for column in drawn.columns[1:]:
         column.justify = "right"
@@ -74,5 +74,5 @@ def table_of_numbers(title: str, columns: Mapping[str, Sequence[str]], rows: Seq
 
 
 def print_line(console: Console, text: str, style: str | None = None) -> None:
-    """As it is, also where it is longer than the window."""
+    """Print the text unchanged, also if it is longer than the window."""
     console.print(text, style=style, soft_wrap=True, highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""What a person sees of an evaluation: how far it is, and its results."""
+"""The console output of an evaluation: its progress and its results."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megarl.trainers.evaluation_results import SourceComparison, SourceResult
 
 
 class PassProgress:
-    """One pass over the prompts: a bar on a terminal, in a log a line for each batch, both with the time
-    left."""
+    """Progress of one pass over the prompts: a bar on a terminal, or a line per batch in a log, both with the
+    remaining time."""
 
     def __init__(self, num_prompts: int, console: Console) -> None:
         self._num_prompts = num_prompts
@@ -52,7 +52,12 @@ class PassProgress:
         self._bar.stop()
 
     def advance(self, num_prompts: int, mean_score: float) -> None:
-        """num_prompts: that are new; mean_score: of all samples so far."""
+        """Advance the progress.
+
+        Args:
+            num_prompts: Number of newly finished prompts.
+            mean_score: Mean score of all samples so far.
+        """
         self._num_done += num_prompts
         self._bar.update(self._task, advance=num_prompts, score=f"score {mean_score:.3g}")
 
@@ -70,7 +75,8 @@ class PassProgress:
 def print_result(
     source: str, result: SourceResult, comparison: SourceComparison | None, console: Console
 ) -> None:
-    """Print the table of one data source. comparison: with the evaluation that `--against` names."""
+    """Print the table of one data source, with a comparison to the evaluation of `--against` if there is
+    one."""
     size = (
         f"{counted(result.num_prompts, 'prompt')}, {counted(result.num_samples, 'sample')} of "
         f"{result.mean_tokens:.1f} tokens on average"

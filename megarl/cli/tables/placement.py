@@ -1,7 +1,6 @@
-"""A placement as tables: processes, what runs at the same time, memory of the fullest device of each pool,
-the way of the weights.
+"""A placement as tables: processes, concurrency, memory of the fullest device of each pool, and weight sync.
 
-Imports no torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,8 +31,12 @@ def print_placement(
     console: Console,
     with_push: bool = True,
 ) -> None:
-    """Warns where devices have too little memory and the configuration allows it. with_push: also what a push
-    of weights takes, whose plan takes seconds for a model with many experts."""
+    """Print the placement, with a warning for each device that exceeds its memory if the configuration allows
+    it.
+
+    Args:
+        with_push: Also print the weight sync, whose plan takes seconds for a model with many experts.
+    """
     memory = plan_memory(config, plan, architectures)
     console.print(
         placement_table(
@@ -45,14 +48,14 @@ def print_placement(
     if with_push and isinstance(config, PPOConfig):
         console.print(push_table(config, plan, architectures["actor"]))
 
-    # Where the configuration refuses such a plan, the command has already ended.
+    # If the configuration refuses such a plan, the command has already ended.
     if not refuses(config):
         for problem in budget_problems(config, memory):
             print_line(console, f"warning: {problem}", style="yellow")
 
 
 def print_absent(lines: Sequence[str], console: Console) -> None:
-    """Print what the run needs and this machine lacks, a line each."""
+    """Print what is missing on this machine, one line each."""
     for line in lines:
         print_line(console, f"not on this machine: {line}", style="yellow")
 
@@ -84,8 +87,7 @@ def placement_table(plan: PlacementPlan, *, generates_ahead: bool = False) -> Ta
 
 
 def _folded(group: GroupPlan) -> Iterator[tuple[list[int], list[int], str]]:
-    """The ranks, nodes and devices of a group: one row for consecutive nodes whose processes have the same
-    devices."""
+    """Yield the ranks, nodes and devices of a group, one row for consecutive nodes with the same devices."""
     by_node = [
         (node, list(processes))
         for node, processes in groupby(group.processes, key=lambda process: process.node)
@@ -97,12 +99,12 @@ def _folded(group: GroupPlan) -> Iterator[tuple[list[int], list[int], str]]:
         yield (
             ranks,
             [node for node, _ in rows],
-            f"{devices} of each" if len(rows) > 1 and group.uses_devices else devices,
+            f"{devices} on each" if len(rows) > 1 and group.uses_devices else devices,
         )
 
 
 def _devices(processes: Sequence[ProcessPlan]) -> str:
-    """The devices of a node's processes, and how many each process has where that is several."""
+    """Return the devices of a node's processes, grouped by process if a process has several."""
     sizes = {len(process.devices) for process in processes}
     if sizes == {0}:
         return "cpu"
@@ -115,7 +117,7 @@ def _devices(processes: Sequence[ProcessPlan]) -> str:
 
 
 def number_spans(numbers: Sequence[int]) -> str:
-    """Numbers in ascending order with consecutive ones joined, as 0-7, 16-23."""
+    """Format numbers in ascending order with consecutive ones joined, such as 0-7, 16-23."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][-1] + 1:
@@ -127,7 +129,7 @@ def number_spans(numbers: Sequence[int]) -> str:
 
 
 def _turns(plan: PlacementPlan, generates_ahead: bool) -> str:
-    """Who takes turns, and what runs at the same time."""
+    """Describe which roles share devices in time, and what runs concurrently."""
     turns = OffloadPlan(plan)
     groups = {plan.group_of(role).name: turns.takes_turns_with(role) for role in plan.roles}
     turns_between = sorted(
@@ -137,30 +139,32 @@ def _turns(plan: PlacementPlan, generates_ahead: bool) -> str:
             if others
         }
     )
-    beside = ", ".join(f"{one} | {other}" for one, other in overlaps(plan, generates_ahead=generates_ahead))
+    concurrent = ", ".join(
+        f"{one} | {other}" for one, other in overlaps(plan, generates_ahead=generates_ahead)
+    )
     lines = (
-        [f"take turns: {'; '.join(' and '.join(each) for each in turns_between)}"]
+        [f"time sharing: {'; '.join(' and '.join(each) for each in turns_between)}"]
         if turns_between
-        else ["nobody takes turns"]
+        else ["no time sharing"]
     )
 
-    return "\n".join([*lines, *([f"at the same time: {beside}"] if beside else [])])
+    return "\n".join([*lines, *([f"concurrent: {concurrent}"] if concurrent else [])])
 
 
 def memory_table(memory: Sequence[DeviceMemory]) -> Table:
-    """Of the fullest device of each pool, GiB in each phase."""
+    """Return the memory of the fullest device of each pool in each phase, in GiB."""
     fullest = _fullest(memory)
     phases = list(memory[0].phases)
     columns = {pool: [_gib(device.total(phase)) for phase in phases] for pool, device in fullest.items()}
     drawn = table_of_numbers("Memory of the fullest device of each pool, GiB", columns, phases)
-    drawn.caption = "activations and KV cache are estimates from above; a CUDA context comes on top"
+    drawn.caption = "activations and KV cache are upper bounds; the CUDA context is not included"
 
     return drawn
 
 
 def parts_table(memory: Sequence[DeviceMemory]) -> Table:
-    """Each role's part of those devices, each of its kinds of memory in the phase where it is most."""
-    # The kinds of memory peak in different phases, so each is shown at its own maximum.
+    """Return the memory of each role on the fullest devices, each kind of memory at its peak."""
+    # The kinds of memory peak in different phases, so each is shown at its own peak.
     kinds = ("parameters", "gradients", "optimizer", "activations", "kv_cache", "buckets")
     is_pinned = any(device.pinned[role] for device in memory for role in device.pinned)
     columns: dict[str, list[str]] = {}
@@ -173,55 +177,55 @@ def parts_table(memory: Sequence[DeviceMemory]) -> Table:
             columns[name] = list(map(_gib, [*most, device.pinned[role]] if is_pinned else most))
 
     rows = [kind.replace("_", " ") for kind in kinds] + (["on host"] if is_pinned else [])
-    drawn = table_of_numbers("Memory of each role there, GiB at most", columns, rows)
+    drawn = table_of_numbers("Peak memory of each role on these devices, GiB", columns, rows)
     if is_pinned:
-        drawn.caption = "on host: pinned memory of the node, kept for what leaves the device"
+        drawn.caption = "on host: pinned memory of the node for offloaded data"
 
     return drawn
 
 
 def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> Table:
-    """The way of the weights after an update, and what it takes of a rank."""
+    """Return the transport, volume and rounds of the weight sync after an update."""
     resharding = config.resharding
     transport = choose_transport(config, plan)
-    drawn = table("A push of weights", "quantity", "value", "from")
-    drawn.add_row("weights by", transport.value, f"resharding.transport={resharding.transport.value}")
+    drawn = table("Weight sync", "quantity", "value", "from")
+    drawn.add_row("transport", transport.value, f"resharding.transport={resharding.transport.value}")
 
-    # Without a forecast, the weights go through files.
+    # Without a forecast, the weights are transferred through files.
     if (forecast := forecast_weights(config, plan, policy)) is None:
         size = num_parameters(policy) * weight_bytes(config.model.dtype)
-        drawn.add_row("through", "files", "in trainer.output_dir, which all nodes must see")
+        drawn.add_row("medium", "files", "in trainer.output_dir, which all nodes must see")
         drawn.add_row("written, and read by each engine", _range([size]), "model.dtype")
     else:
         about = "about " if config.rollout.tensor_parallel_size > policy.num_key_value_heads else ""
         drawn.add_row(
-            "an engine rank gets",
+            "received per engine rank",
             about + _range(forecast.received),
-            f"{counted(len(forecast.received), 'rank')}, only what they keep",
+            f"{counted(len(forecast.received), 'rank')}, only their own shards",
         )
         drawn.add_row(
-            "a trainer rank gives", about + _range(forecast.sent), counted(len(forecast.sent), "rank")
+            "sent per trainer rank", about + _range(forecast.sent), counted(len(forecast.sent), "rank")
         )
         if transport is Transport.device:
             away = about + _range(forecast.sent_away)
             drawn.add_row(
-                "of that to other devices",
+                "sent to other devices",
                 away,
-                "what the trainer rank on the engine rank's device does not have",
+                "shards that the trainer rank on the engine rank's device does not have",
             )
-        smaller = ", on a CPU less" if transport is Transport.device and config.device is Device.auto else ""
+        smaller = ", less on CPU" if transport is Transport.device and config.device is Device.auto else ""
         largest = (
-            f"of at most {_range([forecast.message_bytes])} a rank: "
+            f"at most {_range([forecast.message_bytes])} per rank: "
             f"resharding.bucket_mb={resharding.bucket_mb:g}{smaller}"
         )
         drawn.add_row("rounds", f"{forecast.plan.num_rounds:,}", largest)
 
-    drawn.add_row("weights compared", resharding.verify.value, "resharding.verify")
+    drawn.add_row("verification", resharding.verify.value, "resharding.verify")
     return drawn
 
 
 def _range(sizes: Sequence[int]) -> str:
-    """The least and the most of some numbers of bytes."""
+    """Format the minimum and maximum of some sizes in bytes."""
     scale, unit = (2**30, "GiB") if max(sizes) >= 2**30 else (2**20, "MiB")
     least, most = (f"{size / scale:,.2f}" for size in (min(sizes), max(sizes)))
     return f"{least} {unit}" if least == most else f"{least} to {most} {unit}"

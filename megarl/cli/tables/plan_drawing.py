@@ -1,5 +1,5 @@
-"""Draws a placement: nodes as frames, devices as columns of bars, one bar per phase, coloured by role; and
-what simulations of it say."""
+"""Draws a placement (nodes as frames, devices as groups of bars, one bar per phase, colored by role) and the
+results of simulations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.placement.memory import DeviceMemory
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.simulation.forecast import Forecast
 
-_MOST_DEVICES = 32  # beyond which only the first ones are drawn
+_MOST_DEVICES = 32  # limit of drawn devices
 _COLOURS = ("#4c78a8", "#72b7b2", "#e45756", "#b279a2", "#f58518", "#9d755d")
 _GIB = 2**30
 
@@ -26,8 +26,11 @@ _GIB = 2**30
 def draw_plan(
     plan: PlacementPlan, memory: Sequence[DeviceMemory], limit_gb: float | None, path: Path
 ) -> None:
-    """`limit_gb`: of a device, drawn as a line. The format is that of the path's ending; the file is there
-    whole or not at all."""
+    """Draw a placement. The file suffix determines the format, and the file is written atomically.
+
+    Args:
+        limit_gb: Memory limit of a device, drawn as a line.
+    """
     shown = memory[:_MOST_DEVICES]
     # One frame for each node, all with the same scale.
     nodes = list(dict.fromkeys(device.node for device in shown))
@@ -54,8 +57,8 @@ def draw_plan(
 
 
 def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
-    """Of each split of the devices: how long a step takes, and below how much the trainer waits and how full
-    the engines are; a bar for each max_staleness."""
+    """Draw the step time, the trainer's idle share and the engines' slots in use for each split of the
+    devices, with one bar per max_staleness."""
     splits, stalenesses = (
         list(dict.fromkeys(values))
         for values in zip(*((one.split, one.max_staleness) for one in forecasts), strict=True)
@@ -63,7 +66,7 @@ def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
     figure = Figure(figsize=(max(6.0, 1.6 * len(splits) + 1.5), 6.5))
     FigureCanvasAgg(figure)
     frames = figure.subplots(3, 1, sharex=True)
-    rows = ("seconds of a step", "trainer waits, share", "slots in use, share")
+    rows = ("step time, s", "trainer idle, fraction", "slots in use, fraction")
 
     for frame, label, attribute in zip(frames, rows, ("step_s", "trainer_idle", "slots_in_use"), strict=True):
         for number, max_staleness in enumerate(stalenesses):
@@ -91,8 +94,8 @@ def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
 
 def _write(figure: Figure, path: Path) -> None:
     drawn = io.BytesIO()
-    metadata = {"Date": None} if path.suffix == ".svg" else None  # the same plan is the same file
-    # the same plan is the same file, with text as text
+    metadata = {"Date": None} if path.suffix == ".svg" else None  # The same plan gives the same file.
+    # A fixed salt makes files reproducible, and text stays text.
     with rc_context({"svg.hashsalt": "megarl", "svg.fonttype": "none"}):
         figure.savefig(drawn, format=path.suffix.removeprefix("."), dpi=120, metadata=metadata)
     write_whole(path, drawn.getvalue())
@@ -109,12 +112,12 @@ def _roles(memory: Sequence[DeviceMemory]) -> list[str]:
 def _draw_node(
     frame: Axes, node: int, devices: Sequence[DeviceMemory], colours: dict[str, str], limit_gb: float | None
 ) -> None:
-    """A group of bars for each device: its phases from left to right."""
+    """Draw a group of bars for each device, with its phases from left to right."""
     names: list[str] = []
     for index, device in enumerate(devices):
         width = 0.9 / len(device.phases)
         for number, (phase, usages) in enumerate(device.phases.items()):
-            # The roles are stacked, since they share the device's memory.
+            # Stack the roles, because they share the device's memory.
             bottom = 0.0
             left = index + 0.05 + number * width
             for role, usage in usages.items():

@@ -1,5 +1,5 @@
-"""What a rehearsed rank did, as tables: memory by phase beside the plan, collectives, and where the host
-would wait. Imports no torch."""
+"""The results of a dry run as tables: memory by phase compared with the plan, collectives, and host-device
+synchronizations. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.machine.wording import counted
 from megarl.rehearsal.prediction import UNEVEN, PredictedMemory
 from megarl.rehearsal.record import RankRecord
 
-_MOST_PLACES = 12  # of a rank where the host waits
+_MOST_PLACES = 12  # limit of listed synchronizations of a rank
 
 
 def memory_table(
@@ -24,7 +24,7 @@ def memory_table(
         f"{record.data_rank}"
     )
     title = f"Rank {record.rank} ({place}): {record.num_parameters:,} parameters"
-    drawn = table(title, "phase", "held GiB", "peak GiB", "plan's peak", "collectives", "syncs", "TFLOP")
+    drawn = table(title, "phase", "after GiB", "peak GiB", "planned peak", "collectives", "syncs", "TFLOP")
 
     for phase in record.phases:
         planned = predicted.peaks.get(phase.name)
@@ -39,9 +39,9 @@ def memory_table(
         )
 
     size = (
-        "its size is not given (placement.device_memory_gb)"
+        "device memory is not set (placement.device_memory_gb)"
         if device_gb is None
-        else f"the device has {device_gb:g} GiB for tensors"
+        else f"device memory for tensors: {device_gb:g} GiB"
     )
     uneven = (
         "; uneven: one expert has twice its share of the tokens"
@@ -58,7 +58,7 @@ def collectives_table(record: RankRecord) -> Table:
     drawn = table(f"Collectives of rank {record.rank}", *columns, wraps="group")
 
     for phase in record.phases:
-        # Sum up the calls of the same kind, group and type.
+        # Sum the calls of the same kind, group and type.
         calls: Counter[tuple[str, str, str, str]] = Counter()
         nbytes: Counter[tuple[str, str, str, str]] = Counter()
         for call in phase.collectives:
@@ -68,13 +68,13 @@ def collectives_table(record: RankRecord) -> Table:
         for key, count in calls.items():
             drawn.add_row(phase.name, *key, f"{count:,}", f"{nbytes[key] / 2**20:,.1f}")
 
-    drawn.caption = "MiB: of the larger side of one rank, all calls together"
+    drawn.caption = "MiB: the larger of input and output of one rank, summed over all calls"
     return drawn
 
 
 def waits_table(record: RankRecord) -> Table:
-    """The places with the most host-device synchronizations."""
-    drawn = table(f"Host-device synchronizations of rank {record.rank}", "phase", "kind", "times", "at")
+    """Return the locations with the most host-device synchronizations."""
+    drawn = table(f"Host-device synchronizations of rank {record.rank}", "phase", "kind", "times", "location")
     waits = sorted(
         ((wait.times, phase.name, wait) for phase in record.phases for wait in phase.host_syncs), reverse=True
     )
@@ -83,6 +83,6 @@ def waits_table(record: RankRecord) -> Table:
 
     if len(waits) > _MOST_PLACES:
         rest = sum(count for count, _, _ in waits[_MOST_PLACES:])
-        drawn.caption = f"and {rest:,} times at {counted(len(waits) - _MOST_PLACES, 'other place')}"
+        drawn.caption = f"and {rest:,} times at {counted(len(waits) - _MOST_PLACES, 'other location')}"
 
     return drawn

@@ -1,5 +1,4 @@
-"""What `megarl rehearse` shows while it works: on a terminal one line that changes, elsewhere a line for each
-finished phase."""
+"""The progress of `megarl rehearse`: one updated line on a terminal, otherwise a line per finished phase."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from megarl.rehearsal.record import RankProgress
 
 
 class RehearsalProgress:
-    """Writes to the standard error, so that the tables can be piped."""
+    """Prints the progress to standard error, so that the tables can be piped."""
 
     def __init__(self, num_ranks: int) -> None:
         self._console = output_console(stderr=True)

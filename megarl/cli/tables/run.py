@@ -1,5 +1,5 @@
-"""What a run will do, as tables: models, arithmetic, placement, memory, rewards, checkpoints; and what may be
-meant otherwise. Imports no torch."""
+"""The plan of a run as tables: models, arithmetic, placement, memory, rewards and checkpoints, with warnings
+about likely mistakes. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -37,17 +37,16 @@ from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.plan import plan_placement
 
 BFLOAT16_ON_A_CPU = (
-    "most processors compute bfloat16 many times as slowly as float32: on a CPU use "
-    "model.dtype=float32, or leave it out"
+    "bfloat16 is many times slower than float32 on most processors; on CPU use model.dtype=float32 or auto"
 )
 
 
 def print_run(config: RunConfig, console: Console, with_push: bool = True, is_here: bool = True) -> None:
-    """Print everything that a run will do, as tables.
+    """Print the plan of a run as tables.
 
     Args:
-        with_push: As in print_placement.
-        is_here: The run will start on this machine, so that its disks are those of the run.
+        with_push: See print_placement.
+        is_here: Whether the run will start on this machine, whose disks are then checked.
     """
     architectures, _ = read_architectures(config)
     arithmetic = derive(config, architectures)
@@ -73,7 +72,7 @@ def print_run(config: RunConfig, console: Console, with_push: bool = True, is_he
 def warnings_of(
     config: RunConfig, architectures: Mapping[str, Architecture], is_here: bool = True
 ) -> Iterator[str]:
-    """Find what will run and is rarely meant. is_here: as in print_run."""
+    """Yield warnings about valid settings that are probably mistakes. For `is_here` see print_run."""
     if is_here:
         yield from _of_a_full_disk(config, architectures)
     yield from _of_a_long_warmup(config)
@@ -82,7 +81,7 @@ def warnings_of(
 
 
 def print_models(config: RunConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
-    """A line for each folder, with the roles that begin with it."""
+    """Print a line for each model folder, with the roles that load it."""
     roles: dict[str, list[str]] = {}
     for role in model_roles(config):
         roles.setdefault(role.path, []).append(role.name)
@@ -125,7 +124,7 @@ def _models(
         "state per rank",
     )
     drawn = table_of_numbers("Models", columns, rows)
-    drawn.caption = "state: weights, gradients and optimizer state; activations come on top"
+    drawn.caption = "state: weights, gradients and optimizer state, without activations"
 
     return drawn
 
@@ -161,7 +160,7 @@ def _per_role(arithmetic: RunArithmetic) -> Table:
         "Work of each role", {role.role: _work_of(role) for role in arithmetic.roles}, rows
     )
     drawn.caption = (
-        "rows per pass: of a mini-batch where the role trains; micro-batches: per replica and pass"
+        "rows per pass: rows of a mini-batch if the role trains; micro-batches: per replica and pass"
     )
 
     return drawn
@@ -192,13 +191,13 @@ def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> 
     replicas = f"{rollout.num_replicas} x {counted(rollout.tensor_parallel_size, 'device')}"
     drawn.add_row("replicas", replicas, _whose_devices(plan))
     drawn.add_row(
-        "sequences at a time",
+        "concurrent sequences",
         f"{rollout.num_replicas * rollout.max_concurrency:,}",
         f"{rollout.max_concurrency:,} per replica",
     )
     console.print(drawn)
 
-    # The engine's own settings, as they would stand in the configuration.
+    # The engine's own settings, in the form of the configuration.
     if (settings := rollout.settings_of(rollout.engine)) is not None:
         shown = yaml.safe_dump(plain_values(settings), default_flow_style=True, width=1000).strip()
         print_line(console, f"rollout.{rollout.engine.needs.section}: {shown}")
@@ -215,7 +214,7 @@ def print_agent(agent: AgentConfig, console: Console) -> None:
 
 def print_reward(config: PPOConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
     processes = (
-        f"{counted(config.reward.num_processes, 'process')}, {config.reward.time_limit_s:g} s a sample"
+        f"{counted(config.reward.num_processes, 'process')}, {config.reward.time_limit_s:g} s per sample"
     )
     for function in config.reward.functions:
         print_line(console, f"reward: {function.weight:g} x {function.name} in {function.path}; {processes}")
@@ -224,19 +223,19 @@ def print_reward(config: PPOConfig, architectures: Mapping[str, Architecture], c
         longer = (
             "longer ones are refused"
             if model.overlong is OverlongConversation.refuse
-            else "longer ones lose their oldest"
+            else "longer ones are truncated"
         )
         limit = max_conversation_tokens(model, architectures[REWARD_MODEL])
         print_line(
             console,
-            f"reward: {model.weight:g} x {model.path}; conversations of at most {limit:,} tokens of its "
-            f"own, {longer}",
+            f"reward: {model.weight:g} x {model.path}; conversations of at most {limit:,} of its own tokens, "
+            f"{longer}",
         )
 
 
 def _whose_devices(plan: PlacementPlan) -> str:
     sharing = plan.on_same_devices("rollout")
-    return f"devices shared with {', '.join(sharing)}" if sharing else "devices of their own"
+    return f"devices shared with {', '.join(sharing)}" if sharing else "separate devices"
 
 
 def _print_checkpoints(
@@ -246,23 +245,23 @@ def _print_checkpoints(
     drawn = table("Checkpoints", "quantity", "value", "from")
     drawn.add_row("saved", *when_saved(config))
     best = checkpoint.keep_best.metric
-    kept = f"the {checkpoint.keep:,} newest" if checkpoint.keep else "all"
+    kept = f"the newest {checkpoint.keep:,}" if checkpoint.keep else "all"
     drawn.add_row(
         "kept", kept + (f", and the best by {best}" if best and checkpoint.keep else ""), "checkpoint.keep"
     )
-    parts = "weights, masters, moments" + (", the policy for Hugging Face" if checkpoint.save_hf else "")
-    drawn.add_row("size of one", _gib(checkpoint_bytes(config, architectures)), parts)
+    parts = "weights, master weights, moments" + (", Hugging Face policy" if checkpoint.save_hf else "")
+    drawn.add_row("size", _gib(checkpoint_bytes(config, architectures)), parts)
     most = most_checkpoints(config)
     drawn.add_row(
-        "most at a time", _gib(most * checkpoint_bytes(config, architectures)), counted(most, "checkpoint")
+        "maximum on disk", _gib(most * checkpoint_bytes(config, architectures)), counted(most, "checkpoint")
     )
-    drawn.add_row("free on the disk", _gib(free_bytes(checkpoint_path(config))), "now")
+    drawn.add_row("free disk space", _gib(free_bytes(checkpoint_path(config))), "now")
     console.print(drawn)
     print_line(console, f"checkpoints in {checkpoint_path(config)}")
 
 
 def when_saved(config: RunConfig) -> tuple[str, str]:
-    """In words, and by which keys."""
+    """Describe when checkpoints are saved, and return the key that determines it."""
     checkpoint = config.checkpoint
     moments = [
         (bool(checkpoint.every_steps), f"every {counted(checkpoint.every_steps, 'step')}", "every_steps"),
@@ -285,9 +284,8 @@ def _of_a_full_disk(config: RunConfig, architectures: Mapping[str, Architecture]
 
     if needed > (free := free_bytes(path)):
         yield (
-            f"the checkpoints in {path} will need {_gib(needed)}, but {_gib(free)} are free: lower "
-            f"checkpoint.keep, raise "
-            "checkpoint.every_steps, or give a checkpoint.dir on a larger disk"
+            f"the checkpoints in {path} will need {_gib(needed)}, but only {_gib(free)} are free; lower "
+            f"checkpoint.keep, raise checkpoint.every_steps, or set checkpoint.dir to a larger disk"
         )
 
 
@@ -295,21 +293,20 @@ def _of_a_long_warmup(config: RunConfig) -> Iterator[str]:
     for role in model_roles(config):
         if role.optim is not None and role.optim.warmup_steps >= (total := optimizer_steps(config, role)):
             yield (
-                f"the {role.name} warms up for {counted(role.optim.warmup_steps, 'optimizer step')}, but "
-                f"the run makes {total:,}: "
-                f"its learning rate never reaches {role.optim.lr:g}"
+                f"the {role.name} warms up for {counted(role.optim.warmup_steps, 'optimizer step')}, but the "
+                f"run has only {total:,}, so its learning rate never reaches {role.optim.lr:g}"
             )
 
 
 def _of_another_engine(config: RunConfig) -> Iterator[str]:
     if not isinstance(config, PPOConfig):
         return
-    # Settings of an engine that is not chosen are valid, and easily mistaken for effective ones.
+    # Settings of an engine that is not selected are valid, and easily mistaken for effective ones.
     for engine in RolloutEngineKind:
         settings = config.rollout.settings_of(engine)
         if engine is not config.rollout.engine and settings is not None and settings.server_args:
             yield (
-                f"rollout.{engine.needs.section}.server_args do nothing with "
+                f"rollout.{engine.needs.section}.server_args has no effect with "
                 f"rollout.engine={config.rollout.engine.value}"
             )
 
@@ -320,7 +317,7 @@ def _of_bfloat16(config: RunConfig) -> Iterator[str]:
 
 
 def free_bytes(path: Path) -> int:
-    """On the disk that will hold `path`, which need not exist."""
+    """Return the free bytes on the disk of `path`, which need not exist."""
     return shutil.disk_usage(existing_folder(path)).free
 
 

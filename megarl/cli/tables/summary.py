@@ -1,4 +1,4 @@
-"""What a run says when it starts, in a dozen lines; the tables of it are in a file of its folder."""
+"""The summary of a run that is printed when it starts. A file in its folder contains all tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
 
 PLAN_FILE = "plan.txt"  # in `trainer.output_dir`
-_WIDTH = 100  # of its tables, columns
+_WIDTH = 100  # width of its tables in characters
 _NAMES = {
     AdvantageEstimator.gae: "PPO",
     AdvantageEstimator.reinforce_plus_plus: "REINFORCE++",
@@ -32,7 +32,7 @@ _NAMES = {
 
 
 def title_of(config: RunConfig) -> str:
-    """What people call the algorithm: by its loss where that has a name of its own, else by its estimator."""
+    """Return the common name of the algorithm: that of its loss if it has one, otherwise of its estimator."""
     return _name(config.algorithm) if isinstance(config, PPOConfig) else config.kind.value.upper()
 
 
@@ -41,7 +41,7 @@ def _name(algorithm: AlgorithmConfig) -> str:
     loss = algorithm.policy_loss.kind
     if loss is not PolicyLossKind.ppo_clip:
         return loss.value.upper().replace("_", "-")
-    # Published names stand for combinations of settings, so the specific ones come first.
+    # Published names describe combinations of settings, so the specific ones come first.
     if estimator is AdvantageEstimator.grpo and algorithm.dynamic_sampling.enabled:
         return "DAPO"
     if estimator is AdvantageEstimator.grpo and not algorithm.advantage.normalize_by_std:
@@ -74,7 +74,7 @@ def print_summary(config: RunConfig, console: Console) -> None:
         engines = f"{config.rollout.num_replicas} x {counted(config.rollout.tensor_parallel_size, 'device')}"
         print_line(
             console,
-            f"rollout: {config.rollout.engine.value} on {engines}, weights by "
+            f"rollout: {config.rollout.engine.value} on {engines}, weight sync by "
             f"{choose_transport(config, plan).value}",
         )
 
@@ -84,8 +84,8 @@ def print_summary(config: RunConfig, console: Console) -> None:
     )
     print_line(
         console,
-        f"placement: {place}; the fullest device, of pool {fullest.pool}, holds {fullest.peak / 2**30:.2f} "
-        f"GiB by the plan",
+        f"placement: {place}; the fullest device (pool {fullest.pool}) has an estimated peak of "
+        f"{fullest.peak / 2**30:.2f} GiB",
     )
     print_line(console, f"checkpoints: {when_saved(config)[0]}, in {checkpoint_path(config)}")
     for warning in warnings_of(config, architectures):
@@ -100,7 +100,7 @@ def _kl(config: PPOConfig) -> str:
 
 
 def write_plan(config: RunConfig, folder: Path) -> None:
-    """All tables of `megarl check`, as `plan.txt`."""
+    """Write all tables of `megarl check` to `plan.txt`."""
     text = io.StringIO()
     print_run(config, Console(file=text, width=_WIDTH))
     write_whole(folder / PLAN_FILE, "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n")

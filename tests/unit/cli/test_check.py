@@ -56,18 +56,18 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     assert "actor actor 0-3 actor + reference 0 0-3" in rows
     assert "critic reward 0 reward 0 cpu" in rows
     assert "engine hf rollout.engine" in rows
-    assert "replicas 1 x 1 device devices of their own" in rows
-    assert "good (8 processes, 7 devices)" in out
-    assert "A push of weights" not in out
+    assert "replicas 1 x 1 device separate devices" in rows
+    assert "OK (8 processes, 7 devices)" in out
+    assert "Weight sync" not in out
     assert main(["plan", ppo]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
-    assert "weights by group resharding.transport=auto" in rows
+    assert "transport group resharding.transport=auto" in rows
     layer = 2 * 48 * 48 + 2 * 48 * 24 + (48 + 2 * 24) + 3 * 48 * 96 + 2 * 48
     size = 2 * (2 * 101 * 48 + 4 * layer + 48) / 2**20
-    assert f"an engine rank gets {size:.2f} MiB 1 rank, only what they keep" in rows
-    assert any(row.startswith("a trainer rank gives 0.") and row.endswith(" MiB 4 ranks") for row in rows)
-    assert "rounds 1 of at most 512.00 MiB a rank: resharding.bucket_mb=512" in rows
-    assert "weights compared first resharding.verify" in rows
+    assert f"received per engine rank {size:.2f} MiB 1 rank, only their own shards" in rows
+    assert any(row.startswith("sent per trainer rank 0.") and row.endswith(" MiB 4 ranks") for row in rows)
+    assert "rounds 1 at most 512.00 MiB per rank: resharding.bucket_mb=512" in rows
+    assert "verification first resharding.verify" in rows
 
 
 def test_at_80_columns_no_word_or_number_is_broken(
@@ -142,10 +142,10 @@ def test_a_reward_model_is_shown_with_its_place_and_its_limit(
     assert "micro-batches 1 to 4 1 6 2 to 24" in rows
     assert "critic reward_model 0-1 reward_model 0 4-5" in rows
     assert (
-        f"reward: 1 x {judge}; conversations of at most 40 tokens of its own, longer ones are refused" in rows
+        f"reward: 1 x {judge}; conversations of at most 40 of its own tokens, longer ones are refused" in rows
     )
     assert (
-        f"reward: 1 x compute_score in {Path(ppo).parent / 'reward.py'}; 2 processes, 10 s a sample" in rows
+        f"reward: 1 x compute_score in {Path(ppo).parent / 'reward.py'}; 2 processes, 10 s per sample" in rows
     )
 
 
@@ -163,8 +163,8 @@ def test_the_disk_that_checkpoints_take_is_counted(
     size = (14 * (actor + critic) + 2 * actor) / 2**20
     assert "checkpoints in /large/disk" in rows
     assert "saved every 3 steps and at the end checkpoint.every_steps" in rows
-    assert f"size of one {size:.2f} MiB weights, masters, moments, the policy for Hugging Face" in rows
-    assert f"most at a time {3 * size:.2f} MiB 3 checkpoints" in rows
+    assert f"size {size:.2f} MiB weights, master weights, moments, Hugging Face policy" in rows
+    assert f"maximum on disk {3 * size:.2f} MiB 3 checkpoints" in rows
     assert "lower checkpoint.keep" not in out
     monkeypatch.setattr("megarl.cli.tables.run.free_bytes", lambda path: int(2.9 * size * 2**20))
     assert main(["check", "--fast", ppo, "checkpoint.every_steps=3"]) == 0
@@ -238,12 +238,12 @@ def test_engines_on_the_devices_of_the_actor(
     assert "rollout.sglang: {deterministic: false, mode: engine, server_args: {}}" in rows
     assert "replicas 2 x 2 devices devices shared with actor, reference" in rows
     assert "actor rollout 0-1 rollout 0 0-1; 2-3" in rows
-    assert "good (9 processes, 6 devices)" in out
+    assert "OK (9 processes, 6 devices)" in out
     assert main(["plan", ppo, *overrides]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
-    assert "weights by device resharding.transport=auto" in rows
-    assert any(row.startswith("of that to other devices 0.") for row in rows)
-    assert "rounds 1 of at most 256.00 MiB a rank: resharding.bucket_mb=512, on a CPU less" in rows
+    assert "transport device resharding.transport=auto" in rows
+    assert any(row.startswith("sent to other devices 0.") for row in rows)
+    assert "rounds 1 at most 256.00 MiB per rank: resharding.bucket_mb=512, less on CPU" in rows
 
 
 def test_a_file_says_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,8 +320,8 @@ def test_weights_through_files_are_said_to_be(
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["plan", ppo, "resharding.transport=folder", "trainer.output_dir=outputs/far"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
-    assert "weights by folder resharding.transport=folder" in rows
-    assert "through files in trainer.output_dir, which all nodes must see" in rows
+    assert "transport folder resharding.transport=folder" in rows
+    assert "medium files in trainer.output_dir, which all nodes must see" in rows
     layer = 2 * 48 * 48 + 2 * 48 * 24 + (48 + 2 * 24) + 3 * 48 * 96 + 2 * 48
     size = 2 * (2 * 101 * 48 + 4 * layer + 48) / 2**20
     assert f"written, and read by each engine {size:.2f} MiB model.dtype" in rows
@@ -417,11 +417,10 @@ def test_the_shipped_configurations_are_good(
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["device=cpu"], "warning: most processors compute bfloat16 many times as slowly as float32"),
+        (["device=cpu"], "warning: bfloat16 is many times slower than float32"),
         (
             ["actor.optim.warmup_steps=60"],
-            "warning: the actor warms up for 60 optimizer steps, but the run makes 36: its learning rate "
-            "never",
+            "warning: the actor warms up for 60 optimizer steps, but the run has only 36",
         ),
     ],
 )

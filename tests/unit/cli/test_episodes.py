@@ -164,9 +164,9 @@ def test_samples_are_those_without_tools_up_to_the_end_of_the_first_turn(
         ),
         (
             ["--tool", "calculator", "--environment", "a.py:Game"],
-            "--tool and --environment are given, but each says what answers the model",
+            "--tool and --environment exclude each other",
         ),
-        (["--tool", "calculator", "--stop", "x"], "--stop ends an answer"),
+        (["--tool", "calculator", "--stop", "x"], "--stop cannot be used in an episode"),
         (
             ["--tool", "calculator", "--parser", "gpt"],
             "agent.parser is 'gpt', but SGLang has no such parser; there are: apertus",
@@ -175,7 +175,10 @@ def test_samples_are_those_without_tools_up_to_the_end_of_the_first_turn(
             ["--agent", "configs/quickstart.yaml"],
             "--agent configs/quickstart.yaml: its section agent has neither tools nor an environment",
         ),
-        (["--environment", "Game"], "no environment 'Game' ships; write --environment FILE.py:NAME"),
+        (
+            ["--environment", "Game"],
+            "there is no built-in environment 'Game'; write --environment FILE.py:NAME",
+        ),
     ],
 )
 def test_mistakes_are_one_line_before_the_model_is_loaded(

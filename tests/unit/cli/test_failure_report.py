@@ -87,8 +87,8 @@ def test_where_when_and_which_rows(tmp_path: Path) -> None:
         "where   actor rank 3, node 10.0.0.7, pid 4242, in update",
         "when    step 17, phase update_actor",
         "rows    uid 0-1, 0-2 and 4 more (12 rows)",
-        "logs    /logs/worker.err: that process and the engine in it, on node 10.0.0.7",
-        "        /logs: Ray and all workers, on each node (10.0.0.7, 10.0.0.8)",
+        "logs    /logs/worker.err: log of this process and its engine, on node 10.0.0.7",
+        "        /logs: logs of Ray and all workers, on each node (10.0.0.7, 10.0.0.8)",
         f"        {tmp_path}: metrics.jsonl",
     ):
         assert line in page.splitlines()
@@ -180,7 +180,7 @@ def test_a_full_gpu_while_weights_are_sent(tmp_path: Path) -> None:
         (Exception("The current node timed out during startup. This could"), "RAY_TMPDIR=FOLDER"),
         (
             Exception("The current node timed out during startup. This could"),
-            "`ray start --head`, then RAY_ADDRESS=auto",
+            "`ray start --head`, then run the same command with RAY_ADDRESS=auto",
         ),
     ],
 )
@@ -215,12 +215,12 @@ def test_a_page_has_thirty_lines_however_much_there_is_to_say() -> None:
         (
             "torch.OutOfMemoryError: CUDA out of memory",
             "actor.update",
-            "less at a time: actor.micro_batch.max_tokens=12345",
+            "reduce the micro-batch: actor.micro_batch.max_tokens=12345",
         ),
         ("torch.OutOfMemoryError: CUDA out of memory", ".", "use a device with more memory"),
         ("1 worker(s) were killed due to the node running low on memory", ".", "RAY_memory_usage_threshold"),
         ("DefaultCPUAllocator: can't allocate memory", ".", "the node's memory, not a GPU's"),
-        ("OSError: [Errno 28] No space left on device", ".", "make room where it is full"),
+        ("OSError: [Errno 28] No space left on device", ".", "checkpoint.keep="),
         ("DistNetworkError: port: 29500, code: -98, name: EADDRINUSE", ".", "ss -ltnp | grep 29500`"),
         ("OSError: [Errno 98] Address already in use: 10.0.0.7:41234", ".", "ss -ltnp | grep 41234`"),
         ("OSError: [Errno 98] Address already in use", ".", "ss -ltnp | grep PORT`"),

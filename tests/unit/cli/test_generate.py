@@ -95,7 +95,7 @@ def test_prompts_of_the_input(
     assert [message["content"] for message in answer["messages"]] == ["12", "7"]
     monkeypatch.setattr("sys.stdin", io.StringIO(" \n"))
     assert main(["generate", str(model)]) == 2
-    assert "no prompt is given, and the standard input is empty" in capsys.readouterr().err
+    assert "no prompt is given, and standard input is empty" in capsys.readouterr().err
 
 
 def test_a_chat_goes_on(
@@ -121,12 +121,12 @@ def test_a_chat_goes_on(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{model}", "1", "--n", "2"], "--n is 2, but greedy samples of a prompt are all the same"),
+        (["{model}", "1", "--n", "2"], "--n is 2, but greedy samples of a prompt are identical"),
         (["{model}", "1", "--temperature", "-1"], "temperature is -1.0"),
         (["{model}", "1", "--max-tokens", "80"], "exceed the model's max_position_embeddings 64"),
         (["{model}", "what is it?"], "cannot write"),
         (["{model}/nowhere", "1"], "there is no such folder"),
-        (["{model}", "1", "--step", "3"], "is no folder of a run"),
+        (["{model}", "1", "--step", "3"], "is not the folder of a run"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -87,7 +87,7 @@ def test_data_of_ones_own_are_named_with_their_columns(
     given = ["--model", str(policy), "--data", str(data), "--device", "cpu"]
     assert main(["init", str(tmp_path / "mine"), *given]) == 0
     said = capsys.readouterr().out
-    assert "tried: 9 of 9 answers score 1 as their own response, empty responses 0" in said
+    assert "tested: 9 of 9 answers score 1 as a response, empty responses score 0" in said
     assert (
         f"validation: none, because {data} has fewer than 20 questions; give held-out rows with --val, or "
         f"set data.val_files" in said
@@ -112,7 +112,7 @@ def test_data_of_ones_own_are_named_with_their_columns(
     data.write_text('{"id": 1, "text": "a"}\n')
     assert main(["init", str(tmp_path / "other"), *given]) == 2
     assert (
-        f"{data} has the columns id, text: a question is looked for in question, prompt, "
+        f"{data} has the columns id, text, but the question must be in one of question, prompt, "
         in capsys.readouterr().err
     )
     assert not (tmp_path / "other").exists()
@@ -261,8 +261,8 @@ def test_the_reward_fits_the_answers(
     )
     printed = capsys.readouterr()
     assert f"reward: {said}, so " in printed.out
-    passed = "are tests that can be carried out" if "tests" in said else "score 1 as their own response"
-    assert f"tried: {len(answers)} of {len(answers)} answers {passed}, empty responses 0\n" in printed.out
+    passed = "are executable tests" if "tests" in said else "score 1 as a response"
+    assert f"tested: {len(answers)} of {len(answers)} answers {passed}, " in printed.out
     assert ("warning" in printed.out, printed.err) == (False, "")
     assert scores(mine, *right) == [1.0] * len(right)
     assert scores(mine, *wrong) == [0.0] * len(wrong)
@@ -327,7 +327,7 @@ def test_a_validation_file_and_the_columns_of_the_tutorial_are_taken(
     assert main(["init", str(tmp_path / "other"), *wishes]) == 2
     assert f"{held_out}: column 'ground_truth' is missing" in capsys.readouterr().err
     assert main(["init", str(tmp_path / "other"), "--model", str(policy), "--val", str(held_out)]) == 2
-    assert "--val names held-out rows of your own data; give those with --data too" in capsys.readouterr().err
+    assert "--val requires --data" in capsys.readouterr().err
 
 
 def test_chats_are_held_out_for_fine_tuning(
@@ -356,7 +356,7 @@ def test_chats_are_held_out_for_fine_tuning(
         ),
         (
             [f"assert add(1) = {n}" for n in range(30)],
-            "they look like tests of programs, and most cannot be carried out: ",
+            "they look like tests of programs, but most cannot be executed: ",
         ),
         ([None] * 30, "all of them are null"),
     ],
@@ -370,7 +370,7 @@ def test_answers_that_no_reward_fits_are_named(
     )
     said = capsys.readouterr().out
     assert f"warning: no reward fits the answers, because {reason}" in said
-    assert "write compute_score in reward.py, which now raises NotImplementedError" in said
+    assert "implement compute_score in reward.py" in said
     with pytest.raises(NotImplementedError, match="write compute_score"):
         scores(mine, ("", answers[0]))
 
@@ -389,7 +389,7 @@ def test_mathematics_without_its_library_is_refused(
     )
     refused = capsys.readouterr().err
     assert (
-        "the answers, such as '\\\\sqrt{0}', are mathematical expressions, and their reward needs "
+        "the answers, such as '\\\\sqrt{0}', are mathematical expressions, whose reward requires "
         "Math-Verify: pip install" in refused
     )
     assert not (tmp_path / "mine").exists()

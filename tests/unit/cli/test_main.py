@@ -132,7 +132,7 @@ def test_a_value_error_of_megarl_is_the_users_and_one_of_a_library_is_not(
     assert main(["train", "x.yaml"]) == 1
     err = capsys.readouterr().err
     assert "invalid literal for int()" in err
-    assert err.endswith("megarl train: failed while running; the cause is shown above\n")
+    assert err.endswith("megarl train: failed at run time; the cause is shown above\n")
 
 
 def test_failures_and_interrupts(
@@ -250,10 +250,10 @@ def test_check_answers_the_parts_that_are_asked_for(
     [
         (["--output", "x.svg"], "draws either --plan or --simulate"),
         (["--output", "x.svg", "--plan", "--simulate"], "draws either --plan or --simulate"),
-        (["--plan", "--lengths", "500"], "add --simulate"),
-        (["--ranks", "0"], "--ranks is for --dry-run: add it"),
-        (["--plan", "--json", "x.json"], "--json is for --dry-run: add it"),
-        (["--fast", "--machine"], "--fast is for the whole check"),
+        (["--plan", "--lengths", "500"], "require --simulate"),
+        (["--ranks", "0"], "--ranks requires --dry-run"),
+        (["--plan", "--json", "x.json"], "--json requires --dry-run"),
+        (["--fast", "--machine"], "--fast applies to the default check only"),
     ],
 )
 def test_an_option_of_a_part_that_is_not_asked_for_is_refused(

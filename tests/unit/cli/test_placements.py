@@ -140,8 +140,8 @@ def test_a_plan_is_printed_and_drawn(
     rows = rows_of(capsys.readouterr().out)
     assert "actor actor 0-3 actor + reference 0 0-3" in rows
     assert "actor rollout 0 rollout 0 0" in rows
-    assert "take turns: actor and rollout" in rows
-    assert "weights by device resharding.transport=auto" in rows
+    assert "time sharing: actor and rollout" in rows
+    assert "transport device resharding.transport=auto" in rows
     assert any("update_critic | update_actor" in row for row in rows)
     assert f"drawn to {drawing}" in rows
     content = drawing.read_bytes()

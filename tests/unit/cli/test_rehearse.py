@@ -55,10 +55,10 @@ def test_all_ranks_are_rehearsed_and_compared(
     parameters = (64 * 128 + 64 * 64 + 3 * 64 * 96 + 128) + 256 * 64
     assert f"Rank 0 (stage 0, tensor rank 0, data rank 0): {parameters:,} parameters" in rows
     assert "train send PIPELINE_MODEL_PARALLEL_GROUP 2 bfloat16 2 0.1" in rows
-    assert "Compared: the calls of all 2 ranks" in out
-    assert "Layers: local. Where Transformer Engine is installed the run takes its layers" in out
-    assert "NCCL's buffers" in out
-    assert "2 of 2 ranks of the actor rehearsed, no mistakes" in out
+    assert "Verified: the collectives of all 2 ranks" in out
+    assert "Layers: local. If Transformer Engine is installed, the run uses its layers" in out
+    assert "NCCL buffers" in out
+    assert "simulated 2 of 2 ranks of the actor, no errors" in out
     document = json.loads(written.read_text())
     assert document["mistakes"] == []
     assert [rank["num_parameters"] for rank in document["ranks"]] == [parameters, parameters + 64]
@@ -88,9 +88,9 @@ def test_a_critic_that_does_not_fit(
     run["placement"] = {"device_memory_gb": 0.001, "over_budget": "warn"}
     assert main(["rehearse", write(tmp_path, run), "--role", "critic"]) == 2
     out = capsys.readouterr().out
-    assert "mistake: rank 0: 1." in out
-    assert "would be allocated on a device that has 1.02 MiB" in out
-    assert "Rehearsed: ranks 0 of 1. Not proved:" in out
+    assert "error: rank 0: 1." in out
+    assert "on a device that has 1.02 MiB" in out
+    assert "Simulated: ranks 0 of 1. Not verified" in out
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_critic_that_does_not_fit(
     [
         (["--role", "reward_model"], "--role reward_model: this run has actor, reference, critic"),
         (["--ranks", "2"], "--ranks 2: the role has 2 ranks"),
-        (["device=cpu"], "has device: cpu, and a rehearsal is of GPUs: add device=cuda"),
-        (["engine.layers=transformer_engine"], "whose kernels run on GPUs only: add engine.layers=local"),
+        (["device=cpu"], "has device: cpu, but the dry run simulates GPUs; add device=cuda"),
+        (["engine.layers=transformer_engine"], "whose kernels require a GPU; add engine.layers=local"),
         (["actor.parallel.tensor_parallel_size=3"], "actor.parallel.tensor_parallel_size"),
     ],
 )

@@ -35,7 +35,7 @@ def dump(folder: Path, strategy: PlacementStrategy) -> None:
 def test_a_run_is_asked_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert take_request(folder) is None
     assert main(["scale", str(folder), "--replicas", "3"]) == 0
-    assert "asked for 3 replicas instead of 1; the run checks between two steps" in capsys.readouterr().out
+    assert "requested 3 replicas instead of 1; the run applies this" in capsys.readouterr().out
     assert (take_request(folder), take_request(folder)) == (3, None)
     for count in ("3", "1"):  # the run has not said yet that it has three
         assert main(["scale", str(folder), "--replicas", count]) == 0
@@ -55,7 +55,7 @@ def test_what_cannot_be_asked_is_one_line_and_status_2(
     assert "--replicas 0: must be in [1, 10000]" in refused(str(folder), "--replicas", "0")
     assert "there is no such folder" in refused(str(folder / "nowhere"), "--replicas", "2")
     dump(folder, PlacementStrategy.hybrid)
-    assert "in placement.strategy=hybrid the engines take turns with others" in refused(
+    assert "with placement.strategy=hybrid the engines share devices with other roles" in refused(
         str(folder), "--replicas", "2"
     )
     write(folder, replace(STATUS, state="ended"))

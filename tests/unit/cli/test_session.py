@@ -69,7 +69,7 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_over(config: SFTConf
     disabled = replace(config, checkpoint=CheckpointConfig(resume="disable"))
     for changed in (config, disabled, replace(config, actor=ActorConfig(recompute=Recompute.full))):
         output_dir = left_by(config)
-        assert "before its first checkpoint, after 1 logged step: starting over" in claim(changed)
+        assert "before its first checkpoint, after 1 logged step; starting over" in claim(changed)
         assert sorted(path.name for path in output_dir.iterdir()) == ["config.yaml"]
 
 
@@ -109,7 +109,7 @@ def test_folders_of_other_runs_are_refused_and_left_alone(config: SFTConfig) -> 
     output_dir = left_by(config)
 
     for why, other in others.items():
-        with pytest.raises(ValueError, match="holds the metrics of another run") as caught:
+        with pytest.raises(ValueError, match="contains the metrics of another run") as caught:
             claim(other, resumed(is_own=False) if "resume" in why else None)
         assert f"({why}" in str(caught.value)
         assert (output_dir / "metrics.jsonl").exists(), why
@@ -147,7 +147,7 @@ def test_a_run_without_a_checkpoint_is_complete_or_cannot_be_trained_on(
     more = replace(config, trainer=replace(config.trainer, total_steps=200))
 
     with pytest.raises(
-        ValueError, match="ended after its step 100, and 200 are wanted. It has no checkpoint"
+        ValueError, match="ended after step 100, but 200 steps are requested. It has no checkpoint"
     ) as caught:
         is_complete(more, None)
 

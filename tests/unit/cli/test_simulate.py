@@ -97,11 +97,9 @@ def test_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [(row[0], row[1], [cell for cell in row if cell != "*"][2]) for row in rows] == [
         (trainer, engines, k) for trainer, engines in (("12", "4"), ("8", "8"), ("4", "12")) for k in "0124"
     ]
-    assert "shortest: 4 engines and rollout.max_staleness=" in out
-    assert (
-        "with 60 s of training on the configured devices, in inverse ratio on others; 40 tokens/s of a sample"
-        in out
-    )
+    assert "fastest: 4 engines and rollout.max_staleness=" in out
+    assert "assuming 60 s of training on the configured devices" in out
+    assert "; 40 tokens/s per sample" in out
     assert "max_staleness 4" in (tmp_path / "steps.svg").read_text()
 
 
@@ -146,10 +144,9 @@ def test_a_run_has_measured_lengths_and_times(tmp_path: Path, capsys: pytest.Cap
         )
         == 0
     )
-    assert (
-        "with 5 s of training on the configured devices, in inverse ratio on others; 4 tokens/s"
-        in capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert "assuming 5 s of training on the configured devices" in out
+    assert "; 4 tokens/s per sample" in out
 
 
 @pytest.mark.parametrize(
@@ -157,15 +154,18 @@ def test_a_run_has_measured_lengths_and_times(tmp_path: Path, capsys: pytest.Cap
     [
         (
             ["--simulate"],
-            "--simulate needs --lengths, --training-s, --tokens-per-s, or --from with the folder of a run",
+            "--simulate requires --lengths, --training-s, --tokens-per-s, or --from with the folder of a run",
         ),
-        (["--lengths", "500"], "say what is simulated; add --simulate"),
+        (["--lengths", "500"], "--tokens-per-s require --simulate"),
         (
             ["--simulate", "--lengths", "many", *GIVEN[2:]],
-            "--lengths many: is no mean with a most, as 500,4096 (tokens)",
+            "--lengths many: must be MEAN or MEAN,MAX in tokens, such as 500,4096",
         ),
         (["--simulate", *GIVEN[:4], "--tokens-per-s", "0"], "--tokens-per-s 0: must be above 0"),
-        (["--simulate", *GIVEN, "--output", "steps.pdf"], "--output steps.pdf: drawings are .svg or .png"),
+        (
+            ["--simulate", *GIVEN, "--output", "steps.pdf"],
+            "--output steps.pdf: the file name must end in .svg",
+        ),
         (["--simulate", "--from", "{late}"], "ran with rollout.max_staleness=2"),
         (["--simulate", "--from", "{bare}"], "has no samples, whose lengths are needed"),
         (["--simulate", "--from", "nowhere"], "nowhere/config.yaml"),

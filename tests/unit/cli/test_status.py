@@ -72,7 +72,8 @@ NO_CHECKPOINT = "; no checkpoint is saved in {folder}/checkpoints; the same comm
         (
             "failed",
             {},
-            "the run has failed, 0 s ago, in step 3 of 70 (all of it: {folder}/failure.txt)" + NO_CHECKPOINT,
+            "the run has failed, 0 s ago, in step 3 of 70 (full report: {folder}/failure.txt)"
+            + NO_CHECKPOINT,
         ),
         (
             RUNNING,
@@ -106,7 +107,7 @@ def test_an_ended_run_names_its_cause_its_score_and_its_newest_checkpoint(
     write(tmp_path, replace(STATUS, state="failed"))
     assert main(["status", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "in step 3 of 70: ValueError: no such thing (all of it: " in said
+    assert "in step 3 of 70: ValueError: no such thing (full report: " in said
     assert (
         f"; the newest checkpoint is {tmp_path / 'saved' / 'step_00000002'}; the same command resumes from "
         f"it; `megarl report" in said
@@ -136,8 +137,8 @@ def test_a_run_of_another_machine_that_is_late_is_shown_with_a_warning(
     assert main(["status", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "written 60 s ago, and every 5 s as a rule; its process 11 on elsewhere cannot be seen from here"
-        in said
+        "last written 60 s ago instead of every 5 s; its process 11 on elsewhere is not visible from this "
+        "machine" in said
     )
 
 

@@ -55,10 +55,10 @@ def test_equal_placement_rows_are_folded(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["check", "--fast", "configs/llama3_70b_ppo.yaml"]) == 0
     out = capsys.readouterr().out
     begin = out.index("Placement: ")
-    rows = [" ".join(line.split()) for line in out[begin : out.index("at the same time", begin)].splitlines()]
+    rows = [" ".join(line.split()) for line in out[begin : out.index("concurrent:", begin)].splitlines()]
     assert len(rows) < 12, rows
     (actor,) = (row for row in rows if row.startswith("actor actor "))
-    assert actor.endswith("0-7 of each"), actor
+    assert actor.endswith("0-7 on each"), actor
 
 
 def test_spans_join_consecutive_numbers_only() -> None:

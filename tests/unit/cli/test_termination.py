@@ -19,9 +19,8 @@ def test_the_first_signal_is_a_request_and_the_second_an_end() -> None:
         assert not termination.requested
         os.kill(os.getpid(), signal.SIGTERM)
         assert termination.requested
-        assert said == [
-            "SIGTERM: this step is finished and saved, then the run ends; a second one ends it at once"
-        ]
+        (line,) = said
+        assert line.startswith("SIGTERM: the run ends after this step and its checkpoint")
         with pytest.raises(SystemExit) as caught:
             os.kill(os.getpid(), signal.SIGTERM)
         assert caught.value.code == TERMINATED == 143
@@ -39,9 +38,8 @@ def test_ctrl_c_interrupts_once_and_does_not_break_into_the_end(monkeypatch: pyt
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        assert said == [
-            "Ctrl-C again: the run is being ended; once more leaves its processes to end by themselves"
-        ]
+        (line,) = said
+        assert line.startswith("Ctrl-C again: the run is shutting down")
         assert statuses == []
         os.kill(os.getpid(), signal.SIGINT)
         assert statuses == [INTERRUPTED] == [130]

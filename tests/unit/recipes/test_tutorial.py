@@ -41,14 +41,14 @@ def test_right_answers_have_full_marks(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_configuration_is_good_but_for_the_model_that_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     """What it names is made by the stages before the run."""
     assert main(["check", str(FOLDER / "smollm2.yaml"), "model.path=models/Qwen2.5-0.5B-Instruct"]) == 0
-    assert "good, except for files that are not on this machine" in " ".join(capsys.readouterr().out.split())
+    assert "OK, except for files that are not on this machine" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_configuration_for_a_gpu_is_good(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(FOLDER / "qwen2.5_0.5b_gpu.yaml")]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "on this machine; using " in said
-    assert "good, except for files that are not on this machine" in said
+    assert "OK, except for files that are not on this machine" in said
 
 
 def test_each_stage_is_a_command_that_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

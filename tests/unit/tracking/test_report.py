@@ -231,7 +231,7 @@ def test_what_is_no_run_is_refused_in_a_line(
             "--output",
             str(tmp_path / "absent" / "page.html"),
         ): "cannot be written (No such file or directory); give another file",
-        (str(made), "--live", "--port", "99999"): "--port 99999: nothing can listen there",
+        (str(made), "--live", "--port", "99999"): "--port 99999: cannot listen",
     }
 
     for arguments, message in cases.items():

@@ -78,7 +78,7 @@ def test_the_same_model_in_two_formats(model: PreTrainedModel, hugging_face: Pat
         == calls[0][1]
         == sum(value.nbytes for value in model.state_dict().values())
     )
-    assert verdict(comparison) == "the same model: 51 tensors bitwise identical"
+    assert verdict(comparison) == "identical: 51 tensors bitwise identical"
 
 
 def test_one_element_of_one_tensor(hugging_face: Path, copy: Path) -> None:
@@ -98,8 +98,7 @@ def test_one_element_of_one_tensor(hugging_face: Path, copy: Path) -> None:
     assert not comparison.is_same
     assert "model.layers.2.mlp.up_proj.weight │ 1 of 640" in printed(comparison)
     assert (
-        printed(comparison).splitlines()[-1]
-        == "not the same model: 50 tensors bitwise identical, 1 tensor different"
+        printed(comparison).splitlines()[-1] == "different: 50 tensors bitwise identical, 1 tensor different"
     )
 
 
@@ -141,7 +140,7 @@ def test_the_same_model_in_another_dtype(
     weight = state[first.name]
     assert first.reason == reason
     assert first.max_difference == float((weight.double() - weight.to(right).double()).abs().max())
-    assert verdict(comparison).startswith("the same model but for rounding (")
+    assert verdict(comparison).startswith("identical except for rounding (")
     assert reason in verdict(comparison)
     spoiled = load_file(other / "model.safetensors")[NAME]
     spoiled[0, 0] *= 1.5
