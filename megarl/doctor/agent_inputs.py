@@ -1,4 +1,4 @@
-"""Tries the tools or the environment of a run on the first row of its data."""
+"""Tests the tools or the environment of a run on the first row of its data."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def judge_agent(
     skipped: Collection[str] = (),
     limit_s: float = LOAD_LIMIT_S,
 ) -> tuple[CheckResult, Tools]:
-    """Have tools or the environment answer a first turn, in a process that can be ended (see `try_agent`).
+    """Let the tools or the environment answer a first turn, in a process with a time limit (see `try_agent`).
 
-    The chat template is tried for conversations that grow, and for the environment's reply.
+    The chat template is tested with a growing conversation and with the environment's reply.
 
     Returns:
-        What was found, and the schemas of the tools.
+        The result, and the schemas of the tools.
     """
     agent = config.agent
     paths = [*(tool.path for tool in agent.tools), agent.environment.path]
-    files = ", ".join(dict.fromkeys(path for path in paths if path is not None)) or "what ships"
-    hint = f"correct {files}; `megarl generate --{'tool' if agent.tools else 'environment'}` plays an episode"
+    files = ", ".join(dict.fromkeys(path for path in paths if path is not None)) or "built-in tools"
+    hint = f"fix {files}; test it with `megarl generate --{'tool' if agent.tools else 'environment'}`"
     first = None if agent.tools else _first_task(config, tokenizer, skipped)
     of_row = "" if first is None else f", with {first.place} and the answer {ANSWER!r}"
 
-    # Code of the user may hang or crash, so it runs in a process with a time limit.
+    # User code may hang or crash, so it runs in a process with a time limit.
     with ProcessPool(1, context=FreshContext()) as pool:
         tried = pool.schedule(try_agent, args=[agent, None if first is None else first.task], timeout=limit_s)
         try:
@@ -60,10 +60,12 @@ def judge_agent(
         except ValueError as error:
             return refused(AGENT, "agent", error, hint, files=files), None
         except (ProcessExpired, TimeoutError) as error:
-            ended = f"no end after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process ended"
-            return wrong(AGENT, f"agent: {files}: {ended}, in a first turn{of_row}", hint, files=files), None
+            ended = (
+                f"timed out after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process died"
+            )
+            return wrong(AGENT, f"agent: {files}: {ended} in a first turn{of_row}", hint, files=files), None
 
-    # The chat template must extend a conversation without changing the tokens before.
+    # The chat template must extend a conversation without changing the previous tokens.
     template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
     try:
         template.check()
@@ -71,7 +73,7 @@ def judge_agent(
             template.bridge(messages)
     except ValueError as error:
         return refused(
-            AGENT, "agent", error, "use a model whose chat template takes such conversations", files=files
+            AGENT, "agent", error, "use a model whose chat template supports such conversations", files=files
         ), None
 
     what = (
@@ -81,7 +83,9 @@ def judge_agent(
     )
     does = "can be used" if first is None else f"answers a first turn about {first.place}"
     return good(
-        AGENT, f"{what} of {files} {does}, and the chat template takes conversations that grow", files=files
+        AGENT,
+        f"{what} of {files} {does}, and the chat template supports multi-turn conversations",
+        files=files,
     ), tools
 
 
@@ -93,7 +97,7 @@ class _FirstTask(NamedTuple):
 def _first_task(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, skipped: Collection[str]
 ) -> _FirstTask | None:
-    """Return the task of the first row that can be read; None if the data are not on this machine."""
+    """Return the task of the first readable row; None if the data is not on this machine."""
     for key, files in (
         ("data.train_files", config.data.train_files),
         ("data.val_files", config.data.val_files),
@@ -105,7 +109,7 @@ def _first_task(
                 prompt = read_prompt(
                     next(read_prompt_rows([file], config.data.columns)), tokenizer, config.data
                 )
-            except DataError:  # the data are judged by themselves
+            except DataError:  # reported by the check of the data
                 continue
             task = Task(
                 messages=prompt.messages, reward_model=prompt.reward_model, extra_info=prompt.extra_info

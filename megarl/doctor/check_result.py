@@ -1,4 +1,4 @@
-"""What a check has found: one line, whether it is good, and what to do where it is not."""
+"""The result of a check: a status, a message of one line, and a hint unless the status is ok."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ class Status(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """`facts`: the numbers behind `message`, as JSON can hold them. `is_whole`: the message says what to do
-    already."""
+    """The result of a check.
+
+    Attributes:
+        facts: The values of the message, as JSON types.
+        is_whole: Whether the message already contains the hint.
+    """
 
     check: str
     status: Status
@@ -30,11 +34,11 @@ class CheckResult:
 
     def __post_init__(self) -> None:
         assert (self.hint is None) == (self.status is Status.ok), (
-            "what is not good has a hint, and what is good has none"
+            "a result has a hint unless its status is ok"
         )
 
     def __str__(self) -> str:
-        """One line, with what to do."""
+        """Return the message and the hint in one line."""
         return self.message if self.is_whole or self.hint is None else f"{self.message}; {self.hint}"
 
 
@@ -51,8 +55,13 @@ def wrong(check: str, message: str, hint: str, **facts: Any) -> CheckResult:
 
 
 def refused(check: str, key: str, error: Exception, hint: str, **facts: Any) -> CheckResult:
-    """`error`: what a run would end with; it says what to do. `key`: of the configuration, unless the message
-    names it. hint: shorter."""
+    """Return the result for an error that a run would raise, whose message contains a hint.
+
+    Args:
+        key: The configuration key, which is prepended unless the message starts with it.
+        error: The error.
+        hint: A shorter hint.
+    """
     message = str(error) if str(error).startswith(key) else f"{key}: {error}"
     return CheckResult(
         check=check, status=Status.error, message=message, hint=hint, facts=facts, is_whole=True

@@ -1,8 +1,8 @@
-"""A configuration with every check that starts no process; all its problems are reported together.
+"""Loads a configuration and runs all checks that start no process, and reports all problems together.
 
-`megarl train` needs everything that a run reads on its machine. The commands that only plan a run (`check`,
-`plan`, `rehearse`, and a submission to a cluster) need the `config.json` of each model: what else is missing
-is listed, and what exists is examined.
+`megarl train` requires all inputs of a run on its machine. The commands that only plan a run (`check`,
+`plan`, `rehearse`, and a submission to a cluster) require only the `config.json` of each model: other missing
+inputs are listed, and existing ones are checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
 
 Run = TypeVar("Run", bound=RunConfig)
-# Without these a placement cannot even be counted.
+# Keys that a placement depends on.
 _PLACEMENT_KEYS = (
     *("placement", "actor.parallel", "critic.parallel", "reward.model.parallel"),
     *("rollout.num_replicas", "rollout.tensor_parallel_size"),
@@ -37,8 +37,8 @@ class Checked(NamedTuple, Generic[Run]):
 
     Attributes:
         config: Each model's path is a folder with a `config.json` on this machine.
-        absent: What the run needs and this machine lacks, one line each. Empty if the run could start here.
-        warnings: What will run and is rarely meant, one line each.
+        absent: What is missing on this machine, one line each. Empty if the run could start here.
+        warnings: Warnings about probable mistakes, one line each.
     """
 
     config: Run
@@ -48,12 +48,12 @@ class Checked(NamedTuple, Generic[Run]):
 
 @dataclass(frozen=True)
 class Inputs(Generic[Run]):
-    """What `find_inputs` or `find_on_hub` finds.
+    """The result of `find_inputs` or `find_on_hub`.
 
     Attributes:
         partial: The configuration, with a folder for each model that has one, and the problems found so far.
-        substituted: A line, which begins with the key, about each model of which only `config.json` was
-            found, and about what a run would fetch from a hub.
+        substituted: One line, which begins with the key, about each model with only a `config.json`, and
+            about each input that a run would fetch from a hub.
     """
 
     partial: PartialConfig[Run]
@@ -64,13 +64,13 @@ class Inputs(Generic[Run]):
         return [*self._shared_violations(), *self._about_open_keys(writable_folders(self.partial.config))]
 
     def divided(self, starts_elsewhere: bool = False) -> tuple[list[Violation], list[Violation]]:
-        """Divide the violations into errors, and what this machine lacks and the machine of the run may have.
+        """Divide the violations into errors, and things missing here that the run's machine may have.
 
-        If all files and GPUs of a run are here, the run is expected to start here: then everything is an
+        If all files and GPUs of a run are here, the run is expected to start here, and every violation is an
         error.
 
         Args:
-            starts_elsewhere: The run starts on another machine in any case.
+            starts_elsewhere: Whether the run starts on another machine in any case.
         """
         violations = self._shared_violations()
         # A machine without the run's files or GPUs is probably not the one that will run it.
@@ -83,10 +83,10 @@ class Inputs(Generic[Run]):
         ]
 
     def _shared_violations(self) -> list[Violation]:
-        """Return all violations but those about folders that the run writes."""
+        """Return all violations except those about output folders."""
         config = self.partial.config
         lines = {line.partition(":")[0] for line in self.substituted}
-        # A model that was not fetched from the hub is already reported by its line.
+        # A model that was not fetched from the hub is already reported in its line.
         explained = {role.path_key for role in model_roles(config) if role.path_key in lines}
 
         return [
@@ -96,17 +96,17 @@ class Inputs(Generic[Run]):
         ]
 
     def _about_open_keys(self, violations: Iterable[Violation]) -> list[Violation]:
-        """Leave out violations about keys whose value was refused."""
+        """Return the violations without those about refused keys."""
         return [each for each in violations if not self.partial.refuses(each.keys)]
 
 
 def load_checked_anywhere(
     schema: type[Run], path: str, overrides: Sequence[str] = (), *, starts_elsewhere: bool = False
 ) -> Checked[Run]:
-    """Load a configuration and check it. Of the run's files only each model's `config.json` is read.
+    """Load a configuration and check it. The only file that is read is each model's `config.json`.
 
     Args:
-        starts_elsewhere: As in `Inputs.divided`.
+        starts_elsewhere: See `Inputs.divided`.
 
     Raises:
         ConfigError: It lists every problem.
@@ -119,11 +119,11 @@ def load_checked_anywhere(
 
 
 def load_checked_here(schema: type[Run], path: str, overrides: Sequence[str] = ()) -> Run:
-    """Load a configuration for a run on this machine and check it as `load_checked_anywhere` does. What is on
-    a hub is fetched.
+    """Load a configuration for a run on this machine, and check it like `load_checked_anywhere`. Inputs on a
+    hub are fetched.
 
     Raises:
-        ConfigError: It lists every problem, and everything that is absent.
+        ConfigError: Lists every problem and every missing input.
     """
     inputs = find_on_hub(read_config(schema, path, overrides), fetch=True)
     refuse(path, problems_of(inputs.partial, inputs.violations()))
@@ -142,12 +142,12 @@ def find_inputs(partial: PartialConfig[Run]) -> Inputs[Run]:
 
 
 def find_on_hub(partial: PartialConfig[Run], fetch: bool) -> Inputs[Run]:
-    """Replace names on the hub by local folders and files. fetch: download weights and data too."""
+    """Replace names on the hub with local folders and files. With `fetch`, download weights and data too."""
     config = resolved(partial.config)
     if not names_a_hub(config):
         return Inputs(replace(partial, config=config), [])
 
-    # Here, because the hub's library takes half a second to import.
+    # Imported here, because the hub's library takes half a second to import.
     from megarl.data.hub import with_hub_inputs
 
     hub = with_hub_inputs(config, fetch)
@@ -163,7 +163,7 @@ def find_on_hub(partial: PartialConfig[Run], fetch: bool) -> Inputs[Run]:
 
 
 def names_a_hub(config: RunConfig) -> bool:
-    """Whether a model or data are given by a name on the Hugging Face hub."""
+    """Whether a model or a data file is given by a name on the Hugging Face hub."""
     return any(
         map(
             is_hub_name,
@@ -187,8 +187,7 @@ def refuse(path: str, problems: Sequence[str]) -> None:
 
 
 def problems_of(partial: PartialConfig[Run], violations: Sequence[Violation]) -> list[str]:
-    """Return what does not fit the schema, the violations, and problems of the placement and of an engine's
-    own arguments."""
+    """Return the schema problems, the violations, and problems of the placement and of engine arguments."""
     config = partial.config
     problems = [*partial.problems, *map(str, violations)]
 
@@ -199,7 +198,7 @@ def problems_of(partial: PartialConfig[Run], violations: Sequence[Violation]) ->
             plan = plan_placement(config)
             if isinstance(config, PPOConfig):
                 choose_transport(config, plan)
-            # The memory plan is only worth computing for a configuration that is otherwise right.
+            # The memory plan is only computed for a configuration without other problems.
             if not problems and refuses(config) and config.placement.device_memory_gb is not None:
                 problems += budget_problems(config, plan_memory(config, plan, read_architectures(config)[0]))
         except ConfigError as error:
@@ -216,7 +215,7 @@ def _server_args_problems(rollout: RolloutConfig) -> list[str]:
         settings = rollout.settings_of(engine)
         if settings is None or not settings.server_args:
             continue
-        # Here, because asking an engine's library takes seconds and torch; nobody else shall wait for it.
+        # Imported here, because the engine's library needs torch and takes seconds to import.
         from megarl.workers.engines import SERVER_ARGS_CHECKS
 
         try:

@@ -1,5 +1,5 @@
-"""GPUs: are they there, free and alike, does the driver carry torch's CUDA, and does the plan fit into their
-memory?"""
+"""Checks GPUs: number, kind, memory in use, whether the driver supports torch's CUDA, and whether the plan
+fits into their memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megarl.machine.processors import torch_cuda
 from megarl.placement.memory import plan_memory
 
 CHECK = "gpus"
-_QUERY = "index,name,driver_version,memory.total,memory.used"  # memory in MiB
+_QUERY = "index,name,driver_version,memory.total,memory.used"  # memory is in MiB
 _LIMIT_S = 10
 _IN_USE_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """Bytes."""
+    """A GPU; memory is in bytes."""
 
     index: int
     name: str
@@ -34,8 +34,13 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
-    """`error`: what nvidia-smi said instead of an answer. `driver_cuda`: the newest CUDA that the driver
-    carries; `torch_cuda`: the one that torch is built for, None where it is built without."""
+    """The GPUs of this machine.
+
+    Attributes:
+        driver_cuda: The newest CUDA version that the driver supports.
+        torch_cuda: The CUDA version of torch; None for a build without CUDA.
+        error: The error of nvidia-smi, if it failed.
+    """
 
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
@@ -68,8 +73,13 @@ _ASK = {"capture_output": True, "text": True, "timeout": _LIMIT_S, "check": Fals
 
 
 def parse(listed: str, overview: str, torch_cuda: str | None) -> Gpus:
-    """`listed`: a line of _QUERY for each GPU. `overview`: what nvidia-smi prints by itself, which alone
-    names the CUDA version."""
+    """Parse the output of nvidia-smi.
+
+    Args:
+        listed: A line of _QUERY for each GPU.
+        overview: The output without arguments, which is the only one with the CUDA version.
+        torch_cuda: The CUDA version of torch.
+    """
     rows = [[field.strip() for field in line.split(",")] for line in listed.splitlines() if line.strip()]
     named = re.search(r"CUDA Version\s*:\s*([\d.]+)", overview)
     return Gpus(
@@ -83,13 +93,13 @@ def parse(listed: str, overview: str, torch_cuda: str | None) -> Gpus:
 
 
 def _mib(text: str) -> int:
-    """Bytes; 0 where the driver does not say, as for memory that is the host's."""
+    """Convert MiB to bytes; 0 if the driver reports none, as for memory that is shared with the host."""
     return int(text) * 2**20 if text.isdigit() else 0
 
 
 def visible(found: Gpus, setting: str | None) -> Gpus:
-    """Those that CUDA_VISIBLE_DEVICES leaves, which nvidia-smi does not heed. Of others than numbers only how
-    many is known."""
+    """Apply CUDA_VISIBLE_DEVICES, which nvidia-smi ignores. For names other than numbers, only the count is
+    known."""
     if setting is None:
         return found
     names = [name.strip() for name in setting.split(",") if name.strip()]
@@ -101,18 +111,23 @@ def visible(found: Gpus, setting: str | None) -> Gpus:
 
 
 def judge(found: Gpus, *, needed: int, wanted: bool, peak: int = 0) -> Iterator[CheckResult]:
-    """`needed`: on this machine. `wanted`: the run is to be on GPUs. `peak`: bytes that the plan puts on the
-    fullest."""
+    """Check the GPUs.
+
+    Args:
+        needed: Number of GPUs that the run needs on this machine.
+        wanted: Whether the run uses GPUs.
+        peak: Planned peak of the fullest device, in bytes.
+    """
     if not wanted:
-        yield good(CHECK, "none needed: the run is on CPUs", gpus=len(found.gpus))
+        yield good(CHECK, "not needed: the run uses CPUs", gpus=len(found.gpus))
         return
 
-    # A driver that does not answer makes every other check of the GPUs meaningless.
+    # Without a working driver no other check of the GPUs is possible.
     if found.error is not None:
         yield wrong(
             CHECK,
-            f"the driver does not answer: {found.error}",
-            "load or reinstall NVIDIA's driver; in a container, use --gpus all",
+            f"the driver does not respond: {found.error}",
+            "load or reinstall the NVIDIA driver; in a container, use --gpus all",
         )
         return
 
@@ -143,7 +158,7 @@ def _driver(found: Gpus) -> Iterator[CheckResult]:
         )
     elif found.driver_cuda is not None and _numbers(found.driver_cuda)[0] < _numbers(found.torch_cuda)[0]:
         message = (
-            f"torch is built for CUDA {found.torch_cuda}, but driver {found.driver} carries CUDA "
+            f"torch is built for CUDA {found.torch_cuda}, but driver {found.driver} supports CUDA "
             f"{found.driver_cuda} at most"
         )
         hint = f"update the driver, or install torch for CUDA {_numbers(found.driver_cuda)[0]}"
@@ -152,10 +167,10 @@ def _driver(found: Gpus) -> Iterator[CheckResult]:
 
 def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[CheckResult]:
     if len(gpus) < max(needed, 1):
-        message = f"there are {len(gpus)} GPUs here, and the placement has {needed} on a node"
+        message = f"this machine has {len(gpus)} GPUs, but the placement needs {needed} per node"
         hint = (
-            "set placement.devices_per_node to what a node has, with smaller parallel sizes or more "
-            "nodes; or device=cpu"
+            "set placement.devices_per_node to the GPUs of a node, with smaller parallel sizes or more "
+            "nodes; or use device=cpu"
         )
         yield wrong(CHECK, message, hint, gpus=len(gpus), needed=needed)
     if len({gpu.name for gpu in gpus}) > 1:
@@ -163,7 +178,7 @@ def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[CheckResult]:
         yield doubtful(
             CHECK,
             f"GPUs of different kinds: {names}",
-            "choose those of one kind with CUDA_VISIBLE_DEVICES: the slowest sets the pace",
+            "select GPUs of one kind with CUDA_VISIBLE_DEVICES, because the slowest determines the speed",
         )
 
 
@@ -174,17 +189,17 @@ def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[CheckResult]:
             yield doubtful(
                 CHECK,
                 message,
-                "end what uses it (nvidia-smi lists the processes), or leave it out with "
+                "end the processes that use it (listed by nvidia-smi), or exclude it with "
                 "CUDA_VISIBLE_DEVICES",
             )
 
-    # The plan may put its fullest device on any GPU, so the smallest one counts.
+    # The fullest device of the plan may be on any GPU, so the smallest GPU determines the limit.
     smallest = min(gpus, key=lambda gpu: gpu.memory, default=None)
     if smallest is not None and 0 < smallest.memory < peak:
-        message = f"the plan puts {size(peak)} on one GPU, which has {size(smallest.memory)}"
+        message = f"the plan needs {size(peak)} on one GPU, which has {size(smallest.memory)}"
         hint = (
-            "see `megarl plan` for what is in it: larger parallel sizes, smaller micro-batches, "
-            "recompute=full, or another placement"
+            "see `megarl plan` for the memory of each device; use larger parallel sizes, smaller "
+            "micro-batches, recompute=full, or another placement"
         )
         yield wrong(CHECK, message, hint, peak=peak, memory=smallest.memory)
 
@@ -197,7 +212,7 @@ def check(subject: ExaminedRun, found: Gpus) -> Iterator[CheckResult]:
     config = subject.config
     plan = subject.plan
     peak = 0
-    # The peak can only be planned where all architectures are known.
+    # The peak is only known if all architectures are.
     if config is not None and plan is not None and subject.use_gpu and subject.all_models_known:
         peak = max((device.peak for device in plan_memory(config, plan, subject.architectures)), default=0)
 
@@ -206,9 +221,9 @@ def check(subject: ExaminedRun, found: Gpus) -> Iterator[CheckResult]:
         and not found.gpus
         and (config is None or config.device is not Device.cpu)
     ):
-        yield good(CHECK, "none here: the run would be on those of the cluster's nodes", gpus=0)
+        yield good(CHECK, "none on this machine: the run uses those of the cluster's nodes", gpus=0)
         return
 
-    # A cluster's nodes have GPUs of their own, and this machine may only drive.
+    # A cluster's nodes have their own GPUs, and this machine may only be the driver.
     needed = plan.devices_per_node if plan is not None and subject.ray_address is None else 0
     yield from judge(found, needed=needed, wanted=subject.use_gpu, peak=peak)

@@ -1,4 +1,4 @@
-"""Everything that `megarl doctor` examines: this machine, the cluster, and what a run reads."""
+"""The checks of `megarl doctor`: this machine, the cluster, and the inputs of a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from megarl.machine.ray_address import cluster_address
 
 
 class Check(NamedTuple):
-    """`module` is imported when its turn comes: what lacks a library is said, and the rest is examined.
-    `of_run`: says nothing without a configuration."""
+    """A check, whose module is imported when it runs, so that a missing library fails only this check.
+
+    Attributes:
+        of_run: Whether it requires a configuration.
+    """
 
     title: str
     module: str
@@ -25,7 +28,7 @@ class Check(NamedTuple):
     of_run: bool = False
 
 
-# Quick ones first; those that need other processes last.
+# Fast checks come first, and checks that start processes last.
 CHECKS = (
     Check("shared memory", "machine", "shared_memory"),
     Check("open files", "machine", "open_files"),
@@ -44,14 +47,14 @@ CHECKS = (
 
 
 def examine(config_path: str | None, overrides: Sequence[str], console: Console) -> list[CheckResult]:
-    """Every check, one after the other."""
+    """Run all checks in sequence."""
     gpus = devices.probe()
     subject, results = read_subject(config_path, overrides, len(gpus.gpus), cluster_address())
     results += [*software.check(subject), *devices.check(subject, gpus)]
 
-    # Modules are imported one by one, so that a missing package fails only the check that needs it.
+    # Import modules one by one, so that a missing package fails only the check that needs it.
     for check in (each for each in CHECKS if subject.config is not None or not each.of_run):
-        with console.status(f"examining {check.title}"):
+        with console.status(f"checking {check.title}"):
             results += _find(check, subject)
 
     return results
@@ -64,8 +67,8 @@ def _find(check: Check, subject: ExaminedRun) -> list[CheckResult]:
         return [
             wrong(
                 check.title,
-                f"cannot be examined: {error}",
-                "install what is said under versions, then ask again",
+                f"cannot be checked: {error}",
+                "install the packages that the check of versions reports, then run this command again",
             )
         ]
     return list(getattr(module, check.function)(subject))

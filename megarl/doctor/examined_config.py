@@ -1,5 +1,5 @@
-"""A configuration with all that a run reads: models, tokenizers, data and reward functions. Imports torch,
-and takes seconds."""
+"""Loads a configuration and checks all inputs of the run: models, tokenizers, data and reward functions. This
+imports torch and takes seconds."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _CODE_KEYS = ("reward.functions", "agent", "algorithm")
 def load_for_run(
     schema: type[Run], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> Run:
-    """Load the configuration of a run that starts on this machine, and check all that it reads. What is on a
-    hub is fetched.
+    """Load the configuration of a run that starts on this machine, and check all inputs. Inputs on a hub are
+    fetched.
 
-    Of the data, which the run reads in full, only the first row is read here.
+    Only the first row of the data is read, because the run reads all rows anyway.
 
     Raises:
-        ConfigError: It lists every problem, and everything that is absent.
+        ConfigError: Lists every problem and every missing input.
     """
     inputs = find_on_hub(read_config(schema, source, overrides), fetch=True)
     violations = inputs.violations()
-    # Only errors stop the start of a run, and the data will be read in full anyway.
+    # Only errors prevent the start of a run, which checks the data itself.
     found = [
         each for each in _examine(inputs, violations, 1) if each.status is Status.error and each.check != DATA
     ]
@@ -41,12 +41,12 @@ def load_for_run(
 
 
 def load_examined_anywhere(schema: type[Run], path: str, overrides: Sequence[str] = ()) -> Checked[Run]:
-    """Do what `load_checked_anywhere` does, and examine those of the run's files that are on this machine.
+    """Load a configuration like `load_checked_anywhere`, and check the inputs that are on this machine.
 
-    Model folders, tokenizers, the first rows of the data, reward functions, tools and environments.
+    These are model folders, tokenizers, the first rows of the data, reward functions, tools and environments.
 
     Raises:
-        ConfigError: It lists every problem.
+        ConfigError: Lists every problem.
     """
     inputs = find_inputs(read_config(schema, path, overrides))
     errors, absent = inputs.divided()
@@ -61,13 +61,11 @@ def load_examined_anywhere(schema: type[Run], path: str, overrides: Sequence[str
 
 
 def _examine(inputs: Inputs[Run], violations: Sequence[Violation], num_rows: int) -> list[CheckResult]:
-    """Examine the files that a run reads, except those that have a problem already. num_rows: see
-    `findings`."""
+    """Check the inputs of a run, except those with a known problem. For `num_rows` see `findings`."""
     config = inputs.partial.config
     partial = inputs.partial
 
-    # Files of models and data that are absent are skipped one by one; code that is absent is skipped with its
-    # section.
+    # Missing files of models and data are skipped individually, missing code with its section.
     skipped = {
         key
         for each in violations
@@ -77,7 +75,7 @@ def _examine(inputs: Inputs[Run], violations: Sequence[Violation], num_rows: int
     skipped |= {key for key in ("data.train_files", "data.val_files") if partial.refuses(["data"])}
     skipped |= {key for key in _CODE_KEYS if partial.refuses([key])}
     architectures, _ = read_architectures(config)
-    # Examine the models whose path and architecture are not in question.
+    # Check the models whose path and architecture have no problem.
     known = {
         role.name: architectures[role.name]
         for role in model_roles(config)

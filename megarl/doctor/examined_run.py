@@ -1,4 +1,4 @@
-"""What is examined: a run's configuration, as far as it can be read, and what follows from it."""
+"""The subject of `megarl doctor`: a run's configuration, if it can be read, and its plan."""
 
 from __future__ import annotations
 
@@ -22,9 +22,14 @@ CONFIGURATION = "configuration"
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminedRun:
-    """Without a configuration only the machine is examined. `architectures`: of the models that can be read,
-    by role. `num_gpus`: of this machine, as its driver says. `ray_address`: of the cluster that the run would
-    join, None for one of its own. `unfetched`: keys of what is on a hub and not here yet."""
+    """The run that is checked. Without a configuration only the machine is checked.
+
+    Attributes:
+        architectures: The architectures of the readable models, by role.
+        num_gpus: The number of GPUs of this machine, as reported by the driver.
+        ray_address: The address of the cluster that the run would join; None if it starts its own.
+        unfetched: The keys of inputs on a hub that are not fetched yet.
+    """
 
     config: RunConfig | None = None
     plan: PlacementPlan | None = None
@@ -36,7 +41,7 @@ class ExaminedRun:
 
     @property
     def use_gpu(self) -> bool:
-        """auto takes GPUs where there are any."""
+        """Whether the run uses GPUs. `device: auto` uses them if there are any."""
         device = Device.auto if self.config is None else self.config.device
         return self.num_gpus > 0 if device is Device.auto else device is Device.cuda
 
@@ -48,7 +53,7 @@ class ExaminedRun:
 
     @property
     def processes_here(self) -> int:
-        """Worker processes on one node, the fullest: as many as two where nothing is known."""
+        """The number of worker processes on the fullest node; 2 if there is no plan."""
         if self.plan is None:
             return 2
         nodes = [process.node for process in self.plan.processes]
@@ -58,8 +63,8 @@ class ExaminedRun:
 def read_subject(
     path: str | None, overrides: Sequence[str], num_gpus: int, ray_address: str | None
 ) -> tuple[ExaminedRun, list[CheckResult]]:
-    """The run in the file `path`, and what is wrong with it. What cannot be read is left out, so that the
-    rest is examined."""
+    """Read the run in the file `path`, and return its problems. Parts that cannot be read are omitted, so
+    that the rest is checked."""
     if path is None:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), []
     try:
@@ -72,15 +77,17 @@ def read_subject(
     inputs = find_on_hub(read, fetch=False)
     config = inputs.partial.config
     problems = problems_of(inputs.partial, inputs.violations())
-    results = list(_problems(path, problems)) or [good(CONFIGURATION, f"{path} is good")]
-    results += [doubtful(CONFIGURATION, line, "`hf download` fetches it now") for line in inputs.substituted]
-    # What does not fit the schema is known in part only, so nothing further is examined.
+    results = list(_problems(path, problems)) or [good(CONFIGURATION, f"{path} has no errors")]
+    results += [
+        doubtful(CONFIGURATION, line, "fetch it now with `hf download`") for line in inputs.substituted
+    ]
+    # With schema problems the configuration is incomplete, so nothing further is checked.
     if read.problems:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), results
 
     try:
         plan = plan_placement(config)
-    except ConfigError:  # which `checked` has said
+    except ConfigError:  # already reported in `problems`
         plan = None
 
     architectures, _ = read_architectures(config)
@@ -99,5 +106,5 @@ def _problems(source: str, problems: Sequence[str]) -> Iterator[CheckResult]:
         yield wrong(
             CONFIGURATION,
             problem,
-            f"change it in {source} or on the command line; `megarl check` finds it too",
+            f"change it in {source} or on the command line; `megarl check` reports it too",
         )

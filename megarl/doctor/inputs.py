@@ -1,5 +1,5 @@
-"""What a run reads: model folders, tokenizers and chat templates, data files, reward functions. Read as the
-run reads them."""
+"""Checks the inputs of a run, by reading them like the run: model folders, tokenizers and chat templates,
+data files and reward functions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Config = RunConfig
 MODELS = "models"
 TOKENIZERS = "tokenizers"
 FUNCTIONS = "functions of the algorithm"
-ROWS = 256  # of each file that are rendered
+ROWS = 256  # number of rows of each file that are rendered
 
 
 def check(subject: ExaminedRun) -> Iterator[CheckResult]:
@@ -61,14 +61,14 @@ def findings(
     skipped: Collection[str] = (),
     num_rows: int = ROWS,
 ) -> Iterator[CheckResult]:
-    """Examine all that a run reads and that is on this machine.
+    """Check all inputs of a run that are on this machine.
 
     Args:
-        architectures: By role, of the models to examine.
-        skipped: Keys to leave out.
-        num_rows: Rows of each data file that are rendered.
+        architectures: The architectures of the models to check, by role.
+        skipped: The keys to skip.
+        num_rows: The number of rows of each data file that are rendered.
     """
-    # Weights first: each folder is checked once, although several roles may share it.
+    # Check each weight folder once, because several roles may share it.
     for role in (each for each in _distinct_models(config, architectures) if has_weights(each.path)):
         yield judge_model(Path(role.path), role.path_key, architectures[role.name], role)
     for role in model_roles(config):
@@ -83,12 +83,12 @@ def findings(
             yield judge_tokenizer(role, tokenizer)
         except ValueError as error:
             hint = (
-                "copy tokenizer.json, tokenizer_config.json and chat_template.jinja of the model into "
-                "its folder"
+                "copy the model's tokenizer.json, tokenizer_config.json and chat_template.jinja into its "
+                "folder"
             )
             yield refused(TOKENIZERS, role.path_key, error, hint, folder=role.path)
             continue
-        # The data are rendered with the policy's tokenizer, so they are examined here.
+        # The data is rendered with the policy's tokenizer, so it is checked here.
         if role.name == "actor":
             tools = None
             if (
@@ -103,7 +103,7 @@ def findings(
                     continue
             yield from data(config, tokenizer, skipped, num_rows, tools)
 
-    # Rewards and algorithms exist in reinforcement learning only.
+    # Only reinforcement learning has rewards and algorithms.
     if not isinstance(config, PPOConfig):
         return
     if config.reward.functions and not any(key.startswith("reward.functions") for key in skipped):
@@ -117,14 +117,15 @@ def findings(
 
 
 def _distinct_models(config: Config, architectures: Mapping[str, Architecture]) -> list[ModelRole]:
-    """The reference has mostly the actor's folder. A critic in it needs no other tensors."""
+    """Return one role for each folder. The reference usually has the actor's folder, and a critic in it needs
+    no other tensors."""
     roles = [role for role in model_roles(config) if role.name in architectures]
     return list({role.path: role for role in reversed(roles)}.values())[::-1]
 
 
 def judge_model(folder: Path, key: str, architecture: Architecture, role: ModelRole) -> CheckResult:
-    """The weights are all there: each file whole, each tensor of the index in its file, with the shapes of
-    config.json. Headers are read, weights are not."""
+    """Check that the weights are complete: each file has its full size, and each tensor of the index is in
+    its file with the shape of config.json. Only headers are read."""
     again = f"download it again (hf download NAME --local-dir {folder}), or set {key} to another folder"
     try:
         index = check_headers(
@@ -144,19 +145,20 @@ def judge_model(folder: Path, key: str, architecture: Architecture, role: ModelR
 
 
 def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> CheckResult:
-    """Of a tokenizer that loads and has a chat template. Raises ValueError for a generation_config.json that
-    cannot be read."""
+    """Check a tokenizer with a chat template. Raises ValueError if generation_config.json cannot be read."""
     facts = {"folder": role.path, "tokens": len(tokenizer), "end_token": tokenizer.eos_token}
     others = sorted(end_token_ids(role.path) - {tokenizer.eos_token_id})
 
     if role.reads_policy_tokens and others and tokenizer.eos_token_id not in end_token_ids(role.path):
         named = ", ".join(f"{tokenizer.decode([index])!r} ({index})" for index in others)
         message = (
-            f"{role.path}: the tokenizer ends with {tokenizer.eos_token!r} ({tokenizer.eos_token_id}), and "
-            f"the model's "
-            f"generation_config.json or config.json with {named}: each of them ends a sample"
+            f"{role.path}: the end token of the tokenizer is {tokenizer.eos_token!r} "
+            f"({tokenizer.eos_token_id}), but that of the model's generation_config.json or config.json is "
+            f"{named}; each of them ends a sample"
         )
-        hint = "set eos_token in tokenizer_config.json to the one with which the chat template ends an answer"
+        hint = (
+            "set eos_token in tokenizer_config.json to the token with which the chat template ends an answer"
+        )
         return doubtful(TOKENIZERS, message, hint, **facts)
 
     if role.reads_policy_tokens and (problem := endless_turns(role.path, tokenizer)):
@@ -167,26 +169,25 @@ def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> Chec
 
     template = "has a chat template"
     if reads_clock(tokenizer):
-        template += " that writes the date: a run's prompts have that of its start, also when it is resumed"
+        template += " that writes the date; prompts have the date of the run's start, also after resuming"
     return good(
         TOKENIZERS,
-        f"{role.path}: {len(tokenizer):,} tokens, ends with {tokenizer.eos_token!r}, {template}",
+        f"{role.path}: {len(tokenizer):,} tokens, end token {tokenizer.eos_token!r}, {template}",
         **facts,
     )
 
 
 def endless_turns(folder: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Says what happens if the chat template closes an answer with a token that ends no sample, as in folders
-    of base models."""
+    """Describe the problem if the chat template closes an answer with a token that does not end a sample,
+    as in folders of base models; None if there is none."""
     closing = closing_token(tokenizer)
     if closing is None or closing in {tokenizer.eos_token_id, *end_token_ids(folder)}:
         return None
     return (
-        f"the chat template closes an answer with {tokenizer.decode([closing])!r} ({closing}), which ends "
-        f"no sample: the tokenizer ends "
-        f"with {tokenizer.eos_token!r}, and neither generation_config.json nor config.json names it. A "
-        f"policy that learns to write it "
-        "generates until data.max_response_length"
+        f"the chat template closes an answer with {tokenizer.decode([closing])!r} ({closing}), which does "
+        f"not end a sample: the tokenizer's end token is {tokenizer.eos_token!r}, and neither "
+        "generation_config.json nor config.json lists it. A policy that learns to write it keeps generating "
+        "until data.max_response_length"
     )
 
 
@@ -197,7 +198,7 @@ def data(
     num_rows: int,
     tools: Tools = None,
 ) -> list[CheckResult]:
-    """Judge the first rows of each file, read and rendered as the run does."""
+    """Check the first rows of each file, read and rendered like in the run."""
     results: list[CheckResult] = []
     counts = list[int | None]()
 
@@ -207,46 +208,50 @@ def data(
         for file in dict.fromkeys(
             config.data.train_files if key == "data.train_files" else config.data.val_files
         ):
-            if not os.path.exists(file):  # absent, which is said elsewhere
+            if not os.path.exists(file):  # reported elsewhere
                 continue
             try:
                 lengths, spelled = _rendered(config, file, tokenizer, num_rows, tools)
             except DataError as error:
                 example = (
-                    "as in docs/rewards.md"
+                    "as described in docs/rewards.md"
                     if isinstance(config, PPOConfig)
-                    else "each a chat that ends with the assistant's answer"
+                    else "each row a conversation that ends with the assistant's answer"
                 )
-                hint = f"write the file again with the columns that are named, {example}"
+                hint = f"rewrite the file with these columns, {example}"
                 results.append(refused(DATA, key, error, hint, file=file))
                 continue
-            # With fewer rows than were asked for, the file has been read to its end.
+            # With fewer rows than requested, the file has been read to its end.
             rows = open_file(file, ()).num_rows if len(lengths) == num_rows else len(lengths)
             counts += [rows] if key == "data.train_files" else []
             results.append(judge_rows(config, key, file, rows, lengths))
             if spelled:
                 message = f"{key}: {file}: {escapes_message(spelled, len(lengths))}"
                 results.append(
-                    doubtful(DATA, message, "remove them from the texts, if that is not meant", file=file)
+                    doubtful(DATA, message, "remove them from the text if they are not intended", file=file)
                 )
 
-    # The total is known only if every training file could be read.
+    # The total is only known if every training file could be read.
     if "data.train_files" not in skipped and len(counts) == len(set(config.data.train_files)):
         results += judge_count(config, counts)
     return results
 
 
 def judge_count(config: Config, counts: Sequence[int | None]) -> Iterator[CheckResult]:
-    """Rows of the training files, as far as they are known."""
+    """Check that the training files have enough rows for a step, if their number is known."""
     key = config.batch_key
     known = [count for count in counts if count is not None]
     if len(known) == len(counts) and (problem := too_few_rows(config.prompts_per_step, sum(known), key)):
-        yield refused(DATA, key, ValueError(problem), f"lower {key}, or give more rows")
+        yield refused(DATA, key, ValueError(problem), f"lower {key}, or add rows")
 
 
 class _RenderedRows(NamedTuple):
-    """lengths: tokens of each row, in SFT of the whole chat. spelled: special tokens in texts that are not
-    the assistant's."""
+    """The rendered rows of a file.
+
+    Attributes:
+        lengths: The tokens of each prompt or, for supervised fine-tuning, of each conversation.
+        spelled: Special tokens in text that the assistant did not write.
+    """
 
     lengths: list[int]
     spelled: list[str]
@@ -255,7 +260,7 @@ class _RenderedRows(NamedTuple):
 def _rendered(
     config: Config, file: str, tokenizer: PreTrainedTokenizerBase, num_rows: int, tools: Tools
 ) -> _RenderedRows:
-    """Read and render the first rows as a run does."""
+    """Read and render the first rows like a run."""
     section = config.data
     if isinstance(section, DataConfig):
         rows = islice(read_prompt_rows([file], section.columns), num_rows)
@@ -271,7 +276,7 @@ def _rendered(
 
 
 def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: Sequence[int]) -> CheckResult:
-    """`rows`: of the file, None where unknown. `lengths`: tokens of the first."""
+    """Check the lengths of the first rows. `rows` is the number of rows of the file, None if unknown."""
     limit_key = config.length_keys[0]
     limit = config.data.longest_row
     longest = max(lengths)
@@ -281,17 +286,17 @@ def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: S
     if longer:
         message = (
             f"{key}: {file}: {longer} of the first {len(lengths)} rows have more than "
-            f"{limit_key}={limit} tokens, at most {longest}"
+            f"{limit_key}={limit} tokens, the longest {longest}"
         )
         if config.data.overlong is Overlong.refuse:
             return wrong(
                 DATA,
                 message,
-                f"set {limit_key}={longest} or more, or data.overlong=filter to leave them out",
+                f"set {limit_key}={longest} or more, or data.overlong=filter to skip them",
                 **facts,
             )
         return doubtful(
-            DATA, f"{message}; they will be left out", f"set {limit_key}={longest} to keep them", **facts
+            DATA, f"{message}; they will be skipped", f"set {limit_key}={longest} to keep them", **facts
         )
 
     of_all = "" if rows is None else f"{counted(rows, 'row')}; "
@@ -299,8 +304,8 @@ def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: S
 
 
 def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -> Iterator[CheckResult]:
-    """An estimator and a policy loss of the user's own, on two samples (try_functions), in a process that can
-    be ended."""
+    """Test a custom estimator and policy loss on two samples (try_functions), in a process with a time
+    limit."""
     references = [
         reference
         for reference in (algorithm.advantage.function, algorithm.policy_loss.function)
@@ -310,11 +315,11 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -
         return
     names = " and ".join(references)
     hint = (
-        "fix the file, or leave the key out; docs/algorithms/custom.md describes the arguments and the "
-        "result of such a function"
+        "fix the file, or remove the key; docs/algorithms/custom.md describes the arguments and the result "
+        "of such a function"
     )
 
-    # The user's functions run in a process of their own, which is ended after the time limit.
+    # User functions run in a separate process, which is ended after the time limit.
     with ProcessPool(1, context=FreshContext()) as pool:
         tried = pool.schedule(try_functions, args=[algorithm], timeout=limit_s)
         try:
@@ -322,7 +327,9 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -
         except UserFunctionError as error:
             yield refused(FUNCTIONS, "algorithm", error, hint, names=names)
         except (ProcessExpired, TimeoutError) as error:
-            ended = f"no end after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process ended"
-            yield wrong(FUNCTIONS, f"algorithm: {names}: {ended}, on two samples", hint, names=names)
+            ended = (
+                f"timed out after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process died"
+            )
+            yield wrong(FUNCTIONS, f"algorithm: {names}: {ended} on two samples", hint, names=names)
         else:
-            yield good(FUNCTIONS, f"{names} loads, and gives values for two samples", names=names)
+            yield good(FUNCTIONS, f"{names} loads, and returns values for two samples", names=names)

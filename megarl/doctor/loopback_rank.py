@@ -1,8 +1,7 @@
-"""One rank of the all-reduce by which `megarl doctor` finds out whether processes of a node can speak:
-`python -m` this, in a process.
+"""One rank of the all-reduce with which `megarl doctor` tests communication between processes of a node.
 
-Arguments: backend, rank, ranks, address, port, limit in seconds. Prints the seconds of the second all-reduce;
-exits 1 where a sum is wrong.
+Run it with `python -m`. The arguments are backend, rank, number of ranks, address, port, and time limit in
+seconds. It prints the seconds of the second all-reduce, and exits with 1 if a sum is wrong.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ def main(backend: str, rank: int, ranks: int, address: str, port: int, limit_s: 
         torch.cuda.set_device(rank)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     limit = timedelta(seconds=limit_s)
-    # All ranks meet at the store, which rank 0 opens on the port that the parent has held.
+    # All ranks meet at the store, which rank 0 opens on the port that the parent has reserved.
     store = open_store(address, port, rank, ranks, limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
 
-    for _ in range(2):  # the first connects
+    for _ in range(2):  # the first one includes connecting
         begin = time.monotonic()
         values = torch.full((ELEMENTS,), float(rank + 1), device=device)
         dist.all_reduce(values)
-        # waits for a GPU
+        # Reading the values synchronizes with a GPU.
         low = float(values.min())
         high = float(values.max())
 

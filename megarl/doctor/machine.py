@@ -1,5 +1,5 @@
-"""This machine: shared memory, open files, memory, threads, the clock, the sandbox, and variables that slow a
-run down."""
+"""Checks this machine: shared memory, open files, memory, threads, the clock, the sandbox, and environment
+variables that slow down a run."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from megarl.machine.wording import counted
 from megarl.placement.cores import at_work
 from megarl.placement.memory import plan_memory
 
-# of shared memory for each process: the buffers through which GPUs of a node without NVLink speak
+# Shared memory per process for NCCL buffers between GPUs without NVLink.
 _NCCL_BYTES = 64 * 2**20
-PROCESS_BYTES = 700 * 2**20  # of a worker before it has a model: Python, torch, Megatron
-# Ray warns below the first; its head alone takes some hundreds
+PROCESS_BYTES = 700 * 2**20  # memory of a worker without a model: Python, torch, Megatron
+# Ray warns below FEW_FILES, and its head alone opens several hundred.
 FEW_FILES = 4096
 TOO_FEW_FILES = 1024
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
-# Variables that are left over from a search for a fault, with what they cost.
+# Variables that are often left over from debugging, with their cost.
 _SLOW = {
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
-    "NCCL_P2P_DISABLE": "GPUs of a node speak through the host's memory",
-    "NCCL_SHM_DISABLE": "processes of a node speak through the network card",
-    "NCCL_IB_DISABLE": "nodes speak through TCP instead of InfiniBand",
-    "TORCH_DISTRIBUTED_DEBUG": "collectives are checked one by one",
+    "CUDA_LAUNCH_BLOCKING": "the host synchronizes after every kernel",
+    "NCCL_P2P_DISABLE": "GPUs of a node communicate through host memory",
+    "NCCL_SHM_DISABLE": "processes of a node communicate through the network card",
+    "NCCL_IB_DISABLE": "nodes communicate over TCP instead of InfiniBand",
+    "TORCH_DISTRIBUTED_DEBUG": "every collective is checked",
 }
 _OFF = ("", "0", "OFF", "INFO")
 
@@ -55,7 +55,7 @@ def shared_memory(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 
 def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> CheckResult:
-    # Suggest twice what is needed, in whole GiB.
+    # Suggest twice the required size, in whole GiB.
     gib = max(1, -(-2 * needed // 2**30))
     hint = (
         f"mount -o remount,size={gib}G {folder}; in a container: docker run --shm-size={gib}g, or --ipc=host"
@@ -64,15 +64,13 @@ def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> Chec
 
     if total < needed:
         message = (
-            f"{folder} has {size(total)}, and the run needs {size(needed)} (Ray's object store and NCCL)"
+            f"{folder} has {size(total)}, but the run needs {size(needed)} (Ray's object store and NCCL)"
         )
         return wrong("shared memory", message, hint, **facts)
 
     if free < needed:
-        message = f"{folder} has {size(free)} free of {size(total)}, and the run needs {size(needed)}"
-        return doubtful(
-            "shared memory", message, f"remove what others have left in {folder}, or: {hint}", **facts
-        )
+        message = f"{folder} has {size(free)} of {size(total)} free, but the run needs {size(needed)}"
+        return doubtful("shared memory", message, f"remove files left in {folder}, or: {hint}", **facts)
 
     return good("shared memory", f"{folder} has {size(free)} free, {size(needed)} needed", **facts)
 
@@ -83,8 +81,8 @@ def open_files(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 def judge_open_files(soft: int, hard: int) -> CheckResult:
     hint = (
-        "ulimit -n 65536 in the shell that starts the run (and Ray); above the hard limit, nofile in "
-        "/etc/security/limits.conf or docker"
+        "run ulimit -n 65536 in the shell that starts the run (and Ray); to exceed the hard limit, set "
+        "nofile in /etc/security/limits.conf or docker"
     )
     facts = {"soft": soft, "hard": hard}
     if soft == resource.RLIM_INFINITY:
@@ -93,7 +91,7 @@ def judge_open_files(soft: int, hard: int) -> CheckResult:
     if soft < TOO_FEW_FILES:
         return wrong(
             "open files",
-            f"a process may have {soft:,} files open (hard limit {hard:,}); Ray needs more",
+            f"a process may open {soft:,} files (hard limit {hard:,}), but Ray needs more",
             hint,
             **facts,
         )
@@ -101,22 +99,22 @@ def judge_open_files(soft: int, hard: int) -> CheckResult:
     if soft < FEW_FILES:
         return doubtful(
             "open files",
-            f"a process may have {soft:,} files open; many workers need {FEW_FILES:,} or more",
+            f"a process may open {soft:,} files, but many workers need {FEW_FILES:,} or more",
             hint,
             **facts,
         )
 
-    return good("open files", f"a process may have {soft:,}", **facts)
+    return good("open files", f"a process may open {soft:,}", **facts)
 
 
 def memory(subject: ExaminedRun) -> Iterator[CheckResult]:
-    """On CPUs the models are in the host's memory; with GPUs, what is moved to the host and the libraries
-    are."""
+    """Check host memory. It contains the models of a run on CPUs; with GPUs, only libraries and offloaded
+    data."""
     total = psutil.virtual_memory().total
     available = psutil.virtual_memory().available
     limit = _cgroup_limit()
 
-    # In a container the limit of the cgroup counts, not the memory of the machine.
+    # In a container the cgroup limit applies instead of the machine's memory.
     if limit is not None and limit < total:
         total = limit
         available = min(available, limit)
@@ -125,8 +123,8 @@ def memory(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 
 def _planned(subject: ExaminedRun) -> int:
-    """Of the fullest node, the devices of a node at their own peaks; for another cluster's nodes nothing is
-    known here."""
+    """Return the planned memory of the fullest node, with each device at its peak; 0 for a cluster's nodes,
+    which are unknown here."""
     config = subject.config
     plan = subject.plan
     if plan is None or subject.ray_address is not None:
@@ -134,7 +132,7 @@ def _planned(subject: ExaminedRun) -> int:
     processes = subject.processes_here * PROCESS_BYTES
     if config is None or not subject.all_models_known:
         return processes
-    # On CPUs the models are in host memory; with GPUs, only what is pinned there counts.
+    # On CPUs the models are in host memory; with GPUs, only pinned data is.
     of_nodes: dict[int, int] = defaultdict(int)
     for device in plan_memory(config, plan, subject.architectures):
         of_nodes[device.node] += sum(device.pinned.values()) if subject.use_gpu else device.peak
@@ -143,7 +141,7 @@ def _planned(subject: ExaminedRun) -> int:
 
 
 def _cgroup_limit() -> int | None:
-    """Of the container, where there is one."""
+    """Return the memory limit of the container, if there is one."""
     for file in _CGROUP_LIMITS:
         if Path(file).is_file() and (text := Path(file).read_text().strip()).isdigit():
             return int(text)
@@ -153,45 +151,45 @@ def _cgroup_limit() -> int | None:
 def judge_memory(total: int, available: int, planned: int) -> CheckResult:
     facts = {"total": total, "available": available, "planned": planned}
     hint = (
-        "fewer or smaller processes on this node (see `megarl plan`), more nodes, or a higher limit of "
+        "use fewer or smaller processes on this node (see `megarl plan`), more nodes, or a higher limit of "
         "the container"
     )
 
     if planned > total:
         return wrong(
             "memory",
-            f"the plan needs about {size(planned)}, and this machine has {size(total)}",
+            f"the plan needs about {size(planned)}, but this machine has {size(total)}",
             hint,
             **facts,
         )
 
     if planned > available:
         message = (
-            f"the plan needs about {size(planned)}, and {size(available)} of {size(total)} are available now"
+            f"the plan needs about {size(planned)}, but {size(available)} of {size(total)} are available now"
         )
-        return doubtful("memory", message, f"end what uses it, or {hint}", **facts)
+        return doubtful("memory", message, f"end other processes, or {hint}", **facts)
 
     needs = f", about {size(planned)} planned" if planned else ""
     return good("memory", f"{size(available)} of {size(total)} available{needs}", **facts)
 
 
 def sandbox(subject: ExaminedRun) -> Iterator[CheckResult]:
-    """What holds programs that a model wrote: each level is tried."""
-    # A bare process holds nothing back, so it is not tried.
+    """Test each level of the sandbox for model-written programs."""
+    # A plain process has no isolation to test.
     reasons = {level: why_not(level) for level in Level if level is not Level.process}
     holds = [level.value for level, reason in reasons.items() if not reason]
     facts = {level.value: reason for level, reason in reasons.items()}
 
     if not holds:
         hint = (
-            "apt-get install bubblewrap, and in a container allow namespaces (docker: --security-opt "
+            "run apt-get install bubblewrap, and in a container allow namespaces (docker: --security-opt "
             "seccomp=unconfined)"
         )
         yield doubtful(
-            "sandbox", f"none for programs that a model wrote: {'; '.join(reasons.values())}", hint, **facts
+            "sandbox", f"none for model-written programs: {'; '.join(reasons.values())}", hint, **facts
         )
     else:
-        yield good("sandbox", f"{holds[0]}, for programs that a model wrote", **facts)
+        yield good("sandbox", f"{holds[0]}, for model-written programs", **facts)
 
 
 def threads(subject: ExaminedRun) -> Iterator[CheckResult]:
@@ -209,21 +207,22 @@ def threads(subject: ExaminedRun) -> Iterator[CheckResult]:
 def judge_threads(
     setting: str | None, cores: int, processes: int, use_gpu: bool, side_by_side: Collection[int] = ()
 ) -> CheckResult:
-    """side_by_side: of each phase, how many processes of a node compute in it."""
+    """Check the number of threads. `side_by_side` is the number of processes of a node that compute in each
+    phase."""
     facts = {"OMP_NUM_THREADS": setting, "cores": cores, "processes": processes}
     if setting is not None and not setting.isdigit():
         return wrong(
             "threads",
-            f"OMP_NUM_THREADS is {setting!r}, no number",
-            "export OMP_NUM_THREADS=1, or unset it",
+            f"OMP_NUM_THREADS is {setting!r}, not a number",
+            "set OMP_NUM_THREADS=1, or unset it",
             **facts,
         )
 
     if setting is None and side_by_side and not use_gpu:
         fewest, most = (max(1, cores // number) for number in (max(side_by_side), min(side_by_side)))
         message = (
-            f"{fewest} to {most} in a process, by how many compute in a phase, on {cores} cores; "
-            f"OMP_NUM_THREADS is not set"
+            f"{fewest} to {most} per process, depending on the phase, on {cores} cores; OMP_NUM_THREADS is "
+            f"not set"
         )
         return good("threads", message, **facts)
 
@@ -236,7 +235,7 @@ def judge_threads(
         asked = f"OMP_NUM_THREADS={each} in {counted(processes, 'process')}"
         message = f"{asked} is {counted(each * processes, 'thread')} on {counted(cores, 'core')}"
         return doubtful(
-            "threads", message, f"export OMP_NUM_THREADS={max(1, cores // processes)}, or unset it", **facts
+            "threads", message, f"set OMP_NUM_THREADS={max(1, cores // processes)}, or unset it", **facts
         )
 
     return good(
@@ -245,7 +244,7 @@ def judge_threads(
 
 
 class _Timex(ctypes.Structure):
-    """The head of the kernel's struct timex, and room for the rest of it (adjtimex(2))."""
+    """The first fields of the kernel's struct timex, and space for the rest (adjtimex(2))."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -259,7 +258,11 @@ class _Timex(ctypes.Structure):
 
 
 class Clock(NamedTuple):
-    """`max_error_s`: the kernel's own bound. None where it does not say."""
+    """The state of the clock; None if the kernel does not report it.
+
+    Attributes:
+        max_error_s: The kernel's bound of the error.
+    """
 
     synchronised: bool | None
     max_error_s: float | None
@@ -269,7 +272,8 @@ _STA_UNSYNC = 0x0040
 
 
 def probe_clock() -> Clock:
-    """What the kernel knows, whatever program steers it (chrony, ntpd, timesyncd): reading needs no right."""
+    """Read the kernel's clock state, which any NTP client sets (chrony, ntpd, timesyncd), without
+    privileges."""
     timex = _Timex()
     if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex)) < 0:
         return Clock(None, None)
@@ -283,22 +287,20 @@ def clock(subject: ExaminedRun) -> Iterator[CheckResult]:
 def judge_clock(found: Clock, num_nodes: int) -> CheckResult:
     facts = {"synchronised": found.synchronised, "max_error_s": found.max_error_s}
     if found.synchronised:
-        return good("clock", f"kept by NTP, within {1000 * (found.max_error_s or 0):,.0f} ms", **facts)
+        return good("clock", f"synchronized by NTP within {1000 * (found.max_error_s or 0):,.0f} ms", **facts)
 
     if num_nodes == 1:
         return good(
             "clock",
-            "not known to be kept by NTP; it matters between nodes only, and the run has one",
+            "not known to be synchronized by NTP, which matters only for several nodes; the run has one",
             **facts,
         )
 
     hint = (
-        "switch NTP on (timedatectl set-ntp true, or chrony): logs and timelines of several nodes are "
-        "put in order by their clocks"
+        "enable NTP (timedatectl set-ntp true, or chrony): logs and timelines of several nodes are ordered "
+        "by their clocks"
     )
-    return doubtful(
-        "clock", "the kernel does not know of anything that keeps this clock right", hint, **facts
-    )
+    return doubtful("clock", "the kernel reports that this clock is not synchronized", hint, **facts)
 
 
 def environment(subject: ExaminedRun) -> Iterator[CheckResult]:
@@ -311,17 +313,18 @@ def judge_environment(variables: Mapping[str, str]) -> Iterator[CheckResult]:
         yield doubtful(
             "environment",
             f"{name}={variables[name]}: {cost}",
-            f"unset {name}, unless you are looking for a fault",
+            f"unset {name}, unless you are debugging",
             name=name,
         )
 
     if "expandable_segments:True" in variables.get(
         "PYTORCH_CUDA_ALLOC_CONF", variables.get("PYTORCH_ALLOC_CONF", "")
     ):
-        hint = "unset PYTORCH_CUDA_ALLOC_CONF where rollout and actor share devices"
+        hint = "unset PYTORCH_CUDA_ALLOC_CONF if rollout and actor share devices"
         message = (
-            "torch's expandable segments are on, and SGLang cannot give the memory of its weights back then"
+            "torch's expandable segments are enabled, with which SGLang cannot release the memory of its "
+            "weights"
         )
         yield doubtful("environment", message, hint, name="PYTORCH_CUDA_ALLOC_CONF")
     elif not slow:
-        yield good("environment", "no variable that is known to slow a run down")
+        yield good("environment", "no variable that is known to slow down a run")

@@ -1,4 +1,4 @@
-"""Can the ranks of a node speak with each other, and are the ports free that a run is told to use?"""
+"""Checks the communication between ranks of a node, and the ports that a run uses."""
 
 from __future__ import annotations
 
@@ -23,16 +23,20 @@ from megarl.machine.wording import counted
 LOOPBACK = "ranks"
 PORTS = "ports"
 _MOST_CPU_RANKS = 4
-_LIMIT_S = 15.0  # for a rendezvous and two all-reduces of 1 MiB
-_IMPORT_S = 45.0  # for torch, on a busy machine
+_LIMIT_S = 15.0  # limit of a rendezvous and two all-reduces of 1 MiB
+_IMPORT_S = 45.0  # limit of importing torch on a busy machine
 VARIABLE = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 _SLOW_BYTES_PER_S = 20e6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loopback:
-    """`interface`: as the environment says; None: the library's own choice. `error`: of the first rank that
-    failed."""
+    """The result of an all-reduce between processes of this machine.
+
+    Attributes:
+        interface: The network interface from the environment; None: the library's own choice.
+        error: The error of the first rank that failed.
+    """
 
     backend: str
     ranks: int
@@ -45,11 +49,11 @@ class Loopback:
 def probe_loopback(
     backend: str, ranks: int, environment: Mapping[str, str], address: str = "127.0.0.1"
 ) -> Loopback:
-    """An all-reduce between `ranks` processes of this machine, which are gone when this returns."""
+    """Run an all-reduce between `ranks` processes of this machine, which have ended when this returns."""
     interfaces = tuple(sorted(psutil.net_if_addrs()))
     interface = environment.get(VARIABLE[backend])
 
-    # The ranks write to files, since a full pipe that nobody reads would block them.
+    # The ranks write to files, because a full pipe without a reader would block them.
     with tempfile.TemporaryDirectory() as folder, hold_port(address) as held:
         arguments = [str(ranks), address, str(held.getsockname()[1]), str(_LIMIT_S)]
         processes = [start_rank(backend, rank, arguments, environment, Path(folder)) for rank in range(ranks)]
@@ -81,12 +85,12 @@ def start_rank(
 
 
 def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], folder: Path, limit_s: float) -> str | None:
-    """Why the first rank failed, None where all are good."""
-    give_up_s = time.monotonic() + limit_s
-    while time.monotonic() < give_up_s:
+    """Wait for the ranks, and return why the first one failed; None if all succeeded."""
+    end_s = time.monotonic() + limit_s
+    while time.monotonic() < end_s:
         statuses = [process.poll() for process in processes]
         for rank, status in enumerate(statuses):
-            # The first failure is the reason; the other ranks only run into their time limits.
+            # The first failure is the cause; the other ranks only time out.
             if status:
                 return f"rank {rank}: {_reason(_read(folder, rank, 'err'))}"
         if all(status == 0 for status in statuses):
@@ -101,7 +105,7 @@ def _read(folder: Path, rank: int, kind: str) -> str:
 
 
 def _reason(text: str) -> str:
-    """The line of a traceback that says what was raised."""
+    """Return the line of a traceback with the exception."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     raised = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
     return (raised or lines or ["the sums are wrong"])[-1]
@@ -112,7 +116,7 @@ def judge_loopback(found: Loopback) -> CheckResult:
     over = (
         f"over {found.interface} ({variable})"
         if found.interface
-        else f"over the interface that {found.backend} chose itself"
+        else f"over the interface that {found.backend} chose"
     )
     what = f"{found.backend} all-reduce between {counted(found.ranks, 'rank')} {over}"
     facts = {
@@ -122,7 +126,7 @@ def judge_loopback(found: Loopback) -> CheckResult:
         "interfaces": list(found.interfaces),
     }
     hint = (
-        f"export {variable}=NAME on every node, NAME the interface of the cluster's network, one of "
+        f"set {variable} on every node to the interface of the cluster's network, one of "
         f"{', '.join(found.interfaces)}"
     )
 
@@ -130,11 +134,11 @@ def judge_loopback(found: Loopback) -> CheckResult:
         return wrong(
             LOOPBACK,
             f"{what} failed: {found.error}",
-            f"{hint}; a firewall must let processes of the cluster speak",
+            f"{hint}; a firewall must allow connections between processes of the cluster",
             **facts,
         )
 
-    # A single rank communicates with nobody, so its speed says nothing.
+    # A single rank has no communication, so its speed is meaningless.
     if found.ranks > 1 and 2**20 / found.seconds < _SLOW_BYTES_PER_S:
         message = f"{what}: 1 MiB took {found.seconds:.2f} s"
         return doubtful(LOOPBACK, message, f"{hint}; or the machine is busy", seconds=found.seconds, **facts)
@@ -143,26 +147,26 @@ def judge_loopback(found: Loopback) -> CheckResult:
 
 
 def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -> CheckResult | None:
-    """None where the variable names an interface that is there, or is not set. NCCL takes lists, prefixes,
-    and ^ before those to avoid."""
+    """Check the interface variable; None if it is unset or names an existing interface. NCCL accepts lists,
+    prefixes, and ^ before interfaces to avoid."""
     wanted = [] if name is None or name.startswith("^") else [part.lstrip("=") for part in name.split(",")]
     if not wanted or any(interface.startswith(part) for part in wanted for interface in interfaces):
         return None
     message = (
-        f"{VARIABLE[backend]}={name}, and this machine has no such interface: {backend} would fail or hang"
+        f"{VARIABLE[backend]}={name}, but this machine has no such interface: {backend} would fail or hang"
     )
     hint = (
-        f"export {VARIABLE[backend]} as one of {', '.join(interfaces)}, or unset it: megarl takes the "
-        f"one of the node's address"
+        f"set {VARIABLE[backend]} to one of {', '.join(interfaces)}, or unset it: megarl then uses the "
+        f"interface of the node's address"
     )
 
     return wrong(LOOPBACK, message, hint, backend=backend, interface=name, interfaces=list(interfaces))
 
 
 def loopback(subject: ExaminedRun) -> Iterator[CheckResult]:
-    """Between as many ranks as the run's largest group has on a node, with the variables that the run's
-    workers would have."""
-    # Without a plan, two ranks show whether processes can communicate at all.
+    """Test communication between as many ranks as the run's largest group has on a node, with the environment
+    of the run's workers."""
+    # Without a plan, two ranks are enough to test communication.
     ranks = 2
     if subject.plan is not None:
         groups = [
@@ -185,7 +189,7 @@ def loopback(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 
 def own_address(ray_address: str | None) -> str:
-    """As the cluster knows this machine: by which it reaches the head. Nothing is sent."""
+    """Return this machine's address in the cluster, which reaches the head. No data is sent."""
     host = (ray_address or "").rpartition(":")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
         try:
@@ -197,7 +201,11 @@ def own_address(ray_address: str | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Port:
-    """A port that something will listen on. `user`: who does already, None where it is free."""
+    """A port that a run will listen on.
+
+    Attributes:
+        user: The process that already listens on it; None if it is free.
+    """
 
     number: int
     purpose: str
@@ -206,7 +214,7 @@ class Port:
 
 def probe_port(number: int, purpose: str) -> Port:
     with socket.socket() as trial:
-        # Connections of an earlier listener that are still closing do not count as a use.
+        # Connections of an earlier listener that are still closing do not count.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind(("", number))
@@ -219,13 +227,13 @@ def probe_port(number: int, purpose: str) -> Port:
 
 
 def _listener(number: int) -> str | None:
-    """Processes of other users are seen only by root."""
+    """Return the process that listens on a port. Only root sees processes of other users."""
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == number:
             if connection.pid is None:
                 return "a process of another user"
             process = psutil.Process(connection.pid)
-            return f"{process.name()} (pid {connection.pid}, of {process.username()})"
+            return f"{process.name()} (pid {connection.pid}, user {process.username()})"
     return None
 
 
@@ -234,17 +242,16 @@ def judge_port(port: Port) -> CheckResult:
     if port.user is None:
         return good(PORTS, f"{port.number} is free for {port.purpose}", **facts)
     hint = "end that process, or choose another port"
-    # The port may be taken by the very cluster that the run is meant for.
+    # The port may be in use by the cluster that the run should join.
     if port.purpose.startswith("Ray"):
-        hint += "; if it is a Ray cluster that the run is to join, export RAY_ADDRESS=HOST:PORT"
+        hint += "; if it is a Ray cluster that the run should join, set RAY_ADDRESS=HOST:PORT"
 
-    return wrong(
-        PORTS, f"{port.number} is needed for {port.purpose}, but is in use by {port.user}", hint, **facts
-    )
+    return wrong(PORTS, f"{port.number} is needed for {port.purpose}, but {port.user} uses it", hint, **facts)
 
 
 def needed_ports(subject: ExaminedRun, environment: Mapping[str, str]) -> dict[int, str]:
-    """Those with fixed numbers. A run on one machine has none: Ray and torch take free ones."""
+    """Return the fixed ports of a run. A run on one machine has none, because Ray and torch use free
+    ports."""
     needed: dict[int, str] = {}
     if environment.get("MASTER_PORT", "").isdigit() and environment.get("RANK", "0") == "0":
         needed[int(environment["MASTER_PORT"])] = "torchrun's rendezvous (MASTER_PORT)"
@@ -263,4 +270,4 @@ def ports(subject: ExaminedRun) -> Iterator[CheckResult]:
     for number, purpose in needed.items():
         yield judge_port(probe_port(number, purpose))
     if not needed:
-        yield good(PORTS, "none with a fixed number: Ray and torch take free ones")
+        yield good(PORTS, "no fixed ports needed: Ray and torch use free ports")

@@ -1,5 +1,5 @@
-"""Ray: does it start, or answer; are all nodes alive and alike; do their clocks agree; is there room for the
-run's pools?"""
+"""Checks Ray: whether it starts or responds, whether all nodes are alive and have the same versions, their
+clocks, and the resources for the run's pools."""
 
 from __future__ import annotations
 
@@ -29,16 +29,14 @@ RAY = "ray"
 NODES = "nodes"
 RESOURCES = "resources"
 CLOCKS = "clocks"
-_ANSWER_S = 60.0  # a worker's first start on a node
+_ANSWER_S = 60.0  # limit of a worker's first start on a node
 _SKEW_S = 1.0
 _SHOWN_NODES = 8
 
 
 def check(subject: ExaminedRun) -> Iterator[CheckResult]:
-    """Joins the cluster of RAY_ADDRESS, or starts a Ray here as the run would, and leaves it."""
-    where = (
-        f"the cluster at {subject.ray_address}" if subject.ray_address else "a Ray of its own on this machine"
-    )
+    """Join the cluster of RAY_ADDRESS, or start Ray on this machine like the run, and disconnect."""
+    where = f"the cluster at {subject.ray_address}" if subject.ray_address else "a local Ray on this machine"
     num_cpus = 1 if subject.plan is None else subject.plan.num_cpus
     begin = time.monotonic()
 
@@ -56,18 +54,18 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
 
     yield good(
         RAY,
-        f"Ray {here().ray}: {where} answers after {seconds:.1f} s",
+        f"Ray {here().ray}: {where} responds after {seconds:.1f} s",
         seconds=round(seconds, 2),
         address=subject.ray_address,
     )
     yield from judge_nodes(report, here())
-    # What this machine has is examined by checks of its own.
+    # This machine has its own checks.
     if len(report.nodes) > 1:
         yield from judge_other_nodes(report.nodes)
 
     if subject.plan is not None:
         num_gpus = max(subject.num_gpus, *(int(node.resources.get("GPU", 0)) for node in report.nodes))
-        use_gpu = replace(subject, num_gpus=num_gpus).use_gpu  # auto: those of the cluster count
+        use_gpu = replace(subject, num_gpus=num_gpus).use_gpu  # with `auto`, the cluster's GPUs count
         yield judge_resources(
             report, list(ResourcePoolManager.of_plan(subject.plan, use_gpu).resource_pools.values())
         )
@@ -75,8 +73,8 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 @contextlib.contextmanager
 def _files_of(subject: ExaminedRun) -> Iterator[list[str]]:
-    """What a run's workers open on every node, and a file that says whether they write checkpoints to one
-    place."""
+    """Yield the paths that a run's workers open on every node, and a temporary file that shows whether all
+    nodes share the checkpoint folder."""
     if subject.config is None:
         yield []
         return
@@ -86,14 +84,14 @@ def _files_of(subject: ExaminedRun) -> Iterator[list[str]]:
         paths += [str(Path(function.path).absolute()) for function in subject.config.reward.functions]
 
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # of which the check of the checkpoints speaks
+        with contextlib.suppress(OSError):  # reported by the check of the checkpoints
             folder = existing_folder(checkpoint_path(subject.config))
             paths.append(stack.enter_context(tempfile.NamedTemporaryFile(prefix=MARK, dir=folder)).name)
         yield list(dict.fromkeys(path for path in paths if Path(path).exists()))
 
 
 def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[CheckResult]:
-    """Of what is examined on this machine too: limits, and the files of the run."""
+    """Check limits and the run's files on the other nodes."""
     for node in nodes:
         here_too = f"node {node.address}: "
         if node.limits is not None:
@@ -107,11 +105,11 @@ def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[CheckResult]:
                 if each.status is not Status.ok
             )
         for path in node.unseen:
-            # The marked file was created for this check: a node that lacks it has another file system there.
+            # The marked file was created for this check: a node that lacks it has another file system.
             if Path(path).name.startswith(MARK):
                 message = (
-                    f"{here_too}does not see what is written to {Path(path).parent} here, so "
-                    f"checkpoints would be in pieces"
+                    f"{here_too}does not see files that this machine writes to {Path(path).parent}, so "
+                    f"checkpoints would be incomplete"
                 )
                 yield wrong(
                     NODES,
@@ -120,7 +118,7 @@ def judge_other_nodes(nodes: Sequence[NodeReport]) -> Iterator[CheckResult]:
                     node=node.address,
                 )
             else:
-                message = f"{here_too}there is no {path}"
+                message = f"{here_too}{path} does not exist"
                 yield wrong(
                     NODES,
                     message,
@@ -133,16 +131,16 @@ def _unreachable(where: str, error: Exception, address: str | None) -> CheckResu
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if address is not None:
         hint = (
-            "start the cluster (ray start --head on one node, ray start --address=HEAD:6379 on the "
-            "others), or unset RAY_ADDRESS to "
+            "start the cluster (ray start --head on one node, ray start --address=HEAD:6379 on the others), "
+            "or unset RAY_ADDRESS to "
         )
         return wrong(
             RAY, f"{where} cannot be joined: {reason}", hint + "run on this machine", address=address
         )
 
     hint = (
-        "see the newest folder in /tmp/ray/session_*/logs; is /tmp full, or /dev/shm, and may "
-        "processes listen on 127.0.0.1?"
+        "see the newest folder in /tmp/ray/session_*/logs; check that /tmp and /dev/shm have free space, and "
+        "that processes can listen on 127.0.0.1"
     )
     return wrong(RAY, f"{where} does not start: {reason}", hint)
 
@@ -151,10 +149,9 @@ def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[CheckResult
     faults = [finding for node in report.nodes for finding in _node_faults(node, driver)]
     for address in report.dead:
         hint = (
-            "start Ray on it again, if the run is to have it; its logs are in "
-            "/tmp/ray/session_latest/logs there"
+            "restart Ray on it if the run needs it; its logs are in /tmp/ray/session_latest/logs on that node"
         )
-        faults.append(doubtful(NODES, f"node {address} was in the cluster and is dead", hint, node=address))
+        faults.append(doubtful(NODES, f"node {address} of the cluster is dead", hint, node=address))
 
     yield from faults
     if not faults:
@@ -166,21 +163,21 @@ def judge_nodes(report: ClusterReport, driver: Software) -> Iterator[CheckResult
 def _node_faults(node: NodeReport, driver: Software) -> Iterator[CheckResult]:
     if node.software is None:
         hint = (
-            f"install megarl there as here ({driver.megarl} on Python {driver.python}); what the "
-            f"worker said is in its node's Ray logs"
+            f"install the same megarl there ({driver.megarl} on Python {driver.python}); the worker's "
+            "messages are in the Ray logs of that node"
         )
         yield wrong(NODES, f"node {node.address} cannot start a worker: {node.error}", hint, **_facts(node))
         return
-    # Objects travel between the processes as pickles, so versions must match exactly.
+    # Processes exchange pickled objects, so versions must match exactly.
     for name in Software._fields:
         there = getattr(node.software, name)
         mine = getattr(driver, name)
         if there != mine:
-            message = f"node {node.address} has {name} {there}, and this one {mine}"
+            message = f"node {node.address} has {name} {there}, but this one has {mine}"
             yield wrong(
                 NODES,
                 message,
-                f"install {name} {mine} there: what travels between processes is pickled",
+                f"install {name} {mine} there, because processes exchange pickled objects",
                 **_facts(node),
             )
 
@@ -210,9 +207,10 @@ def _facts(node: NodeReport) -> dict[str, object]:
 
 
 def judge_clocks(nodes: Sequence[NodeReport]) -> CheckResult:
-    """Of nodes that answered; a difference counts beyond what it is known to."""
+    """Check the clocks of the nodes that responded. Differences within the measurement uncertainty are
+    ignored."""
     if not nodes:
-        return doubtful(CLOCKS, "no node could be asked for its time", "see what is said of the nodes")
+        return doubtful(CLOCKS, "no node reported its time", "see the check of the nodes")
     first, last = (pick(nodes, key=lambda node: node.clock_offset_s) for pick in (min, max))
     apart = last.clock_offset_s - first.clock_offset_s
     # A difference within the uncertainty of the measurement proves nothing.
@@ -221,14 +219,14 @@ def judge_clocks(nodes: Sequence[NodeReport]) -> CheckResult:
     if apart - known > _SKEW_S:
         message = f"the clocks of {first.address} and {last.address} are {apart:.2f} s apart"
         hint = (
-            "switch NTP on (timedatectl set-ntp true, or chrony) on both: logs and timelines are put "
-            "in order by their clocks"
+            "enable NTP on both (timedatectl set-ntp true, or chrony): logs and timelines are ordered by "
+            "their clocks"
         )
         return doubtful(CLOCKS, message, hint, apart_s=round(apart, 3))
 
     return good(
         CLOCKS,
-        f"those of {counted(len(nodes), 'node')} are within {max(apart, known) * 1000:,.0f} ms",
+        f"the clocks of {counted(len(nodes), 'node')} agree within {max(apart, known) * 1000:,.0f} ms",
         apart_s=round(apart, 6),
     )
 
@@ -237,12 +235,12 @@ def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> 
     demands = node_demands(pools)
     facts = {"needed": demands, "nodes": [_facts(node) for node in report.nodes]}
     hint = (
-        "start nodes with more (ray start --num-cpus N counts one for each process, --num-gpus), add nodes, "
-        "or choose smaller parallel "
+        "start nodes with more resources (ray start --num-gpus, and --num-cpus with one per process), add "
+        "nodes, or use smaller parallel "
     )
-    hint += "sizes or a placement whose roles share devices; `megarl plan` shows what is asked for"
+    hint += "sizes or a placement whose roles share devices; `megarl plan` shows the required resources"
 
-    # What exceeds the whole cluster can never run; what exceeds its free part can wait.
+    # Demands above the whole cluster can never be met; demands above its free part can wait.
     if not fits(demands, report.whole):
         return wrong(
             RESOURCES,
@@ -254,7 +252,7 @@ def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> 
     if not fits(demands, report.free):
         return doubtful(
             RESOURCES,
-            explain(pools, report.free, "held by others now").rpartition("\n")[0],
+            explain(pools, report.free, "in use by others now").rpartition("\n")[0],
             "end the other run, or wait",
             **facts,
         )
@@ -262,6 +260,6 @@ def judge_resources(report: ClusterReport, pools: Sequence[RayResourcePool]) -> 
     needed = {kind: sum(demand.get(kind, 0) for demand in demands) for kind in ("GPU", "CPU")}
     return good(
         RESOURCES,
-        f"{needed['GPU']:g} GPU and {needed['CPU']:g} CPU (one a process) are asked for, and free",
+        f"{needed['GPU']:g} GPU and {needed['CPU']:g} CPU (one per process) are requested and free",
         **facts,
     )

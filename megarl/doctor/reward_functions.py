@@ -1,4 +1,4 @@
-"""Reward functions are loaded and tried on the ground truths of the data, in processes that can be killed."""
+"""Loads reward functions and tests them on the ground truths of the data, in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ from megarl.rewards.truths import (
 )
 
 REWARDS = "reward functions"
-MOST_TRUTHS = 1000  # rows whose ground truths are tried
+MOST_TRUTHS = 1000  # limit of rows whose ground truths are tested
 _MOST_NULLS = 10
-LOAD_LIMIT_S = 30.0  # for the imports of a file
-SAMPLE_LIMIT_S = 5.0  # for a sample; a run may give it more
-_TRIALS_LIMIT_S = 30.0  # for all of them: of a slow function fewer rows are tried
+LOAD_LIMIT_S = 30.0  # limit of importing a file
+SAMPLE_LIMIT_S = 5.0  # limit of a sample, which may be higher in a run
+_TRIALS_LIMIT_S = 30.0  # limit of all samples; a slow function is tested on fewer rows
 _MOST_PROCESSES = 2
 
 
 class Truths(NamedTuple):
-    """Rows whose ground truths are tried, and the data sources of `data.val_files`."""
+    """Rows whose ground truths are tested, and the data sources of `data.val_files`."""
 
     rows: list[TruthRow]
     val_sources: set[str]
 
 
 def choose_truths(data: DataConfig, skipped: Collection[str] = (), most: int = MOST_TRUTHS) -> Truths:
-    """Choose rows of the training and validation files, the same each time: the first of each data source,
-    rows whose ground truth is null, and `most` others at random. With `most` 1, as at the start of a run: the
-    first row and the first null one.
+    """Choose rows of the training and validation files, with a fixed seed.
 
-    All rows are read, without their prompts. A row that cannot be read ends its file: that is said about the
-    data.
+    They are the first row of each data source, rows whose ground truth is null, and `most` others at random.
+    With `most` 1, as at the start of a run, they are the first row and the first one with a null ground
+    truth. All rows are read, without their prompts. A file is read up to its first unreadable row, which the
+    check of the data reports.
     """
     firsts = dict[str, TruthRow]()
     nulls = list[TruthRow]()
@@ -74,7 +74,7 @@ def choose_truths(data: DataConfig, skipped: Collection[str] = (), most: int = M
             nulls.append(row)
         if len(others) < most:
             others.append(row)
-        # Reservoir sampling: every row has the same chance, without keeping all of them.
+        # Reservoir sampling: every row has the same probability, without keeping all of them.
         elif (place := draw.randrange(num_seen)) < most:
             others[place] = row
 
@@ -98,17 +98,17 @@ def _rows(data: DataConfig, skipped: Collection[str]) -> Iterator[tuple[TruthRow
 
 
 class Judgement(NamedTuple):
-    """What is found, and what the functions return beside the score, by data source."""
+    """The results, and the additional keys of the functions by data source."""
 
     results: list[CheckResult]
     keys: Mapping[str, RewardKeys]
 
 
 def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S) -> Judgement:
-    """Load the functions, and try the ground truths of the rows and empty responses. Without rows they are
-    only loaded."""
+    """Load the functions, and test them on the ground truths of the rows and on empty responses. Without rows
+    they are only loaded."""
     files = ", ".join(dict.fromkeys(function.path for function in reward.functions))
-    hint = f"correct {files}; `megarl score` runs it on a file of responses"
+    hint = f"fix {files}; test it with `megarl score` on a file of responses"
 
     try:
         trials = try_reward(reward, rows, limit_s)
@@ -128,18 +128,18 @@ def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float
 
 
 def try_reward(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S) -> list[Trial]:
-    """Score the ground truths of the rows and empty responses, in processes that can be killed: the files are
-    a user's and may do anything.
+    """Score the ground truths of the rows and empty responses, in processes that can be killed, because user
+    code may do anything.
 
     Args:
-        limit_s: For the imports of the files.
+        limit_s: Time limit of importing the files.
 
     Returns:
-        A trial for each row, or for the first ones if they take too long.
+        A trial for each row, or for the first rows if the time limit is reached.
 
     Raises:
         RewardFunctionError: A function cannot be used.
-        RewardError: The processes die.
+        RewardError: The processes died.
     """
     time_limit_s = min(reward.time_limit_s, SAMPLE_LIMIT_S)
     processes = min(reward.num_processes, _MOST_PROCESSES, max(1, len(rows)))
@@ -149,16 +149,16 @@ def try_reward(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = 
 
 def _scores(trials: Sequence[Trial]) -> str:
     if not trials:
-        return " and takes the four arguments"
+        return " and accepts the four arguments"
     truths = [trial.outcome.score for trial in trials if trial.outcome is not None]
     empty = [trial.empty.score for trial in trials if not isinstance(trial.empty, Unfinished)]
     scored = (
         f"{len(truths):,} ground truths score {_span(truths)}"
         if truths
-        else f"{len(trials):,} ground truths can be read"
+        else f"{len(trials):,} ground truths are readable"
     )
 
-    return f"; {scored}, empty responses {_span(empty)}"
+    return f"; {scored}, empty responses score {_span(empty)}"
 
 
 def _span(scores: Sequence[float]) -> str:
@@ -168,17 +168,19 @@ def _span(scores: Sequence[float]) -> str:
 
 
 def _refusals(trials: Sequence[Trial], files: str) -> Iterator[CheckResult]:
-    """Ground truths that no response can match, and functions whose keys differ between samples."""
+    """Yield errors for ground truths that no response can match, and for functions whose keys differ between
+    samples."""
     if lines := refused_truths(trials):
         yield wrong(
             REWARDS,
             in_files(lines),
-            "correct these rows, or leave them out; `megarl score --ground-truth` lists them",
+            "correct or remove these rows; `megarl score --ground-truth` lists them",
             files=files,
         )
     for source, (with_it, without_it) in mixed_answers(trials).items():
         problem = (
-            f"reward.functions: of {source!r} there is an 'answer' for {with_it}, and none for {without_it}"
+            f"reward.functions: for {source!r}, the key 'answer' is returned for {with_it}, but not for "
+            f"{without_it}"
         )
         yield wrong(
             REWARDS,
@@ -189,11 +191,11 @@ def _refusals(trials: Sequence[Trial], files: str) -> Iterator[CheckResult]:
 
 
 def _failures(reward: RewardConfig, trials: Sequence[Trial], hint: str, files: str) -> Iterator[CheckResult]:
-    """Ground truths and empty responses that a function has no score for."""
+    """Yield problems of ground truths and empty responses for which a function returns no score."""
     failed = [trial for trial in trials if trial.error is not None]
     slow = [trial for trial in failed if isinstance(trial.response, Unfinished) and trial.response.timed_out]
 
-    # The trial's time limit is shorter than the run's, so a slow sample is a doubt, not an error.
+    # The trial's time limit is shorter than the run's, so a slow sample is a warning, not an error.
     if slow and reward.time_limit_s > SAMPLE_LIMIT_S:
         message = (
             f"reward.functions: {listed([_place(trial) for trial in slow])} has no score after "
@@ -202,7 +204,7 @@ def _failures(reward: RewardConfig, trials: Sequence[Trial], hint: str, files: s
         yield doubtful(
             REWARDS,
             message,
-            f"see whether it gets one in reward.time_limit_s={reward.time_limit_s:g} s: {hint}",
+            f"check that it is scored within reward.time_limit_s={reward.time_limit_s:g} s: {hint}",
             files=files,
         )
         failed = [trial for trial in failed if trial not in slow]
@@ -223,13 +225,13 @@ def _failures(reward: RewardConfig, trials: Sequence[Trial], hint: str, files: s
         yield doubtful(
             REWARDS,
             problem,
-            "return a score for it: a model may end its response at once, which would end the run",
+            "return a score for it, because an empty response would abort the run",
             files=files,
         )
 
 
 def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterator[CheckResult]:
-    """Ground truths that get less than they should, as far as that can be known."""
+    """Yield warnings about ground truths with a suspiciously low score."""
     if alike := worthless(trials):
         first = alike[0]
         assert first.outcome is not None
@@ -263,7 +265,7 @@ def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterat
         yield doubtful(
             REWARDS,
             message,
-            "set reward.pass_score to what a right response scores; pass@k counts samples by it",
+            "set reward.pass_score to the score of a correct response, because pass@k depends on it",
             files=files,
         )
 
@@ -279,25 +281,24 @@ def _place(trial: Trial) -> str:
 def judge_compared_metrics(
     config: PPOConfig, val_sources: Collection[str], keys: Mapping[str, RewardKeys]
 ) -> Iterator[CheckResult]:
-    """Check that `checkpoint.keep_best` and `trainer.early_stop` compare metrics that the run's validations
-    log.
+    """Check that `checkpoint.keep_best` and `trainer.early_stop` use metrics that the run's validations log.
 
     Args:
         val_sources: The data sources of the validation files.
-        keys: What the reward functions return, by data source. A source that was not tried may have any
-            metric that depends on it.
+        keys: The additional keys of the reward functions by data source. A source that was not tested may
+            have any metric.
     """
     for key, metric in (
         ("checkpoint.keep_best.metric", config.checkpoint.keep_best.metric),
         ("trainer.early_stop.metric", config.trainer.early_stop.metric),
     ):
         if metric is None or not val_sources or not may_be_measured(config, metric):
-            continue  # the last is refused without looking into the data
-        # A source that was not tried may have any metric, so it must not cause an error.
+            continue  # an impossible metric is refused without reading the data
+        # A source that was not tested may have any metric, so it must not cause an error.
         untried = RewardKeys(True, number_in(metric)) if config.reward.functions else RewardKeys()
         measured = validation_metrics(config, {source: keys.get(source, untried) for source in val_sources})
         if metric not in measured:
-            why = ", which needs reward functions that return an 'answer'" if "maj@" in metric else ""
+            why = ", which requires reward functions that return an 'answer'" if "maj@" in metric else ""
             message = (
                 f"{key}: no validation of this run measures {metric!r}{why}; {nearest(metric, measured)}"
             )

@@ -1,4 +1,4 @@
-"""Whether the libraries are installed, in versions that work together and were tested."""
+"""Checks that the libraries are installed in versions that work together and were tested."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ from megarl.doctor.examined_run import ExaminedRun
 
 CHECK = "versions"
 _OF_ENGINES = tuple(name for engine in RolloutEngineKind for name in engine.needs.packages)
-# compiled for one version of torch; on a CPU SGLang runs beside others than it declares
+# Compiled for one version of torch. Without it (on CPU), SGLang works with other versions than it declares.
 _IS_CUDA = "sglang-kernel"
 _SHOWN = ("torch", "megatron-core", "transformers", "ray", "sglang")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """`versions`: of each distribution of the tables, None where it is absent. `wants`: of each coupled one,
-    what it asks of others."""
+    """The installed versions.
+
+    Attributes:
+        versions: The version of each distribution in the tables; None if it is not installed.
+        wants: The versions of other distributions that each coupled one requires.
+    """
 
     python: str
     versions: Mapping[str, str | None]
@@ -70,7 +74,7 @@ def _wants(name: str, others: tuple[str, ...]) -> dict[str, str]:
 
 
 def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckResult]:
-    """of_engine: what the run's rollout engine needs beside what every run needs, with its versions."""
+    """Check the versions. `of_engine` are the additional requirements of the run's rollout engine."""
     faults = list(_faults(installed, of_engine))
     yield from faults
 
@@ -86,7 +90,7 @@ def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckR
                 f"{name} {found} (tested {tested.oldest} to {tested.newest})"
                 for name, found, tested in untested
             )
-            hint = "requirements/cpu.txt has versions that are tested together"
+            hint = "requirements/cpu.txt contains versions that are tested together"
             yield doubtful(
                 CHECK,
                 f"{message}: untested with {what}",
@@ -99,7 +103,7 @@ def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckR
 
 
 def _untested(installed: Installed, of_engine: Mapping[str, str]) -> list[tuple[str, str, Tested]]:
-    """What is older or newer than all that was tested: name, version, what was tested."""
+    """Return the distributions outside the tested versions: name, version and tested range."""
     python = ".".join(installed.python.split(".")[:2])
     found = {"python": python} | {
         name: installed.versions[name]
@@ -114,7 +118,7 @@ def _untested(installed: Installed, of_engine: Mapping[str, str]) -> list[tuple[
 
 def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckResult]:
     if not _within(installed.python, PYTHON):
-        hint = "make the virtual environment with another Python, as 3.11"
+        hint = "create the virtual environment with another Python, such as 3.11"
         yield wrong(CHECK, f"Python {installed.python} is not {PYTHON}", hint, python=installed.python)
 
     for required, versions in {**REQUIRED, **of_engine}.items():
@@ -123,7 +127,7 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Chec
         if found is None:
             yield wrong(CHECK, f"{name} is not installed", f"pip install '{required}{versions}'", name=name)
         elif not _within(found, versions):
-            message = f"{name} {found} is outside {versions}, the versions that megarl works with"
+            message = f"{name} {found} is outside {versions}, the versions that megarl supports"
             yield wrong(
                 CHECK,
                 message,
@@ -140,7 +144,7 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Chec
             yield doubtful(
                 CHECK,
                 message,
-                f"pip install '{name}{versions}', or uninstall it: torch's own kernels are used then",
+                f"pip install '{name}{versions}', or uninstall it, so that torch's own kernels are used",
                 name=name,
             )
 
@@ -169,7 +173,7 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 
 def layers(subject: ExaminedRun) -> Iterator[CheckResult]:
-    """Of which layers the run's models would be built by this environment."""
+    """Report the layer implementation of the run's models in this environment."""
     config = subject.config
     installed = has_transformer_engine()
     assert config is not None

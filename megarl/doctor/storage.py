@@ -1,4 +1,5 @@
-"""Where checkpoints go: can it be written, renamed in one step, is there room, and how long will one take?"""
+"""Checks the checkpoint folder: write access, atomic renames, free space, and the time to write a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from megarl.machine.files import existing_folder
 from megarl.machine.wording import counted
 
 CHECK = "checkpoints"
-MARK = ".megarl-doctor-"  # what names of our files begin with, which are gone at the end
-_SAMPLE_BYTES = 32 * 2**20  # written to see how fast
+MARK = ".megarl-doctor-"  # prefix of the temporary files of the checks
+_SAMPLE_BYTES = 32 * 2**20  # size of the file that measures the write speed
 _BLOCK = bytes(range(256)) * 4096  # 1 MiB that no file system stores as a hole
 _LONG_S = 300.0
 NETWORK = ("nfs", "cifs", "smb", "9p", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "afs")
@@ -29,8 +30,14 @@ _GONE = ("tmpfs", "ramfs", "overlay")
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """`error`: why nothing could be written; `speed`: bytes a second, onto the disk and not into the cache.
-    `kind`: of the file system."""
+    """The disk of a folder.
+
+    Attributes:
+        kind: The file system.
+        speed: Write speed in bytes per second, to the disk and not to the cache.
+        renames: Whether a rename replaces a file atomically.
+        error: Why nothing could be written.
+    """
 
     folder: str
     kind: str
@@ -42,8 +49,7 @@ class Disk:
 
 
 def probe(path: Path, sample_bytes: int = _SAMPLE_BYTES) -> Disk:
-    """Writes a file in the nearest folder above `path` that there is, renames it over another, and removes
-    both."""
+    """Write a file in the nearest existing parent of `path`, rename it over another file, and remove both."""
     folder = existing_folder(path)
     usage = shutil.disk_usage(folder)
     kind = file_system(folder)
@@ -81,8 +87,8 @@ def _write(file: Path, nbytes: int) -> float:
 
 
 def file_system(folder: Path) -> str:
-    """Of the mount that holds `folder`, as /proc/mounts calls it; the last one where several lie over each
-    other."""
+    """Return the file system of the mount that contains `folder`, from /proc/mounts; the last of several
+    mounts at the same point."""
     found = "unknown"
     longest = -1
 
@@ -98,10 +104,15 @@ def file_system(folder: Path) -> str:
 
 
 def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckResult]:
-    """`one`: bytes of a checkpoint. `most`: how many there are at a time."""
-    elsewhere = (
-        "set checkpoint.dir (or trainer.output_dir) to a folder on a larger disk that you may write to"
-    )
+    """Check the disk.
+
+    Args:
+        disk: The disk.
+        num_nodes: Number of nodes of the run.
+        one: Bytes of a checkpoint.
+        most: Maximum number of checkpoints at a time.
+    """
+    elsewhere = "set checkpoint.dir (or trainer.output_dir) to a writable folder on a larger disk"
     facts = {
         "folder": disk.folder,
         "file_system": disk.kind,
@@ -120,11 +131,11 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckR
         )
         return
 
-    # Without it, a killed run could leave a checkpoint that is neither old nor new.
+    # Without atomic renames, a killed run could leave an inconsistent checkpoint.
     if not disk.renames:
         yield wrong(
             CHECK,
-            f"{disk.folder} ({disk.kind}) does not rename a file over another in one step",
+            f"{disk.folder} ({disk.kind}) does not support atomic renames over an existing file",
             elsewhere,
             **facts,
         )
@@ -146,14 +157,14 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckR
 
 
 def _room(disk: Disk, one: int, most: int, facts: dict[str, object]) -> Iterator[CheckResult]:
-    hint = "lower checkpoint.keep, raise checkpoint.every_steps, or give a checkpoint.dir on a larger disk"
+    hint = "lower checkpoint.keep, raise checkpoint.every_steps, or set checkpoint.dir to a larger disk"
     if disk.free < one:
-        message = f"{disk.folder} has {size(disk.free)} free, and one checkpoint is {size(one)}"
+        message = f"{disk.folder} has {size(disk.free)} free, but one checkpoint needs {size(one)}"
         yield wrong(CHECK, message, hint, **facts)
     elif disk.free < most * one:
         message = (
-            f"{disk.folder} has {size(disk.free)} free, and {counted(most, 'checkpoint')} of "
-            f"{size(one)} will be there at a time"
+            f"{disk.folder} has {size(disk.free)} free, but will contain up to {counted(most, 'checkpoint')} "
+            f"of {size(one)}"
         )
         yield doubtful(CHECK, message, hint, **facts)
 
@@ -161,25 +172,26 @@ def _room(disk: Disk, one: int, most: int, facts: dict[str, object]) -> Iterator
 def _kind(disk: Disk, num_nodes: int, facts: dict[str, object]) -> Iterator[CheckResult]:
     if disk.kind.startswith(NETWORK):
         message = (
-            f"{disk.folder} is on {disk.kind}: slow for many writers, and a node may see a renamed file late"
+            f"{disk.folder} is on {disk.kind}, which is slow for many writers, and on which nodes may see a "
+            f"renamed file late"
         )
         yield doubtful(
             CHECK,
             message,
-            "use a parallel file system of the cluster (Lustre, GPFS, ...) where there is one",
+            "use a parallel file system of the cluster (Lustre, GPFS, ...) if there is one",
             **facts,
         )
     elif num_nodes > 1 and not disk.kind.startswith(CLUSTER):
         message = (
-            f"{disk.folder} is on {disk.kind}, which looks like this node's own, and {num_nodes} "
-            f"nodes write to it"
+            f"{disk.folder} is on {disk.kind}, which seems to be local to this node, but {num_nodes} nodes "
+            f"write to it"
         )
         yield doubtful(
-            CHECK, message, "set checkpoint.dir to a folder that every node has under the same path", **facts
+            CHECK, message, "set checkpoint.dir to a shared folder with the same path on every node", **facts
         )
     elif disk.kind in _GONE and not disk.folder.startswith("/tmp"):
         message = (
-            f"{disk.folder} is on {disk.kind}: checkpoints are gone with the "
+            f"{disk.folder} is on {disk.kind}, so checkpoints are lost with the "
             f"{'container' if disk.kind == 'overlay' else 'machine'}"
         )
         yield doubtful(CHECK, message, "mount a volume, and set checkpoint.dir to a folder in it", **facts)

@@ -1,4 +1,4 @@
-"""The files of a submitted job: the resolved configuration that was checked, and the code that checked it."""
+"""The files of a submitted job: the checked, resolved configuration and the code that checked it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megarl.config.sources import is_hub_name
 from megarl.machine.errors import ConfigError
 
 RUN_FILE = "run.yaml"
-LIMIT_MB = 100  # Ray keeps the package in the head's memory
-# Keys of files and folders that the job finds where they are: on a disk that the cluster shares with this
+LIMIT_MB = 100  # limited because Ray keeps the package in the head's memory
+# Keys of files and folders that are not uploaded: they are on a disk that the cluster shares with this
 # machine.
 SHARED = frozenset(
     {
@@ -34,11 +34,11 @@ SHARED = frozenset(
         "trainer.output_dir",
     }
 )
-# Keys of Python files, which the job takes along; those of FUNCTIONS are written FILE.py:NAME.
+# Keys of Python files, which are uploaded. Those of FUNCTIONS have the form FILE.py:NAME.
 FUNCTIONS = frozenset({"algorithm.advantage.function", "algorithm.policy_loss.function"})
 CODE = frozenset({"reward.functions.path", "agent.tools.path", "agent.environment.path"}) | FUNCTIONS
-_WORDS = frozenset({"auto", "disable"})  # values of checkpoint.resume that are no path
-_IGNORE_FILES = (".gitignore", ".rayignore")  # they have been obeyed, and Ray would read them again
+_WORDS = frozenset({"auto", "disable"})  # values of checkpoint.resume that are not paths
+_IGNORE_FILES = (".gitignore", ".rayignore")  # already applied; Ray would apply them again
 
 
 class Package(NamedTuple):
@@ -47,16 +47,18 @@ class Package(NamedTuple):
 
 
 def pack(config: RunConfig, folder: Path, here: Path) -> Package:
-    """Fills the empty `folder`, the job's current directory: the files of `here` that git does not ignore,
-    megarl as it is imported in this process, and `run.yaml`. Outside a git work tree nothing of `here` is
-    taken but the code that the configuration names.
+    """Fill the job's current directory, the empty `folder`.
 
-    Raises ConfigError where it would be more than LIMIT_MB.
+    It receives the files of `here` that git does not ignore, the megarl of this process, and `run.yaml`.
+    Outside a git work tree, only the code that the configuration names is taken from `here`.
+
+    Raises:
+        ConfigError: The files exceed LIMIT_MB.
     """
     files = {folder / name: here / name for name in _work_tree(here)}
     files |= {folder / "megarl" / name: file for name, file in _own_files()}
     resolved = _moved(contents_of(config), "", here, lambda path: _take_along(path, folder, here, files))
-    # Sizes are checked before anything is copied.
+    # Check sizes before anything is copied.
     sizes = {source: source.stat().st_size for source in files.values()}
 
     if sum(sizes.values()) > LIMIT_MB * 2**20:
@@ -64,9 +66,8 @@ def pack(config: RunConfig, folder: Path, here: Path) -> Package:
         raise ConfigError(
             str(here),
             [
-                f"the job's files have {sum(sizes.values()) / 2**20:,.0f} MiB, more than {LIMIT_MB}: name "
-                f"in .gitignore what the job "
-                "does not need; the largest are "
+                f"the job's files have {sum(sizes.values()) / 2**20:,.0f} MiB, more than {LIMIT_MB}; add "
+                "files that the job does not need to .gitignore; the largest are "
                 + ", ".join(f"{source} ({sizes[source] / 2**20:,.0f} MiB)" for source in largest)
             ],
         )
@@ -80,7 +81,8 @@ def pack(config: RunConfig, folder: Path, here: Path) -> Package:
 
 
 def _own_files() -> Iterator[tuple[Path, Path]]:
-    """Yield what a wheel has of megarl: the path in the package, and the file that this process runs from."""
+    """Yield the files of megarl that a wheel contains: the path in the package, and the file on this
+    machine."""
     package = Path(megarl.__file__).parent
     for root, place in ((package, Path()), (CONFIGS_DIR, Path("configs"))):
         for file in root.rglob("*"):
@@ -89,7 +91,7 @@ def _own_files() -> Iterator[tuple[Path, Path]]:
 
 
 def _work_tree(here: Path) -> list[str]:
-    """Tracked files below `here`, and new ones that are not ignored."""
+    """Return the tracked files in `here`, and new ones that are not ignored."""
     command = [
         "git",
         "-C",
@@ -104,7 +106,7 @@ def _work_tree(here: Path) -> list[str]:
     ]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
-    except (FileNotFoundError, subprocess.CalledProcessError):  # no git, or not a work tree
+    except (FileNotFoundError, subprocess.CalledProcessError):  # git is missing, or this is not a work tree
         return []
 
     return [
@@ -115,7 +117,7 @@ def _work_tree(here: Path) -> list[str]:
 
 
 def _moved(value: Any, key: str, here: Path, take_along: Callable[[str], str]) -> Any:
-    """The plain values of a configuration with the paths that hold in the job."""
+    """Return the plain values of a configuration with paths that are valid in the job."""
     if isinstance(value, Mapping):
         return {
             name: _moved(item, f"{key}.{name}" if key else name, here, take_along)
@@ -126,11 +128,11 @@ def _moved(value: Any, key: str, here: Path, take_along: Callable[[str], str]) -
         return [_moved(item, key, here, take_along) for item in value]
     if not isinstance(value, str) or value in _WORDS:
         return value
-    # Paths of data and models must be valid on all nodes, so they become absolute and stay behind.
+    # Data and models are not uploaded, and their paths become absolute to be valid on all nodes.
     if key in SHARED:
         return value if _is_on_hub(value, here) else str(here / value)
 
-    # FILE:NAME: only the file travels with the job.
+    # Upload the file of FILE.py:NAME.
     if key in FUNCTIONS:
         path, colon, name = value.rpartition(":")
         return f"{take_along(path)}{colon}{name}"
@@ -139,12 +141,13 @@ def _moved(value: Any, key: str, here: Path, take_along: Callable[[str], str]) -
 
 
 def _is_on_hub(value: str, here: Path) -> bool:
-    """`models/Qwen3-8B` has the form of a name on the hub, and is a path if there is a folder `models`."""
+    """Whether a value is a name on the hub. `models/Qwen3-8B` has its form, but is a path if there is a
+    folder `models`."""
     return is_hub_name(value) and not (here / value.partition("/")[0]).is_dir()
 
 
 def _take_along(path: str, folder: Path, here: Path, files: dict[Path, Path]) -> str:
-    """Relative to the job's current directory."""
+    """Add a file to the job, and return its path relative to the job's current directory."""
     source = (here / path).resolve()
     inside = (
         source.relative_to(here.resolve())

@@ -1,5 +1,4 @@
-"""One node of a Ray cluster, head or member, as a process that ends when its standard input closes, together
-with its daemons.
+"""One node of a Ray cluster, as a process that ends with its daemons when its standard input closes.
 
     python -m megarl.launch.ray_node --address IP [--head HOST:PORT] --num-cpus N [--dashboard-port PORT]
                                      [--temp-dir DIR]
@@ -37,10 +36,14 @@ _STOP_LIMIT_S = 20.0
 
 
 class RayNode:
-    """The process as its parent sees it. `address`: this node's in the cluster; with 127.0.0.1 Ray listens to
-    this machine only.
+    """A node's process, as seen by its parent.
 
-    Raises RuntimeError where it does not come up; it has said why on standard error.
+    Args:
+        address: The node's address in the cluster. With 127.0.0.1 Ray accepts only local connections.
+        head: The cluster's address; None starts a head.
+
+    Raises:
+        RuntimeError: The node does not start. The reason is on standard error.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class RayNode:
             *(["--head", head] if head else []),
         ]
 
-        # A session of its own: what ends the run must not end the cluster before the run has saved.
+        # A separate session, so that a signal to the run does not end the cluster before the run has saved.
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -88,8 +91,8 @@ class RayNode:
 
 
 def logical_cpus(needed: int) -> int:
-    """Of a node: as many as it has, or as the run's processes need all together, for Ray's count is not of
-    cores."""
+    """Return the logical CPUs of a node: its CPUs, or the demand of all of the run's processes if that is
+    larger, because Ray's CPUs are not cores."""
     return max(os.cpu_count() or 1, needed)
 
 
@@ -101,7 +104,7 @@ def main() -> int:
     parser.add_argument("--dashboard-port", type=int)
     parser.add_argument("--temp-dir")
     parsed = parser.parse_args()
-    # Ray's daemons inherit this environment, so it is complete before the node starts.
+    # Complete the environment before the node starts, because Ray's daemons inherit it.
     add_key(os.environ)
     for name, value in daemon_settings().items():
         os.environ.setdefault(name, value)
@@ -126,8 +129,7 @@ def main() -> int:
         _say(f"{parsed.address}: {error}")
         return 1
 
-    # Ray's agents would take a minute to find out that their raylet has ended, and they are nobody's children
-    # when it ends first.
+    # Ray's agents notice the end of their raylet only after a minute, and are orphans if it ends first.
     start_reaper(f"ray-node-{uuid.uuid4().hex}", whole_group=False, named=descendants(os.getpid()))
     print(node.gcs_address, flush=True)
 
@@ -143,7 +145,7 @@ def main() -> int:
                     _say(line)
                 return 1
     finally:
-        agents = hold(descendants(os.getpid()))  # also those that were started since
+        agents = hold(descendants(os.getpid()))  # includes processes started since then
         node.kill_all_processes(check_alive=False, allow_graceful=False)
         end_held(agents)
 

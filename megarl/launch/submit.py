@@ -1,6 +1,7 @@
-"""`megarl submit`: submit a run to an existing Ray cluster, follow its log, and return the job's exit status.
+"""`megarl submit`: submits a run to an existing Ray cluster, follows its log, and returns the job's exit
+code.
 
-The configuration is checked on this machine first, as far as its files are here. The job receives the
+The configuration is first checked on this machine, with the inputs that are here. The job receives the
 resolved configuration and the code that checked it. Data, models and the output folder are not uploaded: they
 must be on a disk that all nodes mount at the same path, or be names on the Hugging Face hub.
 """
@@ -29,16 +30,16 @@ from megarl.launch.job_files import RUN_FILE, pack
 FAILED = 1
 INTERRUPTED = 130
 TERMINATED = 143
-LOG_COLUMNS = "140"  # of the tables in a log, which no window limits
-STOP_LIMIT_S = 900  # a job that is told to stop finishes its step and saves; then it is killed
+LOG_COLUMNS = "140"  # width of tables in a log
+STOP_LIMIT_S = 900  # limit for a stopped job to finish its step and save before it is killed
 _LOOK_S = 1.0
 _RECONNECT_S = 3.0
-# what Ray's job server says until an agent has registered
+# The message of Ray's job server until an agent has registered.
 _NO_AGENT = "No available agent"
 _AGENT_LIMIT_S = 60.0
 _AGENT_REMEDY = (
-    "dashboard_agent.log of the head says why its agent takes none; two Ray nodes on one machine need a "
-    "--dashboard-agent-listen-port each"
+    "see dashboard_agent.log of the head for the reason; two Ray nodes on one machine each need a "
+    "--dashboard-agent-listen-port"
 )
 
 
@@ -53,21 +54,21 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
         address: URL of the cluster's job server. None reads RAY_API_SERVER_ADDRESS.
 
     Returns:
-        The exit status of the job's own command.
+        The exit code of the job's command.
 
     Raises:
-        ConfigError: The configuration is wrong. Nothing has been sent.
+        ConfigError: The configuration has errors. Nothing has been sent.
         SubmissionError: The cluster cannot be reached or refuses the job.
     """
-    # silence progress messages about uploads and connections
+    # Silence progress messages about uploads and connections.
     logging.getLogger("ray").setLevel(logging.WARNING)
     schema = schema_of(config_path, overrides)
-    # Paths may exist on the cluster only, so a missing one is a notice here.
+    # Paths may exist only on the cluster, so missing ones are only listed.
     absent = load_checked_anywhere(schema, config_path, overrides, starts_elsewhere=True).absent
 
-    # As it is written: names on the hub, and a dtype that depends on the device, are resolved on the cluster.
+    # Hub names and a dtype that depends on the device stay unresolved until the job runs on the cluster.
     config = read_config(schema, config_path, overrides).required()
-    refuse(config_path, [str(violation) for violation in code_files(config)])  # the job takes the code along
+    refuse(config_path, [str(violation) for violation in code_files(config)])  # code is uploaded
     for line in absent:
         print(f"not on this machine: {line}", flush=True)
     address = address or os.environ.get("RAY_API_SERVER_ADDRESS")
@@ -76,7 +77,7 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
     with tempfile.TemporaryDirectory(prefix="megarl-job-") as folder:
         package = pack(config, Path(folder), Path.cwd())
         print(
-            f"{config_path}: good; sending {package.num_files} files, {package.nbytes / 2**20:.1f} MiB",
+            f"{config_path}: OK; uploading {package.num_files} files, {package.nbytes / 2**20:.1f} MiB",
             flush=True,
         )
         job = Job(client, folder)
@@ -96,15 +97,13 @@ def _connect(address: str | None) -> JobSubmissionClient:
     except (ConnectionError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise SubmissionError(
-            f"no job server answers at {address} ({reason}): is the cluster up, with `ray[default]` and its "
-            f"dashboard, and is its "
-            "key in RAY_AUTH_TOKEN?"
+            f"no job server responds at {address} ({reason}); check that the cluster is running with "
+            f"`ray[default]` and its dashboard, and that RAY_AUTH_TOKEN contains its key"
         ) from error
 
 
 def _submit(client: JobSubmissionClient, **job: Any) -> str:
-    """Submit a job and return its name. The agents of a cluster that has just started need a while until one
-    can take it.
+    """Submit a job and return its name, after waiting for an agent of a cluster that has just started.
 
     Raises:
         SubmissionError: The cluster refuses the job, or has no agent for it after a minute.
@@ -114,7 +113,7 @@ def _submit(client: JobSubmissionClient, **job: Any) -> str:
         try:
             return str(client.submit_job(**job))
         except RuntimeError as error:
-            # Only a missing agent passes by itself; any other refusal is final.
+            # Only a missing agent is temporary; any other refusal is final.
             has_no_agent = _NO_AGENT in str(error)
             if not has_no_agent or time.monotonic() > end_s:
                 reason = f"the cluster has refused the job: {str(error).strip()}"
@@ -123,7 +122,7 @@ def _submit(client: JobSubmissionClient, **job: Any) -> str:
 
 
 class Job:
-    """Submitted when it is made. `folder`: its files."""
+    """A job, which is submitted by the constructor with the files in `folder`."""
 
     def __init__(self, client: JobSubmissionClient, folder: str) -> None:
         self._client = client
@@ -140,37 +139,40 @@ class Job:
         )
 
     def stay(self) -> int:
-        """Shows the log until the job has ended; its exit status. Ctrl-C asks whether to stop it."""
+        """Print the log until the job has ended, and return its exit code. Ctrl-C asks whether to stop the
+        job."""
         stopped = False
         while True:
             try:
                 info = asyncio.run(self._follow())
                 return INTERRUPTED if stopped else _status(info)
             except KeyboardInterrupt:
-                # The second interrupt leaves the job without asking.
+                # The second interrupt detaches from the job without asking.
                 if stopped or not self._is_to_stop():
                     print(
-                        f"\nleft the job: ray job status {self.name}; ray job logs --follow {self.name}",
+                        f"\ndetached from the job: ray job status {self.name}; ray job logs --follow "
+                        f"{self.name}",
                         file=sys.stderr,
                     )
                     return INTERRUPTED
                 stopped = True
                 print(
-                    f"\nstopping the job: it finishes its step and saves, for {STOP_LIMIT_S} s at most; "
-                    f"Ctrl-C to leave it",
+                    f"\nstopping the job: it finishes its step and saves, for at most {STOP_LIMIT_S} s; "
+                    "press Ctrl-C to detach",
                     file=sys.stderr,
                 )
                 self._client.stop_job(self.name)
 
     def _is_to_stop(self) -> bool:
-        """Ask whether to stop the job. Without a terminal it is stopped, lest it continue unnoticed."""
+        """Ask whether to stop the job. Without a terminal it is stopped, so that it does not continue
+        unnoticed."""
         if not sys.stdin.isatty():
             return True
         return not input("\nstop the job? [Y/n: leave it running] ").strip().lower().startswith("n")
 
     async def _follow(self) -> JobInfo:
-        """Also across a connection that breaks, and to the last line: the server may close before the log's
-        end is sent."""
+        """Print the log until its last line, and reconnect after a broken connection. The server may close
+        the stream before the end of the log."""
         while True:
             seen = 0
             try:
@@ -178,18 +180,18 @@ class Job:
                     seen += len(text)
                     self._show(text, seen)
             except (RuntimeError, aiohttp.ClientError) as error:
-                print(f"megarl submit: lost the log ({error}); asking again", file=sys.stderr)
+                print(f"megarl submit: lost the log ({error}); reconnecting", file=sys.stderr)
                 await asyncio.sleep(_RECONNECT_S)
             info = self._client.get_job_info(self.name)
             if info.status.is_terminal():
-                # The stream may have ended early, so what was not shown is read in one piece.
+                # The stream may have ended early, so fetch the rest of the log.
                 log = self._client.get_job_logs(self.name)
                 self._show(log[self._shown :], len(log))
                 return info
             await asyncio.sleep(_LOOK_S)
 
     def _show(self, text: str, end: int) -> None:
-        """`end`: where the text ends in the log; what has been shown is not shown again."""
+        """Print text that ends at position `end` of the log, without the part that was printed before."""
         new = end - self._shown
         if new > 0:
             print(text[-new:], end="", flush=True)
@@ -200,10 +202,10 @@ def _status(info: JobInfo) -> int:
     if info.status is JobStatus.SUCCEEDED:
         return 0
     if info.status is JobStatus.STOPPED:
-        print("megarl submit: somebody has stopped the job", file=sys.stderr)
+        print("megarl submit: the job was stopped", file=sys.stderr)
         return TERMINATED
 
-    if info.driver_exit_code is None:  # it ended before, or beside, its command
+    if info.driver_exit_code is None:  # the job ended without running its command to the end
         print(f"megarl submit: the job failed: {info.message}", file=sys.stderr)
         return FAILED
 

@@ -1,8 +1,8 @@
 """`megarl launch`: one node of a run under `torchrun --nproc-per-node 1`. Node 0 starts Ray and drives the
-run, the others join and wait.
+run; the others join and wait.
 
-The nodes communicate through torchrun's rendezvous store. They all end with the driver's exit status, even
-when the driver, a node's Ray or a whole node dies.
+The nodes communicate through torchrun's rendezvous store. All of them end with the driver's exit code, even
+if the driver, a node's Ray or a whole node dies.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from megarl.placement.plan import plan_placement
 FAILED = 1
 USER_ERROR = 2
 _LOOK_S = 0.5
-_START_LIMIT_S = 600.0  # until all nodes are in the cluster
-_SILENCE_LIMIT_S = 60.0  # a node that says nothing for so long has gone
-_LAST_WORDS_S = 60.0  # for the driver to find out itself, and to say what it has lost
+_START_LIMIT_S = 600.0  # limit for all nodes to join the cluster
+_SILENCE_LIMIT_S = 60.0  # time without a heartbeat after which a node is considered lost
+_LAST_WORDS_S = 60.0  # time for the driver to detect and report a lost node itself
 _LEAVE_LIMIT_S = 30.0
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 _NODE = "node"
@@ -48,16 +48,16 @@ _LEFT = "left"
 
 
 class LaunchError(RuntimeError):
-    """The nodes cannot come or stay together."""
+    """The nodes cannot form or keep a cluster."""
 
 
 class Address(NamedTuple):
-    own: str  # of this node, as it speaks to node 0
-    node_0: str  # of node 0, as this node knows it
+    own: str  # address of this node, with which it connects to node 0
+    node_0: str  # address of node 0, as this node resolves it
 
 
 class Meeting:
-    """What the nodes tell each other: JSON under names."""
+    """The messages between the nodes: JSON values by name in the rendezvous store."""
 
     def __init__(self) -> None:
         store, self.rank, self.num_nodes = next(rendezvous("env://"))
@@ -77,7 +77,7 @@ class Meeting:
         self._store.delete_key(name)
 
     def first_of(self, *names: str, limit_s: float = _START_LIMIT_S) -> str:
-        """The one that was said. Raises LaunchError after `limit_s`."""
+        """Wait for the first of these messages, and return its name. Raises LaunchError after `limit_s`."""
         end_s = time.monotonic() + limit_s
         while time.monotonic() < end_s:
             for name in names:
@@ -85,7 +85,7 @@ class Meeting:
                     return name
             time.sleep(_LOOK_S)
 
-        raise LaunchError(f"nobody has said {' or '.join(names)!r} within {limit_s:g} s")
+        raise LaunchError(f"no message {' or '.join(names)!r} within {limit_s:g} s")
 
     def beat(self) -> None:
         self._store.add(f"{_ALIVE} {self.rank}", 1)
@@ -95,28 +95,28 @@ class Meeting:
 
 
 class Silence:
-    """Of the members, as node 0 hears them."""
+    """Detects lost members by their heartbeats, on node 0."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
         self._last = {rank: (0, time.monotonic()) for rank in meeting.members}
 
     def lost(self) -> str | None:
-        """Who has gone, in words."""
+        """Describe the first lost member; None if there is none."""
         for rank, (beats, since_s) in self._last.items():
             if self._meeting.heard(f"{_LEFT} {rank}"):
                 return f"node {rank} has left: {self._meeting.what(f'{_LEFT} {rank}')}"
-            # Clocks of nodes may differ, so only changes of the count are timed, by the local clock.
+            # Clocks of nodes may differ, so changes of the count are timed with the local clock.
             now = self._meeting.beats(rank)
             if now != beats:
                 self._last[rank] = (now, time.monotonic())
             elif time.monotonic() - since_s > _SILENCE_LIMIT_S:
-                return f"node {rank} has said nothing for {_SILENCE_LIMIT_S:g} s"
+                return f"node {rank} has sent no heartbeat for {_SILENCE_LIMIT_S:g} s"
         return None
 
 
 class Driver:
-    """`megarl train` in a session of its own: it gets the signals that this process gets, once each."""
+    """`megarl train` in its own session. Each signal to this process is forwarded to it once."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(command, env=environment, start_new_session=True)
@@ -127,7 +127,7 @@ class Driver:
         self._process.send_signal(number)
 
     def watch(self, silence: Silence) -> int:
-        """Its exit status, as a shell gives it."""
+        """Wait for the driver, and return its exit code as a shell reports it."""
         while (status := self._process.poll()) is None:
             if (lost := silence.lost()) is not None:
                 return self._without(lost)
@@ -135,16 +135,16 @@ class Driver:
         return status if status >= 0 else 128 - status
 
     def _without(self, lost: str) -> int:
-        _say(f"{lost}; the run has {_LAST_WORDS_S:g} s to say what it was doing there, then it is ended")
+        _say(f"{lost}; the run has {_LAST_WORDS_S:g} s to report the failure before it is killed")
         try:
             self._process.wait(_LAST_WORDS_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # its reaper ends what it has started
+            self._process.kill()  # its reaper ends its child processes
         return FAILED
 
 
 def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
-    """Run node 0. The other nodes are told the exit status whatever happens."""
+    """Run node 0, and send the exit code to the other nodes in any case."""
     status = FAILED
     try:
         status = _drive(meeting, config_path, overrides)
@@ -153,7 +153,7 @@ def drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
         status = USER_ERROR
     finally:
         meeting.say(_STATUS, status)
-        # Node 0 stays until the others have read the status.
+        # Node 0 waits until the others have read the exit code.
         end_s = time.monotonic() + _LEAVE_LIMIT_S  # torchrun's store ends with this node
         while (
             not all(meeting.heard(f"{_LEFT} {rank}") for rank in meeting.members) and time.monotonic() < end_s
@@ -170,7 +170,7 @@ def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
     # Wait until every node has announced its address.
     names = [meeting.first_of(f"{_NODE} {rank}") for rank in meeting.members]
 
-    # As the others know it: its own name may well be loopback to itself.
+    # Use the address that the other nodes see, because node 0 may resolve its own name to loopback.
     address = Address(*meeting.what(names[0])).node_0 if names else _address().own
     environment = _of_children()
     add_key(environment)
@@ -182,7 +182,7 @@ def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
         for rank in meeting.members:
             if meeting.first_of(f"{_UP} {rank}", f"{_LEFT} {rank}").startswith(_LEFT):
                 raise LaunchError(f"node {rank} has left: {meeting.what(f'{_LEFT} {rank}')}")
-        meeting.forget(_HEAD)  # it has the key
+        meeting.forget(_HEAD)  # the message contains the key
         _say(f"{meeting.num_nodes} nodes are up, Ray is at {node.gcs_address}")
         command = [sys.executable, "-m", "megarl", "train", config_path, *overrides]
         return Driver(command, {**environment, "RAY_ADDRESS": node.gcs_address}).watch(Silence(meeting))
@@ -191,7 +191,7 @@ def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
 
 
 def join(meeting: Meeting) -> int:
-    """Every other node. Told to end, it waits for node 0, whose run may be saving."""
+    """Run any other node. It ignores signals and waits for node 0, whose run may be saving."""
     # Node 0 acts on the signals; this node must keep its Ray daemons up while the run saves.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -223,16 +223,16 @@ def _wait_for_status(meeting: Meeting, node: RayNode) -> str:
 
 
 def _address() -> Address:
-    """By which the nodes know each other: the interface that leads to node 0."""
+    """Return this node's address on the interface to node 0, and the address of node 0."""
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     family, kind, _, _, target = socket.getaddrinfo(*place, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(target)  # of datagrams: nothing is sent
+        probe.connect(target)  # a datagram socket sends nothing on connect
         return Address(probe.getsockname()[0], str(target[0]))
 
 
 def _of_children() -> dict[str, str]:
-    """The environment without torchrun's part: with it, torch would take torchrun's store for that of a
+    """Return the environment without torchrun's variables, with which torch would use torchrun's store for a
     worker group."""
     return {name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)}
 
@@ -242,17 +242,17 @@ def _say(text: str) -> None:
 
 
 def run(config_path: str, overrides: Sequence[str]) -> int:
-    """Take part in a run as the node that torchrun has started this process for.
+    """Run this process as a node of a run that torchrun has started.
 
     Returns:
-        The exit status of the run, the same on every node.
+        The exit code of the run, the same on every node.
 
     Raises:
         ValueError: torchrun did not start this process, or started several of them on this node.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         raise ValueError(
-            "run it under torchrun: torchrun --nnodes N --nproc-per-node 1 -m megarl launch CONFIG "
+            "run this command with torchrun: torchrun --nnodes N --nproc-per-node 1 -m megarl launch CONFIG "
             "key=value ..."
         )
 
@@ -261,7 +261,7 @@ def run(config_path: str, overrides: Sequence[str]) -> int:
             f"megarl starts its own processes: use --nproc-per-node 1, not {os.environ['LOCAL_WORLD_SIZE']}"
         )
 
-    # Everything this node starts bears the mark, and ends with it.
+    # Every process that this node starts inherits the mark, and ends with it.
     owner = os.environ[OWNER] = uuid.uuid4().hex
     start_reaper(owner, whole_group=False)
 

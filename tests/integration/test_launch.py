@@ -103,7 +103,7 @@ def test_what_is_wrong_is_said_before_anything_is_sent(
     assert main(["submit", "--address", nobody, str(config), "actor.optm.lr=1"]) == 2
     assert "did you mean actor.optim" in capsys.readouterr().err
     assert main(["submit", "--address", nobody, str(config)]) == 2
-    assert f"no job server answers at {nobody}" in capsys.readouterr().err
+    assert f"no job server responds at {nobody}" in capsys.readouterr().err
 
 
 def test_a_run_is_submitted_from_a_machine_without_its_model_and_data(
@@ -120,7 +120,7 @@ def test_a_run_is_submitted_from_a_machine_without_its_model_and_data(
     (tmp_path / "train.parquet").unlink()
     assert main(["submit", "--address", nobody, str(config)]) == 2
     out, err = capsys.readouterr()
-    assert f"no job server answers at {nobody}" in err
+    assert f"no job server responds at {nobody}" in err
     listed = [line.split(": ")[1] for line in out.splitlines() if line.startswith("not on this machine: ")]
     assert {"model.path", "data.train_files"} <= set(listed)
     (tmp_path / "reward.py").unlink()

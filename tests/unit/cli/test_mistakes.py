@@ -337,7 +337,7 @@ MISTAKES: dict[str, Mistake] = {
         prepare=rows({}, {"reward_model": {"style": "rule", "ground_truth": None}}, *[{}] * 6),
     ),
     "a metric to keep that the reward does not make": Mistake(
-        "checkpoint.keep_best.metric: no validation of this run measures 'val/maj@2', which needs reward "
+        "checkpoint.keep_best.metric: no validation of this run measures 'val/maj@2', which requires reward "
         "functions that return an 'answer'",
         (
             "rollout.validation.n=2",
@@ -447,6 +447,6 @@ def test_ends_that_differ_are_warned_of(folder: Path, capsys: pytest.CaptureFixt
     assert main(["check", "run.yaml"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "the tokenizer ends with '<end>' (1), and the model's generation_config.json or config.json with "
-        "'<pad>' (0)" in said
+        "the end token of the tokenizer is '<end>' (1), but that of the model's generation_config.json or "
+        "config.json is '<pad>' (0)" in said
     )

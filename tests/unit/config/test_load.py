@@ -137,7 +137,7 @@ def test_base_is_relative_to_the_file_and_forms_a_chain(tmp_path: Path) -> None:
 def test_base_in_a_circle_or_absent_is_an_error(tmp_path: Path) -> None:
     first = write_yaml(tmp_path / "a.yaml", {"base": "b.yaml"})
     write_yaml(tmp_path / "b.yaml", {"base": "a.yaml"})
-    assert "goes in a circle" in problems_of(first)[0]
+    assert "'base' has a cycle" in problems_of(first)[0]
     assert "there is no file" in problems_of(write_yaml(tmp_path / "c.yaml", {"base": "nowhere.yaml"}))[0]
     assert (
         "must be the path of a file" in problems_of(write_yaml(tmp_path / "d.yaml", {"base": ["a.yaml"]}))[0]

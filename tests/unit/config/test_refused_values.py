@@ -85,7 +85,7 @@ def test_an_unknown_preset_hides_nothing_else(ppo: str) -> None:
         "a=[1",
     )
     said = [
-        "algorithm=grpoo: there is no such file",
+        "algorithm=grpoo: there is no such preset",
         "'abc'",
         "not divide by tensor_parallel_size 3",
         "'fast' is not an override",

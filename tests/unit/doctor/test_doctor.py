@@ -125,18 +125,18 @@ def test_gpus_of_a_good_node() -> None:
 @pytest.mark.parametrize(
     ("used", "cuda", "needed", "peak", "status", "said"),
     [
-        (4, "13.0", 8, 0, Status.error, "there are 2 GPUs here, and the placement has 8 on a node"),
+        (4, "13.0", 8, 0, Status.error, "this machine has 2 GPUs, but the placement needs 8 per node"),
         (
             4,
             "14.1",
             2,
             0,
             Status.error,
-            "torch is built for CUDA 14.1, but driver 580.65.06 carries CUDA 13.0 at most",
+            "torch is built for CUDA 14.1, but driver 580.65.06 supports CUDA 13.0 at most",
         ),
         (4, None, 2, 0, Status.error, "torch is built without CUDA"),
         (9000, "13.0", 2, 0, Status.warning, "GPU 0 has 8.8 GiB of 79.6 GiB in use"),
-        (4, "13.0", 2, 90 * GIB, Status.error, "the plan puts 90.0 GiB on one GPU, which has 79.6 GiB"),
+        (4, "13.0", 2, 90 * GIB, Status.error, "the plan needs 90.0 GiB on one GPU, which has 79.6 GiB"),
     ],
 )
 def test_faults_of_gpus(
@@ -154,7 +154,7 @@ def test_a_driver_of_a_cluster_needs_no_gpu() -> None:
     found = only(devices.check(ExaminedRun(ray_address="10.0.0.1:6379"), devices.Gpus()))
     assert (found.status, found.message) == (
         Status.ok,
-        "none here: the run would be on those of the cluster's nodes",
+        "none on this machine: the run uses those of the cluster's nodes",
     )
 
 
@@ -241,7 +241,7 @@ def test_a_clock_that_nothing_keeps_right_matters_between_nodes() -> None:
     assert machine.judge_clock(loose, num_nodes=2).status is Status.warning
     assert (
         machine.judge_clock(machine.Clock(synchronised=True, max_error_s=0.004), num_nodes=2).message
-        == "kept by NTP, within 4 ms"
+        == "synchronized by NTP within 4 ms"
     )
 
 
@@ -250,7 +250,7 @@ def test_variables_left_over_from_a_search_for_a_fault() -> None:
     fault = only(machine.judge_environment({"CUDA_LAUNCH_BLOCKING": "1"}))
     assert (fault.status, fault.hint) == (
         Status.warning,
-        "unset CUDA_LAUNCH_BLOCKING, unless you are looking for a fault",
+        "unset CUDA_LAUNCH_BLOCKING, unless you are debugging",
     )
     assert (
         "SGLang"
@@ -282,12 +282,12 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     ("kind", "free", "num_nodes", "speed", "status", "said"),
     [
         ("ext4", 30 * GIB, 1, GIB, Status.ok, "3 checkpoints of 10.0 GiB"),
-        ("ext4", 29 * GIB, 1, GIB, Status.warning, "3 checkpoints of 10.0 GiB will be there at a time"),
-        ("ext4", 9 * GIB, 1, GIB, Status.error, "has 9.0 GiB free, and one checkpoint is 10.0 GiB"),
+        ("ext4", 29 * GIB, 1, GIB, Status.warning, "contain up to 3 checkpoints of 10.0 GiB"),
+        ("ext4", 9 * GIB, 1, GIB, Status.error, "has 9.0 GiB free, but one checkpoint needs 10.0 GiB"),
         ("nfs4", 30 * GIB, 1, GIB, Status.warning, "slow for many writers"),
-        ("ext4", 30 * GIB, 4, GIB, Status.warning, "looks like this node's own, and 4 nodes write to it"),
+        ("ext4", 30 * GIB, 4, GIB, Status.warning, "local to this node, but 4 nodes write to it"),
         ("lustre", 30 * GIB, 4, GIB, Status.ok, "lustre"),
-        ("overlay", 30 * GIB, 1, GIB, Status.warning, "gone with the container"),
+        ("overlay", 30 * GIB, 1, GIB, Status.warning, "lost with the container"),
         ("ext4", 30 * GIB, 1, 2**20, Status.warning, "171 minutes"),
     ],
 )
@@ -338,8 +338,8 @@ def test_a_rank_whose_peer_never_comes_is_not_waited_for_and_the_interface_is_na
         "gloo all-reduce between 2 ranks over lo (GLOO_SOCKET_IFNAME) failed: rank 0: "
     )
     assert (
-        "export GLOO_SOCKET_IFNAME=NAME on every node, NAME the interface of the cluster's network, one of "
-        "eth0, lo" in (fault.hint or "")
+        "set GLOO_SOCKET_IFNAME on every node to the interface of the cluster's network, one of eth0, lo"
+        in (fault.hint or "")
     )
 
 
@@ -409,13 +409,13 @@ def test_nodes_that_differ_are_dead_or_have_another_time() -> None:
     differs, absent, dead, skew = ray_cluster_findings(ClusterReport(nodes, whole, whole, ("10.0.0.9",)))
     assert (differs.status, differs.message) == (
         Status.error,
-        f"node 10.0.0.2 has python 3.10.4, and this one {here().python}",
+        f"node 10.0.0.2 has python 3.10.4, but this one has {here().python}",
     )
     assert (absent.status, absent.message) == (
         Status.error,
         "node 10.0.0.4 cannot start a worker: No module named 'megarl'",
     )
-    assert (dead.status, dead.message) == (Status.warning, "node 10.0.0.9 was in the cluster and is dead")
+    assert (dead.status, dead.message) == (Status.warning, "node 10.0.0.9 of the cluster is dead")
     assert (skew.status, skew.message) == (
         Status.warning,
         "the clocks of 10.0.0.3 and 10.0.0.1 are 7.00 s apart",
@@ -428,9 +428,9 @@ def test_another_nodes_limits_and_files_are_its_own() -> None:
     assert list(ray_checks.judge_other_nodes([node("10.0.0.1")])) == []
     memory, files, model, checkpoints = ray_checks.judge_other_nodes([far])
     assert memory.message.startswith("node 10.0.0.2: /dev/shm has 64.0 MiB")
-    assert files.message.startswith("node 10.0.0.2: a process may have 512 files open")
-    assert model.message == "node 10.0.0.2: there is no /models/policy"
-    assert "does not see what is written to /runs here" in checkpoints.message
+    assert files.message.startswith("node 10.0.0.2: a process may open 512 files")
+    assert model.message == "node 10.0.0.2: /models/policy does not exist"
+    assert "does not see files that this machine writes to /runs" in checkpoints.message
 
 
 # What a run reads
@@ -506,7 +506,7 @@ def test_a_loss_that_does_not_end_is_ended(tmp_path: Path) -> None:
     loss = PolicyLossConfig(function=f"{tmp_path}/own.py:my_loss")
     (found,) = inputs.judge_functions(AlgorithmConfig(policy_loss=loss), limit_s=1.0)
     assert (found.check, found.status) == (inputs.FUNCTIONS, Status.error)
-    assert f"{tmp_path}/own.py:my_loss: no end after 1 s, on two samples" in found.message
+    assert f"{tmp_path}/own.py:my_loss: timed out after 1 s on two samples" in found.message
     assert list(inputs.judge_functions(AlgorithmConfig())) == []
 
 
@@ -515,7 +515,7 @@ def test_tools_that_do_not_end_loading_are_ended(tmp_path: Path) -> None:
     agent = AgentConfig(tools=[ToolConfig(path=str(tmp_path / "slow.py"), name="price")])
     found, tools = agent_inputs.judge_agent(PPOConfig(agent=agent), character_tokenizer(), limit_s=1.0)
     assert (found.check, found.status, tools) == (agent_inputs.AGENT, Status.error, None)
-    assert f"{tmp_path}/slow.py: no end after 1 s, in a first turn" in found.message
+    assert f"{tmp_path}/slow.py: timed out after 1 s in a first turn" in found.message
 
 
 def test_rows_that_are_too_long() -> None:

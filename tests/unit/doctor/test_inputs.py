@@ -32,10 +32,10 @@ def test_a_template_that_closes_answers_with_no_end_token(config: PPOConfig) -> 
     assert found.status is Status.warning
     end = base.convert_tokens_to_ids("<|end|>")
     assert (
-        f"closes an answer with '<|end|>' ({end}), which ends no sample: the tokenizer ends with '<|pad|>'"
-        in found.message
+        f"closes an answer with '<|end|>' ({end}), which does not end a sample: the tokenizer's end token is "
+        f"'<|pad|>'" in found.message
     )
-    assert "generates until data.max_response_length" in found.message
+    assert "until data.max_response_length" in found.message
     assert inputs.judge_tokenizer(actor, character_tokenizer()).status is Status.ok
     (Path(actor.path) / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [end, base.eos_token_id]})
@@ -93,7 +93,7 @@ class Game:
             "in turn 1: ValueError: invalid literal for int() with base 10: 'I do not know.' (game.py:12), "
             "with",
         ),
-        ("respond", "while True: pass", "no end after 2 s, in a first turn, with"),
+        ("respond", "while True: pass", "timed out after 2 s in a first turn, with"),
     ],
     ids=["attribute", "column", "answer", "no end"],
 )

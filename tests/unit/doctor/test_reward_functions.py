@@ -49,7 +49,7 @@ def judged_rewards(
 
 def test_ground_truths_are_tried_against_themselves(tmp_path: Path) -> None:
     ((status, said),) = judged_rewards(tmp_path, "return float(solution_str == ground_truth)", ["5", "beg"])
-    assert (status, "2 ground truths score 1, empty responses 0" in said) == (Status.ok, True)
+    assert (status, "2 ground truths score 1, empty responses score 0" in said) == (Status.ok, True)
     ((status, said),) = judged_rewards(tmp_path, "return float(solution_str == ground_truth)", ["5", None])
     assert status is Status.error
     assert "a.parquet: row 1: the ground truth None: it is null, and compute_score reads it" in said
@@ -105,8 +105,8 @@ def test_answers_for_some_samples_are_refused(tmp_path: Path) -> None:
     ((status, said),) = judged_rewards(tmp_path, body, ["5"])
     assert status is Status.error
     assert (
-        "of 'sums' there is an 'answer' for the ground truth of a.parquet, row 0, and none for the empty "
-        "response of" in said
+        "for 'sums', the key 'answer' is returned for the ground truth of a.parquet, row 0, but not for the "
+        "empty response of" in said
     )
 
 

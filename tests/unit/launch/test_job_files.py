@@ -149,7 +149,7 @@ def test_too_much_is_refused_with_what_is_large(
     (here / "large.bin").write_bytes(bytes(200_000))
 
     with pytest.raises(
-        ConfigError, match=r"more than 0.1: name in .gitignore .* the largest are .*large.bin"
+        ConfigError, match=r"more than 0.1; .* to .gitignore; the largest are .*large.bin"
     ):
         job_files.pack(config(), tmp_path / "job", here)
 
