@@ -1,4 +1,4 @@
-"""The kinds of answers that are compared: formulas, lists and sets, intervals, equations, and words."""
+"""The types of answers that are compared: formulas, lists and sets, intervals, equations, and words."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from megarl.recipes.math.expression import Expression
 
 
 class Formula(NamedTuple):
-    """unit: The words after it, such as "cm"; empty if there are none."""
+    """A formula with a unit, which is the words after it, such as "cm", or empty."""
 
     expression: Expression
     unit: str = ""
 
 
 class Items(NamedTuple):
-    """kind: "list" for what only commas separate, "set" for braces, else the two brackets, such as "(]"."""
+    """Several answers. `kind` is "list" without brackets, "set" for braces, or the two brackets, such as
+    "(]"."""
 
     kind: str
     items: tuple[Answer, ...]
 
 
 class Interval(NamedTuple):
-    """Part of the real line. An end is a number, or None where there is no end."""
+    """An interval of real numbers. An end is a number, or None if the interval is unbounded."""
 
     low: Expression | None
     high: Expression | None
@@ -31,13 +32,13 @@ class Interval(NamedTuple):
 
 
 class Union(NamedTuple):
-    """Intervals; none for the empty set."""
+    """A union of intervals; without intervals it is the empty set."""
 
     parts: tuple[Interval, ...]
 
 
 class Equation(NamedTuple):
-    """sides: At least two, of an equation or a chain of them."""
+    """An equation, or a chain of equations, with at least two sides."""
 
     sides: tuple[Answer, ...]
 
@@ -47,7 +48,7 @@ class Words(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """What only Math-Verify may read."""
+    """Text that only Math-Verify may be able to parse."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""Decimals, repeating decimals and mixed numbers, as a text writes them."""
+"""Parses decimals, repeating decimals and mixed numbers in text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 LONGEST_NUMBER = 5000  # digits
-_LONGEST_PERIOD = 20  # digits of a repeating decimal that ends in dots
+_LONGEST_PERIOD = 20  # maximum digits of the period of a decimal that ends in dots
 _REPEATING = re.compile(
     r"(?<![\d.])(\d*)\.(\d*)(?:\\overline\s*\{\s*(\d+)\s*\}|\\bar\s*\{\s*(\d+)\s*\}"
     r"|\\dot\s*\{\s*(\d)\s*\}|\(\s*(\d+)\s*\))"
@@ -22,13 +22,13 @@ _SHORT_FRACTION = re.compile(
 
 
 class UnreadableError(ValueError):
-    """Text that is no formula that this module reads."""
+    """The text is not a formula that this module can parse."""
 
 
 def read_decimal(text: str) -> tuple[Fraction, Fraction] | None:
-    """Returns the value and last place of a decimal number, also in scientific notation."""
+    """Return the value and the last place of a decimal number, also in scientific notation."""
     dots = _DOTS.fullmatch(text.strip().lstrip("+-"))
-    # Dots without a period that repeats only mean that the digits continue.
+    # Dots without a repeating period only mean that the digits continue.
     if dots and _period(dots.group(2)) is None:
         text = text.strip()[: len(text.strip()) - len(dots.group()) + dots.end(2)]
     found = re.fullmatch(
@@ -36,7 +36,7 @@ def read_decimal(text: str) -> tuple[Fraction, Fraction] | None:
         r"(?:[eE]([+-]?\d+)|(?:\\times|\\cdot|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*(-?\d+)\s*\}?)?\s*",
         text,
     )
-    # Huge numbers would take time and memory without a limit.
+    # Huge numbers would take unbounded time and memory.
     if found is None or len(text) > LONGEST_NUMBER:
         return None
     sign, whole, decimals, short, long = found.groups()
@@ -50,8 +50,8 @@ def read_decimal(text: str) -> tuple[Fraction, Fraction] | None:
 
 
 def _period(decimals: str) -> tuple[str, str] | None:
-    """Returns what comes before the period of decimals that repeat, and the period, if they show it three
-    times, or twice if it is long."""
+    """Return the digits before the period of a repeating decimal, and the period, if it is shown three times,
+    or twice if it has several digits."""
     for length in range(1, min(len(decimals) // 2, _LONGEST_PERIOD) + 1):
         period = decimals[-length:]
         shown = len(re.search(f"(?:{period})+$", decimals).group()) // length  # type: ignore[union-attr]
@@ -61,7 +61,7 @@ def _period(decimals: str) -> tuple[str, str] | None:
 
 
 def with_plain_fractions(text: str) -> str:
-    """Returns the text with repeating decimals and mixed numbers as fractions in parentheses, and braces
+    """Return the text with repeating decimals and mixed numbers as fractions in parentheses, and with braces
     around the parts of fractions."""
 
     def repeating(whole: str, before: str, period: str) -> str:

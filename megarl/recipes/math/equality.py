@@ -1,4 +1,4 @@
-"""Decides whether two answers are the same, and gives equal answers one text."""
+"""Decides whether two answers are equal, and returns the same text for equal answers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megarl.recipes.math.numbers import NoNumberError, Number, context
 from megarl.recipes.math.reading import as_union
 
 _NUM_POINTS = 8
-_FEWEST_POINTS = 3  # at which two formulas must have values
-_WHOLE = (2, 3, 5, 7)  # for formulas that have values at whole numbers only, such as (-1)^n
+_FEWEST_POINTS = 3  # minimum number of points at which two formulas must have values
+_WHOLE = (2, 3, 5, 7)  # for formulas that have values only at integers, such as (-1)^n
 
 
 def same(truth: Answer, answer: Answer) -> bool | None:
-    """Whether an answer is the truth; None if only Math-Verify may know."""
-    # Only equal texts are certain where one of the two could not be read.
+    """Whether an answer equals the truth; None if only Math-Verify may be able to decide."""
+    # If one of the two could not be parsed, only equal texts are certain.
     if isinstance(truth, Unread) or isinstance(answer, Unread):
         if (
             isinstance(truth, Unread)
@@ -29,7 +29,7 @@ def same(truth: Answer, answer: Answer) -> bool | None:
             return True
         return None
 
-    # `x = 5` answers a question whose truth is `5`, and the other way round.
+    # `x = 5` answers a question whose truth is `5`, and vice versa.
     if isinstance(answer, Equation) and not isinstance(truth, Equation):
         shorter = _right_side(answer)
         return False if shorter is None else same(truth, shorter)
@@ -93,7 +93,7 @@ def _unscaled(expression: Expression) -> Expression:
 
 def _same_value(left: Expression, right: Expression) -> bool:
     names = left.names | right.names
-    # Constants are compared by their values, decimals up to their last place.
+    # Compare constants by their values, and decimals up to their last place.
     if not names:
         try:
             values = left.value({}), right.value({})
@@ -103,7 +103,7 @@ def _same_value(left: Expression, right: Expression) -> bool:
         return numbers.same_number(*values) or bool(places) and numbers.close_decimal(*values, max(places))
 
     agreed = 0
-    # Formulas with variables are the same if they agree at enough points.
+    # Formulas with variables are equal if they agree at enough points.
     for point in _points(names):
         try:
             values = left.value(point), right.value(point)
@@ -119,14 +119,13 @@ def _same_value(left: Expression, right: Expression) -> bool:
 
 
 def _points(names: frozenset[str]) -> list[Mapping[str, Number]]:
-    """Returns values of the variables: the same ones each time, first positive ones, then whole and negative
-    ones."""
+    """Return fixed values of the variables: first positive values, then integers and negative values."""
 
     def at(number: int, name: str) -> Fraction:
         digest = hashlib.sha256(f"{number} {name}".encode()).digest()
         return Fraction(11 + digest[0] % 89, 37)
 
-    # Derived from a hash, so that the verdict on a pair never changes between processes.
+    # The values are derived from a hash, so that a verdict never differs between processes.
     positive = [{name: at(number, name) for name in names} for number in range(_NUM_POINTS)]
     whole = [
         {name: Fraction(_WHOLE[(number + place) % len(_WHOLE)]) for place, name in enumerate(sorted(names))}
@@ -160,7 +159,7 @@ def _values(items: Sequence[Answer]) -> list[Answer]:
 
 
 def _match(truths: list[Answer], answers: list[Answer]) -> bool:
-    """Whether each truth is another one of the answers."""
+    """Whether each truth matches a different answer."""
     for truth in truths:
         found = next((at for at, answer in enumerate(answers) if same(truth, answer) is True), None)
         if found is None:
@@ -196,8 +195,8 @@ def _same_interval(left: Interval, right: Interval) -> bool:
 
 
 def _right_side(equation: Equation) -> Answer | None:
-    """Returns what an equation gives as the value of its left side; None if it is none, or says that two
-    different numbers are equal."""
+    """Return the value that an equation gives for its left side; None if it claims that two different numbers
+    are equal."""
     *before, last = equation.sides
     for side in before:
         if isinstance(side, Formula) and not side.expression.names and same(last, side) is False:
@@ -207,14 +206,14 @@ def _right_side(equation: Equation) -> Answer | None:
 
 
 def _same_equation(truth: Equation, answer: Equation) -> bool:
-    # Of a chain of equations only the first and the last side are the statement.
+    # A chain of equations states that its first and last side are equal.
     if len(truth.sides) > 2 or len(answer.sides) > 2:
         truth, answer = (Equation((each.sides[0], each.sides[-1])) for each in (truth, answer))
     if all(same(left, right) is True for left, right in zip(truth.sides, answer.sides, strict=True)):
         return True
     if all(same(left, right) is True for left, right in zip(truth.sides, answer.sides[::-1], strict=True)):
         return True
-    # Equations are the same if the differences of their sides are proportional.
+    # Equations are equivalent if the differences of their sides are proportional.
     differences = [_difference(each) for each in (truth, answer)]
     if differences[0] is None or differences[1] is None:
         return False
@@ -241,7 +240,7 @@ def _proportional(left: Expression, right: Expression) -> bool:
         try:
             ours = left.value(point)
             theirs = right.value(point)
-            # Both must vanish at the same points; a zero says nothing about the ratio.
+            # Both must vanish at the same points, which do not determine the ratio.
             if ours == 0 or theirs == 0:
                 if not (ours == 0 and theirs == 0):
                     return False
@@ -261,7 +260,7 @@ def _proportional(left: Expression, right: Expression) -> bool:
 
 
 def normal_form(answer: Answer) -> str:
-    """Returns a text that is the same for equal answers, apart from decimals that are rounded."""
+    """Return a text that is the same for equal answers, except for rounded decimals."""
     match answer:
         case Formula(expression):
             return _formula_text(expression)

@@ -14,7 +14,7 @@ from megarl.recipes.math.decimals import LONGEST_NUMBER, UnreadableError, read_d
 from megarl.recipes.math.functions import FUNCTIONS, apply_function, logarithm, root
 from megarl.recipes.math.numbers import NoNumberError, Number, TooLargeError, context
 
-_DEEPEST = 60  # brackets within brackets
+_DEEPEST = 60  # maximum nesting of brackets
 _TOKEN = re.compile(
     r"\s*(?:(?P<based>[0-9A-Za-z]*\d[0-9A-Za-z]*_(?:\{\d+\}|\d+))"
     r"|(?P<number>\d{1,3}(?:(?:,|\{,\})\d{3})+(?!\d)(?:\.\d+)?"
@@ -28,7 +28,7 @@ _GREEK = (
     "tau phi varphi chi psi omega"
 )
 _GREEK_NAMES = frozenset(_GREEK.split()) | frozenset(name.capitalize() for name in _GREEK.split())
-# no products of two variables
+# Words that are not products of two variables.
 _SHORT_WORDS = ("no", "if", "in", "is", "it", "of", "on", "or", "so", "to", "we")
 _TIMES = ("*", "\\cdot", "\\times", "\\ast")
 _OVER = ("/", "\\div")
@@ -40,10 +40,10 @@ class Expression(NamedTuple):
     """A formula.
 
     Attributes:
-        value: Computes the value from those of the variables. Raises NoNumberError, TooLargeError.
+        value: Computes the value for given variables. Raises NoNumberError or TooLargeError.
         names: The variables.
-        last_place: What one unit of the last place of a decimal number is worth; None for all other formulas.
-        percent: The formula ends in a percent sign, which is left out of its value.
+        last_place: The value of one unit in the last place of a decimal number; None for other formulas.
+        percent: Whether the formula ends in a percent sign, which its value does not include.
     """
 
     value: Value
@@ -53,17 +53,17 @@ class Expression(NamedTuple):
 
 
 def parse(text: str) -> Expression:
-    """Reads a formula that has one value for each choice of its variables.
+    """Parse a formula that has one value for each choice of its variables.
 
     Raises:
-        UnreadableError: It is something else, such as a set, an equation or a sentence.
+        UnreadableError: The text is something else, such as a set, an equation or a sentence.
     """
     if not text.strip():
         raise UnreadableError("it is empty")
     percent = re.search(r"\s*\\?%$", text)
     if percent:
         text = text[: percent.start()]
-    # Decimals keep their last place, up to which an exact value may be rounded.
+    # Keep the last place of a decimal, to which an exact value may be rounded.
     decimal = read_decimal(text)
     if decimal is not None:
         return Expression(_constant(decimal[0]), frozenset(), decimal[1], percent is not None)
@@ -88,7 +88,7 @@ def _evaluated(value: Value, variables: Mapping[str, Number]) -> Number:
         ArithmeticError,
         TypeError,
         ValueError,
-    ) as error:  # of mpmath, at a pole or for an order of complex numbers
+    ) as error:  # raised by mpmath at a pole or when complex numbers are ordered
         raise NoNumberError(str(error)) from None
 
 
@@ -101,7 +101,7 @@ def _of(function: Callable[..., Number], *arguments: Value) -> Value:
 
 
 class _Parser:
-    """A recursive descent over tokens; each method returns the value of what it has read."""
+    """A recursive descent parser. Each method returns the value of the tokens that it has consumed."""
 
     def __init__(self, text: str) -> None:
         self._tokens = [
@@ -117,7 +117,7 @@ class _Parser:
     def whole(self) -> Value:
         value = self._sum()
         if self._at < len(self._tokens):
-            raise UnreadableError(f"{self._token()!r} is not expected")
+            raise UnreadableError(f"unexpected {self._token()!r}")
         return value
 
     def _token(self) -> str:
@@ -153,7 +153,7 @@ class _Parser:
             elif self._take(*_OVER):
                 value = _of(numbers.divide, value, self._signed_power())
             elif self._begins_factor():
-                # `2 3` is no product; it may be a mixed number or a list.
+                # `2 3` is not a product; it may be a mixed number or a list.
                 if self._kind() in ("number", "based") and self._tokens[self._at - 1][0] in (
                     "number",
                     "based",
@@ -184,7 +184,7 @@ class _Parser:
         value = self._atom()
         while True:
             if self._take("^", "**"):
-                # Degrees are converted to radians.
+                # Convert degrees to radians.
                 if self._take("\\circ"):
                     value = _of(lambda a: numbers.multiply(a, context.pi / 180), value)
                     continue
@@ -195,7 +195,7 @@ class _Parser:
                 return value
 
     def _argument(self) -> Value:
-        """Reads what a command or a power applies to: what is in braces, or one token."""
+        """Parse the argument of a command or a power: an expression in braces, or one token."""
         if self._take("{"):
             return self._until("}")
         if self._take("-"):
@@ -219,7 +219,7 @@ class _Parser:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise UnreadableError("it is nested too deeply")
-        # Within other brackets a bar opens an absolute value; within bars it closes the innermost.
+        # Within brackets a bar opens an absolute value; within bars it closes the innermost one.
         bars = self._bars
         self._bars = self._bars + 1 if closing == "|" else 0
         value = self._sum()
@@ -251,7 +251,7 @@ class _Parser:
             return self._function(token[1:])
         if kind == "command" and (token[1:] in _CONSTANTS or token[1:] in _GREEK_NAMES):
             return self._name(token[1:])
-        raise UnreadableError(f"{token or 'the end'!r} is not expected")
+        raise UnreadableError(f"unexpected {token or 'the end'!r}")
 
     def _word(self, word: str) -> Value:
         if word == "sqrt":
@@ -267,7 +267,7 @@ class _Parser:
                 raise UnreadableError("a function without a definition")
             return self._name(word)
 
-        # Words of prose must not be read as products of single-letter variables.
+        # Words of prose must not be parsed as products of single-letter variables.
         if word.lower() in _SHORT_WORDS or (
             len(word) > 2 and set(word.lower()) & set("aeiou") and not _is_run(word)
         ):
@@ -375,9 +375,9 @@ def _in_base(token: str) -> Fraction:
     try:
         return Fraction(int(digits, int(base.strip("{}"))))
     except ValueError:
-        raise UnreadableError(f"{token!r} is no number") from None
+        raise UnreadableError(f"{token!r} is not a number") from None
 
 
 def _is_run(word: str) -> bool:
-    """Whether the letters follow each other in the alphabet, as variables such as abc do."""
+    """Whether the letters are consecutive in the alphabet, such as the variables abc."""
     return "".join(sorted(word)) in string.ascii_lowercase

@@ -1,4 +1,4 @@
-"""Finds the final answer in a response: what is in its last box, or what its last line says without one."""
+"""Extracts the final answer of a response from its last box, or from its last line if there is no box."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _QUANTITY = (
 _QUANTITIES = re.compile(
     rf"(?<![\w.,]){_QUANTITY}|(?<=[$€£]){_QUANTITY}|\\frac\s*\{{[^{{}}]*\}}\{{[^{{}}]*\}}"
 )
-_LONGEST_LINE = 2000  # characters of a line that are read without a box
+_LONGEST_LINE = 2000  # maximum characters that are read of a line without a box
 _SEPARATORS = re.compile(r"\s*(?:,|,?\s*\bor\b|,?\s*\band\b)\s*")
 
 
 def final_answer(response: str) -> str | None:
-    """Returns the answer of a response as LaTeX or plain text, or None if it has none.
+    """Return the answer of a response as LaTeX or plain text; None if it has none.
 
-    What stands before `</think>` is not considered. The last box is the answer, whatever else is boxed; a box
-    that the end of the response cuts off is not one. Without a box, the answer is what follows the last
-    "answer is" or "####", or else the last line: its last formula, or its only number. Several numbers there
-    that are not a list are no answer, since one of them would be right by chance.
+    Text before `</think>` is ignored. The last box is the answer; a box that is truncated at the end of the
+    response is not valid. Without a box, the answer follows the last "answer is" or "####", or is in the last
+    line: its last formula, or its only number. Several numbers that are not a list are not an answer, because
+    one of them could be correct by chance.
     """
     response = outside_thinking(response)
     boxes = list(_BOX.finditer(response))
@@ -40,8 +40,8 @@ def final_answer(response: str) -> str | None:
 
 
 def _content(text: str, start: int) -> str | None:
-    """Returns what is between the brace at `start` and the one that closes it; without a brace, the next
-    character or number."""
+    """Return the text between the brace at `start` and its closing brace; without a brace, the next character
+    or number."""
     if text[start] != "{":
         unbraced = re.match(r"-?\d+(?:\.\d+)?|\\?[A-Za-z]+|\\", text[start:])
         return unbraced.group() if unbraced else None
@@ -64,12 +64,12 @@ def _without_box(line: str) -> str | None:
         between = [
             line[left.end() : right.start()] for left, right in zip(formulas, formulas[1:], strict=False)
         ]
-        # Formulas that only commas or "and" separate are one list.
+        # Formulas that are separated only by commas or "and" are a list.
         if between and all(_SEPARATORS.fullmatch(each) for each in between):
             return ", ".join(parts)
         return parts[-1]
 
-    # What follows the last equals sign is the result.
+    # The result follows the last equals sign.
     equal = line.rpartition("=")[2]
     numbers = list(_QUANTITIES.finditer(equal))
     if not numbers:
@@ -91,7 +91,7 @@ def _without_box(line: str) -> str | None:
 
 
 def _stands_alone(text: str, number: re.Match[str]) -> bool:
-    """Whether a number is no part of a formula, such as 2 in "2x+" or "2^n"."""
+    """Whether a number is not part of a formula, such as 2 in "2x+" or "2^n"."""
     before = text[: number.start()].strip()
     after = text[number.end() :].strip(" .*")
     if re.match(r"[\\(^+*/!_-]", after):

@@ -1,4 +1,4 @@
-"""The functions of formulas, exact where their value is a fraction."""
+"""The functions of formulas, which are exact if their value is a fraction."""
 
 from __future__ import annotations
 

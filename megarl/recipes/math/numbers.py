@@ -1,5 +1,5 @@
-"""Arithmetic that is exact for rationals, precise to 120 digits for other numbers, and never computes a
-number of millions of digits."""
+"""Arithmetic that is exact for rationals and has 120 digits for other numbers, with limits on the size of
+numbers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import mpmath
 
 _PRECISION = 400  # bits
 _SAME = 2.0**-300  # relative error of two numbers that are equal
-_ZERO = 2.0**-350  # relative size of what is left of a sum that cancels
-_MOST_BITS = 200_000  # of an exact number
+_ZERO = 2.0**-350  # relative size of a sum that is considered zero after cancellation
+_MOST_BITS = 200_000  # maximum size of an exact number
 _MOST_EXPONENT = 2**60
 _LARGEST_EXACT_FACTORIAL = 5000
 
 context = mpmath.MPContext()
 context.prec = _PRECISION
-Number = Any  # Fraction where it is exact, else context.mpf or context.mpc
+Number = Any  # Fraction if it is exact, otherwise context.mpf or context.mpc
 
 
 class NoNumberError(ValueError):
-    """An expression has no value: it divides by zero, for instance."""
+    """The expression has no value, for example because of a division by zero."""
 
 
 class TooLargeError(NoNumberError):
-    """The value is so large that it is not computed."""
+    """The value is too large to be computed."""
 
 
 def approximate(value: Number) -> Any:
@@ -74,7 +74,7 @@ def power(base: Number, exponent: Number) -> Number:
         return base if exponent % 2 else abs(base)
 
     if isinstance(exponent, Fraction):
-        # Exact powers are limited, since a response could ask for any number of digits.
+        # Exact powers are limited, because a response could require any number of digits.
         if abs(exponent) >= _MOST_EXPONENT:
             raise TooLargeError("the exponent is too large")
         if (
@@ -153,10 +153,9 @@ def same_number(left: Number, right: Number) -> bool:
 
 
 def close_decimal(left: Number, right: Number, last_place: Fraction) -> bool:
-    """Whether two real numbers are the same as far as the decimals go, of which the last one stands at
-    `last_place`.
+    """Whether two real numbers agree up to the decimal digit at `last_place`.
 
-    They have to agree in six digits: 0.333333 is 1/3, 0.33 is not.
+    They have to agree in six digits: 0.333333 equals 1/3, 0.33 does not.
     """
     left = approximate(left)
     right = approximate(right)

@@ -1,4 +1,4 @@
-"""Rewrites an answer in LaTeX or Unicode so that one spelling is left of what means the same."""
+"""Normalizes an answer in LaTeX or Unicode, so that equivalent notation has one spelling."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ _TEXT = re.compile(r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|mbox|hbox|mathrm|mathbf
 
 
 def plain_latex(text: str) -> str:
-    """Returns the answer without what only changes how it looks; `\\text{...}` becomes its words between
-    quotation marks."""
-    # Layout first: wide characters, environments, raised and lowered digits.
+    """Return the answer without formatting commands. `\\text{...}` becomes its words in quotation marks."""
+    # First the layout: wide characters, environments, superscript and subscript digits.
     text = text.translate(_WIDE).strip().strip("*")
     text = re.sub(
         r"\\begin\{(?:cases|aligned|array)\}(?:\{[lcr|]*\})?(.*)\\end\{(?:cases|aligned|array)\}",
@@ -64,7 +63,7 @@ def plain_latex(text: str) -> str:
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+", lambda raised: f"^{{{raised.group().translate(_RAISED)}}}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda lowered: f"_{{{lowered.group().translate(_LOWERED)}}}", text)
     text = "".join(_CHARACTERS.get(character, character) for character in text)
-    # Remove spaces that group thousands, and turn other separators of them into commas.
+    # Remove spaces between thousands, and turn other thousands separators into commas.
     if re.fullmatch(r"-?\d{1,3}(?: \d{3})+", text):
         text = text.replace(" ", "")
     text = re.sub(r"(?<=\d),\\!(?=\d{3})|(?<=\d)\\[,!; ](?=\d{3}(?!\d))", ",", text)
@@ -79,7 +78,7 @@ def plain_latex(text: str) -> str:
     )
     text = re.sub(r"(?<!\\)\$|\\[()\[\]]", "", text)
     text = re.sub(r"[€£]|^USD(?= ?\d)", "", text)
-    # Words stay as quoted text; single letters and numbers in them are formulas.
+    # Words remain as quoted text; single letters and numbers in them are formulas.
     text = _TEXT.sub(lambda found: f' "{found.group(1).strip()}" ', text)
     text = re.sub(r'(?:_)\s*"(\w+)"', r"_{\1}", text)
     text = re.sub(r'"\s*([A-Za-z])\s*"(?=\s*[_^=(])', r"\1", text)

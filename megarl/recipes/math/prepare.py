@@ -1,12 +1,12 @@
-"""Public mathematical data as their authors publish them (parquet files) to megarl's columns.
+"""Converts public mathematical datasets, as published in parquet files, to megarl's columns.
 
     python -m megarl.recipes.math.prepare gsm8k --train gsm8k/train-*.parquet \\
         --test gsm8k/test-*.parquet --output-dir data/gsm8k
     python -m megarl.recipes.math.prepare dapo-math --files dapo-math/data/*.parquet \\
         --output-dir data/dapo-math
 
-GSM8K has `question` and `answer`, whose last line is "#### 18". DAPO-Math-17k has megarl's columns, and every
-problem a hundred times.
+GSM8K has `question` and `answer`, whose last line is "#### 18". DAPO-Math-17k has megarl's columns and
+contains every problem a hundred times.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ INSTRUCTION = "Think step by step, and put the final answer within \\boxed{}."
 
 
 def convert_gsm8k(files: Sequence[str], split: str, output: Path) -> int:
-    """Writes `output`; rows. Raises ValueError for a row without a final answer."""
+    """Write `output`, and return the number of rows. Raises ValueError for a row without a final answer."""
     return _write([_row(row, split, index) for index, row in enumerate(_rows(files))], output)
 
 
 def distinct(files: Sequence[str], output: Path) -> int:
-    """Writes the first row of each prompt; rows."""
+    """Write the first row of each prompt, and return the number of rows."""
     kept: dict[str, dict[str, Any]] = {}
     for row in _rows(files):
         kept.setdefault(json.dumps(row["prompt"]), {name: row[name] for name in COLUMNS})
@@ -65,7 +65,7 @@ def _row(row: dict[str, Any], split: str, index: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make megarl's data of published parquet files.")
+    parser = argparse.ArgumentParser(description="Convert published parquet files to megarl's columns.")
     sources = parser.add_subparsers(dest="source", required=True)
     gsm8k = sources.add_parser("gsm8k")
     dapo_math = sources.add_parser("dapo-math")

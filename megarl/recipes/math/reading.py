@@ -1,4 +1,4 @@
-"""Reads an answer as a mathematical object: a formula, a list, a set, a tuple, intervals, an equation or
+"""Parses an answer as a mathematical object: a formula, a list, a set, a tuple, intervals, an equation or
 words."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _ALL_REALS = re.compile(
 
 
 def read(text: str) -> Answer:
-    """Reads an answer. Never raises: what it cannot read is Unread."""
+    """Parse an answer. It never raises: an answer that it cannot parse is Unread."""
     try:
         return _read(plain_latex(text))
     except RecursionError:
@@ -66,21 +66,21 @@ def read(text: str) -> Answer:
 
 
 def _read(text: str) -> Answer:
-    # Fixed phrases first: no solution, all real numbers.
+    # First check fixed phrases: no solution, all real numbers.
     words = _as_words(text)
     if _NOTHING.fullmatch(words.lower()):
         return EMPTY
     if _ALL_REALS.fullmatch(words):
         return Union((Interval(None, None, False, False),))
     if "\\forall" in text or "\\exists" in text:
-        return Words(re.sub(r"\s+", "", text))  # it says more than the formula in it
+        return Words(re.sub(r"\s+", "", text))  # a quantifier changes the meaning of its formula
 
-    # From the loosest binding to the tightest: lists, relations, brackets, a single formula.
+    # Parse from the loosest binding to the tightest: lists, relations, brackets, a single formula.
     for parsed in (_several(text), _relation(text), _brackets(text), _formula(text)):
         if parsed is not None:
             return parsed
 
-    # Leave out introductions such as "the answer is", and read the rest.
+    # Remove introductions such as "the answer is", and parse the rest.
     shorter = APPROXIMATELY.sub("", _INTRODUCTION.sub("", words)) if " " in words else words
     if shorter != words and re.search(r"[\d\\]", shorter):
         return _read(plain_latex(shorter))
@@ -100,11 +100,11 @@ def _as_words(text: str) -> str:
 
 
 def split(text: str, separator: str = ",") -> list[str]:
-    """Splits text at commas that are in no bracket, and in no number such as 1,000."""
+    """Split text at commas outside brackets and outside numbers such as 1,000."""
     parts = []
     depth = 0
     start = 0
-    # Commas within a number such as 1,000 separate nothing.
+    # Commas within a number such as 1,000 are not separators.
     thousands = (
         {
             at
@@ -128,7 +128,7 @@ def split(text: str, separator: str = ",") -> list[str]:
 
 
 def _several(text: str) -> Answer | None:
-    """Reads what commas, "and", "or", a union sign or plus-minus join."""
+    """Parse several answers joined by commas, "and", "or", a union sign or plus-minus."""
     if "\\cup" in text:
         unions = [as_union(_read(part.strip())) for part in text.split("\\cup")]
         if all(union is not None for union in unions):
@@ -188,7 +188,7 @@ def _brackets(text: str) -> Answer | None:
         return None
     inner = text[len(opening) : len(text) - len(closing)]
     is_set = opening.endswith("{") and closing.endswith("}")
-    # In a tuple such as (1,000) a comma separates, although it looks like a thousands separator.
+    # In a tuple such as (1,000) a comma is a separator, although it looks like a thousands separator.
     parts = re.sub(r"(?<=\d),(?=\d)", ", ", inner) if not is_set else inner
     items = split(parts)
     if not is_set and len(items) == 1 and ";" in inner:
@@ -206,7 +206,7 @@ def _brackets(text: str) -> Answer | None:
             elements += element.items if isinstance(element, Items) and _is_list(element) else (element,)
         return Items("set", tuple(elements))
 
-    # Half-open brackets or an infinite end make an interval; (1, 2) may be a point.
+    # Half-open brackets or an infinite end indicate an interval; (1, 2) may be a point.
     if len(items) == 2 and (opening + closing not in ("()", "[]") or "\\infty" in inner):
         low, high = (_end(item) for item in items)
         if low is not None and high is not None:
@@ -234,7 +234,7 @@ def _unbalanced(text: str) -> bool:
 
 
 def _end(text: str) -> tuple[Expression | None] | None:
-    """Returns one end of an interval, which is None for infinity, or nothing if it is no number."""
+    """Return one end of an interval, in a tuple with None for infinity; None if it is not a number."""
     text = text.strip()
     if re.fullmatch(r"[+-]?\s*(?:\\infty|oo|inf|infinity)", text):
         return (None,)
@@ -273,7 +273,7 @@ def _relation(text: str) -> Answer | None:
     if not all(sides):
         return None
 
-    # Equations, of which `x = a \pm b` is a list of two values.
+    # Parse equations; `x = a \pm b` is a list of two values.
     if set(signs) <= {"=", "\\approx"}:
         if signs == ["="] and sides[1].count("\\pm") == 1 and _VARIABLE.fullmatch(sides[0]):
             return _several(sides[1])
@@ -291,7 +291,7 @@ def _side(text: str) -> Answer:
 
 
 def _inequality(sides: Sequence[str], signs: Sequence[str]) -> Answer | None:
-    """Reads inequalities between one variable and numbers."""
+    """Parse inequalities between one variable and numbers."""
     ends = [
         None if _VARIABLE.fullmatch(side) and side not in ("\\infty", "\\pi", "e") else _end(side)
         for side in sides
@@ -324,7 +324,7 @@ def _inequality(sides: Sequence[str], signs: Sequence[str]) -> Answer | None:
         right = ends[2]
         assert left is not None
         assert right is not None
-        # A chain such as `1 < x \le 3` is an interval, read from its lower end.
+        # A chain such as `1 < x \le 3` is an interval.
         if all(sign in _LESS for sign in signs):
             return Union(
                 (

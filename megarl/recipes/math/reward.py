@@ -1,12 +1,12 @@
-"""Scores a mathematical answer: 1 if it is the ground truth, else 0.
+"""Scores a mathematical answer: 1 if it equals the ground truth, otherwise 0.
 
     reward:
       functions: [{path: reward.py}]
 
 The answer is in the last \\boxed{}; see final_answer.py for responses without one. Numbers are compared
 exactly, formulas by their values at several points, and lists, sets, tuples, intervals, inequalities and
-equations by their parts. Math-Verify decides about what is left, such as matrices and integrals, within
-LIMIT_S of the processor. It needs `pip install math-verify` (in requirements/cuda.txt).
+equations by their parts. Math-Verify compares everything else, such as matrices and integrals, within LIMIT_S
+of CPU time. It requires `pip install math-verify` (in requirements/cuda.txt).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megarl.recipes.math.final_answer import final_answer
 from megarl.recipes.math.reading import read
 from megarl.rewards.encodable import refuse_unencodable
 
-LIMIT_S = 2.0  # of the processor, for one comparison by Math-Verify
-# characters of an answer that is read
+LIMIT_S = 2.0  # CPU time of one comparison by Math-Verify
+# Maximum characters of an answer that is parsed.
 _LONGEST = 2000
 _LONGEST_FOR_MATH_VERIFY = 500
-# Formulas that Math-Verify would compute for minutes, some of them in C, where no signal interrupts: high
+# Formulas that Math-Verify would compute for minutes, partly in C code that no signal interrupts: high
 # powers, factorials of large numbers, long sums.
 _HUGE = re.compile(
     r"!|\^[^\^]*\^|\^\s*\{?\s*-?\d{4,}|\d{300}"
@@ -48,11 +48,11 @@ _CHOSEN = re.compile(
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> dict[str, Any]:
-    """Scores a response by its final answer.
+    """Score a response by its final answer.
 
     Returns:
         score: 1.0 or 0.0.
-        answer: The final answer in a normal form, so that equal answers have one text; None if the response
+        answer: The final answer in a normal form, which is the same for equal answers; None if the response
             has none.
 
     Raises:
@@ -62,17 +62,17 @@ def compute_score(
     given = final_answer(solution_str)
     if given is None:
         return {"score": 0.0, "answer": None}
-    # Long texts are not parsed, which could take long.
+    # Long texts are not parsed, because that could take too long.
     if len(given) > _LONGEST:
         return {"score": float(given == text), "answer": given[:_LONGEST]}
-    # Letters of multiple choice are compared as letters, not as variables.
+    # Compare letters of multiple choice as letters, not as variables.
     choice = _CHOICE.fullmatch(_unwrapped(text))
     chosen = _CHOSEN.fullmatch(_unwrapped(given)) if choice else None
     if choice and chosen:
         return {"score": float(choice.group(1) == chosen.group(1)), "answer": chosen.group(1)}
     answer = read(given)
     verdict = same(truth, answer)
-    # Math-Verify decides only what our own reading cannot, because it is slow.
+    # Math-Verify is slow, so it only decides cases that the parser cannot.
     if verdict is None:
         verdict = _verified(text, given)
 
@@ -80,13 +80,13 @@ def compute_score(
 
 
 def answer_from_truth(ground_truth: Any) -> str | None:
-    """Returns a response whose final answer is the ground truth."""
+    """Return a response whose final answer is the ground truth."""
     return f"\\boxed{{{ground_truth}}}"
 
 
 def check_truth(ground_truth: Any) -> None:
-    """Raises ValueError for a ground truth that no response can match: not text or a finite number, empty, or
-    unreadable."""
+    """Raise ValueError for a ground truth that no response can match, because it is not text or a finite
+    number, empty, or unreadable."""
     refuse_unencodable(ground_truth, "the ground truth")
     _truth(ground_truth)
 
@@ -103,7 +103,7 @@ def _read_truth(text: str) -> Answer:
         or any(not _parsed(each) for each in unread)
     ):
         raise ValueError(
-            f"the ground truth {text[:100]!r} is no mathematical expression; write the answer alone, such "
+            f"the ground truth {text[:100]!r} is not a mathematical expression; write only the answer, such "
             f"as '18' or '\\frac{{1}}{{2}}'"
         )
 
@@ -137,7 +137,7 @@ def _unread(answer: Answer) -> list[str]:
 
 
 def _unwrapped(text: str) -> str:
-    """Returns the text without the commands around it."""
+    """Return the text without the commands around it."""
     return (
         re.sub(r"\\(?:text|textbf|mathrm|mathbf|boxed|textrm|mbox)\s*\{([^{}]*)\}", r"\1", text)
         .strip()
@@ -146,11 +146,11 @@ def _unwrapped(text: str) -> str:
     )
 
 
-# ---- what only Math-Verify reads
+# ---- Math-Verify
 
 
 class _TooSlow(BaseException):
-    """No Exception, which Math-Verify would catch."""
+    """Interrupts Math-Verify, which would catch a subclass of Exception."""
 
 
 def _verified(truth: str, answer: str) -> bool:
@@ -171,9 +171,9 @@ def _parsed(text: str) -> list[Any]:
 
 
 def _within_limit(call: Callable[[], Any]) -> Any:
-    """Returns what `call` returns, or None if it takes more than LIMIT_S of the processor.
+    """Return the result of `call`, or None if it takes more than LIMIT_S of CPU time.
 
-    Signals reach the main thread alone, which is where reward processes score. Elsewhere
+    Only the main thread receives signals; reward processes score in it. In other threads
     `reward.time_limit_s` is the only limit.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -182,7 +182,7 @@ def _within_limit(call: Callable[[], Any]) -> Any:
     def stop(number: int, frame: FrameType | None) -> None:
         raise _TooSlow
 
-    # The timer counts the time of the processor, so that a busy machine does not change the verdict.
+    # The timer counts CPU time, so that a busy machine does not change the verdict.
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
 

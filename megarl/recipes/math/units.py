@@ -1,4 +1,4 @@
-"""Finds the unit behind a number, and its one spelling."""
+"""Finds the unit after a number, and normalizes its spelling."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KNOWN_UNITS = (
     "m/s",
 )
 _UNITS = (*_KNOWN_UNITS, "ft", "in", "yd", "deg", "rad", "N", "J", "W", "Hz")
-# The longest first, so that no unit is taken for the beginning of another.
+# The longest come first, so that no unit matches the beginning of another.
 _ANY_UNIT = "|".join(map(re.escape, sorted(_UNITS, key=len, reverse=True)))
 _CLEAR_UNIT = re.compile(
     rf"\s*(?:(?P<known>(?<=[\d\s}}])(?:{_ANY_UNIT}))(?:\^\{{?[23]\}}?)?"
@@ -77,9 +77,11 @@ _NO_UNIT = frozenset(
 
 
 def readings_of_units(text: str) -> list[tuple[str, str]]:
-    """Returns the text without its unit, and the unit, in each way in which the text may be understood."""
+    """Return the text without its unit, and the unit, for each possible interpretation of the text."""
     ways = []
-    if re.search(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):  # of an angle in degrees, perhaps
+    if re.search(
+        r"\\?(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text
+    ):  # the argument may be an angle in degrees
         return [(text, "")]
     # Try the units in order: degrees, quoted words, dollars, and known names without quotes.
     degrees = re.sub(r"\s*\^\s*\\circ\s*(?:C|F)?\s*$", "", text)
@@ -98,14 +100,14 @@ def readings_of_units(text: str) -> list[tuple[str, str]]:
         known = _CLEAR_UNIT.search(plain)
         if known and re.search(r"\d\W*$", plain[: known.start()]):
             way = (plain[: known.start()], _unit(known.group().strip()))
-            is_clear = len(known.group("known") or known.group("words")) > 1  # one letter is a variable
+            is_clear = len(known.group("known") or known.group("words")) > 1  # one letter may be a variable
             ways.insert(0 if is_clear else 1, way)
 
     return ways
 
 
 def _unit(text: str) -> str:
-    """Returns one spelling of a unit, in the singular; empty for what is no unit."""
+    """Return the normalized spelling of a unit, in the singular; empty if it is not a unit."""
     text = re.sub(r"\s+", " ", text.lower().strip(" .,")).replace("{", "").replace("}", "")
     singular = text[:-1] if text.endswith("s") and len(text) > 2 and not text.endswith("ss") else text
     singular = _SAME_UNITS.get(singular, _SAME_UNITS.get(text, singular))

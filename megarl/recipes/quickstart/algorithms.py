@@ -1,13 +1,12 @@
-"""Runs the quickstart with every algorithm in configs/algorithm, one after the other, and prints what each
-has learnt.
+"""Runs the quickstart with every algorithm in configs/algorithm in sequence, and prints a comparison.
 
     make algorithms                                       # or, in the virtual environment:
-    python -m megarl.recipes.quickstart.algorithms grpo dapo    # these alone
-    python -m megarl.recipes.quickstart.algorithms --table      # only the table, of the runs that are there
+    python -m megarl.recipes.quickstart.algorithms grpo dapo    # only these
+    python -m megarl.recipes.quickstart.algorithms --table      # only the table of existing runs
 
-Each run is `megarl train configs/quickstart.yaml algorithm=NAME` from the same start, which the quickstart's
-warm-up makes if it is not there. Its files are in outputs/algorithms/NAME; one that is complete is not made
-again.
+Each run is `megarl train configs/quickstart.yaml algorithm=NAME` from the same model, which the quickstart's
+warm-up creates if it does not exist. The files are in outputs/algorithms/NAME. Complete runs are not
+repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SUMMARY = "summary.json"
 
 
 def main(names: Sequence[str], only_table: bool) -> int:
-    """The status of the first command that fails, and 0 where none does."""
+    """Run the algorithms and print the table. Return the exit code of the first command that fails, or 0."""
     if not only_table and (status := run_stages(stages(names))):
         return status
     print(table(names))
@@ -39,7 +38,7 @@ def stages(names: Sequence[str]) -> list[list[str]]:
     megarl = [sys.executable, "-m", "megarl"]
     commands = []
 
-    # Stages that an earlier call has completed are skipped.
+    # Skip stages that an earlier call has completed.
     if not (START_DIR / "sft" / "huggingface").is_dir():
         commands.append(
             [
@@ -70,7 +69,7 @@ def stages(names: Sequence[str]) -> list[list[str]]:
 
 
 def table(names: Sequence[str]) -> str:
-    """Markdown. Accuracy is that of one sample for each held-out prompt."""
+    """Return a Markdown table. Accuracy is measured with one sample per held-out prompt."""
     lines = ["| algorithm | before | after | gain | samples | minutes |", "|---|---|---|---|---|---|"]
     for name in names:
         if not (OUTPUT_DIR / name / SUMMARY).is_file():
@@ -89,9 +88,9 @@ def table(names: Sequence[str]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Run the quickstart with every algorithm.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="algorithms; all where none is given")
-    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="algorithms; the default is all of them")
+    parser.add_argument("--table", action="store_true", help="only print the table")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.names) - set(ALGORITHMS)):
-        parser.error(f"there is no algorithm {', '.join(unknown)}; there are {', '.join(ALGORITHMS)}")
+        parser.error(f"unknown algorithm {', '.join(unknown)}; available: {', '.join(ALGORITHMS)}")
     sys.exit(main(arguments.names or ALGORITHMS, arguments.table))

@@ -1,12 +1,12 @@
-"""Makes what the quickstart trains on: a tiny Qwen2 model with random weights, its tokenizer, and sums from
+"""Creates the quickstart's inputs: a tiny Qwen2 model with random weights, its tokenizer, and sums from
 reasoning-gym.
 
     python -m megarl.recipes.quickstart.prepare --output-dir outputs/quickstart --seed 0
 
-The task is reasoning-gym's `basic_arithmetic`: sums of two numbers from 1 to 100 ("48 + 61"); its own
-verifier scores the answers. The demonstrations for supervised fine-tuning come from three teachers who slip:
-in half of them the answer is off by one or by ten. A model that imitates them slips as often as they do. Only
-the verifier's rewards can teach it better, and that is what PPO shows.
+The task is reasoning-gym's `basic_arithmetic`: sums of two numbers from 1 to 100 ("48 + 61"), scored by its
+own verifier. The demonstrations for supervised fine-tuning come from three teachers who make mistakes: half
+of the answers are off by one or by ten. A model that imitates them makes as many mistakes. Only the
+verifier's rewards can improve it, which PPO demonstrates.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from megarl.config.shipped import CONFIGS_DIR
 
-# Its config.json: so narrow a model learns faster from larger weights (initializer_range 0.06) than the usual
-# 0.02.
+# The model's config.json. Such a narrow model learns faster from larger initial weights (initializer_range
+# 0.06) than from the usual 0.02.
 MODEL = CONFIGS_DIR / "models" / "quickstart" / "model"
 TASK = "basic_arithmetic"
 TERMS = {
@@ -38,7 +38,7 @@ TERMS = {
     "operators": ["+"],
     "allow_parentheses": False,
 }
-NUM_DRAWS = 60_000  # some 10,000 different problems turn up
+NUM_DRAWS = 60_000  # results in about 10,000 distinct problems
 NUM_TEACHERS = 3
 NUM_VALIDATION = 512
 NUM_SFT_VALIDATION = 256
@@ -58,18 +58,18 @@ CHAT_TEMPLATE = (
 
 
 class Prepared(NamedTuple):
-    """Where `prepare` put things, as absolute paths."""
+    """The absolute paths of the files that `prepare` wrote."""
 
     model: Path  # a Hugging Face folder
     train: Path  # prompts with verifiable answers, for RL
-    validation: Path  # held-out prompts: in none of the other files
+    validation: Path  # held-out prompts that are in no other file
     sft_train: Path  # demonstrations for the problems of `train`
     sft_validation: Path
 
 
 def prepare(output_dir: str | Path, seed: int) -> Prepared:
-    """Writes `model/` and `data/*.parquet` below `output_dir`; the same seed gives the same bytes of weights
-    and data."""
+    """Write `model/` and `data/*.parquet` to `output_dir`. The same seed gives identical bytes of weights and
+    data."""
     folder = Path(output_dir).absolute()
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
@@ -98,8 +98,8 @@ def prepare(output_dir: str | Path, seed: int) -> Prepared:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, blanks dropped; 17 tokens, which no tensor-parallel size divides. A prompt has
-    5 to 9 tokens."""
+    """Return a tokenizer with one token per character and without spaces. Its 17 tokens are not divisible by
+    any tensor-parallel size. A prompt has 5 to 9 tokens."""
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Replace(" ", "")
@@ -136,9 +136,9 @@ def _save_model(path: Path, seed: int) -> None:
 
 
 def _distinct_problems(seed: int) -> list[dict[str, Any]]:
-    """reasoning-gym draws with replacement, so the same sum comes back; each is kept once, in the order of
-    its first draw."""
-    # Entry i is drawn from seed + i: seeds far apart, so that two runs do not share a stretch of draws.
+    """Return each distinct problem once, in the order of its first draw, because reasoning-gym draws with
+    replacement."""
+    # Entry i is drawn with seed + i, so the seeds of two runs are far apart to avoid overlapping draws.
     draws = create_dataset(TASK, seed=seed * NUM_DRAWS, size=NUM_DRAWS, allow_negation=False, **TERMS)
     by_expression: dict[str, dict[str, Any]] = {}
     for entry in draws:
@@ -169,7 +169,7 @@ def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the quickstart's model and data.")
+    parser = argparse.ArgumentParser(description="Create the quickstart's model and data.")
     parser.add_argument("--output-dir", default="outputs/quickstart")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

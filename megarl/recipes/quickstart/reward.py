@@ -1,4 +1,4 @@
-"""The reward of the quickstart: reasoning-gym's own verifier, all or nothing."""
+"""The reward of the quickstart: reasoning-gym's verifier without partial credit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from reasoning_gym.dataset import ProceduralDataset
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
 ) -> float:
-    """1.0 where the verifier of the reasoning-gym task `data_source` gives `solution_str` its full score,
-    else 0.0.
+    """Return 1.0 if the verifier of the reasoning-gym task `data_source` gives the full score, otherwise 0.0.
 
-    The verifier gives partial credit to a text that merely contains the answer; a policy would learn to
-    collect it.
+    The verifier gives partial credit to text that merely contains the answer, which a policy would learn to
+    exploit.
     """
     entry = {"question": extra_info["question"], "answer": ground_truth, "metadata": {}}
     return float(_verifier(data_source).score_answer(solution_str, entry) == 1.0)

@@ -1,8 +1,8 @@
-"""`megarl quickstart`: makes a tiny model and its data, warms the model up on demonstrations, then trains it
-by PPO.
+"""`megarl quickstart`: creates a tiny model and its data, fine-tunes the model on demonstrations, and then
+trains it with PPO.
 
 Arguments are overrides of configs/quickstart.yaml; `trainer.seed` also seeds the model, the data and the
-warm-up. Each stage is a command of its own, printed before it runs, so that it can be run alone.
+fine-tuning. Each stage is a separate command, which is printed before it runs and can also be run alone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ RUN_DIR = "trainer.output_dir="
 
 
 class WarmedUp(NamedTuple):
-    """A recipe: a module makes model and data in output_dir, the configuration `sft` warms the model up,
-    `train` trains it by rewards."""
+    """A recipe with three stages.
+
+    Attributes:
+        prepare: The module that creates model and data in `output_dir`.
+        sft: The configuration of the supervised fine-tuning.
+        train: The configuration of the reinforcement learning.
+    """
 
     prepare: str
     sft: str
@@ -38,23 +43,26 @@ SUMS = WarmedUp(
 
 
 def run(overrides: Sequence[str]) -> int:
-    """The quickstart's. Raises ValueError where the package of its sums is not installed."""
+    """Run the quickstart. Raises ValueError if reasoning-gym is not installed."""
     if find_spec("reasoning_gym") is None:
         raise ValueError(
-            "the quickstart's sums and their verifier are of reasoning-gym, which is not installed: pip "
-            "install reasoning-gym"
+            "the quickstart requires reasoning-gym for its sums and their verifier: pip install reasoning-gym"
         )
     return run_recipe(SUMS, overrides)
 
 
 def run_recipe(recipe: WarmedUp, overrides: Sequence[str]) -> int:
-    """overrides: of the training by rewards. The status of the first stage that fails, and 0 where none
-    does."""
+    """Run the stages of a recipe. Return the exit code of the first stage that fails, or 0.
+
+    Args:
+        recipe: The recipe.
+        overrides: Overrides of the reinforcement learning.
+    """
     seed = next((override.removeprefix(SEED) for override in overrides if override.startswith(SEED)), "0")
     seeds = [f"{SEED}{seed}", f"data.seed={seed}"]
     megarl = [sys.executable, "-m", "megarl"]
     folder = recipe.output_dir
-    # An earlier run with the same folder would be resumed.
+    # Remove an earlier run, which would be resumed otherwise.
     shutil.rmtree(folder, ignore_errors=True)
     stages = (
         [sys.executable, "-m", recipe.prepare, "--output-dir", str(folder), "--seed", seed],
@@ -65,15 +73,15 @@ def run_recipe(recipe: WarmedUp, overrides: Sequence[str]) -> int:
     )
     if status := run_stages(stages):
         return status
-    # An override may have moved the run's folder.
+    # An override may have changed the run's folder.
     run_dir = next(
         (Path(override.removeprefix(RUN_DIR)) for override in overrides if override.startswith(RUN_DIR)),
         folder,
     )
     validation = json.loads((run_dir / "summary.json").read_text())["validation"]
-    words = {"before": "before training by rewards", "after": "after"}
+    words = {"before": "before reinforcement learning", "after": "after"}
     scores = [f"{validation[when]:.1%} {words[when]}" for when in words if validation[when] is not None]
-    if scores:  # overrides can switch validation off
+    if scores:  # overrides can disable validation
         print(f"held-out accuracy: {', '.join(scores)}")
 
     return 0

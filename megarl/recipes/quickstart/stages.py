@@ -1,4 +1,4 @@
-"""Runs the commands that a recipe consists of, one after the other."""
+"""Runs the commands of a recipe in sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_stages(stages: Iterable[Sequence[str]]) -> int:
-    """Print and run each command; return the status of the first that fails, as a shell reports it, or 0."""
+    """Print and run each command. Return the exit code of the first that fails, as a shell reports it, or
+    0."""
     for stage in stages:
         print("$ " + shlex.join(["python", *stage[1:]]), flush=True)
         if status := _run(stage):
@@ -20,13 +21,12 @@ def run_stages(stages: Iterable[Sequence[str]]) -> int:
 
 
 def _run(stage: Sequence[str]) -> int:
-    """Run one command in the foreground. It gets the signals that this process gets, so that a training run
-    can save and end in order."""
-    # A process group of its own: otherwise it would get a terminal's Ctrl-C twice, from the terminal and from
-    # here.
+    """Run one command in the foreground. Signals to this process are forwarded to it, so that a training run
+    can save and shut down in order."""
+    # With its own process group, the command does not receive a terminal's Ctrl-C twice.
     process = subprocess.Popen(stage, process_group=0)
     before = {number: signal.getsignal(number) for number in _FORWARDED}
-    # A signal that is ignored here stays ignored, as under nohup.
+    # Signals that are ignored here stay ignored, as under nohup.
     for number in (each for each, handler in before.items() if handler is not signal.SIG_IGN):
         signal.signal(number, lambda number, frame: process.send_signal(number))
 

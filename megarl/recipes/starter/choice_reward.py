@@ -1,6 +1,6 @@
-"""The reward: 1 if the choice that a response names as its answer is the ground truth, else 0.
+"""The reward: 1 if the choice that a response gives as its answer is the ground truth, otherwise 0.
 
-python reward.py        # its own test, without a model
+python reward.py        # runs its test, without a model
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 from megarl.rewards.thinking import outside_thinking
 
 CHOICES = ["A", "B", "C", "D"]
-# The longest first. A small letter must be followed by punctuation or the end of its line, because "a" is an
-# article.
+# The longest choices come first. A lower-case letter must be followed by punctuation or the end of its line,
+# because "a" is an article.
 WORDS = [f"(?i:{re.escape(each)})" for each in sorted(CHOICES, key=len, reverse=True) if len(each) > 1]
 LETTERS = [
     rf"{re.escape(each)}|{re.escape(each.lower())}(?=\W*$|[).:])" for each in CHOICES if len(each) == 1
@@ -26,15 +26,17 @@ SAYS_SO = re.compile(r"answer|(?:option|choice) is", re.IGNORECASE)
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> dict[str, Any]:
-    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of
-    the sample, not a 0."""
+    """Score the response `solution_str`. The other arguments are columns of the data.
+
+    An exception is reported as an error of the sample; it does not count as a score of 0.
+    """
     given = choice_in(outside_thinking(solution_str))
     return {"score": float(given == truth_of(ground_truth)), "answer": given}
 
 
 def choice_in(response: str) -> str | None:
-    """Return the choice that a response names after its last "answer"; otherwise at the start of its last
-    line ("B. A dog"), or last."""
+    """Return the first choice after the last "answer" in a response, otherwise the one at the start of its
+    last line ("B. A dog"), otherwise the last choice."""
     said = SAYS_SO.split(response)
     if len(said) > 1 and (named := NAMED.search(said[-1])):
         return normal(named.group())
@@ -46,10 +48,10 @@ def choice_in(response: str) -> str | None:
 
 
 def truth_of(ground_truth: Any) -> str:
-    """Return the right choice. Write `(A)` or `A.` for A if you like."""
+    """Return the correct choice. `(A)` and `A.` are accepted for A."""
     choice = normal(str(ground_truth).strip(" ()."))
     if choice not in map(normal, CHOICES):
-        raise ValueError(f"{ground_truth!r} is none of {CHOICES}; correct the row or leave it out")
+        raise ValueError(f"{ground_truth!r} is not one of {CHOICES}; correct or remove the row")
     return choice
 
 
@@ -58,12 +60,12 @@ def normal(choice: str) -> str:
 
 
 def check_truth(ground_truth: Any) -> None:
-    """`megarl check` refuses the rows for which this raises ValueError."""
+    """Raise ValueError for a row that `megarl check` should refuse."""
     truth_of(ground_truth)
 
 
 def answer_from_truth(ground_truth: Any) -> str:
-    """`megarl check` scores this response, which is right."""
+    """Return a correct response, which `megarl check` scores."""
     return f"The answer is {truth_of(ground_truth)}."
 
 
@@ -79,9 +81,9 @@ def test() -> None:
             ("", 0.0),
         ):
             score = compute_score("test", response, right, {})["score"]
-            assert score == expected, f"{response!r} for {right!r} has the score {score}, not {expected}"
+            assert score == expected, f"{response!r} for {right!r} scores {score} instead of {expected}"
 
 
 if __name__ == "__main__":
     test()
-    print("reward.py: every response of its test has the score that it should have")
+    print("reward.py: all test responses have the expected score")

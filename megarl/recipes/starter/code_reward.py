@@ -1,7 +1,7 @@
-"""The reward: the share of the tests in the ground truth that the program of a response passes. Programs run
+"""The reward: the fraction of the tests in the ground truth that the response's program passes. Programs run
 in a sandbox.
 
-python reward.py        # its own test, without a model
+python reward.py        # runs its test, without a model
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ from megarl.rewards import code
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> dict[str, Any]:
-    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of
-    the sample, not a 0."""
+    """Score the response `solution_str`. The other arguments are columns of the data.
+
+    An exception is reported as an error of the sample; it does not count as a score of 0.
+    """
     return code.compute_score(data_source, solution_str, tests_of(ground_truth), extra_info)
 
 
 def tests_of(ground_truth: Any) -> Any:
-    """Return the list of tests, or its JSON text. A text of assert statements is one test."""
+    """Return the list of tests or its JSON string. A string of assert statements is one test."""
     is_asserts = isinstance(ground_truth, str) and not ground_truth.lstrip().startswith("[")
     return [ground_truth] if is_asserts else ground_truth
 
 
 def check_truth(ground_truth: Any) -> None:
-    """`megarl check` refuses the rows for which this raises ValueError."""
+    """Raise ValueError for a row that `megarl check` should refuse."""
     code.check_truth(tests_of(ground_truth))
 
 
 def answer_from_truth(ground_truth: Any) -> str | None:
-    """Return None: a program cannot be derived from its tests."""
+    """Return None, because a program cannot be derived from its tests."""
     return None
 
 
@@ -48,9 +50,9 @@ def test() -> None:
         ("I do not know", ["assert twice(2) == 4"], 0.0),
     ):
         score = compute_score("test", response, truth, {})["score"]
-        assert score == expected, f"{response!r} for {truth!r} has the score {score}, not {expected}"
+        assert score == expected, f"{response!r} for {truth!r} scores {score} instead of {expected}"
 
 
 if __name__ == "__main__":
     test()
-    print("reward.py: every response of its test has the score that it should have")
+    print("reward.py: all test responses have the expected score")

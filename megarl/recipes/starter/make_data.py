@@ -1,10 +1,10 @@
-"""Writes train.jsonl and validation.jsonl beside itself: sums, in the place of your own questions and
+"""Writes train.jsonl and validation.jsonl next to this file, with sums instead of your own questions and
 answers.
 
     python make_data.py
 
-A row is one JSON object a line with the columns that the configuration names under data.columns: `question`
-and `answer`.
+Each line is a JSON object with the columns that data.columns in the configuration names: `question` and
+`answer`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ NUM_VALIDATION = 64
 
 
 def rows() -> list[dict[str, str]]:
-    """Change this: read your own file, or ask your own source. No question is in both files, so none may come
-    twice."""
+    """Return all rows. Change this to read your own data. Questions must be unique, so that none is in both
+    files."""
     pairs = [(left, right) for left in range(1, 100) for right in range(1, 100)]
     random.Random(0).shuffle(pairs)
     chosen = pairs[: NUM_TRAIN + NUM_VALIDATION]

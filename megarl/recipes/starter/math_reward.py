@@ -1,7 +1,7 @@
 """The reward: 1 if the final answer of a response, in its last \\boxed{}, equals the ground truth as a
-mathematical expression, else 0.
+mathematical expression, otherwise 0.
 
-python reward.py        # its own test, without a model
+python reward.py        # runs its test, without a model
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from megarl.recipes.math import reward as math
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> dict[str, Any]:
-    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of
-    the sample, not a 0."""
+    """Score the response `solution_str`. The other arguments are columns of the data.
+
+    An exception is reported as an error of the sample; it does not count as a score of 0.
+    """
     return math.compute_score(data_source, solution_str, answer_of(ground_truth), extra_info)
 
 
 def answer_of(ground_truth: Any) -> Any:
-    """Return the answer alone: what follows `####` where the ground truth is a solution that ends with it."""
+    """Return the answer of a ground truth. If it is a solution with `####`, the answer follows that mark."""
     return ground_truth.rpartition("####")[2].strip() if isinstance(ground_truth, str) else ground_truth
 
 
 def check_truth(ground_truth: Any) -> None:
-    """`megarl check` refuses the rows for which this raises ValueError."""
+    """Raise ValueError for a row that `megarl check` should refuse."""
     math.check_truth(answer_of(ground_truth))
 
 
 def answer_from_truth(ground_truth: Any) -> str | None:
-    """`megarl check` scores this response, which is right."""
+    """Return a correct response, which `megarl check` scores."""
     return math.answer_from_truth(answer_of(ground_truth))
 
 
@@ -43,9 +45,9 @@ def test() -> None:
         ("I do not know", "\\frac{1}{2}", 0.0),
     ):
         score = compute_score("test", response, truth, {})["score"]
-        assert score == expected, f"{response!r} for {truth!r} has the score {score}, not {expected}"
+        assert score == expected, f"{response!r} for {truth!r} scores {score} instead of {expected}"
 
 
 if __name__ == "__main__":
     test()
-    print("reward.py: every response of its test has the score that it should have")
+    print("reward.py: all test responses have the expected score")

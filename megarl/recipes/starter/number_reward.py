@@ -1,7 +1,6 @@
-"""The reward: 1 if the last number of a response is the ground truth, else 0. Change it to what your task
-rewards.
+"""The reward: 1 if the last number of a response is the ground truth, otherwise 0. Change it for your task.
 
-python reward.py        # its own test, without a model
+python reward.py        # runs its test, without a model
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ NUMBER = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> dict[str, Any]:
-    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of
-    the sample, not a 0."""
+    """Score the response `solution_str`. The other arguments are columns of the data.
+
+    An exception is reported as an error of the sample; it does not count as a score of 0.
+    """
     numbers = [Decimal(number) for number in NUMBER.findall(plain(outside_thinking(solution_str)))]
     if not numbers:
         return {"score": 0.0, "answer": None}
@@ -32,11 +33,11 @@ def compute_score(
 
 
 def truth_of(ground_truth: Any) -> Decimal:
-    """Return the right number: the whole ground truth, or what follows `####` where it is a solution, as in
-    GSM8K."""
+    """Return the correct number: the whole ground truth or, for a solution as in GSM8K, the text after
+    `####`."""
     answer = plain(str(ground_truth).rpartition("####")[2]).strip()
     if not NUMBER.fullmatch(answer):
-        raise ValueError(f"{ground_truth!r} is no number; correct the row or leave it out")
+        raise ValueError(f"{ground_truth!r} is not a number; correct or remove the row")
     return Decimal(answer)
 
 
@@ -47,12 +48,12 @@ def plain(text: str) -> str:
 
 
 def check_truth(ground_truth: Any) -> None:
-    """`megarl check` refuses the rows for which this raises ValueError."""
+    """Raise ValueError for a row that `megarl check` should refuse."""
     truth_of(ground_truth)
 
 
 def answer_from_truth(ground_truth: Any) -> str:
-    """`megarl check` scores this response, which is right."""
+    """Return a correct response, which `megarl check` scores."""
     return f"The answer is {truth_of(ground_truth)}."
 
 
@@ -66,9 +67,9 @@ def test() -> None:
         ("I do not know", "109", 0.0),
     ):
         score = compute_score("test", response, truth, {})["score"]
-        assert score == expected, f"{response!r} for {truth!r} has the score {score}, not {expected}"
+        assert score == expected, f"{response!r} for {truth!r} scores {score} instead of {expected}"
 
 
 if __name__ == "__main__":
     test()
-    print("reward.py: every response of its test has the score that it should have")
+    print("reward.py: all test responses have the expected score")

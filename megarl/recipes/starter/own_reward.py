@@ -1,6 +1,6 @@
-"""The reward is yours to write: `megarl init` found none that fits the answers of the data.
+"""The reward, which you have to implement: `megarl init` found none that fits the answers in the data.
 
-python reward.py        # its own test, without a model
+python reward.py        # runs its test, without a model
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ from typing import Any
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> float:
-    """`solution_str` is what the model wrote, the others are columns of the data. An exception is an error of
-    the sample, not a 0."""
+    """Score the response `solution_str`. The other arguments are columns of the data.
+
+    An exception is reported as an error of the sample; it does not count as a score of 0.
+    """
     raise NotImplementedError(
-        "write compute_score in reward.py: return 1.0 for a right response and 0.0 for a wrong one"
+        "implement compute_score in reward.py: return 1.0 for a correct response and 0.0 for a wrong one"
     )
 
 
 def test() -> None:
     for response, truth, expected in (
-        ("a right response", "its ground truth", 1.0),  # replace these with responses to your own questions
+        ("a correct response", "its ground truth", 1.0),  # replace these with your own examples
         ("a wrong response", "its ground truth", 0.0),
     ):
         score = compute_score("test", response, truth, {})
-        assert score == expected, f"{response!r} for {truth!r} has the score {score}, not {expected}"
+        assert score == expected, f"{response!r} for {truth!r} scores {score} instead of {expected}"
 
 
 if __name__ == "__main__":
     test()
-    print("reward.py: every response of its test has the score that it should have")
+    print("reward.py: all test responses have the expected score")
