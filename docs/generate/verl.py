@@ -69,4 +69,4 @@ def _ours(key: VerlKey, headings: dict[str, str]) -> str:
             f"megarl/config/verl_names.yaml names {key.ours}, which has no section in the reference"
         )
 
-    return f"[`{key.ours}`](configuration.md#without-a-section)"
+    return f"[`{key.ours}`](configuration.md#top-level-keys)"

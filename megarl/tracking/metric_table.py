@@ -1,8 +1,8 @@
-"""Every metric that a run can log, with its unit and meaning: docs/metrics.md is made from it, and runs in
-the tests are held against it.
+"""Every metric that a run can log, with its unit and description. docs/metrics.md is generated from this
+table, and tests compare runs with it.
 
 In a pattern, `{mean,max}` stands for each of these words, `<name>` for a name that depends on the run, and
-`[/<source>]` may be absent.
+`[/<source>]` is optional.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ from typing import NamedTuple
 
 
 class MetricRow(NamedTuple):
-    """unit: empty for a number without one."""
+    """A row of the table. `unit` is empty for a number without a unit."""
 
     pattern: str
     unit: str
     meaning: str
 
 
-_TOKENS = "over the tokens that the model wrote"
+_TOKENS = "over model-written tokens"
 METRICS: Mapping[str, tuple[MetricRow, ...]] = {
     "Progress": (
-        MetricRow("step", "", "Number of the step, from 1. Step 0 is the validation before training."),
+        MetricRow("step", "", "Step number, starting at 1. Step 0 is the validation before training."),
         MetricRow("num_tokens", "tokens", "Prompt and response tokens of the step's batch."),
     ),
     "Rewards and advantages": (
         MetricRow(
             "reward/mean",
             "",
-            "Mean score of a sample, as the reward gives it. The same number as `critic/score/mean`.",
+            "Mean score over samples. The same number as `critic/score/mean`.",
         ),
-        MetricRow("critic/score/{mean,max,min}", "", "Score of a sample, over samples."),
+        MetricRow("critic/score/{mean,max,min}", "", "Score over samples."),
         MetricRow(
             "critic/rewards/{mean,max,min}",
             "",
-            "Score less the KL penalty and other shaping, summed over a sample, over samples.",
+            "Score minus KL penalty and other shaping, summed over the tokens of a sample, over samples.",
         ),
         MetricRow(
             "reward/<name>/{mean,max,min}",
             "",
-            "Number `<name>` that reward functions return beside the score, over samples that have it.",
+            "Additional number `<name>` that reward functions return, over samples that have it.",
         ),
         MetricRow(
             "reward/functions/{mean,max,min}",
             "",
-            "Score of the reward functions alone, before its weight, in runs with a reward model.",
+            "Score of the reward functions before weighting, in runs with a reward model.",
         ),
-        MetricRow("reward/model/{mean,max,min}", "", "Score of the reward model, before its weight."),
+        MetricRow("reward/model/{mean,max,min}", "", "Score of the reward model before weighting."),
         MetricRow(
             "reward/model/truncated",
             "share",
-            "Conversations that lost their oldest tokens to fit the reward model.",
+            "Conversations whose oldest tokens were truncated for the reward model.",
         ),
         MetricRow(
             "reward/model/spells_special",
@@ -64,40 +64,39 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "reward/overlong_penalty",
             "",
-            "Mean penalty for long responses (`algorithm.overlong`), 0 or less.",
+            "Mean penalty for long responses (`algorithm.overlong`), at most 0.",
         ),
-        MetricRow("reward/overlong_fraction", "share", "Samples with such a penalty."),
+        MetricRow("reward/overlong_fraction", "share", "Samples with a penalty for their length."),
         MetricRow("critic/advantages/{mean,max,min,std}", "", f"Advantage A, {_TOKENS}."),
         MetricRow("critic/returns/{mean,max,min,std}", "", f"Return, the target of the critic, {_TOKENS}."),
         MetricRow(
-            "critic/baseline/mean", "", "Mean score of the greedy samples that ReMax takes as baselines."
+            "critic/baseline/mean", "", "Mean score of the greedy samples that ReMax uses as baselines."
         ),
         MetricRow(
             "groups/without_signal",
             "share",
-            "Prompts whose samples all have the same score, so that group-relative advantages are 0.",
+            "Prompts whose samples all have the same score, which makes group-relative advantages 0.",
         ),
         MetricRow(
             "groups/{at_best,at_worst}",
             "share",
-            "Prompts whose samples all have the batch's largest (or smallest) score.",
+            "Prompts whose samples all have the largest (or smallest) score of the batch.",
         ),
         MetricRow(
             "dynamic_sampling/num_generations",
             "",
-            "Rounds of generation until enough prompts had samples with different scores; 1 ahead of "
-            "training.",
+            "Rounds of generation until enough prompts had samples with different scores; 1 with async rollout.",
         ),
         MetricRow(
             "dynamic_sampling/{num_prompts,num_without_signal,num_surplus}",
             "prompts",
-            "Sampled; dropped because all scores are the same; not needed.",
+            "Prompts that were sampled; dropped because all scores are the same; not needed.",
         ),
-        MetricRow("dynamic_sampling/score_mean", "", "Mean score of all samples, dropped ones included."),
+        MetricRow("dynamic_sampling/score_mean", "", "Mean score of all samples, including dropped ones."),
     ),
     "Policy": (
         MetricRow(
-            "actor/pg_loss", "", "Policy loss, a mean over the step's updates. Without entropy and KL terms."
+            "actor/pg_loss", "", "Policy loss without entropy and KL terms, mean over the step's updates."
         ),
         MetricRow(
             "actor/entropy", "nats", f"Entropy of the policy's next-token distribution, mean {_TOKENS}."
@@ -107,12 +106,12 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "actor/pg_clipfrac",
             "share",
-            "Tokens whose ratio the clip range bounds (or that the loss leaves out).",
+            "Tokens whose ratio is clipped (or that the loss excludes).",
         ),
         MetricRow(
             "actor/pg_clipfrac_dual",
             "share",
-            "Tokens that the dual clip bounds (`algorithm.policy_loss.clip_dual`).",
+            "Tokens that are clipped by the dual clip (`algorithm.policy_loss.clip_dual`).",
         ),
         MetricRow("actor/approx_kl", "nats", "Mean of log p_old - log p_new, an estimate of KL(old, new)."),
         MetricRow(
@@ -123,22 +122,22 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "actor/kl_loss",
             "nats",
-            "KL to the reference, as `algorithm.kl.estimator` measures it, where it is part of the loss.",
+            "KL to the reference, by `algorithm.kl.estimator`, if it is part of the loss.",
         ),
         MetricRow(
             "actor/reward_kl_penalty",
             "nats",
-            "Mean KL to the reference per token, where it is taken off the reward.",
+            "Mean KL to the reference per token, if it is subtracted from the reward.",
         ),
         MetricRow(
             "actor/reward_kl_penalty_coeff",
             "",
-            "Coefficient of that penalty; an adaptive controller changes it.",
+            "Coefficient of the KL penalty in the reward, which an adaptive controller adjusts.",
         ),
         MetricRow(
             "{actor,critic}/moe/expert_share/max",
             "share",
-            "Largest share of a layer's tokens that went to one expert.",
+            "Largest share of a layer's tokens that was routed to one expert.",
         ),
         MetricRow(
             "{actor,critic}/moe/{aux_loss,z_loss}",
@@ -147,8 +146,8 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         ),
     ),
     "Critic": (
-        MetricRow("critic/vf_loss", "", "Value loss, a mean over the step's updates."),
-        MetricRow("critic/vf_clipfrac", "share", "Tokens whose value the clip range bounds."),
+        MetricRow("critic/vf_loss", "", "Value loss, mean over the step's updates."),
+        MetricRow("critic/vf_clipfrac", "share", "Tokens whose value is clipped."),
         MetricRow(
             "critic/vf_explained_var",
             "",
@@ -167,7 +166,7 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "response_length/{mean,max,min}",
             "tokens",
-            "Tokens that the model wrote in a sample, over samples.",
+            "Model-written tokens of a sample, over samples.",
         ),
         MetricRow("response_length/clip_ratio", "share", "Samples that reached `data.max_response_length`."),
         MetricRow("prompt_length/{mean,max,min}", "tokens", "Tokens of a prompt, over samples."),
@@ -179,64 +178,64 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "agent/errors/<kind>",
             "share",
-            "Calls that failed so, of all calls. Kinds that did not occur are absent.",
+            "Calls that failed with this kind of error, of all calls. Kinds that did not occur are absent.",
         ),
         MetricRow(
             "agent/ended/<why>",
             "share",
-            "Episodes that ended so: done, length, turns and others. Ends that did not occur are absent.",
+            "Episodes that ended for this reason: done, length, turns and others. Reasons that did not occur are absent.",
         ),
         MetricRow(
             "agent/waiting_share",
             "share",
-            "Of the time of the episodes that ended, the time in which they waited for tools.",
+            "Time that finished episodes spent waiting for tools, as a share of their duration.",
         ),
-        MetricRow(
-            "agent/num_restarts", "", "Processes of environments that were restarted in the run so far."
-        ),
+        MetricRow("agent/num_restarts", "", "Restarts of environment processes in the run so far."),
     ),
     "Rollout": (
         MetricRow(
             "rollout/{num_restarts,num_resent}",
             "",
-            "Replicas that were restarted, and requests that were sent again, since the last step.",
+            "Replica restarts, and resent requests, since the last step.",
         ),
         MetricRow(
             "rollout/replica_<number>/tokens_per_s",
             "tokens/s",
-            "Tokens that the replica wrote, per second of generation.",
+            "Tokens generated by the replica, per second of generation.",
         ),
         MetricRow(
             "rollout/age/{mean,max}",
             "versions",
-            "Weight versions between the weights that drew a token and those that are trained.",
+            "Staleness of a token: weight versions between the sampling and the trained weights.",
         ),
         MetricRow(
             "rollout/groups_ahead",
             "prompts",
-            "Prompts that are generated ahead of training (`rollout.max_staleness`).",
+            "Prompts in the async rollout buffer (`rollout.max_staleness`).",
         ),
         MetricRow(
             "rollout/num_given_up",
             "prompts",
-            "Prompts that an engine could not complete in the run so far, where `rollout.max_error_rate` or "
-            "`rollout.max_staleness` is above 0.",
+            "Prompts that were dropped in the run so far because an engine could not complete them, if "
+            "`rollout.max_error_rate` or `rollout.max_staleness` is above 0.",
         ),
-        MetricRow("rollout/late", "share", "Tokens that the loss leaves out because they are too old."),
+        MetricRow(
+            "rollout/late", "share", "Tokens that are masked out of the loss because they are too old."
+        ),
         MetricRow(
             "training/rollout_log_probs_diff_{mean,max}",
             "nats",
-            "Absolute difference of the engine's and the trainer's log-probs of a token.",
+            "Absolute difference between the engine's and the trainer's log-prob of a token.",
         ),
         MetricRow(
             "training/rollout_log_probs_diff_mean/{current,older}",
             "nats",
-            "The mean over tokens drawn by the trained weights, and by older ones.",
+            "The same mean over tokens from the current weights, and from older ones.",
         ),
         MetricRow(
             "training/rollout_probs_diff_{mean,max}",
             "",
-            "Absolute difference of the probabilities of a token.",
+            "Absolute difference between the engine's and the trainer's probability of a token.",
         ),
         MetricRow(
             "rollout_correction/{kl_k1,kl,kl_reverse}",
@@ -246,19 +245,19 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "rollout_correction/{chi_square_token,chi_square_sequence}",
             "",
-            "Mean of e^(2x) less 1, over tokens; over responses with x summed.",
+            "Mean of e^(2x) - 1 over tokens; over responses with x summed.",
         ),
         MetricRow("rollout_correction/{ratio_max,ratio_min}", "", "Largest and smallest e^x of a token."),
         MetricRow("rollout_correction/weight_mean", "", "Mean importance weight of the correction."),
         MetricRow(
             "rollout_correction/effective_sample_size",
             "share",
-            "(sum of weights)^2 / (number x sum of squared weights); 1 if all are equal.",
+            "(sum of weights)^2 / (number of weights x sum of squared weights); 1 if all are equal.",
         ),
         MetricRow(
             "rollout_correction/{fraction_truncated,fraction_masked}",
             "share",
-            "Weights that the correction truncates, or sets to 0.",
+            "Weights that the correction truncates or sets to 0.",
         ),
         MetricRow("rollout_correction/fraction_rejected", "share", "Responses that the correction rejects."),
     ),
@@ -286,64 +285,63 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow("val[/<source>]/turns/mean", "turns", "Turns of the model in an episode."),
     ),
     "Weight sync": (
-        MetricRow("resharding/seconds", "s", "Duration of the last weight push."),
+        MetricRow("resharding/seconds", "s", "Duration of the last weight sync."),
         MetricRow(
             "resharding/{packing_s,waiting_s}",
             "s",
-            "Of these, copying into messages, and waiting for others, on the slowest trainer rank.",
+            "Part of it spent copying into messages, and waiting for others, on the slowest trainer rank.",
         ),
-        MetricRow("resharding/load_s", "s", "Until the last engine had all weights."),
-        MetricRow("resharding/verify_s", "s", "Comparing checksums."),
-        MetricRow("resharding/nbytes", "bytes", "Sent by all trainer ranks together."),
+        MetricRow("resharding/load_s", "s", "Time until the last engine had all weights."),
+        MetricRow("resharding/verify_s", "s", "Time to compare checksums."),
+        MetricRow("resharding/nbytes", "bytes", "Bytes sent by all trainer ranks together."),
         MetricRow("resharding/extra_bytes", "bytes", "Largest additional memory of a trainer rank."),
-        MetricRow("resharding/gb_per_s", "GB/s", "nbytes over seconds without verify_s."),
+        MetricRow("resharding/gb_per_s", "GB/s", "nbytes divided by seconds without verify_s."),
     ),
     "Time, speed and memory": (
         MetricRow(
             "timing_s/<phase>",
             "s",
-            "Duration of a phase of the step: gen, reward, old_log_prob, update_actor and others; `step` is "
-            "all of it, `testing` validation.",
+            "Duration of a phase: gen, reward, old_log_prob, update_actor and others; `step` is the whole step, "
+            "`testing` validation.",
         ),
+        MetricRow("perf/throughput", "tokens/s", "num_tokens divided by the step time without validation."),
         MetricRow(
-            "perf/throughput", "tokens/s", "num_tokens over the seconds of the step without validation."
+            "perf/throughput_per_device", "tokens/s", "perf/throughput divided by the number of devices."
         ),
-        MetricRow("perf/throughput_per_device", "tokens/s", "The same, for each device of the run."),
         MetricRow(
             "perf/tokens_per_s/<role>",
             "tokens/s",
-            "Tokens that an update of the role trains, per second and device.",
+            "Tokens that an update of the role trains on, per second and device.",
         ),
         MetricRow(
             "perf/computed_tokens_per_s/<role>",
             "tokens/s",
-            "The same without prompts that samples of a micro-batch share.",
+            "The same, counting prompts shared by samples of a micro-batch once.",
         ),
         MetricRow(
             "perf/tflops/<role>",
             "TFLOP/s",
-            "Floating-point operations that these tokens need, per second and device.",
+            "Floating-point operations of these tokens, per second and device.",
         ),
         MetricRow(
             "perf/mfu/<role>",
             "share",
-            "Model FLOPs utilization: perf/tflops over the device's peak, where that is known.",
+            "Model FLOPs utilization: perf/tflops divided by the device's peak, if known.",
         ),
         MetricRow(
             "perf/trainer_idle",
             "share",
-            "Time of the step in which the trainer waited for samples, where they are generated ahead.",
+            "Share of the step in which the trainer waited for samples, with async rollout.",
         ),
         MetricRow(
             "perf/engines_idle",
             "share",
-            "Time since the last step in which a replica had no request, mean over replicas.",
+            "Share of the time since the last step in which a replica had no request, mean over replicas.",
         ),
         MetricRow(
             "memory/<role>_rss_gb/{training,rollout}",
             "GiB",
-            "Resident memory of the role's fullest process, in the training and in the generation part of a "
-            "step.",
+            "Resident memory of the role's fullest process, in the training and in the generation phase of a step.",
         ),
     ),
 }
@@ -355,7 +353,7 @@ def _known() -> re.Pattern[str]:
 
 
 def _as_regex(pattern: str) -> str:
-    """The pattern of a row as a regular expression."""
+    """Convert the pattern of a row to a regular expression."""
     text = (
         re.escape(pattern)
         .replace(r"\[", "(?:")
