@@ -19,7 +19,7 @@ def _ranges(table: str) -> list[str]:
     return [f"{name}{versions}" for name, versions in VERSIONS[table].items()]
 
 
-# A package index shows the README without the repository: links into it become plain text.
+# A package index shows the README without the repository, so links into it become plain text.
 README = re.sub(
     r"!?\[([^\]]*)\]\((?!https?:)[^)]*\)",
     r"\1",
@@ -42,18 +42,18 @@ setup(
         "megarl.recipes.starter": ["*.yaml"],
         "megarl.rehearsal": ["guard.cpp"],
         "megarl.tracking.report": ["*.js", "*.css"],
-        # folders on the path of SGLang's processes, no packages of ours
+        # Folders on the import path of SGLang's processes, which are not packages of megarl.
         "megarl.rollout.sglang": ["stubs/**/*.py"],
     },
     install_requires=_ranges("REQUIRED"),
     extras_require={
         "quickstart": ["reasoning-gym>=0.1.25"],
-        # what reads a GGUF; docs/tutorial.md says where the model comes from
+        # Packages that read GGUF files; see docs/tutorial.md for the source of the model.
         "tutorial": ["accelerate>=1.15", "gguf>=0.19"],
-        # then: pip install --no-deps sglang
+        # After this extra, run: pip install --no-deps sglang
         "sglang-cpu": [*_ranges("SGLANG_CPU"), f"aiohttp{VERSIONS['SGLANG']['aiohttp']}"],
         "cuda": [*_ranges("CUDA"), *_ranges("SGLANG")],
-        "mcp": ["mcp>=2.3,<3"],  # tools of servers of the Model Context Protocol
+        "mcp": ["mcp>=2.3,<3"],  # tools from servers of the Model Context Protocol
         "wandb": ["wandb>=0.30"],
         "mlflow": ["mlflow-skinny>=3"],
         "swanlab": ["swanlab>=0.10"],
