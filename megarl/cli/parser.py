@@ -98,9 +98,7 @@ def _add_submit(commands: Commands) -> None:
 
 
 def _add_launch(commands: Commands) -> None:
-    summary = (
-        "run `megarl train` on the nodes of a torchrun, as the command that torchrun starts on each node"
-    )
+    summary = "run `megarl train` on several nodes; torchrun starts this command on each of them"
     add_run_command(
         commands,
         "launch",

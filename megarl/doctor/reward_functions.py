@@ -232,11 +232,11 @@ def _failures(reward: RewardConfig, trials: Sequence[Trial], hint: str, files: s
 
 def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterator[CheckResult]:
     """Yield warnings about ground truths with a suspiciously low score."""
-    if alike := worthless(trials):
-        first = alike[0]
+    if unrewarded := worthless(trials):
+        first = unrewarded[0]
         assert first.outcome is not None
         message = (
-            f"reward.functions: {len(alike):,} of {len(trials):,} ground truths score no better than an "
+            f"reward.functions: {len(unrewarded):,} of {len(trials):,} ground truths score no better than an "
             f"empty response, such as "
             f"{_place(first)}, with {first.outcome.score:g}"
         )

@@ -109,9 +109,9 @@ def _print_trials(reward: RewardConfig, rows: Sequence[DataRow], trials: Sequenc
         known = counted(underivable, "ground truth")
         print(f"no response can be derived from {known} (answer_from_truth returns None)")
 
-    if alike := worthless(trials):
+    if unrewarded := worthless(trials):
         print(
-            f"{len(alike)} score no better than an empty response, such as row {alike[0].row.number}; "
+            f"{len(unrewarded)} score no better than an empty response, such as row {unrewarded[0].row.number}; "
             f"{TRUTH_FORM_HINT}"
         )
 
