@@ -20,7 +20,7 @@ def metrics_page() -> str:
     for title, rows in METRICS.items():
         lines = [f"| `{row.pattern}` | {row.unit} | {row.meaning} |" for row in rows]
         sections.append(
-            "\n".join([f"## {title}", "", "| metric | unit | meaning |", "|---|---|---|", *lines])
+            "\n".join([f"## {title}", "", "| metric | unit | description |", "|---|---|---|", *lines])
         )
 
     return "\n".join([_HEAD, "\n\n".join(sections), ""])
