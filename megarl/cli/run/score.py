@@ -111,8 +111,8 @@ def _print_trials(reward: RewardConfig, rows: Sequence[DataRow], trials: Sequenc
 
     if unrewarded := worthless(trials):
         print(
-            f"{len(unrewarded)} score no better than an empty response, such as row {unrewarded[0].row.number}; "
-            f"{TRUTH_FORM_HINT}"
+            f"{len(unrewarded)} score no better than an empty response, such as row "
+            f"{unrewarded[0].row.number}; {TRUTH_FORM_HINT}"
         )
 
     # A refused ground truth is always a data error, even in a single row.

@@ -148,9 +148,7 @@ def test_too_much_is_refused_with_what_is_large(
     monkeypatch.setattr(job_files, "LIMIT_MB", 0.1)
     (here / "large.bin").write_bytes(bytes(200_000))
 
-    with pytest.raises(
-        ConfigError, match=r"more than 0.1; .* to .gitignore; the largest are .*large.bin"
-    ):
+    with pytest.raises(ConfigError, match=r"more than 0.1; .* to .gitignore; the largest are .*large.bin"):
         job_files.pack(config(), tmp_path / "job", here)
 
 
