@@ -129,6 +129,6 @@ def test_an_environment_that_answers_is_good_and_without_data_it_is_only_loaded(
         )
         assert (found.status, tools) == (Status.ok, None), found.message
         assert (
-            f"the environment Game of {tmp_path / 'game.py'} {does}, and the chat template takes"
+            f"the environment Game of {tmp_path / 'game.py'} {does}, and the chat template supports"
             in found.message
         )
