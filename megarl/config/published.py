@@ -36,7 +36,7 @@ def with_published_models(config: Run, config_path: str) -> tuple[Run, list[str]
         if published is not None:
             config = _changed(config, role.path_key.split("."), str(published))
             said[role.path_key] = (
-                f"{role.path_key}: {role.path} is not on this machine; using {shown(published)}/config.json"
+                f"{role.path_key}: there is no folder {role.path!r}; using {shown(published)}/config.json"
             )
 
     return config, list(said.values())

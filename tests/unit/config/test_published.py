@@ -47,7 +47,9 @@ def test_one_that_is_not_is_found_by_the_end_of_its_path(path: str, hidden_size:
     )
     assert read_architecture(config.model.path).hidden_size == hidden_size
     about_model, about_data = absent
-    assert about_model == f"model.path: {path} is not on this machine; using {config.model.path}/config.json"
+    assert (
+        about_model == f"model.path: there is no folder {str(path)!r}; using {config.model.path}/config.json"
+    )
     assert about_data.startswith("data.train_files: there is no file 'far/away.parquet'")
 
 
