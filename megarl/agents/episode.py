@@ -1,5 +1,5 @@
-"""An episode as a state machine: what is to happen next, and what follows from what has happened. It starts
-nothing and has no clock."""
+"""The state machine of an episode: the next action, and the effect of each event. It starts no work and reads
+no clock."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from megarl.agents.trajectory import Author, EpisodeEnd, Segment, Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeLimits:
-    """max_turns: of the model. max_tokens: of all that comes after the prompt, whoever writes it.
-    max_turn_tokens: of one turn; None: as many as there is room for. max_attempts: times that an episode is
-    begun whose environment is lost."""
+    """The limits of an episode.
+
+    Attributes:
+        max_turns: Model turns per episode.
+        max_tokens: Tokens after the prompt, from the model and the environment together.
+        max_turn_tokens: Tokens per model turn. None: limited by `max_tokens` only.
+        max_attempts: Times an episode is started, counting restarts after its environment was lost.
+    """
 
     max_turns: int
     max_tokens: int
@@ -26,15 +31,15 @@ class EpisodeLimits:
 
 
 class TurnPosition(NamedTuple):
-    """Where an episode stands. What is asked for carries it, and what comes back must: what comes late is
-    known by it."""
+    """The position of an episode. Requests carry it and results return it, so late results are recognized."""
 
     attempt: int
     turn: int
 
 
 class WriteTurn(NamedTuple):
-    """The model is to write on from `token_ids`, at most `max_new_tokens`. seed: of its draws."""
+    """A request for the model to continue from `token_ids` by at most `max_new_tokens` tokens, sampled with
+    `seed`."""
 
     place: TurnPosition
     token_ids: list[int]
@@ -43,7 +48,7 @@ class WriteTurn(NamedTuple):
 
 
 class AnswerTurn(NamedTuple):
-    """The environment is to say something to what the model wrote. is_last: no turn can follow."""
+    """A request for the environment to reply to the model's turn. `is_last`: no further turn can follow."""
 
     place: TurnPosition
     token_ids: list[int]
@@ -51,8 +56,13 @@ class AnswerTurn(NamedTuple):
 
 
 class TurnAnswer(NamedTuple):
-    """What the environment said. token_ids: from behind the turn to where the next begins, empty where it is
-    done. reward, is_done, num_calls, errors, tool_s: see Reply."""
+    """The reply of the environment to a turn.
+
+    Attributes:
+        token_ids: The tokens between the end of the turn and the start of the next one. Empty when the
+            episode is done.
+        reward, is_done, num_calls, errors, tool_s: See Reply.
+    """
 
     token_ids: Sequence[int]
     reward: float = 0.0
@@ -63,16 +73,22 @@ class TurnAnswer(NamedTuple):
 
 
 class EpisodeDroppedError(RuntimeError):
-    """Its environment was lost as often as it may be."""
+    """The environment of an episode was lost `max_attempts` times."""
 
 
 class Episode:
-    """prompt: token ids. seed: of the first turn's draws, from which those of later ones follow.
+    """The state machine of one episode.
 
-    `next` is what is to happen, None when the episode is over; then `trajectory.end` says why. An event that
-    does not belong to what is awaited, because it comes late or twice, changes nothing, and the method that
-    takes it returns False. What the model wrote stands in later requests as it was written, token by token.
-    `attempt`: times that it was begun again.
+    `next` is the next action, or None when the episode is over; `trajectory.end` then gives the reason. An
+    event that does not match the awaited action, because it is late or a duplicate, changes nothing, and the
+    method that receives it returns False. Later requests repeat the tokens that the model sampled, unchanged.
+
+    Args:
+        prompt: Token ids.
+        seed: The sampling seed of the first turn. The seeds of later turns are derived from it.
+
+    Attributes:
+        attempt: Number of restarts so far.
     """
 
     def __init__(self, prompt: Sequence[int], seed: int, limits: EpisodeLimits) -> None:
@@ -90,7 +106,7 @@ class Episode:
         place = TurnPosition(self.attempt, written.num_turns)
 
         if written.segments and written.segments[-1].author is Author.model:
-            # The turn that awaits its answer has been counted already.
+            # num_turns already counts the turn that awaits its answer.
             turn = place._replace(turn=place.turn - 1)
             return AnswerTurn(
                 turn,
@@ -98,7 +114,7 @@ class Episode:
                 is_last=written.num_turns == self._limits.max_turns,
             )
 
-        # Otherwise the model writes the next turn, within the room that is left.
+        # Otherwise the model writes the next turn within the remaining token budget.
         room = self._limits.max_tokens - self._num_tokens
         at_most = self._limits.max_turn_tokens
         token_ids = [*written.prompt, *written.token_ids.tolist()]
@@ -108,7 +124,7 @@ class Episode:
         )
 
     def _turn_seed(self, turn: int) -> int:
-        """The first turn has the seed of a sample without an environment."""
+        """Return the seed of a turn. The first turn uses the seed of a sample without an environment."""
         return (
             self._seed if turn == 0 else int(np.random.SeedSequence([self._seed, turn]).generate_state(1)[0])
         )
@@ -121,12 +137,12 @@ class Episode:
         token_versions: np.ndarray,
         finish_reason: Literal["stop", "length"],
     ) -> bool:
-        """The model has written a turn. A turn that was cut ends the episode, as nothing can be put behind
-        half of one."""
+        """Record a turn of the model. A truncated turn ends the episode, because nothing can follow an
+        unfinished turn."""
         awaited = self.next
         if not isinstance(awaited, WriteTurn) or awaited.place != place:
             return False
-        assert 1 <= len(token_ids) <= awaited.max_new_tokens, "as it was asked for"
+        assert 1 <= len(token_ids) <= awaited.max_new_tokens, "a turn has 1 to max_new_tokens tokens"
         segment = Segment(
             author=Author.model, token_ids=token_ids, log_probs=log_probs, token_versions=token_versions
         )
@@ -139,8 +155,8 @@ class Episode:
         return True
 
     def answered(self, place: TurnPosition, answer: TurnAnswer) -> bool:
-        """The environment has answered a turn. Where its answer and one token more have no room, the episode
-        ends before it."""
+        """Record the environment's answer to a turn. The episode ends before the answer if the answer and one
+        more token do not fit."""
         awaited = self.next
         if not isinstance(awaited, AnswerTurn) or awaited.place != place:
             return False
@@ -162,7 +178,7 @@ class Episode:
         return True
 
     def timed_out(self, place: TurnPosition) -> bool:
-        """The answer to a turn takes too long: the episode ends with that turn."""
+        """Record that the answer to a turn exceeded its time limit. The episode ends with that turn."""
         awaited = self.next
         if not isinstance(awaited, AnswerTurn) or awaited.place != place:
             return False
@@ -170,10 +186,11 @@ class Episode:
         return True
 
     def lost_environment(self, attempt: int) -> bool:
-        """The environment of that attempt is gone, with what it remembered: the episode restarts, with the
-        same seeds.
+        """Restart the episode, with the same seeds, after the environment of `attempt` and its state were
+        lost.
 
-        Raises EpisodeDroppedError where it has begun `max_attempts` times.
+        Raises:
+            EpisodeDroppedError: The episode has been started `max_attempts` times.
         """
         if self.trajectory.end is not None or attempt != self.attempt:
             return False
@@ -183,7 +200,7 @@ class Episode:
                 f"{self.trajectory.num_turns}"
             )
 
-        # Keep only the prompt; by the attempt's number, late events of the old one are recognized.
+        # Keep only the prompt. The attempt number identifies late events of the old attempt.
         self.attempt += 1
         self.trajectory = Trajectory(prompt=self.trajectory.prompt)
         self._num_tokens = 0

@@ -1,4 +1,4 @@
-"""A plain function as a tool: its signature is the schema, its docstring what the model is told of it."""
+"""Tools made from plain functions. The signature becomes the schema and the docstring the description."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict:
 
 
 class FunctionTool:
-    """`function`: each parameter is annotated with str, int, float, bool, list, dict, list[one of these], a
-    Literal, or one of them or None; Annotated[str, "text"] describes it. A parameter `task` gets the Task and
-    is not the model's to give. A coroutine function is awaited, any other called in a thread of its own.
+    """A tool that calls `function`.
 
-    Raises ValueError for a function that cannot be described so.
+    Each parameter must be annotated with str, int, float, bool, list, dict, list[one of these], a Literal, or
+    one of them or None. Annotated[str, "text"] adds a description. A parameter named `task` receives the Task
+    and is not shown to the model. A coroutine function is awaited; any other function runs in its own thread.
+
+    Raises:
+        ValueError: The signature cannot be expressed as a schema.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -43,8 +46,15 @@ class FunctionTool:
 def function_schema(
     function: Callable[..., Any], name: str | None = None, description: str | None = None
 ) -> dict[str, Any]:
-    """OpenAI's {"type": "function", "function": {...}}. name, description: in the place of the function's
-    own. Raises ValueError, see FunctionTool."""
+    """Return OpenAI's {"type": "function", "function": {...}} for a function.
+
+    Args:
+        name: Replaces the function's own name.
+        description: Replaces the function's docstring.
+
+    Raises:
+        ValueError: The signature cannot be expressed as a schema, see FunctionTool.
+    """
     name = name or function.__name__
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -117,13 +127,15 @@ def _schema_of(annotation: Any) -> dict[str, Any]:
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """As asyncio.to_thread, but for a thread that nobody waits for at the end of the process: a function may
-    hang for ever."""
+    """Run a function in a daemon thread, so that a function that hangs cannot delay the end of the process.
+
+    asyncio.to_thread would wait for it.
+    """
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 
     def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # nobody waits any more
+        if future.done():  # the caller was cancelled
             return
         if error is None:
             future.set_result(result)
@@ -136,9 +148,9 @@ async def in_thread(function: Callable[[], Any]) -> Any:
 
         try:
             result = function()
-        except BaseException as error:  # noqa: BLE001  (whoever awaits it gets it, whatever it is)
-            # asyncio lets SystemExit end its loop, and with it everybody's episodes; StopIteration cannot be
-            # put into a future.
+        except BaseException as error:  # noqa: BLE001  (the awaiting caller gets it, whatever it is)
+            # asyncio lets SystemExit end its loop, and with it the episodes of all callers. A future cannot
+            # hold StopIteration.
             failure = (
                 error
                 if isinstance(error, Exception) and not isinstance(error, StopIteration)

@@ -1,5 +1,4 @@
-"""What a model talks to: environments and tools, and the words in which they and the model's turns are
-given."""
+"""Interfaces of environments and tools, and the types that they exchange with the model's turns."""
 
 from __future__ import annotations
 
@@ -10,20 +9,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from megarl.machine.errors import RunError
 
-Message = dict[str, Any]  # as chat templates take them: role, content
+Message = dict[str, Any]  # role and content, as in chat templates
 Schema = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What an episode is about: a row of the data, given to the environment and to tools that name it.
+    """The subject of an episode: one row of the data, passed to environments and to tools that ask for it.
 
     Attributes:
         messages: The prompt.
         reward_model: The row's mapping with `ground_truth`.
         extra_info: The row's further columns for rewards and environments.
-        seed: The episode's own, for random draws of the environment.
-        memory: What tools keep from one call of the episode to the next; empty when it begins.
+        seed: The seed of this episode, for random draws of the environment.
+        memory: State that tools keep between calls of the same episode. Initially empty.
     """
 
     messages: Sequence[Message] = ()
@@ -34,7 +33,7 @@ class Task:
 
     @property
     def ground_truth(self) -> Any:
-        """The right answer in the data, or None for a row without one."""
+        """The reference answer in the data, or None for a row without one."""
         return self.reward_model.get("ground_truth")
 
     if not TYPE_CHECKING:  # type checkers know the attributes
@@ -48,7 +47,7 @@ class Task:
 
 
 class CallErrorKind(str, Enum):
-    """Why a call has no result."""
+    """The reason why a call has no result."""
 
     raised = "raised"
     timed_out = "timed out"
@@ -63,20 +62,27 @@ class CallError(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        """The line that the model reads."""
+        """Return the line that the model reads."""
         return f"tool error ({self.kind.value}): {' '.join(self.reason.split())}"
 
 
 class ToolCall(NamedTuple):
-    """`arguments`: any JSON value; whether it is what the tool takes is its schema's to say."""
+    """A call that the model wrote. `arguments` is any JSON value and has not been checked against the schema
+    of the tool."""
 
     name: str
     arguments: Any
 
 
 class Turn(NamedTuple):
-    """What the model wrote. number: from 0. text: all of it but the end token. calls: in their order; those
-    that cannot be read are errors. is_last: no further turn follows, whatever is replied."""
+    """A turn of the model.
+
+    Attributes:
+        number: Index of the turn in its episode, from 0.
+        text: The whole turn without its end token.
+        calls: The tool calls in their order. A call that cannot be parsed is a CallError.
+        is_last: Whether the episode ends after this turn, whatever the environment replies.
+    """
 
     number: int
     text: str
@@ -85,8 +91,16 @@ class Turn(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What an environment says to a turn. messages: for the model to read, empty where it is done. reward:
-    for the turn. errors: of calls. tool_s: seconds spent in tools, one after the other's added."""
+    """The reply of an environment to a turn.
+
+    Attributes:
+        messages: Messages for the model. Empty when the episode is done.
+        reward: The reward of the turn.
+        is_done: Whether the episode is over.
+        num_calls: Number of tool calls in the turn.
+        errors: The calls that failed.
+        tool_s: Seconds spent in tools, summed over the calls.
+    """
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
@@ -97,19 +111,19 @@ class Reply(NamedTuple):
 
 
 class Environment(Protocol):
-    """One object for each episode."""
+    """An environment. Each episode has its own object."""
 
     async def start(self, task: Task) -> None:
-        """Before the first turn is answered."""
+        """Prepare for `task`. Called before the first turn is answered."""
 
     async def respond(self, turn: Turn) -> Reply: ...
 
     async def close(self) -> None:
-        """Called once, with a time limit, whatever has happened."""
+        """Release resources. Called once, with a time limit, however the episode ended."""
 
 
 class ToolResult(NamedTuple):
-    """What a tool returns that also rewards the turn, or ends the episode."""
+    """The result of a tool that also rewards the turn or ends the episode."""
 
     text: str
     reward: float = 0.0
@@ -117,28 +131,28 @@ class ToolResult(NamedTuple):
 
 
 class Tool(Protocol):
-    """May be called several times at once."""
+    """A tool that keeps no state between calls. It may be called several times concurrently."""
 
     @property
     def schema(self) -> Schema: ...
 
     async def call(self, arguments: Mapping[str, Any], task: Task) -> str | ToolResult:
-        """`arguments` are of the schema. What it raises is told to the model."""
+        """Run the tool with arguments that match the schema. The model is told of any exception."""
 
 
 class ToolSession(Protocol):
-    """What a tool is for one episode: it remembers its calls."""
+    """The state of a tool for one episode."""
 
     async def call(self, arguments: Mapping[str, Any], task: Task) -> str | ToolResult:
-        """As of a Tool. Calls of one turn are begun in their order."""
+        """Run the tool, see Tool.call. Calls of one turn start in their order."""
 
     async def close(self) -> None:
-        """Called once, when the episode is over, with a time limit."""
+        """Release resources. Called once, with a time limit, when the episode is over."""
 
 
 @runtime_checkable
 class SessionTool(Protocol):
-    """A tool with something of its own for each episode that calls it."""
+    """A tool that opens a session for each episode that calls it."""
 
     @property
     def schema(self) -> Schema: ...
@@ -147,5 +161,5 @@ class SessionTool(Protocol):
 
 
 class BrokenToolError(RunError):
-    """What a tool needs is gone, such as its server: nothing that the model wrote is to blame, and nothing
-    that it could read would help. Ends the run."""
+    """A resource that a tool depends on, such as its server, is lost. The run ends, because the model neither
+    caused this nor can respond to it."""

@@ -1,5 +1,5 @@
-"""From a model's turn to the tokens of the answer to it: the turn is read as text, its environment replies,
-the reply becomes a bridge."""
+"""Answers a model's turn: decodes it to text, asks the environment for a reply, and tokenizes the reply into
+the bridge to the next turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLOSE_S = 10.0
 
 
 class TurnTokens(Protocol):
-    """See TurnTemplate in megarl/data/turns.py."""
+    """Conversion between turns and tokens, see TurnTemplate in megarl/data/turns.py."""
 
     def read(self, token_ids: list[int]) -> str: ...
 
@@ -28,15 +28,17 @@ class TurnTokens(Protocol):
 
 
 class EnvironmentFailedError(RunError):
-    """An environment's own code raised, or gave what no environment may give: nobody knows what the model
-    should read."""
+    """An environment raised an exception or returned an invalid reply, so the episode has no valid
+    continuation."""
 
 
 class Responder:
-    """Of one episode, whose environment it has. The text of a turn is read only; nothing of it becomes tokens
-    again.
+    """Answers the turns of one episode with its environment.
 
-    Its methods raise EnvironmentFailedError.
+    The text of a turn is decoded for the environment only and never tokenized again.
+
+    Raises:
+        EnvironmentFailedError: From every method, if the environment's code fails.
     """
 
     def __init__(
@@ -56,19 +58,19 @@ class Responder:
             await self._environment.start(self._task)
 
     async def answer(self, turn: AnswerTurn) -> tuple[TurnAnswer, Reply]:
-        """The answer's tokens, and what they were made of."""
+        """Return the tokens of the answer, and the reply that they encode."""
         text = self._tokens.read(turn.token_ids)
         with self._explained(f"respond, in turn {turn.place.turn + 1}"):
             reply = await self._environment.respond(
                 Turn(turn.place.turn, text, self._parse(text), turn.is_last)
             )
             _refuse_bad_reply(reply)
-            # A tool's text may hold what no tokenizer can write, even text that the policy chose: that must
-            # not end the run.
+            # A tool's text may contain code points that no tokenizer can encode, possibly chosen by the
+            # policy. This must not end the run.
             reply = reply._replace(messages=[replace_surrogates(message) for message in reply.messages])
             goes_on = not reply.is_done and not turn.is_last
             if goes_on and not reply.messages:
-                raise ValueError("it gave no message, and did not say that the episode is done")
+                raise ValueError("the reply has no message and is_done is False")
             bridge = self._tokens.bridge_from(turn.token_ids, reply.messages) if goes_on else []
 
         return TurnAnswer(
@@ -76,7 +78,7 @@ class Responder:
         ), reply
 
     async def close(self) -> None:
-        """Waits for a limited time."""
+        """Close the environment, waiting at most _CLOSE_S seconds."""
         closing = asyncio.ensure_future(self._environment.close())
         await asyncio.wait({closing}, timeout=_CLOSE_S)
 
@@ -100,7 +102,7 @@ class Responder:
 
 
 def _refuse_bad_reply(reply: Any) -> None:
-    """Raise TypeError for what an environment must not return."""
+    """Raise TypeError for an invalid reply."""
     if not isinstance(reply, Reply):
         raise TypeError(
             f"it returned a {type(reply).__name__}, expected megarl.agents.protocol.Reply(messages=..., "
@@ -112,9 +114,9 @@ def _refuse_bad_reply(reply: Any) -> None:
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
             raise TypeError(
-                f"it gave the message {message!r}, expected one such as {{'role': 'user', 'content': 'no, "
-                f"again'}}"
+                f"it returned the message {message!r}, expected a mapping such as {{'role': 'user', "
+                f"'content': 'no, again'}}"
             )
 
     if not isinstance(reply.reward, Real) or not math.isfinite(reply.reward):
-        raise TypeError(f"it gave the reward {reply.reward!r}, expected a finite number")
+        raise TypeError(f"it returned the reward {reply.reward!r}, expected a finite number")

@@ -1,5 +1,5 @@
-"""Calls in the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, which Qwen and Hermes write:
-read strictly, so that a slip is told to the model and never taken for an answer."""
+"""Strict parser of calls in the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen and
+Hermes models write them. A malformed call is reported to the model instead of being treated as an answer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _TAGS = re.compile(f"({OPEN}|{CLOSE})")
 
 
 def parse_calls(text: str) -> list[ToolCall | CallError]:
-    """In their order; empty where no tag is in `text`, which is then an answer."""
+    """Parse the calls of `text` in their order. A text without tags has no calls, and so is an answer."""
     calls: list[ToolCall | CallError] = []
-    inside: str | None = None  # a call's text, from where one was opened
+    inside: str | None = None  # text of the call that is open
 
     for piece in _TAGS.split(text):
         if piece == OPEN:
@@ -48,5 +48,5 @@ def _read(text: str) -> ToolCall | CallError:
 
 
 def unreadable(reason: str) -> CallError:
-    """For the model to read."""
+    """Return the error of a call that cannot be parsed, for the model to read."""
     return CallError(CallErrorKind.unreadable, f"the call could not be read: {reason}")

@@ -1,5 +1,5 @@
-"""Tool calls and thinking: what a model drafts between `<think>` and `</think>` is not a call, unless a run
-asks for that."""
+"""Tool calls inside thinking. Text between `<think>` and `</think>` is a draft and not a call, unless the run
+sets `agent.calls_in_thinking`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ CallParser = Callable[[str], Sequence[ToolCall | CallError]]
 
 
 class CallTags(NamedTuple):
-    """The texts around calls of one form. Thinking tags between them are a part of the call. Without `end` a
-    call ends with the turn."""
+    """The tags around calls of one format. Thinking tags between them are part of the call. Without `end`, a
+    call extends to the end of the turn."""
 
     begin: str
     end: str = ""
 
 
 class TurnPart(NamedTuple):
-    """A stretch of a turn, without the thinking tags around it."""
+    """A part of a turn, without the thinking tags around it."""
 
     text: str
     is_thinking: bool
@@ -32,14 +32,14 @@ class TurnPart(NamedTuple):
 def parse_outside_thinking(
     parse: CallParser, tags: CallTags | None, calls_in_thinking: CallsInThinking, *, opens_thinking: bool
 ) -> CallParser:
-    """Returns a parser that tells calls in thinking from other calls.
+    """Return a parser that separates calls in thinking from other calls.
 
-    With `ignore` nothing in thinking is a call. With `execute` those that can be read are calls; a tag that
-    is only mentioned in thinking is no unreadable call in either case.
+    With `ignore`, nothing in thinking is a call. With `execute`, well-formed calls in thinking count. A tag
+    that is only mentioned in thinking is not reported as a malformed call in either case.
 
     Args:
-        parse: Reads the calls of a text that has no thinking in it.
-        tags: Of the calls that `parse` reads; None if they are not known.
+        parse: Parses the calls of a text without thinking.
+        tags: The tags of the calls that `parse` reads. None if they are unknown.
         opens_thinking: Whether the chat template opens the thinking of each turn, so that the model writes
             only its end.
     """
@@ -48,7 +48,7 @@ def parse_outside_thinking(
         parts = split_thinking(text, tags, opens_thinking=opens_thinking)
         if calls_in_thinking is CallsInThinking.ignore:
             return list(parse("".join(part.text for part in parts if not part.is_thinking)))
-        # Parse each part by itself: in thinking, only calls that can be read count.
+        # Parse each part by itself: in thinking, only well-formed calls count.
         found = [(part.is_thinking, each) for part in parts for each in parse(part.text)]
         return [each for is_thinking, each in found if not (is_thinking and isinstance(each, CallError))]
 
@@ -56,17 +56,16 @@ def parse_outside_thinking(
 
 
 def split_thinking(text: str, tags: CallTags | None, *, opens_thinking: bool = False) -> list[TurnPart]:
-    """Splits a turn into thinking and the rest, in order.
+    """Split a turn into thinking and the rest, in order.
 
-    A thinking part that begins the turn lasts to its end tag, or to the end of the turn if there is none. A
-    later one needs both of its
-    tags: a `<think>` without an end is only mentioned.
+    Thinking at the beginning of the turn extends to its end tag, or to the end of the turn if there is none.
+    Later thinking needs both tags: a `<think>` without an end tag is treated as ordinary text.
     """
     parts: list[TurnPart] = []
     start = 0
     is_thinking = opens_thinking
 
-    # The turn opens its thinking itself, whether or not the template has done so.
+    # The model may open the thinking itself, whether or not the template has done so.
     if text.lstrip().startswith(THINK):
         is_thinking = True
         start = text.index(THINK) + len(THINK)
@@ -86,7 +85,7 @@ def split_thinking(text: str, tags: CallTags | None, *, opens_thinking: bool = F
 
 
 def _next_thinking(text: str, tags: CallTags | None, start: int) -> int:
-    """Returns where the next thinking part outside a call begins, or the length of the text."""
+    """Return where the next thinking outside a call begins, or the length of the text."""
     while True:
         thinking = _find(text, THINK, start)
         call = len(text) if tags is None else _find(text, tags.begin, start)
@@ -95,11 +94,11 @@ def _next_thinking(text: str, tags: CallTags | None, start: int) -> int:
             return thinking if END_THINK in text[thinking:] else len(text)
         if tags is None or call == len(text):
             return len(text)
-        # Skip the call and search behind it.
+        # Continue the search after the call.
         start = _find(text, tags.end, call + len(tags.begin)) if tags.end else len(text)
 
 
 def _find(text: str, searched: str, start: int) -> int:
-    """Returns the index of `searched` from `start` on, or the length of the text."""
+    """Return the index of `searched` from `start` on, or the length of the text."""
     found = text.find(searched, start)
     return len(text) if found < 0 else found

@@ -1,5 +1,4 @@
-"""The environment of a model with tools: it runs the calls of a turn, and tells the model of each what came
-of it."""
+"""The environment of a model with tools: it runs the calls of a turn and reports each result to the model."""
 
 from __future__ import annotations
 
@@ -27,27 +26,35 @@ from megarl.agents.protocol import (
     Turn,
 )
 
-_NOTHING = "(the tool returned no text)"  # an empty message would look like a call that was lost
+_NOTHING = "(the tool returned no text)"  # an empty message would look like a lost call
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallLimits:
-    """max_parallel: calls of one turn; those beyond it are refused. time_limit_s: of one call."""
+    """The limits on tool calls.
+
+    Attributes:
+        max_parallel: Calls per turn; further calls are refused.
+        time_limit_s: Time limit of one call.
+    """
 
     max_parallel: int = 4
     time_limit_s: float = 30.0
 
 
 class Toolbox:
-    """Tools by their names, with what checks their arguments. Raises ValueError for two of one name, and for
-    a schema that is none."""
+    """The tools by name, with the validators of their arguments.
+
+    Raises:
+        ValueError: Two tools have the same name, or the parameters of a tool are not a valid JSON schema.
+    """
 
     def __init__(self, tools: Sequence[Tool | SessionTool]) -> None:
         self.tools = {tool.schema["function"]["name"]: tool for tool in tools}
         # Tools of the same name overwrite each other in the dictionary.
         if len(self.tools) < len(tools):
             names = [tool.schema["function"]["name"] for tool in tools]
-            raise ValueError(f"two tools have one name; they are {', '.join(names)}")
+            raise ValueError(f"two tools have the same name; the names are {', '.join(names)}")
 
         self.validators = {
             name: _validator(name, tool.schema["function"].get("parameters", {}))
@@ -63,7 +70,9 @@ def _validator(name: str, parameters: Mapping[str, Any]) -> Draft202012Validator
     try:
         Draft202012Validator.check_schema(parameters)
     except SchemaError as error:
-        raise ValueError(f"the parameters of the tool {name} are no JSON schema: {error.message}") from error
+        raise ValueError(
+            f"the parameters of the tool {name} are not a JSON schema: {error.message}"
+        ) from error
     return Draft202012Validator(parameters)
 
 
@@ -73,11 +82,12 @@ class _Outcome(NamedTuple):
 
 
 class ToolEnvironment:
-    """A turn without a call is the answer. The calls of a turn run at the same time; their results are in the
-    calls' order, each a message of the role `tool`. Whatever goes wrong with a call is one line for the
-    model, and no other call suffers from it.
+    """Runs the tool calls of the model's turns.
 
-    In the last turn no call is run: nobody would read the result.
+    A turn without a call is the answer and ends the episode. The calls of a turn run concurrently; their
+    results follow in the order of the calls, each as a message with the role `tool`. A failed call becomes
+    one line for the model and does not affect the other calls. Calls of the last turn are not run, because
+    the model would not read the results.
     """
 
     def __init__(self, toolbox: Toolbox, limits: CallLimits) -> None:
@@ -111,7 +121,7 @@ class ToolEnvironment:
         )
 
     async def close(self) -> None:
-        """Of tools it ends what they had for this episode alone."""
+        """End the tool sessions of this episode."""
         sessions = self._sessions
         self._sessions = {}
         await asyncio.gather(*(session.close() for session in sessions.values()))
@@ -163,26 +173,26 @@ class ToolEnvironment:
         )
         await asyncio.wait({running}, timeout=limit_s)
 
-        if not running.done():  # it is not waited for, as it may not care that it is cancelled
+        if not running.done():  # do not wait for the cancellation, which the tool may ignore
             running.cancel()
             # Retrieve a late exception, or asyncio would log it as never retrieved.
             running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             return CallError(CallErrorKind.timed_out, f"{call.name} took longer than {limit_s:g} s")
 
-        # Nobody else cancels this task, so the tool itself raised CancelledError.
+        # No other code cancels this task, so the tool itself raised CancelledError.
         if running.cancelled():
             return CallError(CallErrorKind.raised, f"{call.name} raised CancelledError")
         try:
             result = running.result()
         except BrokenToolError:
-            # The model is not to blame and cannot help: this ends the run.
+            # This ends the run, because the model neither caused it nor can respond to it.
             raise
-        except TimeoutError as error:  # the tool has a clock of its own
+        except TimeoutError as error:  # raised by the tool's own time limit
             return CallError(
                 CallErrorKind.timed_out, f"{call.name}: {str(error)[:200] or 'it took too long'}"
             )
         except Exception as error:  # noqa: BLE001
-            # The tool's code may raise anything, and the model is told of it.
+            # The tool's code may raise any exception, and the model is told of it.
             return CallError(
                 CallErrorKind.raised, f"{call.name} raised {type(error).__name__}: {str(error)[:200]}"
             )
@@ -200,7 +210,7 @@ class ToolEnvironment:
 
 
 async def _without_exit(call: Awaitable[str | ToolResult]) -> str | ToolResult:
-    """asyncio lets SystemExit end its loop, and with it everybody's episodes."""
+    """Await a call, converting SystemExit, which asyncio would let end the loop of all episodes."""
     try:
         return await call
     except SystemExit as error:

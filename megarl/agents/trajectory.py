@@ -1,5 +1,4 @@
-"""What has been written in an episode, as token ids with their authors: the mask of the loss is the
-author."""
+"""The tokens of an episode with their authors, from which the loss mask follows."""
 
 from __future__ import annotations
 
@@ -19,19 +18,24 @@ class Author(str, Enum):
 
 
 class EpisodeEnd(str, Enum):
-    """Why an episode is over."""
+    """The reason why an episode is over."""
 
-    done = "done"  # the environment says so; with tools: a turn without a call
-    length = "length"  # a turn was cut, or there is no room for another
-    turns = "turns"  # it has as many turns as it may have
+    done = "done"  # the environment ended it; with tools: a turn without a call
+    length = "length"  # a turn was truncated, or another one does not fit
+    turns = "turns"  # the maximum number of turns is reached
     time = "time"  # the answer to a turn took too long
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Tokens of one author, side by side. token_ids: (N,) int32. log_probs: (N,) float32, of the engine, 0
-    where the environment wrote.
-    token_versions: (N,) int32, of the weights that drew each token, -1 where the environment wrote."""
+    """Consecutive tokens of one author.
+
+    Attributes:
+        token_ids: (N,) int32.
+        log_probs: (N,) float32, reported by the inference engine; 0 for tokens of the environment.
+        token_versions: (N,) int32, the version of the weights that sampled each token; -1 for tokens of the
+            environment.
+    """
 
     author: Author
     token_ids: np.ndarray
@@ -54,10 +58,12 @@ class Segment:
 
 @dataclass(kw_only=True)
 class Trajectory:
-    """An episode as it stands: a turn of the model, what the environment said to it, the next turn. The last
-    segment is the model's.
+    """The state of an episode: model turns and environment replies, alternating. In a finished episode, the
+    last segment is the model's.
 
-    turn_rewards: of the environment, one for each turn of the model. tool_s: seconds spent in tools.
+    Attributes:
+        turn_rewards: The environment's reward for each turn of the model.
+        tool_s: Seconds spent in tools.
     """
 
     prompt: Sequence[int]
@@ -74,36 +80,36 @@ class Trajectory:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """(R,) int32: all that came after the prompt."""
+        """All tokens after the prompt, (R,) int32."""
         return self._joined([segment.token_ids for segment in self.segments], np.int32)
 
     @property
     def log_probs(self) -> np.ndarray:
-        """(R,) float32."""
+        """The log probabilities of `token_ids`, (R,) float32."""
         return self._joined([segment.log_probs for segment in self.segments], np.float32)
 
     @property
     def token_versions(self) -> np.ndarray:
-        """(R,) int32."""
+        """The weight versions of `token_ids`, (R,) int32."""
         return self._joined([segment.token_versions for segment in self.segments], np.int32)
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
-        """That wrote turns of the model, in rising order."""
+        """The versions of the weights that sampled the model's turns, ascending."""
         # Tokens of the environment have version -1.
         drawn = self.token_versions
         return tuple(np.unique(drawn[drawn >= 0]).tolist())
 
     @property
     def mask(self) -> np.ndarray:
-        """(R,) bool: the model wrote it."""
+        """Whether the model sampled each token, (R,) bool."""
         return self._joined(
             [np.full(len(segment), segment.author is Author.model) for segment in self.segments], bool
         )
 
     @property
     def rewards(self) -> np.ndarray:
-        """(R,) float32: of each turn, on its last token."""
+        """The reward of each turn on its last token, 0 elsewhere, (R,) float32."""
         rows = [np.zeros(len(segment), dtype=np.float32) for segment in self.segments]
         turns = [
             row for row, segment in zip(rows, self.segments, strict=True) if segment.author is Author.model
@@ -115,7 +121,7 @@ class Trajectory:
 
     @property
     def turn_ends(self) -> np.ndarray:
-        """(R,) bool: the last token of a turn of the model."""
+        """Whether a token is the last one of a model turn, (R,) bool."""
         rows = [np.zeros(len(segment), dtype=bool) for segment in self.segments]
         for row, segment in zip(rows, self.segments, strict=True):
             row[-1] = segment.author is Author.model

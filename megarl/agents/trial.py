@@ -1,4 +1,4 @@
-"""One turn with an agent's tools or environment, before a run starts."""
+"""Tries one turn with an agent's tools or environment before a run starts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megarl.agents.user_tools import load_agent
 from megarl.config.schema import AgentConfig
 from megarl.machine.user_functions import last_line
 
-ANSWER = "I do not know."  # what an environment is told that the model wrote
+ANSWER = "I do not know."  # the turn that the environment answers
 _CALL = '<tool_call>{"name": "a-tool-that-there-is-not", "arguments": {}}</tool_call>'
 
 
 class TriedAgent(NamedTuple):
-    """What the first turn of an agent has shown.
+    """The result of an agent's first turn.
 
     Attributes:
         tools: The schemas of the tools; None for an environment.
@@ -31,7 +31,7 @@ class TriedAgent(NamedTuple):
 
 
 class _Text:
-    """Stands for the tokens of a turn with this text."""
+    """Represents the tokens of a turn with this text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -46,16 +46,16 @@ class _Text:
 def try_agent(agent: AgentConfig, task: Task | None) -> TriedAgent:
     """Load an agent's tools or environment, and have them answer a first turn.
 
-    Tools answer a call of a tool that does not exist, so none of the user's is run. An environment starts an
-    episode about `task` and answers a turn in which the model wrote ANSWER.
+    Tools answer a call of a tool that does not exist, so no user tool runs. An environment starts an episode
+    about `task` and answers a turn in which the model wrote ANSWER.
 
     Args:
-        task: The first row of the data. None: there is none on this machine, so an environment is only
+        task: The first row of the data. None: no data is available on this machine, so an environment is only
             loaded.
 
     Raises:
         ValueError: A file cannot be loaded.
-        EnvironmentFailedError: The environment raised, or replied what no environment may reply.
+        EnvironmentFailedError: The environment raised an exception or returned an invalid reply.
     """
     make, schemas = load_agent(agent)
     tools = None if schemas is None else [dict(schema) for schema in schemas]
@@ -67,7 +67,9 @@ def try_agent(agent: AgentConfig, task: Task | None) -> TriedAgent:
         try:
             environment = make()
         except Exception as error:  # noqa: BLE001  (the user's code may raise anything)
-            raise EnvironmentFailedError(f"agent.environment cannot be made: {last_line(error)}") from error
+            raise EnvironmentFailedError(
+                f"agent.environment cannot be instantiated: {last_line(error)}"
+            ) from error
 
         responder = Responder(environment, _Text(text), parse_calls, task or Task())
         await responder.start()

@@ -1,5 +1,5 @@
-"""Tools and environments that a user names: a function, an object or a class in a Python file, or one that
-ships."""
+"""Loads the tools and environments that a config names: a function, an object or a class in a Python file, or
+a built-in tool."""
 
 from __future__ import annotations
 
@@ -25,15 +25,23 @@ _METHODS = ("start", "respond", "close")
 
 
 class LoadedAgent(NamedTuple):
-    """make: the environment of one episode. tools: that the model is told of, None where it is told of
-    none."""
+    """A loaded agent.
+
+    Attributes:
+        make: Creates the environment of one episode.
+        tools: The schemas shown to the model. None for a custom environment.
+    """
 
     make: Callable[[], Environment]
     tools: Sequence[Schema] | None
 
 
 def load_agent(agent: AgentConfig) -> LoadedAgent:
-    """Runs the files that the section names. Raises ValueError that names the tool or the environment."""
+    """Run the files that the section names and load its tools or environment.
+
+    Raises:
+        ValueError: A tool or the environment cannot be loaded; the message names it.
+    """
     if agent.environment.path is not None:
         return LoadedAgent(_environment(agent.environment.path, agent.environment), None)
     toolbox = Toolbox([_tool(tool) for tool in agent.tools])
@@ -46,7 +54,7 @@ def _tool(tool: ToolConfig) -> Tool | SessionTool:
         if tool.name not in SHIPPED:
             there = ", ".join(sorted(SHIPPED))
             raise UserFunctionError(
-                f"there is no tool {tool.name!r} that ships, only {there}; one of your own is in a file"
+                f"there is no built-in tool {tool.name!r}, only {there}; for a tool of your own, set its path"
             )
         try:
             return SHIPPED[tool.name]()
@@ -82,21 +90,21 @@ def _tool(tool: ToolConfig) -> Tool | SessionTool:
 
 
 def _environment(path: str, config: EnvironmentConfig) -> Callable[[], Environment]:
-    """A class without arguments; an object of it is made for each episode."""
+    """Load an environment class. One object of it is made, without arguments, for each episode."""
     found = load_name(path, config.name, Expected("environment", "the environment's name", "class Game:"))
     make: Callable[[], Environment] = found
     missing = [name for name in _METHODS if not inspect.iscoroutinefunction(getattr(found, name, None))]
 
     if not inspect.isclass(found) or missing:
         methods = ", ".join(f"`async def {name}`" for name in missing or _METHODS)
-        raise UserFunctionError(f"environment {config.name!r} in {path!r} is no class with {methods}")
+        raise UserFunctionError(f"environment {config.name!r} in {path!r} is not a class with {methods}")
 
     # An environment that needs arguments would otherwise fail in the first episode.
     try:
         inspect.signature(found).bind()
     except TypeError as error:
         raise UserFunctionError(
-            f"environment {config.name!r} in {path!r} cannot be made without arguments ({error})"
+            f"environment {config.name!r} in {path!r} cannot be instantiated without arguments ({error})"
         ) from error
 
     return make

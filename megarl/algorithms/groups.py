@@ -1,5 +1,5 @@
-"""The samples of each prompt: reductions over them without a loop over prompts or samples, and whether they
-differ."""
+"""Groups of samples that share a prompt: vectorized reductions over groups, and which groups carry a learning
+signal."""
 
 from __future__ import annotations
 
@@ -16,18 +16,23 @@ from megarl.algorithms.scores import refuse_unusable
 
 @dataclass(frozen=True)
 class Groups:
-    """The rows of a batch by their uid; groups may have any sizes and their rows may stand anywhere.
+    """The rows of a batch grouped by uid. Groups may differ in size, and their rows need not be adjacent.
 
-    Rows that do not count (those without a response token) are a group of their own, so that no other is
-    compared with them.
+    Rows that do not count, because they have no response token, form a separate group, so that no other row
+    is compared with them.
     """
 
-    index: Tensor  # (B,) int64: the number of the row's group
+    index: Tensor  # (B,) int64: the group number of each row
     sizes: Tensor  # (num_groups,) int64
 
     @classmethod
     def of(cls, uid: np.ndarray, counts: Tensor) -> Groups:
-        """uid (B,); counts (B,) bool, on the device where the reductions will be."""
+        """Group the rows by `uid` (B,).
+
+        Args:
+            uid: (B,).
+            counts: (B,) bool, whether a row counts, on the device of the reductions.
+        """
         names, inverse = np.unique(uid.astype(str), return_inverse=True)
         # Rows that do not count get the number after the last group.
         index = torch.where(counts, torch.from_numpy(inverse).to(counts.device), len(names))
@@ -35,16 +40,16 @@ class Groups:
 
     @property
     def size(self) -> Tensor:
-        """(B,): samples in the row's group, itself included."""
+        """The number of samples in each row's group, including the row itself, (B,)."""
         return self.sizes[self.index]
 
     def blocks(self, num_rows: int) -> Iterator[Tensor]:
-        """Row numbers (b,), sorted by group, in blocks of whole groups: of `num_rows` rows, or of so many
-        more as end a group."""
+        """Yield the row numbers (b,), sorted by group, in blocks of whole groups. A block has `num_rows`
+        rows, or as many more as complete its last group."""
         # A stable sort keeps the rows of a group in the order of the batch.
         order = torch.argsort(self.index, stable=True)
         ends = self.sizes.cumsum(0)
-        # Cut where the first group ends at or after each multiple of num_rows.
+        # End each block with the first group that ends at or after a multiple of num_rows.
         targets = torch.arange(num_rows, len(order) + num_rows, num_rows, device=ends.device).clamp(
             max=len(order)
         )
@@ -53,63 +58,67 @@ class Groups:
         return (order[start:end] for start, end in pairwise([0, *cuts]))
 
     def sum(self, x: Tensor) -> Tensor:
-        """(B,): the sum of x (B,) over the row's group."""
+        """Return the sum of x (B,) over each row's group, (B,)."""
         return x.new_zeros(len(self.sizes)).index_add_(0, self.index, x)[self.index]
 
     def mean(self, x: Tensor) -> Tensor:
-        """(B,): the mean of the row's group."""
+        """Return the mean of x (B,) over each row's group, (B,)."""
         return self.sum(x) / self.size.to(x.dtype)
 
     def deviation(self, x: Tensor) -> Tensor:
-        """(B,): x minus the group's mean; exactly 0 where all samples of the group are the same, whatever
-        rounding does."""
+        """Return x (B,) minus its group's mean, (B,). The result is exactly 0 in groups with identical
+        values, independent of rounding."""
         return torch.where(self.spread(x) > 0, x - self.mean(x), 0.0)
 
     def standard_deviation(self, x: Tensor) -> Tensor:
-        """(B,): the unbiased one (divided by size - 1) of the row's group; 0 for a group of one."""
+        """Return the unbiased standard deviation (divisor size - 1) of each row's group, (B,). It is 0 for
+        groups of size 1."""
         return (self.sum(self.deviation(x).square()) / (self.size - 1).clamp(min=1).to(x.dtype)).sqrt()
 
     def maximum(self, x: Tensor) -> Tensor:
-        """(B,): the largest x of the row's group."""
+        """Return the largest x (B,) of each row's group, (B,)."""
         largest = x.new_full((len(self.sizes),), -torch.inf)
         return largest.scatter_reduce_(0, self.index, x, "amax")[self.index]
 
     def spread(self, x: Tensor) -> Tensor:
-        """(B,): the largest x of the row's group minus the smallest."""
+        """Return the largest minus the smallest x (B,) of each row's group, (B,)."""
         return self.maximum(x) + self.maximum(-x)
 
 
 def rows_with_signal(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = None) -> Tensor:
-    """Return (B,) bool: whether the scores (B,) of the samples with the row's uid (B,) differ (Yu et al.
-    2025, arXiv 2503.14476, section 3.2).
+    """Return whether the scores of the samples of each row's prompt differ, (B,) bool (DAPO, Yu et al. 2025,
+    arXiv 2503.14476, section 3.2).
 
-    A group without signal has advantages of 0 under every estimator that compares a prompt's samples. A group
-    of one has none.
+    All group-relative estimators assign zero advantage to groups without such a signal, and a group of size 1
+    never has one.
 
     Args:
         scores: (B,) float.
-        uid: (B,), of the prompt.
-        is_scored: (B,) bool, False for samples whose scoring failed: their score of 0 is compared with no
-            other. None: all are scored.
+        uid: (B,), the uid of each row's prompt.
+        is_scored: (B,) bool, False for samples whose scoring failed. Their score of 0 is not compared with
+            other scores. None: all samples are scored.
 
     Raises:
-        ValueError: A score is NaN or infinite; the message has its uid.
+        ValueError: A score is NaN or infinite; the message contains its uid.
     """
     groups = _groups_of(scores, uid)
     if is_scored is None:
         return groups.spread(scores) > 0
-    # Samples that were not scored never are the maximum or the minimum.
+    # Samples without a score are never the maximum or the minimum.
     largest, smallest = (torch.where(is_scored, sign * scores, -torch.inf) for sign in (1, -1))
 
     return groups.maximum(largest) + groups.maximum(smallest) > 0
 
 
 def group_metrics(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = None) -> dict[str, float]:
-    """Return the shares of prompts whose samples have the same score, without samples whose scoring failed
-    (see rows_with_signal).
+    """Return the fractions of prompts whose samples all have the same score. Samples whose scoring failed are
+    excluded, see rows_with_signal.
 
-    `groups/without_signal`: all samples have the same score; `groups/at_best`, `groups/at_worst`: all have
-    the batch's largest, or smallest, score (where those differ). Nothing for an empty batch.
+    - `groups/without_signal`: all samples of the prompt have the same score.
+    - `groups/at_best`, `groups/at_worst`: all samples have the largest, or smallest, score of the batch. Both
+      are 0 if all scores of the batch are equal.
+
+    An empty batch has no metrics.
     """
     if is_scored is not None:
         scores = scores[is_scored]
@@ -118,7 +127,7 @@ def group_metrics(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = No
     if len(scores) == 0:
         return {}
     groups = _groups_of(scores, uid)
-    weight = 1.0 / groups.size  # a prompt counts once, whatever the number of its samples
+    weight = 1.0 / groups.size  # each prompt counts once, whatever its number of samples
     flat = groups.spread(scores) == 0
     # If all scores are equal, no prompt is at the best or at the worst.
     differ = scores.max() > scores.min()

@@ -1,5 +1,9 @@
-"""The KL divergence from the reference policy: per-token estimators, the reward penalty, and the controllers
-of its weight."""
+"""KL divergence from the reference policy: per-token estimators, the KL penalty on rewards, and the
+controllers of its coefficient.
+
+The estimators are those of Schulman, "Approximating KL divergence" (2020), for tokens sampled from the policy
+p, with the reference q. Log-probs are in nats.
+"""
 
 from __future__ import annotations
 
@@ -13,49 +17,49 @@ from megarl.algorithms.masked import empty_like, masked, of_form, row_lengths, r
 from megarl.batch.ragged import Column
 from megarl.config.schema import KLConfig, KLControllerKind, KLEstimator
 
-# exp() of a log-ratio is cut here: e^20 is far outside what training survives, and the cut keeps float32
-# finite.
+# Bound of a log-ratio before exp(). e^20 is far beyond what training survives, and float32 stays finite.
 LOG_RATIO_LIMIT = 20.0
-K3_LIMIT = 10.0  # nats; what verl, slime and OpenRLHF cut the estimate at
+K3_LIMIT = 10.0  # nats; verl, slime and OpenRLHF clamp the estimate at the same value
 
 
 def k1(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """log p - log q: unbiased, can be negative. Estimators: Schulman, "Approximating KL divergence"
-    (2020)."""
+    """Return log p - log q, which is unbiased and can be negative."""
     return log_probs - ref_log_prob
 
 
 def abs_k1(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """|log p - log q|: biased, never negative."""
+    """Return |log p - log q|, which is biased and never negative."""
     return (log_probs - ref_log_prob).abs()
 
 
 def k2(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2: biased, never negative; its gradient is that of KL(p, q)."""
+    """Return (log p - log q)^2 / 2, which is biased and never negative. Its gradient is that of KL(p, q)."""
     return 0.5 * (log_probs - ref_log_prob).square()
 
 
 def k3(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """min(q/p - 1 - log(q/p), 10): a token above the limit counts as 10 and has no gradient, so that one
-    cannot rule a batch."""
+    """Return min(q/p - 1 - log(q/p), 10).
+
+    A token above the limit counts as 10 and has no gradient, so that no single token can dominate a batch.
+    """
     return k3_unclamped(log_probs, ref_log_prob).clamp(max=K3_LIMIT)
 
 
 def k3_unclamped(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """q/p - 1 - log(q/p): unbiased, never negative.
+    """Return q/p - 1 - log(q/p), which is unbiased and never negative.
 
     Only the side that overflows is bounded: at q/p > e^20 the estimate is constant and has no gradient. A
-    token that the reference finds nearly impossible (q/p close to 0) keeps its full value and pull.
+    token that the reference considers nearly impossible (q/p close to 0) keeps its full value and gradient.
     """
     log_ratio = (ref_log_prob - log_probs).clamp(max=LOG_RATIO_LIMIT)
     return torch.expm1(log_ratio) - log_ratio
 
 
 def straight_through(estimator: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """The estimator's value with the gradient of k2.
+    """Return an estimator with the value of `estimator` and the gradient of k2.
 
-    In a loss only k2's gradient, (log p - log q) grad log p, is an unbiased estimate of the gradient of KL(p,
-    q) on samples of p: that of k1 is 0 in expectation, and that of k3 belongs to KL(q, p).
+    In a loss, only the gradient of k2, (log p - log q) grad log p, is an unbiased estimate of the gradient of
+    KL(p, q) on samples of p. The gradient of k1 is 0 in expectation, and that of k3 belongs to KL(q, p).
     """
 
     def estimate(log_probs: Tensor, ref_log_prob: Tensor) -> Tensor:
@@ -79,13 +83,14 @@ KL_ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def kl_per_token(log_probs: Tensor, ref_log_prob: Tensor, mask: Tensor, estimator: KLEstimator) -> Tensor:
-    """(B, R) estimates for tokens drawn from the policy; 0 in masked slots, whatever stands there."""
+    """Return the KL estimate of each token sampled from the policy, (B, R). Masked slots are ignored and get
+    0."""
     return KL_ESTIMATORS[estimator](masked(log_probs, mask), masked(ref_log_prob, mask))
 
 
 def sequence_mean_kl(log_probs: Column, ref_log_prob: Column, mask: Column, estimator: KLEstimator) -> float:
-    """What a controller watches: the mean of the estimates over each row's valid tokens, then over the rows
-    that have any."""
+    """Return the KL estimate that a controller regulates: the mean over each row's valid tokens, then over
+    the rows that have any."""
     return _mean_over_sequences(row_sums(KL_ESTIMATORS[estimator], mask, log_probs, ref_log_prob), mask)
 
 
@@ -102,14 +107,22 @@ def apply_kl_penalty(
     beta: float,
     estimator: KLEstimator,
 ) -> PenalisedRewards:
-    """`token_level_rewards` (B, R): scores - beta * KL on valid tokens, 0 elsewhere (Ouyang et al. 2022, eq.
-    2)."""
+    """Subtract the KL penalty from the scores: scores - beta * KL on valid tokens, 0 elsewhere (Ouyang et al.
+    2022, eq. 2).
+
+    Args:
+        token_level_scores: (B, R).
+        old_log_probs: (B, R), log-probs of the policy that sampled the tokens.
+        ref_log_prob: (B, R), log-probs of the reference policy.
+        mask: (B, R) bool, the response mask.
+        beta: The coefficient of the penalty.
+    """
     rewards = empty_like(mask, token_level_scores.dtype)
     sums = torch.empty(mask.shape[0], dtype=old_log_probs.dtype)
 
     for block in token_blocks(mask, token_level_scores, old_log_probs, ref_log_prob):
         scores, old, reference = block.columns
-        # The controller of beta needs the same estimates, so their sums are taken in the same pass.
+        # The controller of beta needs the same estimates, so sum them in the same pass.
         estimates = block.only_valid(KL_ESTIMATORS[estimator](old, reference))
         sums[block.rows] = block.row_sums(estimates)
         rewards.values[block.tokens] = block.only_valid(scores - beta * estimates)
@@ -118,13 +131,14 @@ def apply_kl_penalty(
 
 
 def _mean_over_sequences(sums: Tensor, mask: Column) -> float:
-    """Of each row's sum over valid tokens (B,)."""
+    """Return the mean over rows of each row's mean, from the sums over valid tokens (B,)."""
     num_tokens = row_lengths(mask)
     return float((sums / num_tokens.clamp(min=1)).sum() / (num_tokens > 0).sum().clamp(min=1))
 
 
 class KLController(Protocol):
-    """Holds beta, the weight of the KL penalty. The state is a plain dict, for checkpoints."""
+    """The controller of beta, the coefficient of the KL penalty. Its state is a plain dict, for
+    checkpoints."""
 
     coefficient: float
 
@@ -136,11 +150,13 @@ class KLController(Protocol):
 
 
 class FixedKLController:
+    """Keeps beta constant."""
+
     def __init__(self, coefficient: float) -> None:
         self.coefficient = coefficient
 
     def update(self, kl: float, num_samples: int) -> None:
-        """Beta stays."""
+        """Do nothing: beta is constant."""
 
     def state_dict(self) -> dict[str, float]:
         return {"coefficient": self.coefficient}
@@ -150,13 +166,13 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """Proportional control in log space (Ziegler et al. 2019, section 2.2).
+    """Adapts beta by proportional control in log space (Ziegler et al. 2019, section 2.2).
 
-    beta <- beta * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon); `horizon` counts samples.
+    beta <- beta * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon). `horizon` counts samples.
     """
 
     def __init__(self, coefficient: float, *, target: float, horizon: int) -> None:
-        # Each of them is a divisor in `update`.
+        # Both are divisors in `update`.
         if target <= 0 or horizon <= 0:
             raise ValueError(
                 f"algorithm.kl.controller: target={target} and horizon={horizon} must be positive for the "
@@ -168,7 +184,7 @@ class AdaptiveKLController(FixedKLController):
         self._horizon = horizon
 
     def update(self, kl: float, num_samples: int) -> None:
-        """`kl`: the batch's mean KL in nats per token; `num_samples`: the samples of the batch."""
+        """Update beta from a batch with mean KL `kl`, in nats per token, and `num_samples` samples."""
         error = min(max(kl / self._target - 1.0, -0.2), 0.2)
         self.coefficient *= 1.0 + error * num_samples / self._horizon
 

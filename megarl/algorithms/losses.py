@@ -1,16 +1,18 @@
-"""The losses that a role gives to its workers: one micro-batch's outputs and rows in, its share of the loss
-out.
+"""Loss functions that a role sends to its workers. A loss maps the outputs and rows of one micro-batch to its
+share of the mini-batch loss.
 
-The role makes the loss of a mini-batch on the driver, and it travels with the rows: workers and engines know
-no algorithm. An engine calls `loss(outputs, rows)` for every micro-batch and adds the losses, over
-micro-batches and data-parallel ranks; nothing is averaged: they are already divided by counts of the whole
-mini-batch. So are metrics that are sums; each says how it comes together (batch/metrics.py).
+The role creates the loss of a mini-batch on the driver, and the loss is sent with the rows, so workers and
+engines are independent of the algorithm. An engine calls `loss(outputs, rows)` for every micro-batch and sums
+the results over micro-batches and data-parallel ranks. No averaging follows, because every share is already
+divided by counts of the whole mini-batch. The same holds for metrics that are sums; each Metric defines how
+its shares are combined (batch/metrics.py).
 
-The objects are frozen and can be pickled, in one or two kilobytes. `name`: of what is trained, before the `/`
-of metrics. `extras`: the outputs that the loss reads beside log-probs or values.
+Loss objects are frozen and can be pickled in one or two kilobytes. `name` is the trained model, the prefix
+before the `/` of metric names. `extras` lists the outputs that the loss reads in addition to log-probs or
+values.
 
-Shapes: b rows of the micro-batch, R padded response tokens. `rows` holds the batch's (b, R) tensors by their
-batch keys.
+Shapes: b rows of the micro-batch, R padded response tokens. `rows` contains the batch's (b, R) tensors by
+batch key.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from megarl.config.schema import Aggregation, AlgorithmConfig, PolicyLossConfig,
 
 
 class LossShare(NamedTuple):
-    """Of one micro-batch. loss: a scalar with its graph; the shares add up to the loss of the mini-batch."""
+    """The share of one micro-batch. `loss` is a scalar with its autograd graph; the shares add up to the loss
+    of the mini-batch."""
 
     loss: Tensor
     metrics: dict[str, Metric]
@@ -42,15 +45,14 @@ class LossShare(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatchCounts:
-    """What the sums of one mini-batch are divided by. Counts of disjoint rows add: `counts_of(a) +
-    counts_of(b)`."""
+    """The denominators of one mini-batch. Counts of disjoint sets of rows add up."""
 
     num_tokens: float  # valid response tokens
     num_sequences: float  # rows with a valid token
 
     @classmethod
     def of(cls, response_mask: Column) -> MiniBatchCounts:
-        """response_mask: bool, of the whole mini-batch or of the part that will be added to the others."""
+        """Count the tokens and rows of a bool response mask, of the whole mini-batch or of a part of it."""
         return cls(
             num_tokens=denominator(response_mask, Aggregation.token_mean),
             num_sequences=denominator(response_mask, Aggregation.sequence_mean_token_sum),
@@ -65,33 +67,43 @@ class MiniBatchCounts:
     def aggregate(
         self, per_token: Tensor, mask: Tensor, config: PolicyLossConfig | ValueLossConfig
     ) -> Tensor:
-        """The share of these rows (b, R) in the mini-batch's loss, a scalar."""
+        """Return the share of these rows (b, R) in the mini-batch loss, a scalar."""
         count = self.num_tokens if config.aggregation == Aggregation.token_mean else self.num_sequences
         return aggregate(per_token, mask, config.aggregation, count, config.norm_tokens)
 
     def token_mean(self, per_token: Tensor, mask: Tensor) -> Metric:
-        """These rows' share of the mini-batch's mean over tokens."""
+        """Return the share of these rows in the mini-batch's mean over tokens."""
         return Metric.sum(aggregate(per_token.detach(), mask, Aggregation.token_mean, self.num_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActorLoss:
-    """The policy loss that is configured, minus the entropy bonus, plus the KL term where `kl.where` is
-    `loss`.
+    """The configured policy loss minus the entropy bonus, plus the KL term if `kl.where` is `loss`.
 
-    Reads outputs `log_probs` and, where there is one, `entropy`; rows `advantages`, `response_mask`,
-    `ref_log_prob` for the KL term, and where they are there `old_log_probs` (without it the old log-probs are
-    those of now: one update per batch, every ratio exactly 1), `rollout_weights` (factors of the per-token
-    policy loss) or `rollout_log_probs` (from which, and the log-probs of now, such factors are made), and
-    what `PolicyLoss.prepare` of the kind has added. `with_entropy`: for the metric, where the loss has no
-    bonus.
+    loss = policy loss - entropy_coefficient * entropy + kl.coefficient * KL, where each term is aggregated as
+    configured.
 
-    Metrics. `actor/pg_loss`: the policy loss, aggregated as configured. `actor/pg_clipfrac`: share of tokens
-    at which the loss's own limit is in force (`TokenLosses.bounded`). `actor/pg_clipfrac_dual`: share of
-    tokens that the dual clip bounds. `actor/approx_kl`: mean over tokens of old - new log-prob.
-    `actor/ratio_max`, `actor/ratio_min`: over tokens, of the ratio of new to old probabilities.
-    `actor/entropy`: mean over tokens, when computed. `actor/kl_loss`: the KL term before its coefficient,
-    aggregated as configured.
+    Outputs that the loss reads: `log_probs`, and `entropy` if present. Rows:
+
+    - `advantages`, `response_mask`, and `ref_log_prob` for the KL term.
+    - `old_log_probs`, if present. Without it, the old log-probs are the current ones, as for one update per
+      batch: every ratio is exactly 1.
+    - `rollout_weights`, if present: factors of the per-token policy loss. Otherwise, if `rollout_log_probs`
+      is present, the factors are computed from it and the old log-probs.
+    - The columns that `PolicyLoss.prepare` of the loss kind has added.
+
+    Metrics:
+
+    - `actor/pg_loss`: the policy loss, aggregated as configured.
+    - `actor/pg_clipfrac`: fraction of tokens that the loss's own limit bounds (`TokenLosses.bounded`).
+    - `actor/pg_clipfrac_dual`: fraction of tokens that the dual clip bounds.
+    - `actor/approx_kl`: mean over tokens of old - new log-prob.
+    - `actor/ratio_max`, `actor/ratio_min`: over tokens, of the ratio of new to old probabilities.
+    - `actor/entropy`: mean over tokens, if computed.
+    - `actor/kl_loss`: the KL term before its coefficient, aggregated as configured.
+
+    Attributes:
+        with_entropy: Computes the entropy for the metric even if the loss has no entropy bonus.
     """
 
     name: ClassVar[str] = "actor"
@@ -101,7 +113,7 @@ class ActorLoss:
 
     @property
     def extras(self) -> tuple[Literal["entropy"], ...]:
-        """The entropy, which has a gradient where the loss and not only a metric wants it."""
+        """The entropy, if the loss or the metric needs it. It needs a gradient only for the loss."""
         return ("entropy",) if self._needs_entropy or self.with_entropy else ()
 
     @property
@@ -120,7 +132,7 @@ class ActorLoss:
         policy = policy_loss_of(self.algorithm.policy_loss).per_token(inputs, self.algorithm.policy_loss)
         per_token = policy.loss
 
-        # Correction weights come with the batch, or are made here from the log-probs of now.
+        # Correction weights come with the batch, or are computed here from the old log-probs.
         if "rollout_weights" in rows:
             per_token = per_token * masked(rows["rollout_weights"], mask)
         elif "rollout_log_probs" in rows:
@@ -133,7 +145,7 @@ class ActorLoss:
         metrics = {"actor/pg_loss": Metric.sum(loss)} | self._policy_metrics(inputs, policy)
         if "entropy" in outputs:
             metrics["actor/entropy"] = self.counts.token_mean(outputs["entropy"], mask)
-        # The entropy is a bonus, so it lowers the loss.
+        # The entropy is a bonus, so it reduces the loss.
         if self._needs_entropy:
             loss = loss - self.algorithm.entropy_coefficient * self._aggregate(outputs["entropy"], mask)
 
@@ -166,11 +178,16 @@ class ActorLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticLoss:
-    """Clipped value loss, aggregated as configured.
+    """The clipped value loss, see clipped_value_loss, aggregated as configured.
 
-    Reads outputs `values`; rows `values` (of before the update), `returns`, `response_mask`.
-    Metrics. `critic/vf_loss`: the loss. `critic/vf_clipfrac`: share of tokens whose clipped term is the
-    larger. `critic/vpred_mean`: mean new value over tokens.
+    Outputs that the loss reads: `values`. Rows: `values` (from before the update), `returns`,
+    `response_mask`.
+
+    Metrics:
+
+    - `critic/vf_loss`: the loss.
+    - `critic/vf_clipfrac`: fraction of tokens whose clipped term is the larger one.
+    - `critic/vpred_mean`: mean of the new values over tokens.
     """
 
     name: ClassVar[str] = "critic"
@@ -195,8 +212,10 @@ class CriticLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class SFTLoss:
-    """Negative log-likelihood, a mean over the trained tokens. Reads outputs `log_probs`; rows
-    `response_mask`. Metric: `sft/loss`."""
+    """The negative log-likelihood, averaged over the trained tokens.
+
+    Outputs that the loss reads: `log_probs`. Rows: `response_mask`. Metric: `sft/loss`.
+    """
 
     name: ClassVar[str] = "sft"
     extras: ClassVar[tuple[()]] = ()
@@ -210,7 +229,7 @@ class SFTLoss:
 
 
 class ValueLoss(NamedTuple):
-    """Both (b, R), 0 (or False) in masked slots."""
+    """The value loss per token, both (b, R), with 0 (or False) in masked slots."""
 
     loss: Tensor
     clipped: Tensor  # bool: the clipped term is the larger one
@@ -219,8 +238,16 @@ class ValueLoss(NamedTuple):
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
 ) -> ValueLoss:
-    """1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), all (b, R); without `clip`, 1/2 (V -
-    R)^2."""
+    """Return 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) per token; 1/2 (V - R)^2 if `clip` is
+    None.
+
+    Args:
+        values: (b, R), V, with their autograd graph.
+        old_values: (b, R), V_old.
+        returns: (b, R), R.
+        mask: (b, R) bool.
+        clip: c, the clip range.
+    """
     values = masked(values, mask)
     old_values = masked(old_values, mask)
     returns = masked(returns, mask)
@@ -228,7 +255,7 @@ def clipped_value_loss(
     if clip is None:
         return ValueLoss(0.5 * plain, torch.zeros_like(mask))
 
-    # Within the bounds a value is itself to the bit: by old_values + a clamped difference rounding would pass
-    # for clipping.
+    # A clamp to the bounds leaves a value inside them bitwise unchanged. With old_values + a clamped
+    # difference, rounding would count as clipping.
     bounded = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return ValueLoss(0.5 * torch.maximum(plain, bounded), bounded > plain)

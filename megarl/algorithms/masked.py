@@ -1,4 +1,4 @@
-"""Sums and means over the tokens that count, and how a loss is aggregated from its tokens."""
+"""Sums and means over valid tokens, and the aggregation of per-token losses."""
 
 from __future__ import annotations
 
@@ -15,52 +15,63 @@ from megarl.config.schema import Aggregation
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` with 0 where `mask` is False. Unlike `x * mask`, a masked NaN reaches neither the value nor the
-    gradient."""
+    """Return `x` with 0 where `mask` is False. Unlike `x * mask`, a masked NaN reaches neither the value nor
+    the gradient."""
     return torch.where(mask, x, 0.0)
 
 
-# ---- columns of a batch, on the host and without a graph
+# ---- columns of a batch, on the host and without autograd
 #
-# Inside a run they are rows of tokens. Estimators and metrics also take (B, R) tensors, which is what a
-# function of the user has, and what one writes in a notebook or a test: such a tensor is a view of rows of R
-# values each (`as_rows`), whose mask says which count, so that every function has one implementation.
-# Functions of several columns take all of one form.
+# During a run, a column is rows of tokens (RaggedTensor). Estimators and metrics also accept (B, R) tensors,
+# which user functions, notebooks and tests use. `as_rows` views such a tensor as rows of R values each, and
+# the mask selects the valid ones, so that every function has one implementation. All columns passed to one
+# function must have the same form.
 
 
 def as_rows(x: Column) -> RaggedTensor:
-    """x, or the rows of slots of a tensor x (B, R), which share memory with it."""
+    """Return x as rows. The rows of a (B, R) tensor share its memory."""
     return x if isinstance(x, RaggedTensor) else RaggedTensor.of_slots(x)
 
 
 def of_form(rows: RaggedTensor, x: Column) -> Column:
-    """The rows, of x's lengths, in the form of x."""
+    """Return rows of the same lengths as x in the form of x, ragged or padded."""
     return rows if isinstance(x, RaggedTensor) else rows.values.view(x.shape)
 
 
 def leaves_nothing_out(mask: Column) -> bool:
-    """Whether all tokens of the rows count, so that a mask need not be applied."""
+    """Return whether all tokens of the rows are valid, so that the mask need not be applied."""
     return bool((mask.values if isinstance(mask, RaggedTensor) else mask).all())
 
 
 def rows_like(mask: Column, columns: Iterable[Column]) -> list[RaggedTensor]:
-    """The columns as rows, of the same lengths as the mask's. Raises ValueError where one has others, such as
-    a padded tensor beside rows of tokens: its values would be taken for those of other tokens."""
+    """Return the columns as rows of the same lengths as the mask's.
+
+    Raises:
+        ValueError: A column has other lengths, such as a padded tensor together with ragged rows, whose
+            values would be assigned to the wrong tokens.
+    """
     lengths = as_rows(mask).lengths
     rows = [as_rows(column) for column in columns]
     for column in rows:
         if not torch.equal(column.lengths, lengths):
             raise ValueError(
-                f"columns of a batch must be of the same tokens: the mask has {as_rows(mask)!r}, another "
-                f"column {column!r}"
+                f"columns of a batch must cover the same tokens, but the mask is {as_rows(mask)!r} and "
+                f"another column is {column!r}"
             )
 
     return rows
 
 
 class TokenBlock(NamedTuple):
-    """Of some rows of a batch. tokens: which of all rows' tokens, one row behind the other, are theirs.
-    lengths: (b,) of the rows. mask: (n,) bool, None where all tokens count. columns: (n,) each."""
+    """A block of consecutive rows of a batch.
+
+    Attributes:
+        rows: The rows of the block.
+        tokens: Their tokens, in the concatenation of all rows' tokens.
+        lengths: (b,), the lengths of the rows.
+        mask: (n,) bool. None if all tokens are valid.
+        columns: (n,) each.
+    """
 
     rows: slice
     tokens: slice
@@ -69,15 +80,15 @@ class TokenBlock(NamedTuple):
     columns: list[Tensor]
 
     def only_valid(self, x: Tensor) -> Tensor:
-        """x (n,) with 0 in place of tokens that do not count."""
+        """Return x (n,) with 0 at invalid tokens."""
         return x if self.mask is None else masked(x, self.mask)
 
     def valid(self, x: Tensor) -> Tensor:
-        """(k,): of x (n,), the tokens that count."""
+        """Return the valid tokens of x (n,), (k,)."""
         return x if self.mask is None else x[self.mask]
 
     def row_sums(self, x: Tensor) -> Tensor:
-        """(b,): the sum of each row's part of x (n,)."""
+        """Return the sum of each row's part of x (n,), (b,)."""
         has_tokens = self.lengths > 0
         sums = x.new_zeros(len(self.lengths))
         starts = (self.lengths.cumsum(0) - self.lengths)[has_tokens]
@@ -88,13 +99,13 @@ class TokenBlock(NamedTuple):
 
 
 def token_blocks(mask: Column, *columns: Column) -> Iterator[TokenBlock]:
-    """All rows in order, so many at a time that a chain of operations on their tokens runs at the speed of
-    the cache, not of the memory."""
+    """Yield all rows in order, in blocks small enough that a chain of operations on their tokens runs from
+    the cache."""
     rows_of_mask = as_rows(mask)
     rows_of_columns = rows_like(mask, columns)
     all_count = leaves_nothing_out(mask)
     ends = rows_of_mask.lengths.cumsum(0).tolist()
-    # A packed column is cut into slices without a copy; others are flattened block by block.
+    # A packed column is sliced without a copy; other columns are flattened block by block.
     flat = [column.flat() if column.is_packed else None for column in rows_of_columns]
 
     for rows in rows_of_mask.blocks():
@@ -112,7 +123,7 @@ def token_blocks(mask: Column, *columns: Column) -> Iterator[TokenBlock]:
 
 
 def empty_like(x: Column, dtype: torch.dtype) -> RaggedTensor:
-    """Rows of the same lengths, one behind the other, to be written."""
+    """Return uninitialized packed rows of the same lengths as x."""
     return RaggedTensor.empty(as_rows(x), dtype)
 
 
@@ -123,9 +134,14 @@ def map_tokens(
     dtype: torch.dtype | None = None,
     out: Column | None = None,
 ) -> Column:
-    """What the function makes of each token by itself, of blocks of tokens (n,) of the columns; 0 or False
-    where the mask is False. In the dtype of the first column, or in `dtype`; in new memory, or in that of
-    `out`, whose rows stand one behind the other."""
+    """Apply an elementwise function to the tokens of columns, block by block, with 0 or False where the mask
+    is False.
+
+    Args:
+        function: Maps a block of tokens (n,) of each column to (n,). It must not mix tokens.
+        dtype: Default: the dtype of the first column.
+        out: Receives the result; its rows must be packed. Default: new memory.
+    """
     made = empty_like(mask, dtype or columns[0].dtype) if out is None else as_rows(out)
     for block in token_blocks(mask, *columns):
         made.values[block.tokens] = block.only_valid(function(*block.columns))
@@ -137,12 +153,12 @@ def itself(x: Tensor) -> Tensor:
 
 
 def masked_column(x: Column, mask: Column) -> Column:
-    """As `masked`; x itself where nothing is left out."""
+    """Return x with 0 where the mask is False, or x itself if all tokens are valid."""
     return x if leaves_nothing_out(mask) else map_tokens(itself, mask, x)
 
 
 def on_every_token(per_row: Tensor, mask: Column) -> Column:
-    """The value (B,) of a row on each of its valid tokens; 0 or False where the mask is False."""
+    """Return each row's value (B,) on each of its valid tokens; 0 or False where the mask is False."""
     values = empty_like(mask, per_row.dtype)
     for row, value in zip(values.each(), per_row.tolist(), strict=True):
         row.fill_(value)
@@ -150,8 +166,10 @@ def on_every_token(per_row: Tensor, mask: Column) -> Column:
 
 
 def row_sums(value: Callable[..., Tensor], mask: Column, *columns: Column) -> Tensor:
-    """(B,): of value(*columns), of each token by itself, the sum of each row over the True tokens of the
-    mask; in the first's dtype."""
+    """Return the sum of value(*columns) over each row's valid tokens, (B,), in the dtype of the first column.
+
+    `value` is elementwise.
+    """
     sums = torch.empty(mask.shape[0], dtype=columns[0].dtype)
     for block in token_blocks(mask, *columns):
         sums[block.rows] = block.row_sums(block.only_valid(value(*block.columns)))
@@ -159,12 +177,12 @@ def row_sums(value: Callable[..., Tensor], mask: Column, *columns: Column) -> Te
 
 
 def masked_row_sums(x: Column, mask: Column) -> Tensor:
-    """(B,): the sum of each row of x (B, R) over the True tokens of mask (B, R)."""
+    """Return the sum of each row of x (B, R) over the valid tokens, (B,)."""
     return row_sums(itself, mask, x)
 
 
 def row_lengths(mask: Column) -> Tensor:
-    """(B,) int32: True tokens of each row."""
+    """Return the number of valid tokens of each row, (B,) int32."""
     rows = as_rows(mask)
     if leaves_nothing_out(rows):
         return rows.lengths.int()
@@ -178,8 +196,10 @@ def row_lengths(mask: Column) -> Tensor:
 
 
 class Moments(NamedTuple):
-    """Of a value over tokens. mean and variance, the mean squared deviation, are summed in float64; without a
-    token they are 0."""
+    """Statistics of a value over tokens.
+
+    The mean and the variance (mean squared deviation) are accumulated in float64, and are 0 without a token.
+    """
 
     number: int
     mean: float
@@ -189,7 +209,7 @@ class Moments(NamedTuple):
 
 
 def moments(value: Callable[..., Tensor], mask: Column, *columns: Column) -> Moments:
-    """Of value(*columns), of each token by itself, over the True tokens of the mask."""
+    """Return the statistics of value(*columns), an elementwise function, over the valid tokens."""
     number = 0
     shift = 0.0
     total = 0.0
@@ -204,7 +224,7 @@ def moments(value: Callable[..., Tensor], mask: Column, *columns: Column) -> Mom
         low, high = x.aminmax()
         maximum = max(maximum, float(high))
         minimum = min(minimum, float(low))
-        # deviations from any one value: where all are the same, nothing is left of them
+        # Sum deviations from one fixed value, so that equal values have a variance of exactly 0.
         shift = shift if number else float(x[0])
         exact = x.to(torch.float64, copy=True).sub_(shift)
         number = number + len(x)
@@ -219,12 +239,12 @@ def moments(value: Callable[..., Tensor], mask: Column, *columns: Column) -> Mom
 
 
 def masked_mean(x: Column, mask: Column) -> float:
-    """Mean of x (B, R) over the True tokens of mask (B, R); 0 when no token is True."""
+    """Return the mean of x (B, R) over the valid tokens; 0 if there are none."""
     number = 0
     total = 0.0
 
     for block in token_blocks(mask, x):
-        # The sum is in float64, because float32 loses digits over many tokens.
+        # Accumulate in float64, because float32 loses digits over many tokens.
         valid = block.valid(block.columns[0])
         number = number + len(valid)
         total = total + float(valid.sum(dtype=torch.float64))
@@ -233,42 +253,45 @@ def masked_mean(x: Column, mask: Column) -> float:
 
 
 def whiten(x: Column, mask: Column, epsilon: float = 1e-8, out: Column | None = None) -> Column:
-    """(x - mean) / sqrt(variance + epsilon) over the True tokens of mask, both (B, R); 0 in masked slots.
-    out: as of map_tokens; may be x.
+    """Return (x - mean) / sqrt(variance + epsilon) over the valid tokens of x (B, R); 0 in masked slots.
 
-    The variance is the unbiased one (divided by n - 1). With a single valid token it is taken as 0, so the
+    The variance is unbiased (divisor n - 1). With a single valid token, the variance counts as 0 and the
     result is 0.
+
+    Args:
+        out: Receives the result, see map_tokens; may be x.
     """
     number, mean, variance, *_ = moments(itself, mask, x)
-    # The moments divide by n, and n / (n - 1) makes the variance the unbiased one.
+    # The moments divide by n; n / (n - 1) makes the variance unbiased.
     scale = 1 / math.sqrt(variance * number / max(number - 1, 1) + epsilon)
     return map_tokens(lambda x: (x - mean).mul_(scale), mask, x, out=out)
 
 
 def front_slots(mask: Tensor) -> Tensor | None:
-    """(b, R) int64: where each valid token of mask (b, R) goes; R for all others. None where all stand there
-    already."""
+    """Return the index of each valid token of mask (b, R) after moving valid tokens to the front, (b, R)
+    int64; R for invalid tokens. None if all valid tokens are at the front already."""
     if not (mask[:, 1:] > mask[:, :-1]).any():
         return None
     return torch.where(mask, mask.cumsum(1) - 1, mask.shape[1])
 
 
 def to_front(x: Tensor, slots: Tensor) -> Tensor:
-    """x (b, R) with its valid tokens at the front, in their order, and 0 behind; what is masked must be 0 in
-    x."""
+    """Return x (b, R) with its valid tokens moved to the front, in order, followed by 0. Masked slots of x
+    must be 0."""
     return x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_(1, slots, x)[:, :-1]
 
 
 def from_front(x: Tensor, slots: Tensor) -> Tensor:
-    """The inverse of `to_front`."""
+    """Undo `to_front`."""
     return torch.nn.functional.pad(x, (0, 1)).gather(1, slots)
 
 
 def denominator(response_mask: Column, kind: Aggregation) -> float:
-    """Valid tokens for `token_mean`, rows that have a valid token for the sequence means; response_mask is
-    (B, R) bool.
+    """Return the loss denominator of the rows with this mask (B, R): the number of valid tokens for
+    `token_mean`, and the number of rows with a valid token for the sequence means.
 
-    It adds over disjoint sets of rows. Rows without a valid token (filler of an uneven batch) do not count.
+    Denominators of disjoint sets of rows add up. Rows without a valid token, which pad an uneven batch, do
+    not count.
     """
     lengths = row_lengths(response_mask)
     return float(lengths.sum() if kind == Aggregation.token_mean else (lengths > 0).sum())
@@ -277,17 +300,23 @@ def denominator(response_mask: Column, kind: Aggregation) -> float:
 def aggregate(
     per_token: Tensor, mask: Tensor, kind: Aggregation, denominator: float, norm_tokens: int | None = None
 ) -> Tensor:
-    """The share of these rows (b, R) in the mini-batch's loss, a scalar; `denominator` is that of the whole
-    mini-batch.
+    """Return the share of these rows (b, R) in the mini-batch loss, a scalar.
 
-    token_mean: all valid tokens weigh the same. sequence_mean_token_sum: the sum over a row's tokens,
-    averaged over rows.
-    sequence_mean_token_mean: the mean over a row's tokens, averaged over rows. sequence_mean_token_sum_norm:
-    the sum over a row's tokens divided by the constant `norm_tokens`, averaged over rows (Dr. GRPO, Liu et
-    al. 2025, arXiv 2503.20783). A mini-batch without tokens gives 0. Raises ValueError where the kind needs
-    `norm_tokens` and there is none.
+    - token_mean: all valid tokens have the same weight.
+    - sequence_mean_token_sum: the sum over a row's tokens, averaged over rows.
+    - sequence_mean_token_mean: the mean over a row's tokens, averaged over rows.
+    - sequence_mean_token_sum_norm: the sum over a row's tokens divided by the constant `norm_tokens`,
+      averaged over rows (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
+
+    A mini-batch without tokens has a loss of 0.
+
+    Args:
+        denominator: `denominator` of the whole mini-batch.
+
+    Raises:
+        ValueError: The kind needs `norm_tokens` and it is None.
     """
-    # Masked slots may hold anything, even NaN, which a product with 0 would keep.
+    # Masked slots may contain any value, even NaN, which a product with 0 would keep.
     per_token = masked(per_token, mask)
     if kind == Aggregation.sequence_mean_token_mean:
         per_token = per_token / mask.sum(dim=1, keepdim=True).clamp(min=1)
@@ -296,7 +325,7 @@ def aggregate(
         if norm_tokens is None:
             raise ValueError(
                 "norm_tokens is null, but aggregation=sequence_mean_token_sum_norm divides by it; "
-                "set it to data.max_response_length, and keep it when that changes"
+                "set it to data.max_response_length, and keep that value if the length changes later"
             )
         per_token = per_token / norm_tokens
 

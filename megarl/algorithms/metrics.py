@@ -1,4 +1,4 @@
-"""Metrics of a step's batch, by the names of the field; each function states its formulas."""
+"""Metrics of a training step's batch. Each function documents its formulas."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from megarl.algorithms.masked import itself, map_tokens, masked_row_sums, moments, row_lengths
 from megarl.batch.ragged import Column, RaggedTensor
 
-_SPREAD_KEYS = ("advantages", "returns", "values")  # without a critic the first two are one
+_SPREAD_KEYS = ("advantages", "returns", "values")  # without a critic, the first two are the same column
 
 
 def _summary(name: str, x: Tensor) -> dict[str, float]:
-    """Mean, maximum and minimum over all elements of x; nothing for an empty x."""
+    """Return the mean, maximum and minimum over all elements of x; no metrics for an empty x."""
     if x.numel() == 0:
         return {}
     x = x.float()
@@ -25,18 +25,20 @@ def _summary(name: str, x: Tensor) -> dict[str, float]:
 
 
 def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[str, float]:
-    """Metrics of a whole batch by batch key, all that is (B, R) as tensors or all as rows of tokens;
-    `response_mask` is needed, each other key adds its metrics.
+    """Return the metrics of a whole batch.
 
-    - `critic/score/*` and `critic/rewards/*`: over rows, of the row's sum of `token_level_scores` /
+    `batch` maps batch keys to columns (B, R), either all tensors or all rows of tokens. `response_mask` is
+    required; each other key adds its metrics.
+
+    - `critic/score/*`, `critic/rewards/*`: over rows, of the row's sum of `token_level_scores` /
       `token_level_rewards`.
-    - `reward/mean`: the same number as `critic/score/mean`, by the name that other frameworks use.
-    - `critic/advantages/*`, `critic/returns/*`, `critic/values/*`: over valid tokens; `std` is the square
+    - `reward/mean`: equal to `critic/score/mean`, under the name that other frameworks use.
+    - `critic/advantages/*`, `critic/returns/*`, `critic/values/*`: over valid tokens. `std` is the square
       root of the mean squared deviation.
-    - `critic/vf_explained_var`: 1 - Var(returns - values) / Var(returns) over valid tokens (0 where
+    - `critic/vf_explained_var`: 1 - Var(returns - values) / Var(returns) over valid tokens (0 if
       Var(returns) is 0).
-    - `response_length/{mean,max,min}`: tokens that the model wrote, over rows; `clip_ratio`: share of rows
-      with `max_response_length` tokens or more.
+    - `response_length/{mean,max,min}`: tokens that the model generated, over rows. `clip_ratio`: fraction of
+      rows with at least `max_response_length` tokens.
     - `prompt_length/{mean,max,min}`: tokens of `prompts`, over rows.
     - `training/rollout_probs_diff_{mean,max}`: over valid tokens, |exp(rollout_log_probs) -
       exp(old_log_probs)|.
@@ -56,7 +58,7 @@ def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[
 
     if "critic/score/mean" in metrics:
         metrics["reward/mean"] = metrics["critic/score/mean"]
-    # Some keys may name the same column, whose moments are then computed once.
+    # Several keys may refer to the same column, whose moments are then computed once.
     over_tokens = {
         id(column): moments(itself, mask, column)
         for column in map(batch.get, _SPREAD_KEYS)
@@ -83,7 +85,7 @@ def data_metrics(batch: Mapping[str, Column], max_response_length: int) -> dict[
 
 
 def _rollout_differences(batch: Mapping[str, Column]) -> dict[str, float]:
-    """Compare the log-probs of the rollout with the trainer's, where the batch has both."""
+    """Compare the log-probs of the rollout with those of the trainer, if the batch has both."""
     metrics: dict[str, float] = {}
     if "rollout_log_probs" in batch and "old_log_probs" in batch:
         for name, difference in (("probs", _of_probs), ("log_probs", _of_log_probs)):
@@ -105,12 +107,15 @@ def _of_log_probs(rollout: Tensor, old: Tensor) -> Tensor:
 
 
 def age_metrics(batch: Mapping[str, Column], version: int) -> dict[str, float]:
-    """How many weight versions before `version`, the one that is trained, each token of `response_mask` was
-    drawn.
+    """Return metrics of the token age: the number of weight versions between the one that sampled a token and
+    the trained one.
 
-    - `rollout/age/{mean,max}`: of version - `token_versions` (B, R), over valid tokens.
+    - `rollout/age/{mean,max}`: `version` - `token_versions` (B, R), over valid tokens.
     - `training/rollout_log_probs_diff_mean/{current,older}`: as in data_metrics, over the tokens of age 0 and
-      the others; where there are older ones, and the trainer's own log-probs.
+      over all others. Present if there are older tokens and the batch has the trainer's log-probs.
+
+    Args:
+        version: The version of the weights that are trained.
     """
     mask = batch["response_mask"]
     ages = moments(lambda versions: version - versions, mask, batch["token_versions"])
@@ -135,11 +140,13 @@ def age_metrics(batch: Mapping[str, Column], version: int) -> dict[str, float]:
 
 
 def agent_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Nothing for a batch without `num_turns`. Of episodes, (B,) each:
+    """Return the metrics of agent episodes; none for a batch without `num_turns`. All arrays are (B,).
 
-    - `agent/turns/{mean,max,min}`: of the model; `agent/calls/mean`; `agent/tool_s/mean`: seconds in tools.
-    - `agent/errors/<kind>`: calls that failed so, for each call; kinds that did not occur are left out.
-    - `agent/ended/<why>`: share of episodes; see EpisodeEnd.
+    - `agent/turns/{mean,max,min}`: turns of the model. `agent/calls/mean`: tool calls. `agent/tool_s/mean`:
+      seconds in tools.
+    - `agent/errors/<kind>`: fraction of calls that failed with this error. Kinds that did not occur are left
+      out.
+    - `agent/ended/<why>`: fraction of episodes with this end, see EpisodeEnd.
     """
     if "num_turns" not in arrays:
         return {}
@@ -157,11 +164,12 @@ def agent_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def reward_number_metrics(numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return `reward/<name>/{mean,max,min}` of the numbers that reward functions gave beside their score.
+    """Return `reward/<name>/{mean,max,min}` of the numbers that reward functions returned in addition to
+    their score.
 
     Args:
         numbers: For each sample, its numbers by name (see rewards.process.Outcome). A sample without a number
-            of some name, such as one whose scoring failed, does not count in that name's metrics.
+            of some name, such as one whose scoring failed, does not count in the metrics of that name.
     """
     by_name: dict[str, list[float]] = {}
     for of_sample in numbers:
@@ -175,13 +183,15 @@ def reward_number_metrics(numbers: Iterable[Mapping[str, float]]) -> dict[str, f
 
 
 def reward_model_metrics(batch: Mapping[str, Tensor]) -> dict[str, float]:
-    """Nothing for a batch without `reward_model_scores`. All (B,), before weights:
+    """Return the metrics of reward models; none for a batch without `reward_model_scores`.
 
-    - `reward/model/{mean,max,min}`: of `reward_model_scores`; `reward/functions/{mean,max,min}`: of
+    All columns are (B,), before weights:
+
+    - `reward/model/{mean,max,min}`: of `reward_model_scores`. `reward/functions/{mean,max,min}`: of
       `reward_function_scores`.
-    - `reward/model/truncated`, `reward/model/spells_special`: shares of True in `reward_model_truncated`
-      (conversations that lost their oldest tokens) and `reward_model_spells_special` (answers whose text has
-      a special token of the reward model in it).
+    - `reward/model/truncated`, `reward/model/spells_special`: fractions of True in `reward_model_truncated`
+      (conversations that lost their oldest tokens) and `reward_model_spells_special` (answers whose text
+      contains a special token of the reward model).
     """
     if "reward_model_scores" not in batch:
         return {}

@@ -1,9 +1,9 @@
-"""What is done about a rollout engine whose log-probs are not the trainer's: weights, rejected responses, and
-diagnostics.
+"""Corrects for a rollout engine whose log-probs differ from the trainer's: importance weights, rejected
+responses, and diagnostics.
 
-A batch is drawn from the rollout engine's policy mu and learnt from by the trainer's policy pi. Shapes: B
-samples, R padded response tokens. x_t = old_log_probs - rollout_log_probs = log pi_t - log mu_t; all
-estimates are over tokens drawn from mu.
+A batch is sampled from the rollout engine's policy mu and trains the trainer's policy pi. Shapes: B samples,
+R padded response tokens. x_t = old_log_probs - rollout_log_probs = log pi_t - log mu_t. All estimates are
+over tokens sampled from mu.
 """
 
 from __future__ import annotations
@@ -37,11 +37,15 @@ from megarl.config.schema import (
 
 
 class Correction(NamedTuple):
-    """weights: factors of the per-token policy loss (the batch key `rollout_weights`), without a graph, 0 in
-    masked slots; None where `level` is none. mask: the response mask without the rows that were rejected.
+    """The correction of a batch.
 
-    A token of weight 0 still counts in the loss's denominator, as importance sampling wants it; a rejected
+    A token with weight 0 still counts in the loss's denominator, as importance sampling requires; a rejected
     row does not.
+
+    Attributes:
+        weights: Factors of the per-token policy loss (the batch key `rollout_weights`), without a gradient, 0
+            in masked slots. None if `level` is none.
+        mask: The response mask without the rejected rows.
     """
 
     weights: Column | None  # (B, R)
@@ -52,22 +56,33 @@ class Correction(NamedTuple):
 def correct(
     old_log_probs: Column, rollout_log_probs: Column, mask: Column, config: RolloutCorrectionConfig
 ) -> Correction:
-    """Weights and rejections for (B, R) log-probs of the same tokens by the trainer and by the rollout
-    engine.
+    """Compute importance weights and rejections from the log-probs (B, R) of the same tokens by the trainer
+    and by the rollout engine.
 
-    Weights: pi/mu of each token (`level` token), its product over the response (sequence: exact, of large
-    variance), or its geometric mean over the response (geometric: biased, comparable over lengths).
-    `truncate`: at most `high` (truncated importance sampling, Ionides 2008). `mask`: 0 outside [low, high],
-    else as it is (masked importance sampling).
-    Rejection: see RejectionConfig; k1 to k3 as in kl.py, summed over the response (sequence) or averaged over
-    its tokens (geometric).
+    Weights, by `level`:
 
-    Metrics, beside those of `diagnostics`. `rollout_correction/weight_mean`; `.../effective_sample_size`:
-    (sum w)^2 / (n sum w^2), in [1/n, 1]; `.../fraction_truncated` and `.../fraction_masked`: share of weights
-    that were cut, or set to 0. All over tokens at token level, else over responses. `.../fraction_rejected`:
-    share of responses.
+    - token: pi/mu of each token.
+    - sequence: the product of pi/mu over the response. It is exact and has a large variance.
+    - geometric: the geometric mean of pi/mu over the response. It is biased, and comparable between lengths.
 
-    Raises ValueError for a log-prob of a valid token that is NaN or infinite.
+    Limits, by `kind`:
+
+    - truncate: weights are at most `high` (truncated importance sampling, Ionides 2008).
+    - mask: weights outside [low, high] become 0; others are unchanged (masked importance sampling).
+
+    Rejection: see RejectionConfig. The estimators k1 to k3 of kl.py are summed over the response (sequence)
+    or averaged over its tokens (geometric).
+
+    Metrics, in addition to those of `diagnostics`, over tokens at token level and over responses otherwise:
+
+    - `rollout_correction/weight_mean`.
+    - `rollout_correction/effective_sample_size`: (sum w)^2 / (n sum w^2), in [1/n, 1].
+    - `rollout_correction/fraction_truncated`, `rollout_correction/fraction_masked`: fraction of weights that
+      were limited, or set to 0.
+    - `rollout_correction/fraction_rejected`: fraction of responses that were rejected.
+
+    Raises:
+        ValueError: A log-prob of a valid token is NaN or infinite.
     """
     metrics = diagnostics(old_log_probs, rollout_log_probs, mask)
     weights = None
@@ -78,7 +93,7 @@ def correct(
         weights, totals = _weights(old_log_probs, rollout_log_probs, mask, config)
         metrics |= totals.metrics(config.kind)
 
-    # A rejected response loses all its tokens, not only those that differ the most.
+    # A rejected response loses all its tokens, not only those with the largest differences.
     if config.rejection.estimator is not RejectionEstimator.none:
         accepted = _accepted(old_log_probs, rollout_log_probs, mask, config.rejection)
         kept = on_every_token(accepted, mask)
@@ -92,7 +107,8 @@ def correct(
 def _log_ratios(
     old_log_probs: Column, rollout_log_probs: Column, mask: Column
 ) -> Iterator[tuple[TokenBlock, Tensor]]:
-    """Of all rows, in blocks: x of each token (n,), cut as in `diagnostics`, 0 where the mask is False."""
+    """Yield all rows in blocks, with x of each token (n,), clamped as in `diagnostics`, 0 where the mask is
+    False."""
     for block in token_blocks(mask, old_log_probs, rollout_log_probs):
         yield block, block.only_valid(torch.sub(*block.columns)).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -114,7 +130,7 @@ def _weights(
             counts = num_tokens[block.rows]
             raw = _of_sequence(block.row_sums(log_ratio), counts, config.level)
             limited = _limited(raw, config)
-            # A response has one weight, which stands on each of its tokens.
+            # A response has one weight, which applies to each of its tokens.
             of_tokens = limited.repeat_interleave(block.lengths)
             # A response without tokens has a weight of 1 by the formula, and must not count.
             raw = raw[counts > 0]
@@ -126,13 +142,13 @@ def _weights(
 
 
 def _of_sequence(total: Tensor, num_tokens: Tensor, level: CorrectionLevel) -> Tensor:
-    """The ratio of responses, of the sums of their tokens' x."""
+    """Return the ratios of responses from the sums of x over their tokens."""
     mean = total if level is CorrectionLevel.sequence else total / num_tokens.clamp(min=1)
     return mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 class _WeightTotals(NamedTuple):
-    """Over tokens or responses."""
+    """Sums over tokens or responses, for the metrics."""
 
     number: int = 0
     weights: float = 0.0
@@ -140,7 +156,7 @@ class _WeightTotals(NamedTuple):
     changed: int = 0
 
     def with_block(self, raw: Tensor, limited: Tensor) -> _WeightTotals:
-        """Of ratios and weights (n,)."""
+        """Add a block of ratios and their weights, (n,) each."""
         exact = limited.double()
         return _WeightTotals(
             self.number + len(exact),
@@ -164,10 +180,14 @@ class _WeightTotals(NamedTuple):
 def correction_weights(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, config: RolloutCorrectionConfig
 ) -> Tensor:
-    """The weights (b, R) of `correct` alone, at any level but none: a row's need no other row. On a device
-    nothing waits for them: what is no number is not refused, and ends in the weights."""
+    """Return only the weights of `correct`, (b, R), at any level except none. A row's weights depend on no
+    other row.
+
+    This works without host-device synchronization, so NaN or infinite log-probs are not refused and propagate
+    to the weights.
+    """
     log_ratio = masked(old_log_probs.detach(), mask) - masked(rollout_log_probs, mask)
-    # The bounds are those of `correct`, so that both give the same weights.
+    # Use the same bounds as `correct`, so that both compute the same weights.
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
     if config.level is CorrectionLevel.token:
@@ -179,14 +199,25 @@ def correction_weights(
 
 
 def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) -> dict[str, float]:
-    """How far the two policies are apart, for (B, R) log-probs; nothing for a batch without a valid token.
+    """Return measures of the difference between the two policies from their log-probs (B, R); none for a
+    batch without a valid token.
 
-    Over tokens: `rollout_correction/kl_k1`: mean of -x, of KL(mu, pi); `.../kl`: mean of e^x - 1 - x, the
-    same, never negative; `.../kl_reverse`: mean of x e^x - e^x + 1, of KL(pi, mu), never negative;
-    `.../chi_square_token`: mean of e^2x, less 1; `.../ratio_max` and `.../ratio_min`: of e^x. Over responses:
-    `.../chi_square_sequence`: mean of e^(2 sum x), less 1.
+    Over tokens:
 
-    Exponents are cut at +-20. Raises ValueError for a log-prob of a valid token that is NaN or infinite.
+    - `rollout_correction/kl_k1`: mean of -x, an estimate of KL(mu, pi).
+    - `rollout_correction/kl`: mean of e^x - 1 - x, of the same KL, never negative.
+    - `rollout_correction/kl_reverse`: mean of x e^x - e^x + 1, of KL(pi, mu), never negative.
+    - `rollout_correction/chi_square_token`: mean of e^2x, minus 1.
+    - `rollout_correction/ratio_max`, `rollout_correction/ratio_min`: of e^x.
+
+    Over responses:
+
+    - `rollout_correction/chi_square_sequence`: mean of e^(2 sum x), minus 1.
+
+    Exponents are clamped to [-20, 20].
+
+    Raises:
+        ValueError: A log-prob of a valid token is NaN or infinite.
     """
     refuse_unusable_log_probs(mask, old_log_probs, rollout_log_probs)
     sums = torch.zeros(4, dtype=torch.float64)
@@ -214,7 +245,7 @@ def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) 
         return {}
     k1, k3, reverse, square = (sums / count).tolist()
     has_tokens = row_lengths(mask) > 0
-    # The sum over a response may exceed the limit that its tokens respect.
+    # The sum over a response may exceed the limit that each of its tokens respects.
     sequences = sequences[has_tokens].double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     values = {
         "kl_k1": k1,
@@ -230,13 +261,19 @@ def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) 
 
 
 def refuse_unusable_log_probs(mask: Column, *log_probs: Column) -> None:
-    """Raises ValueError that names the rows in which a log-prob of a valid token is NaN or infinite.
-    log_probs: `old_log_probs`, `rollout_log_probs`, or one of them."""
+    """Refuse log-probs of valid tokens that are NaN or infinite.
+
+    Args:
+        log_probs: `old_log_probs`, `rollout_log_probs`, or both.
+
+    Raises:
+        ValueError: Names the rows with such values.
+    """
     unusable = []
     for block in token_blocks(mask, *log_probs):
         for column in block.columns:
             valid = block.only_valid(column)
-            if not math.isfinite(float(valid.sum())):  # so is a sum where all its values are
+            if not math.isfinite(float(valid.sum())):  # a sum is finite only if all its values are
                 rows = (~torch.isfinite(block.row_sums(valid))).nonzero().flatten() + block.rows.start
                 unusable += rows.tolist()
 
@@ -258,7 +295,7 @@ def _limited(raw: Tensor, config: RolloutCorrectionConfig) -> Tensor:
 def _accepted(
     old_log_probs: Column, rollout_log_probs: Column, mask: Column, config: RejectionConfig
 ) -> Tensor:
-    """(B,) bool."""
+    """Return which responses are within the limits, (B,) bool."""
     value = {
         RejectionEstimator.k1: torch.neg,
         RejectionEstimator.k2: lambda x: 0.5 * x.square(),

@@ -1,5 +1,5 @@
-"""What k samples of a prompt achieve, estimated without bias from n >= k samples of it: the mean over all
-subsets of k."""
+"""Metrics of k samples of a prompt, such as pass@k: unbiased estimates from n >= k samples, as the mean over
+all subsets of size k."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from typing import NamedTuple
 
 
 class Estimate(NamedTuple):
-    """standard_error: of `value`, were other prompts drawn from where these come from; None for a single
-    prompt."""
+    """An estimate with its standard error over prompts, that is, for another draw of prompts from the same
+    distribution. The error is None for a single prompt."""
 
     value: float
     standard_error: float | None
 
 
 def mean_over_prompts(values: Sequence[float]) -> Estimate:
-    """The mean of one value for each prompt, such as the mean score of its samples; s / sqrt(P), s their
-    deviation with P - 1.
+    """Return the mean of one value per prompt, such as the mean score of its samples.
 
-    Samples of a prompt are alike, so that an error over samples would be too small (Miller 2024, arXiv
-    2411.00640). Raises ValueError without a value.
+    The standard error is s / sqrt(P), where s is the standard deviation over the P prompts with divisor P -
+    1. Samples of the same prompt are correlated, so an error over samples would be too small (Miller 2024,
+    arXiv 2411.00640).
+
+    Raises:
+        ValueError: There are no values.
     """
     if not values:
         raise ValueError("a mean over prompts needs at least one prompt")
@@ -32,18 +35,21 @@ def mean_over_prompts(values: Sequence[float]) -> Estimate:
 
 
 def mean_difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
-    """Of two models on the same prompts, in the same order: the mean of `values` less `others`, and its
-    error, in which what makes a prompt hard for both is gone. Raises ValueError for other numbers of prompts.
+    """Return the paired difference of two models on the same prompts, in the same order: the mean of `values`
+    minus `others`. Pairing removes the variance of prompt difficulty from the standard error.
+
+    Raises:
+        ValueError: The numbers of prompts differ.
     """
     return mean_over_prompts([value - other for value, other in zip(values, others, strict=True)])
 
 
 def best_at_k(scores: Sequence[float], k: int) -> float:
-    """The expected best of k scores: sum over i of s_(i) C(i - 1, k - 1) / C(n, k), scores in rising order, i
-    from 1.
+    """Return the expected maximum of k of the scores: sum over i of s_(i) C(i - 1, k - 1) / C(n, k), with
+    scores in ascending order and i from 1.
 
-    Of scores 0 and 1 it is pass@k, the chance that one of k samples is right: 1 - C(n - c, k) / C(n, k),
-    where c of n are (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    For scores of 0 and 1 this is pass@k, the probability that at least one of k samples is correct: 1 - C(n -
+    c, k) / C(n, k), where c of n samples are correct (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     """
     num_samples = len(scores)
     _check(num_samples, k)
@@ -51,11 +57,15 @@ def best_at_k(scores: Sequence[float], k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable], scores: Sequence[float], k: int) -> float:
-    """The expected score of the answer that most of k samples give; ties are broken by lot, at even chances.
+    """Return the expected score of the most frequent answer of k samples, with ties broken uniformly at
+    random.
 
-    answers: one of each sample, equal where the samples agree; scores: of each sample, averaged where the
-    same answer has several. An answer with m samples wins j of the k votes in C(m, j) ways, times the ways of
-    the others to share k - j votes with none above j; a tie with t others leaves it 1 / (t + 1) of them.
+    An answer with m samples wins j of the k votes in C(m, j) ways, times the ways in which the others share k
+    - j votes with none above j. If t others tie with it, it gets 1 / (t + 1) of them.
+
+    Args:
+        answers: The answer of each sample; equal answers count together.
+        scores: The score of each sample, averaged over the samples with the same answer.
     """
     _check(len(answers), k)
     votes = Counter(answers)
@@ -66,7 +76,7 @@ def majority_at_k(answers: Sequence[Hashable], scores: Sequence[float], k: int) 
 
     for answer, count in votes.items():
         others = [votes[other] for other in votes if other != answer]
-        # Integers and fractions count exactly, and do not overflow as floats would.
+        # Integers and fractions are exact and do not overflow, unlike floats.
         ways = sum(
             comb(count, won) * _ways_of_others(others, k - won, won) for won in range(1, min(count, k) + 1)
         )
@@ -76,10 +86,10 @@ def majority_at_k(answers: Sequence[Hashable], scores: Sequence[float], k: int) 
 
 
 def _ways_of_others(counts: Sequence[int], votes: int, most: int) -> Fraction:
-    """Ways to give `votes` votes to answers with so many samples, none above `most`, each divided by 1 + the
-    number that reach it."""
+    """Return the number of ways to distribute `votes` votes over answers with these sample counts, none above
+    `most`, each divided by 1 + the number of answers that reach `most`."""
     ways = {(0, 0): 1}  # (votes given, answers at `most`) -> ways
-    # Dynamic programming: each answer extends the table of those before it.
+    # Dynamic programming: each answer extends the table of the previous ones.
     for count in counts:
         longer: dict[tuple[int, int], int] = defaultdict(int)
         for (given, tied), number in ways.items():
@@ -95,6 +105,6 @@ def _ways_of_others(counts: Sequence[int], votes: int, most: int) -> Fraction:
 def _check(num_samples: int, k: int) -> None:
     if not 1 <= k <= num_samples:
         raise ValueError(
-            f"k is {k}, but must be between 1 and the {num_samples} samples of the prompt; use another k, "
-            f"or more samples"
+            f"k is {k}, but must be between 1 and {num_samples}, the number of samples of the prompt; use "
+            f"another k or more samples"
         )

@@ -1,5 +1,5 @@
-"""Scores of outcomes: on the last token that the model wrote, finite, and less where a response comes close
-to the length limit."""
+"""Outcome scores: their position on the last generated token, the check that they are finite, and the
+overlong penalty."""
 
 from __future__ import annotations
 
@@ -23,45 +23,50 @@ from megarl.config.schema import OverlongConfig
 
 
 def place_scores(scores: Sequence[float] | Tensor, response_mask: Column) -> Column:
-    """`token_level_scores` (B, R) float32: scores (B,) on the last True token of each row of response_mask
-    (B, R), else 0.
+    """Place scores (B,) on the last valid token of each row of response_mask (B, R), with 0 elsewhere.
 
-    Raises ValueError for a row without a response token, which has no place for its score.
+    Returns:
+        `token_level_scores`, (B, R) float32.
+
+    Raises:
+        ValueError: A row has no response token, and so no position for its score.
     """
     empty = (row_lengths(response_mask) == 0).nonzero().flatten().tolist()
     if empty:
         raise ValueError(
-            f"rows {empty[:8]} of {len(response_mask)} have no response token, so their scores have no "
-            f"place; "
-            "a response holds at least its end token: check that the rollout returned one for every prompt"
+            f"rows {empty[:8]} of {len(response_mask)} have no response token to place their scores on; a "
+            f"response contains at least its end token: check that the rollout returned one for every prompt"
         )
 
     per_row = torch.as_tensor(scores, dtype=torch.float32)
     rows = as_rows(response_mask)
-    # Without gaps, a row's last token is where its length ends.
+    # Without gaps, a row's last valid token is its last token.
     last = rows.lengths.cumsum(0) - 1
 
-    # With gaps, it is the last True token of the row, which may come earlier.
+    # With gaps, the last valid token of a row may come earlier.
     if not leaves_nothing_out(rows):
         for block in token_blocks(rows):
             assert block.mask is not None
             valid = block.mask.nonzero().flatten() + block.tokens.start
             last[block.rows] = valid[torch.searchsorted(valid, last[block.rows], right=True) - 1]
 
-    values = torch.zeros(rows.num_tokens)  # of which only what is written takes memory
+    values = torch.zeros(rows.num_tokens)  # only pages that are written take memory
     values[last] = per_row
     return of_form(RaggedTensor.packed_rows(values, rows.lengths), response_mask)
 
 
 def refuse_unusable(name: str, per_row: Tensor, uid: np.ndarray) -> None:
-    """Raises ValueError where a value of `per_row` (B,) is NaN or infinite, with the uids (B,) of the first
-    such samples."""
+    """Refuse values of `per_row` (B,) that are NaN or infinite.
+
+    Raises:
+        ValueError: Contains the uids (B,) of the first such samples.
+    """
     rows = (~torch.isfinite(per_row)).nonzero().flatten().tolist()
     if rows:
         shown = ", ".join([*(str(uid[row]) for row in rows[:8]), *(["..."] if len(rows) > 8 else [])])
         raise ValueError(
             f"{name} is {float(per_row[rows[0]])} for {len(rows)} of {len(per_row)} samples (uid {shown}); "
-            "one of them would make every advantage of its group or batch useless: fix the reward function"
+            "each would make every advantage of its group or batch useless: fix the reward function"
         )
 
 
@@ -71,10 +76,10 @@ class ShapedScores(NamedTuple):
 
 
 def overlong_penalty(lengths: Tensor, max_response_length: int, config: OverlongConfig) -> Tensor:
-    """(B,), 0 or less, for lengths (B,) in tokens: DAPO's soft over-long punishment (Yu et al. 2025, arXiv
+    """Return DAPO's soft overlong penalty, (B,), at most 0, for lengths (B,) in tokens (Yu et al. 2025, arXiv
     2503.14476, eq. 13).
 
-    0 up to max_response_length - buffer_tokens, then falling in a straight line to -penalty at
+    The penalty is 0 up to max_response_length - buffer_tokens, then decreases linearly to -penalty at
     max_response_length. Without a buffer it is 0 everywhere.
     """
     buffer_tokens = config.buffer_tokens(max_response_length)
@@ -88,11 +93,14 @@ def overlong_penalty(lengths: Tensor, max_response_length: int, config: Overlong
 def penalise_overlong(
     token_level_scores: Column, mask: Column, max_response_length: int, config: OverlongConfig
 ) -> ShapedScores:
-    """The scores (B, R) with the penalty on each row's last token; a response's length counts the tokens that
-    the model wrote.
+    """Add the overlong penalty to the scores (B, R), on each row's last valid token. The length of a response
+    counts the tokens that the model generated.
 
-    Metrics: `reward/overlong_penalty`, the mean over rows, 0 or less; `reward/overlong_fraction`, the share
-    of rows with one. Raises ValueError for a row without a response token, as `place_scores`.
+    Metrics: `reward/overlong_penalty`, the mean over rows, at most 0; `reward/overlong_fraction`, the
+    fraction of rows with a penalty.
+
+    Raises:
+        ValueError: A row has no response token, see place_scores.
     """
     penalty = overlong_penalty(row_lengths(mask), max_response_length, config)
     metrics = {

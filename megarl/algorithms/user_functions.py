@@ -1,7 +1,7 @@
-"""Maths of the user's own, by reference, in the place of an advantage estimator's or a policy loss's.
+"""User functions that replace an advantage estimator or a policy loss, loaded by reference.
 
-`algorithm.advantage.estimator` and `algorithm.policy_loss.kind` say what the function gets: all that their
-own maths gets.
+`algorithm.advantage.estimator` and `algorithm.policy_loss.kind` determine the inputs of the function: the
+same as those of the built-in estimator or loss.
 """
 
 from __future__ import annotations
@@ -36,15 +36,19 @@ _LOSS = Expected(
 
 
 def estimator_of(config: AdvantageConfig) -> Estimator:
-    """Raises UserFunctionError for a function that cannot be loaded."""
+    """Return the configured advantage estimator.
+
+    Raises:
+        UserFunctionError: The user's function cannot be loaded.
+    """
     if config.function is None:
         return ADVANTAGE_ESTIMATORS[config.estimator]
 
-    # Load it again: the file may have changed between two runs of a process.
+    # Load it again, because the file may have changed between two runs of a process.
     function = _load(config.function, _ESTIMATOR)
 
     def estimate(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-        # Functions of users see padded tensors, whatever form the batch has.
+        # User functions receive padded tensors, whatever the form of the batch.
         padded = inputs.padded()
         mask = inputs.response_mask
         assert isinstance(padded.response_mask, Tensor)
@@ -55,7 +59,7 @@ def estimator_of(config: AdvantageConfig) -> Estimator:
             padded.response_mask,
             f"{config.function} must return Advantages(advantages, returns)",
         )
-        # A user's function may leave anything in masked slots.
+        # A user function may leave any value in masked slots.
         own = (masked(values, padded.response_mask) for values in given if isinstance(values, Tensor))
 
         return Advantages(
@@ -66,7 +70,11 @@ def estimator_of(config: AdvantageConfig) -> Estimator:
 
 
 def policy_loss_of(config: PolicyLossConfig) -> PolicyLoss:
-    """Raises UserFunctionError for a function that cannot be loaded."""
+    """Return the configured policy loss.
+
+    Raises:
+        UserFunctionError: The user's function cannot be loaded.
+    """
     kind = POLICY_LOSSES[config.kind]
     if config.function is None:
         return kind
@@ -83,9 +91,12 @@ def policy_loss_of(config: PolicyLossConfig) -> PolicyLoss:
 
 
 def try_functions(config: AlgorithmConfig) -> None:
-    """Calls those that are configured with two samples of one prompt. Raises UserFunctionError for what would
-    fail in a run."""
-    # The samples differ in length, so that a function meets masked slots.
+    """Call the configured user functions with two samples of one prompt.
+
+    Raises:
+        UserFunctionError: A function fails, as it would in a run.
+    """
+    # The samples differ in length, so that the functions see masked slots.
     mask = torch.tensor([[True, True, True], [True, False, False]])
     zeros = torch.zeros(mask.shape)
     needs = config.advantage.estimator.needs
@@ -114,8 +125,8 @@ def try_functions(config: AlgorithmConfig) -> None:
         )
         if not losses.loss.requires_grad:
             raise UserFunctionError(
-                f"{config.policy_loss.function}: the loss has no gradient; make it of inputs.log_probs or "
-                f"inputs.ratio"
+                f"{config.policy_loss.function}: the loss has no gradient; compute it from inputs.log_probs "
+                f"or inputs.ratio"
             )
 
 
@@ -135,7 +146,8 @@ def _load(reference: str, expected: Expected) -> Callable[..., Any]:
     return load_function(path, name, expected)
 
 
-# of every micro-batch, in a rank's process: it is the run's own, and the file may change meanwhile
+# The loss is loaded once per process, because it is used for every micro-batch and the file may change during
+# the run.
 _load_once = cache(_load)
 
 

@@ -1,4 +1,4 @@
-"""A calculator: arithmetic as Python writes it, evaluated without Python's own evaluation."""
+"""A calculator for arithmetic in Python syntax that does not use Python's `eval`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 _MAX_LENGTH = 1000  # characters of an expression
-_MAX_BITS = 4096  # of an integer; larger ones could take all the memory that there is
+_MAX_BITS = 4096  # of an integer; larger ones could exhaust the memory
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -58,7 +58,7 @@ def _value(node: ast.expr) -> int | float:
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _BINARY:
             first = _value(left)
             second = _value(right)
-            # Estimate the size first: computing a huge power could take all memory.
+            # Estimate the size first: computing a huge power could exhaust the memory.
             if isinstance(sign, ast.Pow) and _bits(first) * abs(second) > _MAX_BITS:
                 raise ValueError("the number is too large")
             result = _BINARY[type(sign)](first, second)

@@ -1,4 +1,4 @@
-"""Pages over HTTP, from hosts that are allowed, with limits of size and time."""
+"""Fetches pages over HTTP from allowed hosts, with limits on size and time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from megarl.agents.protocol import Schema, Task
 
 
 class HttpGet:
-    """A tool that reads a page by GET. allowed_hosts: `host`, or `host:port` for another port than the
-    scheme's; nothing else is asked, and redirects are told and not followed, so that no page leads elsewhere.
-    max_bytes: that are read of a page; the rest is left out.
-    time_limit_s: of the whole.
+    """A tool that reads a page with GET.
+
+    Redirects are reported but not followed, so no page can lead to another host.
+
+    Args:
+        allowed_hosts: `host`, or `host:port` for a port other than the scheme's. All other hosts are refused.
+        max_bytes: Bytes read of a page; the rest is dropped.
+        time_limit_s: Time limit of the whole request.
     """
 
     def __init__(
@@ -54,8 +58,8 @@ class HttpGet:
 
     async def _read(self, url: httpx.URL) -> str:
         async with asyncio.timeout(self._time_limit_s):
-            # Without the environment's proxies and passwords, and without compression: few bytes may become
-            # very many.
+            # Ignore the environment's proxies and passwords. Disable compression, because a few compressed
+            # bytes can expand to very many.
             client = httpx.AsyncClient(
                 trust_env=False, timeout=self._time_limit_s, headers={"Accept-Encoding": "identity"}
             )
@@ -63,7 +67,7 @@ class HttpGet:
                 if page.has_redirect_location:
                     return f"status {page.status_code}, to {page.headers['location']}"
                 body = b""
-                # What lies beyond the limit is not even read.
+                # Bytes beyond the limit are not downloaded.
                 async for part in page.aiter_raw():
                     body += part
                     if len(body) >= self._max_bytes:
@@ -74,4 +78,4 @@ class HttpGet:
 
     @staticmethod
     def _shape(url: Annotated[str, "http:// or https://"]) -> None:
-        """The signature that the model is told of."""
+        """Define the signature shown to the model."""

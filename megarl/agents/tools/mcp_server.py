@@ -1,5 +1,5 @@
-"""Tools of a server of the Model Context Protocol. The only home of `mcp`, its official SDK: `pip install
-"megarl[mcp]"`."""
+"""Tools of a Model Context Protocol server. This is the only module that imports `mcp`, the official SDK:
+`pip install "megarl[mcp]"`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ from megarl.machine.reaper import OWNER
 if TYPE_CHECKING:
     from mcp import Client
 
-START_LIMIT_S = 60.0  # for a server to start and to say what tools it has
+START_LIMIT_S = 60.0  # for a server to start and list its tools
 _Result = TypeVar("_Result")
 
 
 class McpCallError(RuntimeError):
-    """The server says that the call failed, in these words."""
+    """The server reported that the call failed. The message is the server's."""
 
 
 class McpServer:
-    """server: the command that starts it, or the URL of one that runs (Streamable HTTP). time_limit_s: of a
-    call. environment: variables for the command, beside the few that it is given (PATH, HOME and the like).
+    """A connection to an MCP server, shared by all its tools.
 
-    It is connected to for the first of its tools that is asked for, to hear which there are, and by the first
-    call. A connection that was lost is made again, once for a call, which the server may then get twice.
+    The first request for a tool connects once to list the tools; the first call opens the lasting connection.
+    A lost connection is opened again once per call, and the server may then receive that call twice.
+
+    Args:
+        server: The command that starts the server, or the URL of a running one (Streamable HTTP).
+        time_limit_s: Time limit of a call.
+        environment: Variables for the command, in addition to the few that the SDK passes on (PATH, HOME
+            and the like).
     """
 
     def __init__(
@@ -46,30 +51,40 @@ class McpServer:
         self._connection: asyncio.Task[None] | None = None
         self._client: asyncio.Future[Client] | None = None
 
-        # of a thread that ends with the process, and the server with it: its input ends
+        # The loop runs in a daemon thread. When the process ends, the server's input closes and it ends too.
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
 
     def tool(self, name: str) -> McpTool:
-        """Raises ValueError where the server has no such tool, or cannot be reached."""
+        """Return a tool of the server.
+
+        Raises:
+            ValueError: The server has no such tool or cannot be reached.
+        """
         if self._schemas is None:
             try:
                 self._schemas = self._in_loop(self._list()).result(START_LIMIT_S)
             except Exception as error:  # noqa: BLE001
-                # Whatever comes of a server that is not what it should be.
+                # A broken server may cause any exception.
                 raise ValueError(
-                    f"the MCP server {self._server!r} does not say which tools it has: {_why(error)}"
+                    f"the MCP server {self._server!r} does not list its tools: {_why(error)}"
                 ) from error
 
         if name not in self._schemas:
             raise ValueError(
-                f"the MCP server {self._server!r} has no tool {name!r}; there are: {', '.join(self._schemas)}"
+                f"the MCP server {self._server!r} has no tool {name!r}; it has: {', '.join(self._schemas)}"
             )
 
         return McpTool(self, name, self._schemas[name])
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """In any loop. Raises McpCallError, TimeoutError; BrokenToolError where the server is gone."""
+        """Call a tool from any event loop.
+
+        Raises:
+            McpCallError: The server reported an error.
+            TimeoutError: The server did not answer in time.
+            BrokenToolError: The server is lost.
+        """
         return await asyncio.wrap_future(self._in_loop(self._call(name, arguments)))
 
     def _in_loop(self, what: Coroutine[Any, Any, _Result]) -> Any:
@@ -82,7 +97,7 @@ class McpServer:
             return Client(self._server)
         command, *arguments = self._server
 
-        # so that it ends with the run, whatever happens
+        # Mark the server as this run's process, so that it is always cleaned up with the run.
         marked = {OWNER: os.environ[OWNER]} if OWNER in os.environ else {}
         return Client(
             StdioServerParameters(command=command, args=arguments, env={**marked, **self._environment})
@@ -92,7 +107,7 @@ class McpServer:
         async with self._new_client() as client:
             found = []
             cursor = None
-            # The list comes in pages.
+            # The list is paginated.
             while True:
                 page = await client.list_tools(cursor=cursor)
                 found += page.tools
@@ -104,7 +119,7 @@ class McpServer:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
-        # A connection that was lost is made once more before the server counts as gone.
+        # Reconnect once before the server counts as lost.
         for is_last in (False, True):
             client, connection = await self._connected()
             try:
@@ -118,7 +133,7 @@ class McpServer:
                 if error.code != CONNECTION_CLOSED:
                     raise McpCallError(str(error)) from error
                 lost: Exception = error
-            except Exception as error:  # noqa: BLE001  (of any transport)
+            except Exception as error:  # noqa: BLE001  (raised by any transport)
                 lost = error
             else:
                 if result.is_error:
@@ -128,10 +143,10 @@ class McpServer:
             if is_last:
                 raise self._gone(lost) from lost
 
-        raise AssertionError("one of both calls returns or raises")
+        raise AssertionError("one of the two attempts returns or raises")
 
     async def _connected(self) -> tuple[Client, asyncio.Task[None]]:
-        """The one connection that all calls share, and the task that holds it. Raises BrokenToolError."""
+        """Return the connection that all calls share, and the task that owns it. Raises BrokenToolError."""
         # The first call, or the first after a loss, connects for all.
         if self._connection is None or self._connection.done():
             self._client = self._loop.create_future()
@@ -143,24 +158,25 @@ class McpServer:
         # The shield keeps one caller's time limit from cancelling the connection that others wait for.
         try:
             return await asyncio.wait_for(asyncio.shield(self._client), START_LIMIT_S), connection
-        except Exception as error:  # noqa: BLE001  (of any transport)
+        except Exception as error:  # noqa: BLE001  (raised by any transport)
             self._leave(connection)
             raise self._gone(error) from error
 
     def _leave(self, connection: asyncio.Task[None]) -> None:
-        """Ends it, and a server that it has started; another call may have made the next one already, which
-        stays."""
+        """End a connection and any server that it started. A newer connection made by another call stays
+        open."""
         connection.cancel()
         if self._connection is connection:
             self._connection = None
 
     async def _hold(self, connected: asyncio.Future[Client]) -> None:
-        """A connection must be ended by the task that made it: this one, which waits for ever."""
+        """Open the connection and keep it until this task is cancelled, because a connection must be closed
+        by the task that opened it."""
         try:
             async with self._new_client() as client:
                 connected.set_result(client)
                 await asyncio.Event().wait()
-        except Exception as error:  # noqa: BLE001  (whoever waits for it gets it)
+        except Exception as error:  # noqa: BLE001  (the caller that awaits the future gets it)
             if not connected.done():
                 connected.set_exception(error)
 
@@ -169,7 +185,7 @@ class McpServer:
 
 
 class McpTool:
-    """One of a server's tools."""
+    """One tool of an MCP server."""
 
     def __init__(self, server: McpServer, name: str, schema: Schema) -> None:
         self._server = server
@@ -192,12 +208,12 @@ def _schema(name: str, description: str | None, parameters: Mapping[str, Any]) -
 
 
 def _text(result: Any) -> str:
-    """What is no text is named."""
+    """Join the text parts of a result. Other parts are shown as their type."""
     return "\n".join(part.text if part.type == "text" else f"({part.type})" for part in result.content)
 
 
 def _why(error: BaseException) -> str:
-    """Errors of a task group come in a group."""
+    """Describe an error. Errors of a task group are wrapped in an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return one_line(error)

@@ -1,4 +1,4 @@
-"""Python as a tool: what the model writes runs in the sandbox of this machine (megarl/machine/sandbox.py)."""
+"""Python as a tool: the model's programs run in the sandbox of this machine (megarl/machine/sandbox.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMITS = SandboxLimits(memory_mb=512, cpu_s=10, wall_s=15.0, output_kb=16)
 
 
 class ProgramEndedError(RuntimeError):
-    """A program was ended, or has ended its process."""
+    """A program was terminated, or ended its own process."""
 
 
 class _Python:
@@ -41,14 +41,19 @@ class _Python:
 
 
 class PythonTool(_Python):
-    """Each call is a program of its own, which remembers nothing. level: the strongest that holds where it is
-    None. limits: of a program.
+    """A tool that runs each call as a separate program without state.
 
-    What it prints is the result, with the traceback where it raised. Raises SandboxError where no sandbox
-    works on this machine.
+    The result is the program's output, followed by the traceback if it raised.
+
+    Args:
+        level: The sandbox level. None: the strongest level that works on this machine.
+        limits: The limits of one program.
+
+    Raises:
+        SandboxError: No sandbox works on this machine.
     """
 
-    _description = "Runs a Python program with the standard library, and gives back what it prints."
+    _description = "Runs a Python program with the standard library, and returns what it prints."
 
     async def call(self, arguments: Mapping[str, Any], task: Task) -> str:
         interpreter = _Interpreter(self._level, self._limits)
@@ -59,14 +64,15 @@ class PythonTool(_Python):
 
 
 class PythonSessions(_Python):
-    """The same, but all calls of one episode are one interpreter's, which ends with it. limits: memory_mb and
-    cpu_s are of all together.
+    """A tool that runs all calls of an episode in one interpreter, which ends with the episode.
 
-    A program that is ended by a limit takes along what those before it have left; the next starts again.
+    A program that exceeds a limit takes the interpreter's state with it, and the next call starts a new
+    interpreter. In `limits`, memory_mb and cpu_s apply to all calls of the episode together.
     """
 
     _description = (
-        "Runs a Python program with the standard library, and gives back what it prints. Its variables stay."
+        "Runs a Python program with the standard library, and returns what it prints. Variables persist "
+        "between programs."
     )
 
     def session(self) -> _Interpreter:
@@ -77,12 +83,17 @@ class _Interpreter:
     def __init__(self, level: Level, limits: SandboxLimits) -> None:
         self._session = SandboxSession(level, limits)
         self._limits = limits
-        # One, in which calls wait for each other; the kernel ends the interpreter with it.
+        # One thread, so that calls run one after another. The kernel ends the interpreter with this thread.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="python")
 
     async def call(self, arguments: Mapping[str, Any], task: Task) -> str:
-        """Raises TimeoutError, ProgramEndedError; BrokenToolError where the sandbox does not work any
-        more."""
+        """Run a program.
+
+        Raises:
+            TimeoutError: The program took too long.
+            ProgramEndedError: The program exceeded another limit or ended its process.
+            BrokenToolError: The sandbox no longer works.
+        """
         try:
             finished, is_alive = await asyncio.wrap_future(
                 self._thread.submit(self._session.run, arguments["code"])
@@ -95,16 +106,16 @@ class _Interpreter:
             raise BrokenToolError(str(error)) from error
 
         if finished.ended == "time":
-            raise TimeoutError(f"the program took longer than {self._limits.wall_s:g} s and was ended")
+            raise TimeoutError(f"the program took longer than {self._limits.wall_s:g} s and was terminated")
         if finished.ended == "output":
             raise ProgramEndedError(
-                f"the program printed more than {self._limits.output_kb} KB and was ended"
+                f"the program printed more than {self._limits.output_kb} KB and was terminated"
             )
 
         if not is_alive:
             how = f"signal {-finished.status}" if finished.status < 0 else f"status {finished.status}"
             raise ProgramEndedError(
-                f"the program has ended its process ({how}); it may have {self._limits.cpu_s} s of computing"
+                f"the program ended its process ({how}); its limit is {self._limits.cpu_s} s of CPU time"
             )
 
         return "\n".join(filter(None, (finished.output.rstrip("\n"), finished.errors.rstrip("\n"))))
@@ -115,4 +126,4 @@ class _Interpreter:
 
 
 def _shape(code: Annotated[str, "a Python program"]) -> None:
-    """The signature that the model is told of."""
+    """Define the signature shown to the model."""

@@ -1,4 +1,4 @@
-"""Search over a folder of texts: paragraphs ranked by BM25, by the full-text index of SQLite."""
+"""Search over a folder of text files: paragraphs ranked by BM25, with SQLite's full-text index."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from megarl.agents.function_tool import function_schema, in_thread
 from megarl.agents.protocol import Schema, Task
 
 _WORD = re.compile(r"\w+")
-_CUT = 1500  # characters of a paragraph that are shown
-_STEPS = 1000  # of SQLite, from one look at the clock to the next
+_CUT = 1500  # characters shown of a paragraph
+_STEPS = 1000  # SQLite instructions between two checks of the clock
 
 
 class FolderSearch:
-    """A tool that finds paragraphs in the text files of `folder` and of all folders in it, by the words of a
-    query.
+    """A tool that finds paragraphs in the text files of a folder and its subfolders by the words of a query.
 
-    suffixes: of the files that are read, as UTF-8. num_results: paragraphs for a query. time_limit_s: of a
-    query. name, description: told to the model. Raises ValueError where there is nothing to search.
+    Args:
+        suffixes: The suffixes of the files to read, as UTF-8.
+        num_results: Paragraphs per query.
+        time_limit_s: Time limit of a query.
+        name: The name shown to the model.
+        description: The description shown to the model.
+
+    Raises:
+        ValueError: The folder contains nothing to search.
     """
 
     def __init__(
@@ -40,20 +46,20 @@ class FolderSearch:
         self._time_limit_s = time_limit_s
         self._reading = threading.Lock()
 
-        # Read by one thread after the other, and made by another.
+        # Other threads than the one that opens the database read it, one at a time.
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute(
             "CREATE VIRTUAL TABLE paragraphs USING fts5(text, place UNINDEXED, tokenize='porter unicode61')"
         )
         files = sorted(file for file in Path(folder).rglob("*") if file.suffix in suffixes and file.is_file())
         if not files:
-            raise ValueError(f"{folder}: there is no file ending in {' or '.join(suffixes)} to search in")
+            raise ValueError(f"{folder}: found no file ending in {' or '.join(suffixes)} to search")
 
         for file in files:
             try:
                 paragraphs = re.split(r"\n\s*\n", file.read_text(encoding="utf-8"))
             except UnicodeDecodeError as error:
-                raise ValueError(f"{file}: is no text in UTF-8 ({error.reason})") from error
+                raise ValueError(f"{file}: not UTF-8 text ({error.reason})") from error
             place = file.relative_to(folder).as_posix()
             rows = [(paragraph.strip(), place) for paragraph in paragraphs if paragraph.strip()]
             self._index.executemany("INSERT INTO paragraphs VALUES (?, ?)", rows)
@@ -69,7 +75,7 @@ class FolderSearch:
         if not words:
             raise ValueError("the query has no word")
 
-        # Words in quotes, so that none of them is taken for an operator of the index.
+        # Quote the words, so that none of them is parsed as an operator.
         query = " OR ".join(f'"{word}"' for word in words)
         found = await in_thread(lambda: self._ranked(query))
         return "\n\n".join(f"{place}: {text[:_CUT]}" for text, place in found) or "nothing was found"
@@ -77,7 +83,7 @@ class FolderSearch:
     def _ranked(self, query: str) -> list[tuple[str, str]]:
         ranked = "SELECT text, place FROM paragraphs WHERE paragraphs MATCH ? ORDER BY rank, rowid LIMIT ?"
         with self._reading:
-            # SQLite has no time limit of its own, but lets a handler interrupt the query.
+            # SQLite has no time limit of its own, but a progress handler can interrupt the query.
             deadline_s = time.monotonic() + self._time_limit_s
             self._index.set_progress_handler(lambda: time.monotonic() > deadline_s, _STEPS)
             try:
@@ -89,4 +95,4 @@ class FolderSearch:
 
     @staticmethod
     def _shape(query: Annotated[str, "words to look for"]) -> None:
-        """The signature that the model is told of."""
+        """Define the signature shown to the model."""

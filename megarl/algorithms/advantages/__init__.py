@@ -1,8 +1,8 @@
-"""Advantage estimators: from token rewards to advantages and returns. This dictionary is what there is.
+"""Advantage estimators: from token rewards to advantages and returns. The dictionary lists all of them.
 
-Shapes: B samples, R padded response tokens. All of them give 0 in masked slots, read nothing there, and do
-not depend on the order of rows. Where a sample has nothing to be compared with (a group of one), its
-advantage is 0.
+Shapes: B samples, R padded response tokens. Every estimator ignores masked slots, assigns 0 to them, and does
+not depend on the order of rows. A sample that has nothing to compare with, because its group has size 1, gets
+zero advantage.
 """
 
 from __future__ import annotations

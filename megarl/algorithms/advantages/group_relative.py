@@ -1,5 +1,5 @@
-"""Estimators that compare the outcomes of a prompt's samples: a sample has one advantage, on each of its
-tokens."""
+"""Group-relative estimators, which compare the outcomes of the samples of a prompt. All tokens of a sample
+get the same advantage. The outcome of a sample is the sum of its rewards."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ _EPSILON = 1e-6
 
 
 def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """(outcome - mean) / (standard deviation + 1e-6) over the samples with the same uid, on each token of a
-    sample (Shao et al. 2024, arXiv 2402.03300, section 4.1.2). The outcome is the sum of a sample's rewards,
-    the deviation the unbiased one; the paper does not say which.
+    """GRPO: (outcome - mean) / (standard deviation + 1e-6) over the samples with the same uid (Shao et al.
+    2024, arXiv 2402.03300, section 4.1.2). The standard deviation is unbiased; the paper does not specify it.
 
-    Without `normalize_by_std` it is outcome - mean: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), which goes
-    with the aggregation sequence_mean_token_sum_norm.
+    Without `normalize_by_std` the advantage is outcome - mean, as in Dr. GRPO (Liu et al. 2025, arXiv
+    2503.20783), for use with the aggregation sequence_mean_token_sum_norm.
 
-    A group of one, and a group whose outcomes are all equal, have nothing to compare and get 0.
+    Groups of size 1 and groups with identical outcomes get zero advantage.
     """
     groups = inputs.groups
     advantages = groups.deviation(inputs.outcomes)
-    # The deviation is exactly 0 for equal outcomes, so this cannot amplify rounding errors.
+    # `advantages` is exactly 0 for equal outcomes, so this cannot amplify rounding errors.
     if config.normalize_by_std:
         advantages = advantages / (groups.standard_deviation(inputs.outcomes) + _EPSILON)
 
@@ -32,18 +31,18 @@ def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def grpo_pass_k(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """max over the group - max over the others of the group, on each token (Tang et al. 2025, arXiv
-    2503.19595: the leave-one-out baseline of the max@k objective; k is the group's size).
+    """Leave-one-out baseline of the max@k objective: max over the group - max over the others of the group
+    (Tang et al. 2025, arXiv 2503.19595). k is the size of the group.
 
-    So it is 0 for all but the single best sample, and for all where two share the first place. With
-    `normalize_by_std` it is divided by the group's deviation + 1e-6, which the paper does not do. A group of
-    one gets 0.
+    The advantage is 0 for all samples except a unique best one, and so for all samples if two share the best
+    outcome. With `normalize_by_std` it is divided by the group's standard deviation + 1e-6, which the paper
+    does not do. Groups of size 1 get zero advantage.
     """
     groups = inputs.groups
     scores = inputs.outcomes
     is_best = scores == groups.maximum(scores)
     best_is_alone = groups.sum(is_best.to(scores.dtype)) == 1
-    # Hide the best sample itself, so that the best of the others is left.
+    # Hide the best sample, so that the maximum is that of the others.
     second = groups.maximum(torch.where(is_best, -torch.inf, scores))
     advantages = torch.where(is_best & best_is_alone & (groups.size > 1), scores - second, 0.0)
     if config.normalize_by_std:
@@ -53,54 +52,53 @@ def grpo_pass_k(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """outcome_i - mean of outcome_j over j != i with the same uid, on each token (Kool et al. 2019; Ahmadian
-    et al. 2024, arXiv
-    2402.14740).
+    """RLOO: outcome_i - mean of outcome_j over j != i with the same uid (Kool et al. 2019; Ahmadian et al.
+    2024, arXiv 2402.14740).
 
-    It equals n / (n - 1) (outcome - mean of all n). A group of one has no others and gets 0.
+    This equals n / (n - 1) (outcome - mean of all n). Groups of size 1 get zero advantage.
     """
     size = inputs.groups.size.to(inputs.outcomes.dtype)
     return inputs.on_every_token(inputs.groups.deviation(inputs.outcomes) * size / (size - 1).clamp(min=1))
 
 
 def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """outcome - sum(length x outcome) / sum(length) over the samples with the same uid, on each token (Hao et
-    al. 2025, arXiv
-    2505.23585): the baseline of least variance where the gradient's squared norm grows with the length.
+    """OPO: outcome - sum(length x outcome) / sum(length) over the samples with the same uid (Hao et al. 2025,
+    arXiv 2505.23585). This baseline has minimal variance if the squared norm of the gradient grows with the
+    length.
 
-    The length counts valid tokens. A group of one is its own baseline and gets 0.
+    The length counts valid tokens. A group of size 1 is its own baseline and gets zero advantage.
     """
     groups = inputs.groups
     scores = inputs.outcomes
     baseline = groups.sum(inputs.lengths * scores) / groups.sum(inputs.lengths).clamp(min=1)
-    differ = groups.spread(scores) > 0  # equal outcomes give exactly 0, whatever rounding does
+    differ = groups.spread(scores) > 0  # equal outcomes get exactly 0, independent of rounding
 
     return inputs.on_every_token(torch.where(differ, scores - baseline, 0.0))
 
 
 def gpg(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """alpha (outcome - mean of the group), alpha = B / (B - M), on each token (Chu et al. 2025, arXiv
-    2504.02546, with F_norm = 1).
+    """GPG: alpha (outcome - mean of the group), with alpha = B / (B - M) (Chu et al. 2025, arXiv 2504.02546,
+    with F_norm = 1). Use it with the policy loss gpg.
 
-    M counts the samples in groups whose outcomes are all equal: they add nothing to the gradient but to its
-    denominator. A group of one counts as equal and gets 0; without any signal all advantages are 0. It goes
-    with the policy loss gpg.
+    M is the number of samples in groups with identical outcomes, which contribute to the denominator of the
+    gradient but not to the gradient itself. A group of size 1 counts as such and gets zero advantage. If all
+    groups are such, all advantages are 0.
     """
     groups = inputs.groups
     scores = inputs.outcomes
     counts = inputs.lengths > 0
-    # Rows without a token are no samples, so neither count includes them.
+    # Rows without a token are not samples, so they are in neither count.
     num_with_signal = ((groups.spread(scores) > 0) & counts).sum()
 
     return inputs.on_every_token(groups.deviation(scores) * (counts.sum() / num_with_signal.clamp(min=1)))
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """outcome - mean of the prompt's samples, then whitened over all valid tokens of the batch (the same
-    paper's variant for several samples of a prompt). A group of one has nothing to compare and stands at 0
+    """REINFORCE++-baseline: outcome - mean of the prompt's samples, then whitened over all valid tokens of
+    the batch (Hu 2025, arXiv 2501.03262, the variant for several samples per prompt). Groups of size 1 are 0
     before whitening."""
     centred = inputs.groups.deviation(inputs.outcomes)
-    # Each outcome stands on all its tokens, so lengths weight the mean and the variance.
+    # The outcome applies to each token of its sample, so lengths weight the mean and the variance.
     lengths = inputs.lengths
     num_tokens = lengths.sum()
     centred = centred - (lengths * centred).sum() / num_tokens.clamp(min=1)
@@ -110,12 +108,15 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AdvantageConfi
 
 
 def gdpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """sum_k w_k (s_k - mean of s_k) / (deviation of s_k + 1e-6) over the group, then the same over all
-    samples of the batch (Liu et al. 2026, arXiv 2601.05242). It reads `score_parts` and not the rewards, so a
-    KL penalty belongs in the loss.
+    """GDPO: sum_k w_k (s_k - mean of s_k) / (standard deviation of s_k + 1e-6) over the group, then the same
+    normalization over all samples of the batch (Liu et al. 2026, arXiv 2601.05242).
 
-    The second step is over samples, as in the paper, not over tokens. A group of one stands at 0 before it;
-    samples without a token do not count in it. Raises ValueError for a score that is NaN or infinite.
+    It reads `score_parts`, not the rewards, so a KL penalty must be part of the loss. The second
+    normalization is over samples, as in the paper, not over tokens. Groups of size 1 are 0 before it; samples
+    without a token do not count in it.
+
+    Raises:
+        ValueError: A score is NaN or infinite.
     """
     parts = needed(
         inputs.score_parts,
@@ -126,11 +127,11 @@ def gdpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     weights = (
         parts.new_ones(parts.shape[1]) if inputs.score_weights is None else inputs.score_weights.to(parts)
     )
-    # The sum is not finite as soon as one of the scores is not.
+    # The sum is not finite if any of the scores is not.
     refuse_unusable("a reward function's score", parts.sum(dim=1), inputs.uid)
     total = parts.new_zeros(len(parts))
 
-    for scores, weight in zip(parts.unbind(1), weights, strict=True):  # a handful of functions
+    for scores, weight in zip(parts.unbind(1), weights, strict=True):  # one iteration per reward function
         total += (
             weight * inputs.groups.deviation(scores) / (inputs.groups.standard_deviation(scores) + _EPSILON)
         )

@@ -1,4 +1,4 @@
-"""What advantage estimators read and give."""
+"""Inputs and outputs of advantage estimators."""
 
 from __future__ import annotations
 
@@ -18,28 +18,32 @@ from megarl.config.schema import AdvantageConfig
 
 
 class Advantages(NamedTuple):
+    """The result of an estimator."""
+
     advantages: Column  # (B, R)
-    returns: Column  # (B, R), what the critic learns
+    returns: Column  # (B, R), the targets of the critic
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """What an estimator may read; None is what the run does not make. What is (B, R) is so as tensors, as a
-    function of the user gets it, or all of it as rows of tokens.
+    """The inputs of an estimator. Inputs that the run does not produce are None.
 
-    Raises ValueError where a sample's rewards have no finite sum, with its uid: a NaN or an infinity among
-    them.
+    Columns (B, R) are either all tensors, as a user function receives them, or all rows of tokens.
+
+    Raises:
+        ValueError: The rewards of a sample have no finite sum, because one is NaN or infinite; the message
+            contains its uid.
     """
 
     token_level_rewards: Column  # (B, R)
     response_mask: Column  # (B, R) bool
     uid: np.ndarray  # (B,); samples of one prompt share it
-    values: Column | None = None  # (B, R), the critic's
+    values: Column | None = None  # (B, R), from the critic
     baseline_scores: Tensor | None = None  # (B,): score of the greedy response to the row's prompt
-    score_parts: Tensor | None = None  # (B, K): of each reward function, before its weight
-    score_weights: Tensor | None = None  # (K,) of the reward functions; None: all 1
+    score_parts: Tensor | None = None  # (B, K): score of each reward function, before its weight
+    score_weights: Tensor | None = None  # (K,), weights of the reward functions; None: all 1
     old_log_probs: Column | None = None  # (B, R)
-    # (B, R): at each token, the sum over the vocabulary of the squared probabilities
+    # (B, R): the sum of the squared probabilities over the vocabulary, at each token
     sum_pi_squared: Column | None = None
 
     def __post_init__(self) -> None:
@@ -47,27 +51,27 @@ class AdvantageInputs:
 
     @cached_property
     def outcomes(self) -> Tensor:
-        """(B,): the sum of a row's rewards over its valid tokens."""
+        """The sum of each row's rewards over its valid tokens, (B,)."""
         return masked_row_sums(self.token_level_rewards, self.response_mask)
 
     @cached_property
     def lengths(self) -> Tensor:
-        """(B,): valid tokens of each row, in the rewards' dtype."""
+        """The number of valid tokens of each row, (B,), in the dtype of the rewards."""
         return row_lengths(self.response_mask).to(self.token_level_rewards.dtype)
 
     @cached_property
     def groups(self) -> Groups:
-        """By prompt, of the rows that have a valid token."""
+        """The rows with a valid token, grouped by prompt."""
         return Groups.of(self.uid, self.lengths > 0)
 
     def on_every_token(self, per_row: Tensor) -> Advantages:
-        """The same advantage (B,) for each valid token of a row, and 0 elsewhere. There is no critic: returns
-        are the advantages."""
+        """Assign the advantage of each row (B,) to its valid tokens, and 0 elsewhere. Without a critic, the
+        returns are the advantages."""
         advantages = on_every_token(per_row, self.response_mask)
         return Advantages(advantages, advantages)
 
     def padded(self) -> AdvantageInputs:
-        """With tensors (B, R) in place of rows of tokens."""
+        """Return the inputs with padded tensors (B, R) instead of ragged rows."""
         columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         dense: dict[str, Any] = {
             name: column.padded() for name, column in columns.items() if isinstance(column, RaggedTensor)
@@ -80,7 +84,7 @@ def needed(value: Tensor | None, estimator: str, name: str, hint: str) -> Tensor
 @overload
 def needed(value: Column | None, estimator: str, name: str, hint: str) -> Column: ...
 def needed(value: Column | None, estimator: str, name: str, hint: str) -> Column:
-    """`value`, or a ValueError that says what the estimator misses."""
+    """Return `value`, or raise a ValueError that names the input that the estimator needs."""
     if value is None:
         raise ValueError(
             f"algorithm.advantage.estimator={estimator} needs {name}, and the batch has none; {hint}"

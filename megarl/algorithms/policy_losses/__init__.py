@@ -1,4 +1,4 @@
-"""Policy losses per token. This dictionary is what there is."""
+"""Per-token policy losses. The dictionary lists all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Losses that treat the tokens apart which are about to lower the policy's entropy most."""
+"""Policy losses that treat tokens with a high covariance of log-prob and advantage separately, because these
+reduce the policy's entropy the most (Cui et al. 2025, arXiv 2505.22617)."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from megarl.algorithms.policy_losses.ratio import ppo_clip
 from megarl.batch.ragged import Column
 from megarl.config.schema import PolicyLossConfig, PolicyLossKind
 
-SELECTED_TOKENS = "selected_tokens"  # the batch key of what clip_cov and kl_cov select
+SELECTED_TOKENS = "selected_tokens"  # the batch key of the tokens that clip_cov and kl_cov select
 
 
 def clip_cov(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """PPO's surrogate, and 0 for the selected tokens (Cui et al. 2025, arXiv 2505.22617).
+    """Clip-Cov: the PPO surrogate, with loss 0 for the selected tokens.
 
-    bounded: clipped as in PPO, or selected.
+    `bounded` marks tokens that are clipped as in PPO, or selected.
     """
     losses = ppo_clip(inputs, config)
     loss = torch.where(inputs.selected, 0.0, losses.loss)
@@ -37,23 +38,29 @@ def clip_cov(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 def select_for_clip_cov(
     columns: Mapping[str, Column], mask: Column, config: PolicyLossConfig, seed: int
 ) -> dict[str, Column]:
-    """`selected_tokens` (B, R) bool: `covariance.share` of the mini-batch's tokens, drawn without preference
-    from those whose covariance is between `covariance.low` and `covariance.high`."""
+    """Select tokens for clip_cov: `covariance.share` of the mini-batch's tokens, drawn uniformly from those
+    whose covariance is between `covariance.low` and `covariance.high`.
+
+    Returns:
+        `selected_tokens`, (B, R) bool.
+    """
     low = config.covariance.low
     high = config.covariance.high
     is_candidate = map_tokens(
         lambda x: (x > low) & (x < high), mask, token_covariance(columns, mask), dtype=torch.bool
     )
     candidates = as_rows(is_candidate).values.nonzero().flatten()
-    # A generator of its own makes the draw independent of the global random state.
+    # A separate generator makes the draw independent of the global random state.
     drawn = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
 
     return _selected(candidates[drawn[: number_to_select(mask, config.covariance.share)]], mask)
 
 
 def kl_cov(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """-ratio A, plus kl_coefficient |new - old| for the selected tokens (Cui et al. 2025, arXiv 2505.22617;
-    the distance is that of the authors' code). The ratio is not clipped. bounded: selected.
+    """KL-Cov: -ratio A, plus kl_coefficient |new - old| for the selected tokens. The distance is that of the
+    authors' code.
+
+    The ratio is not clipped. `bounded` marks the selected tokens.
     """
     penalty = config.covariance.kl_coefficient * inputs.log_ratio.abs()
     loss = -inputs.ratio * inputs.advantages + torch.where(inputs.selected, penalty, 0.0)
@@ -63,8 +70,12 @@ def kl_cov(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 def select_for_kl_cov(
     columns: Mapping[str, Column], mask: Column, config: PolicyLossConfig, seed: int
 ) -> dict[str, Column]:
-    """`selected_tokens` (B, R) bool: the `covariance.share` of the mini-batch's tokens with the largest
-    covariance."""
+    """Select tokens for kl_cov: the `covariance.share` of the mini-batch's tokens with the largest
+    covariance.
+
+    Returns:
+        `selected_tokens`, (B, R) bool.
+    """
     covariance = as_rows(token_covariance(columns, mask)).values
     # Masked tokens must never be among the largest.
     if not leaves_nothing_out(mask):
@@ -73,18 +84,18 @@ def select_for_kl_cov(
 
 
 def _selected(tokens: Tensor, mask: Column) -> dict[str, Column]:
-    """tokens: their places among all rows' tokens, one row behind the other."""
+    """Build the `selected_tokens` column from token indices into the concatenation of all rows."""
     selected = empty_like(mask, torch.bool)
     selected.values.zero_()[tokens] = True
     return {SELECTED_TOKENS: of_form(selected, mask)}
 
 
 def token_covariance(columns: Mapping[str, Column], mask: Column) -> Column:
-    """(B, R): (log p - mean log p) (A - mean A), means over the valid tokens of the mini-batch (Cui et al.
-    2025, arXiv 2505.22617), of `old_log_probs` and `advantages`; 0 in masked slots.
+    """Return (log p - mean log p) (A - mean A) of `old_log_probs` and `advantages`, (B, R), with means over
+    the valid tokens of the mini-batch; 0 in masked slots.
 
-    Its mean is the covariance of log-prob and advantage, by which a step of the policy gradient lowers the
-    entropy.
+    Its mean is the covariance of log-prob and advantage. A policy gradient step reduces the entropy in
+    proportion to it.
     """
     log_probs = columns["old_log_probs"]
     advantages = columns["advantages"]
@@ -97,7 +108,7 @@ def token_covariance(columns: Mapping[str, Column], mask: Column) -> Column:
 
 
 def number_to_select(mask: Column, share: float) -> int:
-    """At least one token, where there is one."""
+    """Return the number of tokens to select: at least one if there is any token."""
     num_tokens = int(row_lengths(mask).sum())
     return min(num_tokens, max(1, int(share * num_tokens)))
 

@@ -1,4 +1,4 @@
-"""What a policy loss reads and gives."""
+"""Inputs and outputs of policy losses."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from megarl.config.schema import PolicyLossConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyInputs:
-    """All (b, R), with 0 (or False) in masked slots. Make it with `of`, which sees to that."""
+    """The inputs of a policy loss, all (b, R), with 0 (or False) in masked slots. Use `of` to create it,
+    which ensures this."""
 
-    log_probs: Tensor  # of the policy that is trained, with its graph
+    log_probs: Tensor  # of the trained policy, with the autograd graph
     old_log_probs: Tensor
     advantages: Tensor
     mask: Tensor  # bool
-    selected: Tensor  # bool: tokens that `PolicyLoss.prepare` has chosen; none without it
+    selected: Tensor  # bool: tokens selected by `PolicyLoss.prepare`; all False without it
 
     @classmethod
     def of(
@@ -34,8 +35,12 @@ class PolicyInputs:
         mask: Tensor,
         selected: Tensor | None = None,
     ) -> PolicyInputs:
-        """old_log_probs None: they are those of now, so that every ratio is exactly 1 and has its
-        gradient."""
+        """Mask the inputs.
+
+        Args:
+            old_log_probs: None: use the current log-probs, so that every ratio is exactly 1 but has a
+                gradient.
+        """
         # With 0 in masked slots every ratio there is 1, and no NaN reaches a gradient.
         log_probs = masked(log_probs, mask)
         return cls(
@@ -48,17 +53,17 @@ class PolicyInputs:
 
     @property
     def log_ratio(self) -> Tensor:
-        """new - old log-prob, before any cut."""
+        """new - old log-prob, not clamped."""
         return self.log_probs - self.old_log_probs
 
     @property
     def ratio(self) -> Tensor:
-        """exp(log_ratio), finite also for a token that has collapsed; 1 in masked slots."""
+        """exp(log_ratio), clamped to stay finite even if a probability collapses; 1 in masked slots."""
         return exp_ratio(self.log_ratio)
 
     def row_mean(self, x: Tensor) -> Tensor:
-        """(b, 1): the mean over a row's valid tokens of x, which is 0 in masked slots; 0 for a row without
-        one."""
+        """Return the mean of x, which is 0 in masked slots, over each row's valid tokens, (b, 1); 0 for a row
+        without any."""
         return x.sum(dim=1, keepdim=True) / self.mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -67,11 +72,11 @@ def exp_ratio(log_ratio: Tensor) -> Tensor:
 
 
 class TokenLosses(NamedTuple):
-    """All (b, R). What stands in masked slots is not read."""
+    """The loss of each token, all (b, R). Masked slots are ignored."""
 
     loss: Tensor
-    bounded: Tensor  # bool: the loss's own limit is in force; each loss says which
-    # bool: the limit for negative advantages is in force, where there is one
+    bounded: Tensor  # bool: the loss's own limit is active; each loss defines it
+    # bool: the limit for negative advantages is active, for losses that have one
     dual_clipped: Tensor | None = None
 
 
@@ -82,12 +87,14 @@ Prepare = Callable[[Mapping[str, Column], Column, PolicyLossConfig, int], dict[s
 class PolicyLoss:
     """One kind of policy loss.
 
-    per_token: a micro-batch's inputs -> the loss of each token. It reads nothing beyond a row, so that it
-    does not matter how the rows were cut.
-    prepare: for a kind that has to see the whole mini-batch. `prepare(columns, mask, config, seed)` is called
-    before the mini-batch is cut, with its columns by batch key (it reads `old_log_probs` and `advantages`)
-    and its response mask, all (B, R) as tensors or all as rows of tokens, and a seed for what is drawn; it
-    returns columns to add to the batch, which ActorLoss reads: `selected_tokens`, bool.
+    Attributes:
+        per_token: Maps the inputs of a micro-batch to the loss of each token. It must not mix rows, so that
+            the split into micro-batches does not matter.
+        prepare: For kinds that need the whole mini-batch. `prepare(columns, mask, config, seed)` is called
+            before the mini-batch is split, with its columns by batch key (it reads `old_log_probs` and
+            `advantages`) and its response mask, either all (B, R) tensors or all rows of tokens, and a seed
+            for random draws. It returns columns to add to the batch, which ActorLoss reads:
+            `selected_tokens`, bool.
     """
 
     per_token: Callable[[PolicyInputs, PolicyLossConfig], TokenLosses]

@@ -1,5 +1,5 @@
-"""Losses of a token by the ratio of new to old probability: clipped, averaged over a response, or limited in
-another way; and by none."""
+"""Policy losses based on the ratio of new to old probability, clipped per token, averaged over a response, or
+limited in another way; and the loss gpg, which has no ratio."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megarl.config.schema import PolicyLossConfig, PolicyLossKind
 
 
 def ppo_clip(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio = exp(new - old) (Schulman et al.
-    2017, eq. 7; with two bounds DAPO, Yu et al. 2025, arXiv 2503.14476).
+    """PPO: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio = exp(new - old) (Schulman et al.
+    2017, eq. 7; with separate bounds DAPO, Yu et al. 2025, arXiv 2503.14476).
 
-    With `clip_dual` c > 1 the loss of a token with A < 0 is at most -c A (Ye et al. 2020, eq. 5).
-    bounded: the clipped term is the larger one, so the token has no gradient.
+    With `clip_dual` c > 1, the loss of a token with A < 0 is at most -c A (Ye et al. 2020, eq. 5). `bounded`
+    marks tokens whose clipped term is the larger one, so they have no gradient.
     """
     ratio = inputs.ratio
     advantages = inputs.advantages
@@ -25,7 +25,7 @@ def ppo_clip(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
     bounded = clipped > plain
     if config.clip_dual is None:
         return TokenLosses(loss, bounded)
-    # The ceiling limits the loss where a large ratio meets a negative advantage.
+    # The ceiling limits the loss of a large ratio with a negative advantage.
     ceiling = -config.clip_dual * advantages
     dual_clipped = (advantages < 0) & (loss > ceiling)
 
@@ -33,16 +33,16 @@ def ppo_clip(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 
 
 def gspo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """PPO's surrogate with s = exp(mean over the response's tokens of new - old) in place of each token's
-    ratio (Zheng et al. 2025, arXiv 2507.18071, eqs. 5 to 7). It goes with the aggregation
-    sequence_mean_token_mean, under which a row's loss is the paper's.
+    """GSPO: the PPO surrogate with s = exp(mean over the response's tokens of new - old) instead of each
+    token's ratio (Zheng et al. 2025, arXiv 2507.18071, eqs. 5 to 7). With the aggregation
+    sequence_mean_token_mean, the loss of a row is the paper's.
 
-    In the form of eqs. 13 and 14 (GSPO-token), s_t = sg[s] exp(new_t - sg[new_t]): of the same value and,
-    where a row's advantages are equal, of the same gradient, and right where they are not. bounded: the
-    response's ratio is clipped, so it has no gradient.
+    The implementation is GSPO-token (eqs. 13 and 14), s_t = sg[s] exp(new_t - sg[new_t]). It has the same
+    value and, if the advantages of a row are equal, the same gradient; it is also correct if they differ.
+    `bounded` marks tokens of responses whose ratio is clipped, so they have no gradient.
     """
     response = exp_ratio(inputs.row_mean(inputs.log_ratio.detach()))
-    # The second factor is 1 in value and passes the gradient to each token's log-prob.
+    # The second factor has the value 1 and passes the gradient to each token's log-prob.
     ratio = response * (inputs.log_probs - inputs.log_probs.detach()).exp()
     plain = -ratio * inputs.advantages
     clipped = -ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * inputs.advantages
@@ -51,16 +51,16 @@ def gspo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 
 
 def gmpo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """-A exp(mean over the response's tokens of the clipped log-ratio) on each of its tokens (Zhao et al.
-    2025, arXiv 2507.20673), so that the aggregation sequence_mean_token_mean gives the paper's loss.
+    """GMPO: -A exp(mean over the response's tokens of the clipped log-ratio), for each of its tokens (Zhao et
+    al. 2025, arXiv 2507.20673). With the aggregation sequence_mean_token_mean this is the paper's loss.
 
-    The log-ratio is at most clip_high where A > 0 and at least -clip_low where A < 0 (the paper: 0.4 both
-    ways). A is the response's: the mean of its tokens' advantages. bounded: the token's log-ratio is cut, so
-    it adds no gradient.
+    The log-ratio is at most clip_high if A > 0 and at least -clip_low if A < 0 (0.4 for both in the paper). A
+    is the response's: the mean of its tokens' advantages. `bounded` marks tokens whose log-ratio is clipped,
+    so they add no gradient.
     """
     advantage = inputs.row_mean(inputs.advantages)
     log_ratio = inputs.log_ratio
-    # Clip only on the side towards which the advantage pushes.
+    # Clip only on the side to which the advantage pushes.
     cut = torch.where(
         advantage > 0, log_ratio.clamp(max=config.clip_high), log_ratio.clamp(min=-config.clip_low)
     )
@@ -70,10 +70,11 @@ def gmpo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 
 
 def cispo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """-sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A log p (MiniMax 2025, arXiv 2506.13585; sg: without
-    gradient).
+    """CISPO: -sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A log p (MiniMax 2025, arXiv 2506.13585; sg is
+    stop-gradient).
 
-    The paper has no lower bound: a clip_low near 1 comes to that. bounded: the weight is clipped.
+    The paper has no lower bound, which corresponds to a clip_low near 1. `bounded` marks tokens whose weight
+    is clipped.
     """
     ratio = inputs.ratio.detach()
     weight = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
@@ -81,10 +82,10 @@ def cispo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 
 
 def sapo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """-f(ratio) A with f(x) = 4 / tau sigmoid(tau (x - 1)) (Gao et al. 2025, arXiv 2511.20347).
+    """SAPO: -f(ratio) A with f(x) = 4 / tau sigmoid(tau (x - 1)) (Gao et al. 2025, arXiv 2511.20347).
 
-    tau is temperature_positive where A > 0, else temperature_negative. At a ratio of 1 the gradient is that
-    of the policy gradient; it falls off smoothly on both sides, faster with a larger tau. Nothing is bounded.
+    tau is temperature_positive if A > 0, else temperature_negative. At a ratio of 1 the gradient equals the
+    policy gradient; it decreases smoothly on both sides, faster with a larger tau. No token is `bounded`.
     """
     negative = torch.full_like(inputs.advantages, config.sapo.temperature_negative)
     temperature = negative.masked_fill(inputs.advantages > 0, config.sapo.temperature_positive)
@@ -95,14 +96,14 @@ def sapo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 
 
 def dppo_tv(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """With the total variation |p_new - p_old| of the sampled token against all others as the distance; see
-    `_dppo`."""
+    """DPPO with the total variation |p_new - p_old| of the binary distribution "the sampled token or another"
+    as the distance, see `_dppo`."""
     distance = (inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()).abs()
     return _dppo(inputs, config, distance)
 
 
 def dppo_kl(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """With KL(old || new) of the two-way distribution "the sampled token or another" as the distance; see
+    """DPPO with KL(old || new) of the binary distribution "the sampled token or another" as the distance, see
     `_dppo`."""
     new = inputs.log_probs.detach()
     old = inputs.old_log_probs
@@ -113,18 +114,18 @@ def dppo_kl(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 
 
 def _log_of_others(log_probs: Tensor) -> Tensor:
-    """log(1 - p), finite also for p = 1."""
+    """Return log(1 - p), finite also for p = 1."""
     rest = -torch.expm1(log_probs)
     return rest.clamp(min=torch.finfo(log_probs.dtype).tiny).log()
 
 
 def _dppo(inputs: PolicyInputs, config: PolicyLossConfig, distance: Tensor) -> TokenLosses:
-    """-M ratio A (Qi et al. 2026, arXiv 2602.04879). M is 0 for a token whose distance is above its limit and
-    that the update would take further: A > 0 and p_new > p_old (limit clip_high), or A < 0 and p_new < p_old
-    (limit clip_low).
+    """Return -M ratio A (Qi et al. 2026, arXiv 2602.04879).
 
-    With `clip_dual` the weight of the gradient is min(ratio, clip_dual). bounded: M = 0, so the token has no
-    gradient.
+    M is 0 for a token whose distance exceeds its limit and that the update would move further: A > 0 and
+    p_new > p_old (limit clip_high), or A < 0 and p_new < p_old (limit clip_low). M is 1 otherwise. With
+    `clip_dual`, the weight of the gradient is min(ratio, clip_dual). `bounded` marks tokens with M = 0, so
+    they have no gradient.
     """
     risen = inputs.log_ratio.detach() > 0
     fallen = inputs.log_ratio.detach() < 0
@@ -134,15 +135,15 @@ def _dppo(inputs: PolicyInputs, config: PolicyLossConfig, distance: Tensor) -> T
     weight = inputs.ratio.detach()
     if config.clip_dual is not None:
         weight = weight.clamp(max=config.clip_dual)
-    # The value is that of the weight; the gradient reaches only the log-prob.
+    # The value is the weight; the gradient reaches only the log-prob.
     surrogate = weight * (inputs.log_probs - inputs.log_probs.detach()).exp()
 
     return TokenLosses(torch.where(bounded, 0.0, -surrogate * inputs.advantages), bounded)
 
 
 def gpg(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """-A log p, without a ratio (Chu et al. 2025, arXiv 2504.02546). It is right for one update per batch;
-    nothing is bounded."""
+    """GPG: -A log p, without a ratio (Chu et al. 2025, arXiv 2504.02546). It is correct for one update per
+    batch. No token is `bounded`."""
     return TokenLosses(-inputs.advantages * inputs.log_probs, torch.zeros_like(inputs.mask))
 
 

@@ -103,7 +103,7 @@ def test_tools_of_a_server_over_http_with_an_error_and_a_time_out() -> None:
     ):
         respond(tools, price)  # no text for the model: it is not to blame
 
-    with pytest.raises(ValueError, match="does not say which tools it has"):
+    with pytest.raises(ValueError, match="does not list its tools"):
         McpServer(f"http://127.0.0.1:{port}/mcp").tool("price")
     with running(port):
         assert respond(tools, price).messages[0]["content"] == "42"  # on a new connection
@@ -119,6 +119,6 @@ def test_tools_of_a_server_that_is_started(tmp_path: Path) -> None:
 
     with pytest.raises(
         ValueError,
-        match=r"the MCP server \['/bin/false'\] does not say which tools it has: Connection closed",
+        match=r"the MCP server \['/bin/false'\] does not list its tools: Connection closed",
     ):
         McpServer(["/bin/false"]).tool("count")

@@ -144,7 +144,7 @@ def test_functions_without_a_schema_are_refused() -> None:
         with pytest.raises(ValueError, match=said):
             function_schema(function)
 
-    with pytest.raises(ValueError, match="two tools have one name; they are price, price"):
+    with pytest.raises(ValueError, match="two tools have the same name; the names are price, price"):
         Toolbox([FunctionTool(price), FunctionTool(price)])
 
 
@@ -405,14 +405,14 @@ def test_python_programs_remember_nothing_of_each_other_and_each_failure_is_a_li
     assert done == "4"
     assert absent.startswith("Traceback (most recent call last):\n")
     assert absent.endswith("NameError: name 'kept' is not defined")
-    assert endless == "tool error (timed out): python: the program took longer than 1 s and was ended"
+    assert endless == "tool error (timed out): python: the program took longer than 1 s and was terminated"
     assert (
         talkative
-        == "tool error (raised): python raised ProgramEndedError: the program printed more than 4 KB and was ended"
+        == "tool error (raised): python raised ProgramEndedError: the program printed more than 4 KB and was terminated"
     )
     assert gone == (
-        "tool error (raised): python raised ProgramEndedError: the program has ended its process (status "
-        "3); it may have 5 s of computing"
+        "tool error (raised): python raised ProgramEndedError: the program ended its process (status "
+        "3); its limit is 5 s of CPU time"
     )
     assert large.endswith("MemoryError")
     assert silent == "(the tool returned no text)"
@@ -599,8 +599,8 @@ def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> N
         (
             None,
             "abacus",
-            "there is no tool 'abacus' that ships, only calculator, python, python_session; one of your own "
-            "is in a file",
+            "there is no built-in tool 'abacus', only calculator, python, python_session; for a tool of your "
+            "own, set its path",
         ),
     ):
         with pytest.raises(ValueError, match=said) as found:
@@ -613,9 +613,9 @@ def test_what_a_user_names_is_loaded_or_refused_in_one_line(tmp_path: Path) -> N
     assert type(load_agent(environment("Game")).make()).__name__ == "Game"
 
     for name, said in (
-        ("Half", "no class with `async def respond`"),
-        ("price", "no class with"),
-        ("Needy", "made without arguments"),
+        ("Half", "not a class with `async def respond`"),
+        ("price", "not a class with"),
+        ("Needy", "instantiated without arguments"),
     ):
         with pytest.raises(ValueError, match=said):
             load_agent(environment(name))
@@ -629,7 +629,7 @@ def test_a_tool_whose_schema_is_none_is_refused() -> None:
             return ""
 
     odd: Tool = Odd()
-    with pytest.raises(ValueError, match="parameters of the tool odd are no JSON schema"):
+    with pytest.raises(ValueError, match="parameters of the tool odd are not a JSON schema"):
         Toolbox([odd])
 
 

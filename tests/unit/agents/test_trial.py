@@ -66,38 +66,38 @@ def test_the_reply_to_a_first_turn_is_given(tmp_path: Path) -> None:
             "Reply(['no'])",
             "pass",
             "pass",
-            "TypeError: it gave the message 'no', expected one such as {'role': 'user', 'content': 'no, "
-            "again'}",
+            "TypeError: it returned the message 'no', expected a mapping such as {'role': 'user', 'content': "
+            "'no, again'}",
         ),
         (
             "Reply([{'role': 'user'}])",
             "pass",
             "pass",
-            "TypeError: it gave the message {'role': 'user'}, expected one such as",
+            "TypeError: it returned the message {'role': 'user'}, expected a mapping such as",
         ),
         (
             "Reply(is_done=True, reward=None)",
             "pass",
             "pass",
-            "TypeError: it gave the reward None, expected a finite number",
+            "TypeError: it returned the reward None, expected a finite number",
         ),
         (
             "Reply(is_done=True, reward=float('nan'))",
             "pass",
             "pass",
-            "TypeError: it gave the reward nan, expected a finite number",
+            "TypeError: it returned the reward nan, expected a finite number",
         ),
         (
             "Reply()",
             "pass",
             "pass",
-            "ValueError: it gave no message, and did not say that the episode is done",
+            "ValueError: the reply has no message and is_done is False",
         ),
         (
             "Reply(is_done=True)",
             "1 / 0",
             "pass",
-            "agent.environment cannot be made: ZeroDivisionError: division by zero (game.py:7)",
+            "agent.environment cannot be instantiated: ZeroDivisionError: division by zero (game.py:7)",
         ),
         (
             "Reply(is_done=True)",

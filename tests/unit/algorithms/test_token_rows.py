@@ -169,9 +169,9 @@ def test_columns_of_other_tokens_are_refused() -> None:
     other = RaggedTensor.constant(1.0, torch.tensor([3, 2]), torch.float32)
 
     for column in (padded_column, other):
-        with pytest.raises(ValueError, match="columns of a batch must be of the same tokens"):
+        with pytest.raises(ValueError, match="columns of a batch must cover the same tokens"):
             masked_mean(column, mask)
-        with pytest.raises(ValueError, match="columns of a batch must be of the same tokens"):
+        with pytest.raises(ValueError, match="columns of a batch must cover the same tokens"):
             rewards_to_go(column, mask, gamma=1.0)
 
 

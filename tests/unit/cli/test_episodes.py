@@ -118,8 +118,7 @@ def test_an_environment_answers_and_rewards_turns(model: Path, capsys: pytest.Ca
         ("Broken", "Broken.respond, in turn 1: ZeroDivisionError: division by zero (tools.py:18)"),
         (
             "Silent",
-            "Silent.respond, in turn 1: ValueError: it gave no message, and did not say that the episode is "
-            "done",
+            "Silent.respond, in turn 1: ValueError: the reply has no message and is_done is False",
         ),
     ):
         assert said in generate(
@@ -157,10 +156,10 @@ def test_samples_are_those_without_tools_up_to_the_end_of_the_first_turn(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--tool", "abacus"], "there is no tool 'abacus' that ships, only calculator"),
+        (["--tool", "abacus"], "there is no built-in tool 'abacus', only calculator"),
         (
             ["--tool", "calculator", "--tool", "calculator"],
-            "two tools have one name; they are calculator, calculator",
+            "two tools have the same name; the names are calculator, calculator",
         ),
         (
             ["--tool", "calculator", "--environment", "a.py:Game"],
@@ -230,4 +229,4 @@ def test_a_run_with_an_agent_is_checked_with_its_tools_and_template(
     file.write_text(json.dumps(run | {"agent": {**run["agent"], "max_turn_tokens": 1}}))
     assert played(capsys, model, "--agent", str(file))["end"] == "length"
     assert main([*command, "agent.tools=[{name: abacus}]"]) == 2
-    assert "agent: there is no tool 'abacus' that ships, only calculator" in capsys.readouterr().err
+    assert "agent: there is no built-in tool 'abacus', only calculator" in capsys.readouterr().err
