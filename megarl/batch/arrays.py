@@ -1,5 +1,5 @@
-"""Rows and values of a batch: numbering rows, comparing values of any kind, and tensors as numpy arrays,
-without a copy."""
+"""Helpers for rows and values of a batch: row indices, comparison of values of any type, and zero-copy
+conversion between tensors and numpy arrays."""
 
 from __future__ import annotations
 
@@ -12,34 +12,41 @@ import torch
 
 
 def object_array(rows: np.ndarray | Sequence[Any]) -> np.ndarray:
-    """(B,) object array with one element per row; an array of more dimensions gives one sub-array per row."""
+    """Return an object array (B,) with one element per row. An array with more dimensions is split into
+    sub-arrays."""
     if isinstance(rows, np.ndarray) and rows.dtype == object and rows.ndim == 1:
         return rows.copy()
     array = np.empty(len(rows), dtype=object)
 
-    # one by one: numpy would read rows that are lists as a second dimension
+    # Assign one by one, because numpy would turn rows that are lists into a second dimension.
     for index, row in enumerate(rows):
         array[index] = row
     return array
 
 
 def row_index(index: Sequence[Any] | np.ndarray | torch.Tensor, num_rows: int) -> np.ndarray:
-    """Row numbers in [0, num_rows), int64, from row numbers or a mask. Raises ValueError for others or a mask
-    of another length."""
+    """Convert row numbers or a bool mask to row numbers in [0, num_rows), int64.
+
+    Negative numbers count from the end.
+
+    Raises:
+        ValueError: The index has more than one dimension or another type, a row does not exist, or the mask
+            has another length.
+    """
     array = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
     if array.ndim != 1:
-        raise ValueError(f"rows are picked by a one-dimensional index, not one of shape {array.shape}")
+        raise ValueError(f"rows are selected by a one-dimensional index, not one of shape {array.shape}")
 
     if array.dtype == bool:
         if len(array) != num_rows:
-            raise ValueError(f"a mask of {len(array)} values cannot pick from {num_rows} rows")
+            raise ValueError(f"a mask of {len(array)} values cannot select from {num_rows} rows")
         return np.flatnonzero(array)
 
-    # An empty list becomes a float array, so its dtype says nothing.
+    # An empty list becomes a float array, so the dtype of an empty index is ignored.
     if len(array) and not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"rows are picked by integers or bools, not by {array.dtype}")
+        raise ValueError(f"rows are selected by integers or bools, not by {array.dtype}")
     array = array.astype(np.int64)
-    # Check before negative numbers are wrapped: one below the range would stay negative and look valid.
+    # Check before negative numbers are wrapped, because one below the range would become a valid number.
     outside = array[(array < -num_rows) | (array >= num_rows)]
     if len(outside):
         raise ValueError(f"row {outside[0]} does not exist in a batch of {num_rows} rows")
@@ -48,7 +55,7 @@ def row_index(index: Sequence[Any] | np.ndarray | torch.Tensor, num_rows: int) -
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal in type of container, shape, dtype and value; NaN equals NaN."""
+    """Return whether two values are equal in container type, shape, dtype and value; NaN equals NaN."""
     if left is right:
         return True
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
@@ -83,7 +90,11 @@ def _same_tensors(left: Any, right: Any) -> bool:
 
 
 def merge_equal(mappings: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
-    """All keys of all mappings. Raises ValueError that names a key with two different values."""
+    """Return the union of the mappings.
+
+    Raises:
+        ValueError: A key has two different values; the message names it.
+    """
     merged: dict[str, Any] = {}
     for mapping in mappings:
         for key, value in mapping.items():
@@ -103,28 +114,29 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-# numpy has no type for these; an integer of the same width carries the bits.
+# numpy has no type for these dtypes, so an integer of the same width carries the bits.
 _CARRIER = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 
 
 class TensorArray(NamedTuple):
-    """`array` holds the bits of a tensor of `dtype`; it shares memory with a contiguous tensor on the
-    host."""
+    """A tensor as a numpy array. `array` contains the bits of a tensor of `dtype` and shares memory with the
+    tensor if that is contiguous and on the host."""
 
     array: np.ndarray
     dtype: torch.dtype
 
 
 def tensor_to_array(tensor: torch.Tensor) -> TensorArray:
-    """Copies only what is not contiguous or not on the host. Gradients stay behind."""
+    """Convert a tensor without its gradient. The data is copied only if the tensor is not contiguous or not
+    on the host."""
     tensor = tensor.detach().cpu().contiguous()
     carrier = _CARRIER.get(tensor.dtype)
     return TensorArray((tensor if carrier is None else tensor.view(carrier)).numpy(), tensor.dtype)
 
 
 def array_to_tensor(packed: TensorArray) -> torch.Tensor:
-    """Shares memory with the array. PyTorch cannot mark a tensor read-only: whoever passes a read-only array
-    vouches that nobody writes."""
+    """Return a tensor that shares memory with the array. PyTorch cannot mark a tensor read-only, so the
+    caller must ensure that a read-only array is not written through the tensor."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensor = torch.from_numpy(packed.array)
@@ -132,9 +144,11 @@ def array_to_tensor(packed: TensorArray) -> torch.Tensor:
 
 
 def array_to_private_tensor(packed: TensorArray) -> torch.Tensor:
-    """Copies a read-only array. Ray hands every process of a node the same memory as read-only arrays, and a
-    tensor over it can be written without an error: one rank's in-place operation would change the batch of
-    the others."""
+    """Return a tensor over the array, copying it first if it is read-only.
+
+    Ray gives all processes of a node the same memory as read-only arrays. A tensor over such an array can be
+    written without an error, so an in-place operation of one rank would change the batch of the others.
+    """
     if packed.array.flags.writeable:
         return array_to_tensor(packed)
     return array_to_tensor(TensorArray(packed.array.copy(), packed.dtype))

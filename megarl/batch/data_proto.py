@@ -1,5 +1,5 @@
-"""DataProto, the batch that travels between the driver and the workers: tensors, rows of tokens, object
-arrays and meta information."""
+"""DataProto, the batch exchanged between the driver and the workers: tensors, rows of tokens, object arrays
+and meta information."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megarl.machine.files import write_whole
 
 
 class DataProtoItem(NamedTuple):
-    """One row: tensors without their leading dimension, rows of tokens without padding."""
+    """One row of a batch: tensors without their leading dimension, rows of tokens without padding."""
 
     batch: dict[str, torch.Tensor]
     non_tensor_batch: dict[str, Any]
@@ -40,16 +40,22 @@ class DataProtoItem(NamedTuple):
 
 @dataclass(eq=False)
 class DataProto:
-    """B rows. `batch`: tensors (B, ...); `ragged`: rows of tokens, without padding; `non_tensor_batch`:
-    object arrays (B,); `meta_info`: facts about the whole batch.
+    """A batch of B rows.
 
-    `tensors` gives both kinds of tensors by key, rows of tokens padded to (B, R); `columns` gives them as
-    they are kept. Columns of tokens are always kept as rows of tokens: padded ones are converted when the
-    batch is made (see token_rows).
+    `tensors` returns all tensors by key, with rows of tokens padded to (B, R); `columns` returns them as they
+    are stored. Token columns are always stored as rows of tokens: padded ones are converted when the batch is
+    created (see token_rows).
 
     Operations return a new DataProto that may share memory with the old one, except `pop`, `rename`,
-    `reorder` and `to`, which change the batch in place (and return what was popped, or the batch). What a
-    process receives is its own copy, but for the values of rows of tokens, which nobody writes.
+    `reorder` and `to`, which change the batch in place (and return the removed columns, or the batch). A
+    process receives its own copy of a batch, except for the values of rows of tokens, which are never
+    written.
+
+    Attributes:
+        batch: Tensors (B, ...).
+        ragged: Rows of tokens, without padding.
+        non_tensor_batch: Object arrays (B,).
+        meta_info: Information about the whole batch.
     """
 
     batch: TensorDict | None = None
@@ -60,7 +66,7 @@ class DataProto:
     def __post_init__(self) -> None:
         self.check_consistency()
 
-        # Padded token columns come from users; inside there are rows of tokens alone.
+        # Users may pass padded token columns; the batch stores rows of tokens only.
         columns = self.columns
         if (rows := token_rows(columns)) is not columns:
             self._keep(rows, len(self))
@@ -74,7 +80,12 @@ class DataProto:
         non_tensors: Mapping[str, np.ndarray | Sequence[Any]] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> DataProto:
-        """Raises ValueError that names the key when two leading dimensions differ."""
+        """Build a batch from columns.
+
+        Raises:
+            ValueError: Two columns have different leading dimensions, or a key names both a tensor and an
+                array; the message names the keys.
+        """
         tensors = dict(tensors or {})
         arrays = {key: object_array(rows) for key, rows in (non_tensors or {}).items()}
         num_rows = _check_rows(
@@ -83,7 +94,7 @@ class DataProto:
 
         if both := tensors.keys() & arrays.keys():
             raise ValueError(
-                f"DataProto: {sorted(both)} are given as tensors and as arrays; a key names one of them"
+                f"DataProto: {sorted(both)} are given both as tensors and as arrays; use each key once"
             )
 
         return cls._of(tensors, arrays, dict(meta_info or {}), num_rows)
@@ -92,7 +103,7 @@ class DataProto:
     def from_single_dict(
         cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None
     ) -> DataProto:
-        """Sorts the values: tensors to the tensors, numpy arrays and lists to the arrays."""
+        """Build a batch, sorting the values by type: tensors, and numpy arrays and lists."""
         tensors = {
             key: value for key, value in data.items() if isinstance(value, (torch.Tensor, RaggedTensor))
         }
@@ -101,20 +112,23 @@ class DataProto:
         for key, value in others.items():
             if not isinstance(value, (np.ndarray, list)):
                 raise ValueError(
-                    f"DataProto: {key!r} is a {type(value).__name__}; rows come as a tensor, numpy array or "
+                    f"DataProto: {key!r} is a {type(value).__name__}; rows must be a tensor, numpy array or "
                     f"list"
                 )
 
         return cls.from_dict(tensors, others, meta_info)
 
     def check_consistency(self) -> None:
-        """Raises ValueError that names the key and both lengths when a tensor or array has another number of
-        rows than the first."""
+        """Check that all tensors and arrays have the same number of rows.
+
+        Raises:
+            ValueError: Names the key and both lengths.
+        """
         for key, rows in self.non_tensor_batch.items():
             if not isinstance(rows, np.ndarray) or rows.dtype != object or rows.ndim != 1:
                 raise ValueError(
                     f"DataProto: non_tensor_batch[{key!r}] must be a one-dimensional object array; "
-                    f"from_dict makes one of a list"
+                    f"from_dict converts lists"
                 )
         _check_rows(
             {
@@ -129,16 +143,16 @@ class DataProto:
 
     @property
     def columns(self) -> dict[str, Column]:
-        """Tensors and rows of tokens by name, as they are kept, in a new dict; empty where there are none."""
+        """Tensors and rows of tokens by name, as stored, in a new dict."""
         return {**self._dense, **self.ragged}
 
     @property
     def tensors(self) -> PaddedView:
-        """All tensors by name, rows of tokens padded: see PaddedView."""
+        """All tensors by name, with rows of tokens padded: see PaddedView."""
         return PaddedView(self.columns)
 
     def __len__(self) -> int:
-        """B, also where its columns have been taken out; 0 for a batch made of meta information only."""
+        """Return B, even after all columns were removed; 0 for a batch created with meta information only."""
         if self.batch is not None:
             return self.batch.batch_size[0]
         lengths = [*map(len, self.ragged.values()), *map(len, self.non_tensor_batch.values())]
@@ -154,8 +168,8 @@ class DataProto:
     # ---- rows
 
     def __getitem__(self, index: int | slice | Sequence[int] | np.ndarray | torch.Tensor) -> Any:
-        """An int gives a DataProtoItem; a slice, and a list, array or tensor of ints or of B bools, a
-        DataProto."""
+        """Select rows. An int returns a DataProtoItem; a slice, or a list, array or tensor of ints or of B
+        bools, returns a DataProto."""
         if isinstance(index, (int, np.integer)):
             row = int(row_index([int(index)], len(self))[0])
             ragged = {
@@ -167,13 +181,13 @@ class DataProto:
             )
 
         if isinstance(index, slice):
-            # torch has no slices with a negative step, so these become row numbers.
+            # torch does not support negative steps, so use row numbers instead.
             return self._rows(range(*index.indices(len(self))) if (index.step or 1) < 0 else index)
         return self.select_idxs(index)
 
     def select_idxs(self, index: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor) -> DataProto:
-        """Rows by number (repeats allowed, negative counts from the end) or by a mask of B bools. Copies, but
-        for rows of tokens."""
+        """Select rows by number (repeats allowed, negative numbers count from the end) or by a mask of B
+        bools. The data is copied, except for rows of tokens."""
         return self._rows(row_index(index, len(self)))
 
     def _rows(self, index: slice | range | np.ndarray) -> DataProto:
@@ -187,13 +201,16 @@ class DataProto:
         )
 
     def reorder(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> DataProto:
-        """In place: row i becomes the old row indices[i]. Raises ValueError unless `indices` is a permutation
-        of the rows."""
+        """Reorder the rows in place: row i becomes the old row indices[i].
+
+        Raises:
+            ValueError: `indices` is not a permutation of the rows.
+        """
         order = row_index(indices, len(self))
         if not np.array_equal(np.sort(order), np.arange(len(self))):
             raise ValueError(
-                f"reorder: the indices are not a permutation of {len(self)} rows; select_idxs picks rows "
-                f"freely"
+                f"reorder: the indices are not a permutation of {len(self)} rows; select_idxs selects any "
+                f"rows"
             )
 
         ordered = self._rows(order)
@@ -204,15 +221,20 @@ class DataProto:
         return self
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
-        """B * times rows: each row `times` times in a row (interleave), or the whole batch `times` times."""
+        """Return B * times rows: each row `times` times in a row (interleave), or the whole batch `times`
+        times."""
         rows = np.arange(len(self))
         return self._rows(np.repeat(rows, times) if interleave else np.tile(rows, times))
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Equal parts in order. Raises ValueError when B is not a multiple of `chunks`."""
+        """Split the batch into equal parts, in order.
+
+        Raises:
+            ValueError: B is not a multiple of `chunks`.
+        """
         if chunks < 1 or len(self) % chunks:
             raise ValueError(
-                f"chunk: {len(self)} rows cannot be cut into {chunks} equal parts; pad with "
+                f"chunk: {len(self)} rows cannot be split into {chunks} equal parts; pad with "
                 f"pad_dataproto_to_divisor(batch, {chunks})"
             )
 
@@ -220,19 +242,22 @@ class DataProto:
         return [self[part * size : (part + 1) * size] for part in range(chunks)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Parts of `split_size` rows in order; the last may be smaller."""
+        """Split the batch into parts of `split_size` rows, in order. The last part may be smaller."""
         if split_size < 1:
             raise ValueError(f"split: split_size is {split_size}, it must be at least 1")
         return [self[start : start + split_size] for start in range(0, len(self), split_size)]
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """Rows of all parts in order. Raises ValueError when keys, row shapes, dtypes or meta information
-        differ, naming the key."""
+        """Concatenate the rows of all parts, in order.
+
+        Raises:
+            ValueError: Keys, row shapes, dtypes or meta information differ; the message names the key.
+        """
         if not parts:
             raise ValueError("concat: there is nothing to concatenate")
         first = parts[0]
-        # Compare each part with the first, so that the error can name the part that differs.
+        # Compare each part with the first, so that the error can name the part.
         for number, part in enumerate(parts[1:], start=1):
             _check_same_columns(first, part, number)
         columns = [part.columns for part in parts]
@@ -252,8 +277,8 @@ class DataProto:
     def make_iterator(
         self, mini_batch_size: int, epochs: int = 1, seed: int | None = None
     ) -> Iterator[DataProto]:
-        """Mini-batches of equal size, `epochs` passes; with a seed each pass has its own random order, the
-        same in every run."""
+        """Yield mini-batches of equal size over `epochs` passes. With a seed, each pass has its own random
+        order, which is reproducible."""
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ValueError(
                 f"make_iterator: {len(self)} rows are not a multiple of mini_batch_size={mini_batch_size}"
@@ -282,7 +307,11 @@ class DataProto:
         meta_info_keys: Iterable[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """The named columns; None means all of that kind. Raises ValueError for a key that is not there."""
+        """Return a batch with the named columns; None selects all of that kind.
+
+        Raises:
+            ValueError: A key does not exist.
+        """
         chosen = DataProto._of(
             _pick(self.columns, batch_keys, "tensor"),
             _pick(self.non_tensor_batch, non_tensor_batch_keys, "array"),
@@ -297,15 +326,18 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] = (),
         meta_info_keys: Iterable[str] = (),
     ) -> DataProto:
-        """Takes the named columns out of this batch and returns them. Raises ValueError, and changes nothing,
-        for a missing key."""
+        """Remove the named columns from this batch and return them.
+
+        Raises:
+            ValueError: A key does not exist. The batch is unchanged.
+        """
         batch_keys = list(batch_keys)
         non_tensor_batch_keys = list(non_tensor_batch_keys)
         meta_info_keys = list(meta_info_keys)
         # select() raises for a missing key before anything is changed.
         popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         columns = {key: value for key, value in self.columns.items() if key not in batch_keys}
-        # Take the number of rows now: the columns that tell it may be about to leave.
+        # Read the number of rows first, because the columns that determine it may be removed.
         num_rows = len(self)
         for key in non_tensor_batch_keys:
             del self.non_tensor_batch[key]
@@ -316,7 +348,11 @@ class DataProto:
         return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
-        """Renames tensors in place. Raises ValueError for a missing key or a new name that is taken."""
+        """Rename tensors in place.
+
+        Raises:
+            ValueError: A key does not exist, or a new name is in use.
+        """
         old_keys = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new_keys = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old_keys) != len(new_keys):
@@ -339,7 +375,7 @@ class DataProto:
         self.ragged = kept.ragged
 
     def take_in(self, other: DataProto) -> None:
-        """Adds the columns of `other`, of the same rows, in place. Raises what `union` raises."""
+        """Add the columns of `other`, which has the same rows, in place. Raises the errors of `union`."""
         joined = self.union(other)
         self.batch = joined.batch
         self.ragged = joined.ragged
@@ -347,12 +383,13 @@ class DataProto:
         self.meta_info = joined.meta_info
 
     def union(self, *others: DataProto | DataProtoFuture) -> DataProto:
-        """A new batch with the columns of all; futures are waited for together.
+        """Return a new batch with the columns of all batches. All futures are awaited together.
 
-        Raises ValueError when a key has two values or the rows differ in number.
+        Raises:
+            ValueError: A key has two different values, or the numbers of rows differ.
         """
         batches = [self, *_arrived(others)]
-        # A batch of meta information alone has no rows to compare.
+        # A batch with meta information only has no rows to compare.
         with_rows = [
             batch for batch in batches if batch.batch is not None or batch.ragged or batch.non_tensor_batch
         ]
@@ -371,7 +408,7 @@ class DataProto:
         return joined._with_rows(len(with_rows[0]) if with_rows else 0)
 
     def to(self, device: torch.device | str) -> DataProto:
-        """Moves the tensors, in place."""
+        """Move the tensors, in place."""
         self.batch = None if self.batch is None else self.batch.to(device)
         self.ragged = {key: column.to(device) for key, column in self.ragged.items()}
         return self
@@ -379,35 +416,45 @@ class DataProto:
     # ---- between processes and machines
 
     def to_bytes(self) -> bytes:
-        """Safetensors and JSON with a checksum. Raises SerializationError (a ValueError) that names a value
-        of another kind."""
+        """Serialize to safetensors and JSON with a checksum.
+
+        Raises:
+            SerializationError: A value cannot be stored; the message names it.
+        """
         arrays = {key: rows.tolist() for key, rows in self.non_tensor_batch.items()}
         return encode(BatchContents(self.columns, arrays, self.meta_info, len(self)))
 
     @classmethod
     def from_bytes(cls, data: bytes, source: str = "bytes") -> DataProto:
-        """Never runs code from the bytes. Raises SerializationError for bytes that are not a whole batch."""
+        """Deserialize a batch. No code in the bytes is executed.
+
+        Raises:
+            SerializationError: The bytes are not a complete batch.
+        """
         contents = decode(data, source)
         return cls.from_dict(contents.columns, contents.non_tensors, contents.meta_info)._with_rows(
             contents.num_rows
         )
 
     def save_to_disk(self, path: str | os.PathLike[str]) -> None:
-        """Writes beside `path` and renames, so that a reader finds a whole file or none."""
+        """Write to a temporary file and rename it, so that a reader finds a complete file or none."""
         write_whole(Path(path), self.to_bytes())
 
     @classmethod
     def load_from_disk(cls, path: str | os.PathLike[str]) -> DataProto:
-        """Raises SerializationError that names the file when it is corrupt."""
+        """Load a batch.
+
+        Raises:
+            SerializationError: The file is corrupt; the message names it.
+        """
         return cls.from_bytes(Path(path).read_bytes(), str(path))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Tensors leave as numpy arrays: pickle protocol 5, and so Ray, moves those without a copy. They
-        arrive on the host. Rows of tokens leave with the values that they need, those that rows share once.
-        """
+        """Pickle tensors as numpy arrays, which pickle protocol 5, and so Ray, transfers without a copy. They
+        arrive on the host. Rows of tokens include only the values that they use, shared values once."""
         tensors = {key: tensor_to_array(value) for key, value in self._dense.items()}
         packed = {key: column.packed() for key, column in self.ragged.items()}
-        # The values travel as an array, for which the column keeps an empty placeholder.
+        # The values are transferred as an array; an empty placeholder replaces them in the column.
         ragged = {
             key: (tensor_to_array(column.values), replace(column, values=torch.empty(0)))
             for key, column in packed.items()
@@ -416,7 +463,7 @@ class DataProto:
         return _rebuild, (tensors, ragged, len(self), self.non_tensor_batch, self.meta_info)
 
     def _with_rows(self, num_rows: int) -> DataProto:
-        """Where no column is left that says how many there are."""
+        """Set the number of rows of a batch without columns."""
         return (
             self if self.columns or self.non_tensor_batch else DataProto._of({}, {}, self.meta_info, num_rows)
         )
@@ -429,8 +476,8 @@ class DataProto:
         meta_info: dict[str, Any],
         num_rows: int,
     ) -> DataProto:
-        """Without a column an empty table says how many rows there are; it is None where another column says
-        it, or there are none."""
+        """Build a batch from all columns. Without any column, an empty TensorDict stores the number of
+        rows."""
         tensors = {key: value for key, value in columns.items() if isinstance(value, torch.Tensor)}
         ragged = {key: value for key, value in columns.items() if isinstance(value, RaggedTensor)}
         is_needed = tensors or (num_rows and not arrays and not ragged)
@@ -441,7 +488,7 @@ class DataProto:
 
 
 def _concat(columns: Sequence[Column]) -> Column:
-    """Of one kind, see _check_same_columns."""
+    """Concatenate columns of one kind, see _check_same_columns."""
     ragged = [column for column in columns if isinstance(column, RaggedTensor)]
     return (
         RaggedTensor.concat(ragged)
@@ -451,11 +498,11 @@ def _concat(columns: Sequence[Column]) -> Column:
 
 
 def _arrived(others: Sequence[DataProto | DataProtoFuture]) -> list[DataProto]:
-    """Futures of one kind are waited for together."""
+    """Wait for all futures. Futures of the same class are awaited together."""
     batches = {place: other for place, other in enumerate(others) if isinstance(other, DataProto)}
     futures = {place: other for place, other in enumerate(others) if isinstance(other, DataProtoFuture)}
 
-    # Only a future's own class knows how to wait for several of its kind.
+    # Only the class of a future can wait for several futures at once.
     for kind in {type(future) for future in futures.values()}:
         places = [place for place, future in futures.items() if type(future) is kind]
         batches |= dict(zip(places, kind.gather([futures[place] for place in places]), strict=True))
@@ -470,7 +517,7 @@ def _rebuild(
     non_tensor_batch: dict[str, np.ndarray],
     meta_info: dict[str, Any],
 ) -> DataProto:
-    # Tensors may be written, so they get memory of their own; nobody writes rows of tokens.
+    # Tensors may be written, so they get their own memory. Rows of tokens are never written.
     columns: dict[str, Column] = {key: array_to_private_tensor(packed) for key, packed in arrays.items()}
     columns |= {
         key: replace(column, values=array_to_tensor(packed)) for key, (packed, column) in ragged.items()
@@ -482,20 +529,20 @@ def _leading_sizes(columns: Mapping[str, Column]) -> dict[str, int]:
     for key, column in columns.items():
         if isinstance(column, torch.Tensor) and column.ndim == 0:
             raise ValueError(
-                f"DataProto: tensor {key!r} is a scalar and has no rows; a fact about the whole batch "
-                f"belongs in meta_info"
+                f"DataProto: tensor {key!r} is a scalar and has no rows; put information about the whole "
+                f"batch into meta_info"
             )
     return {key: len(column) for key, column in columns.items()}
 
 
 def _check_rows(lengths: dict[str, int]) -> int:
-    """The number of rows that all keys share."""
+    """Return the number of rows that all keys share."""
     first = next(iter(lengths), None)
     for key, length in lengths.items():
         assert first is not None
         if length != lengths[first]:
             raise ValueError(
-                f"DataProto: {key!r} has {length} rows where {first!r} has {lengths[first]}; all leading "
+                f"DataProto: {key!r} has {length} rows but {first!r} has {lengths[first]}; all leading "
                 f"dimensions must be equal"
             )
 
@@ -524,7 +571,7 @@ def _check_same_columns(first: DataProto, part: DataProto, number: int) -> None:
         if _kind(column) != _kind(found[key]):
             raise ValueError(
                 f"concat: {key!r} has {_kind(column)} in part 0 and {_kind(found[key])} in part {number}; "
-                f"bring them to one shape first"
+                f"convert them to the same shape first"
             )
 
 

@@ -1,4 +1,4 @@
-"""Results that are not there yet: what a non-blocking call on a worker group returns."""
+"""Pending results of non-blocking calls on a worker group."""
 
 from __future__ import annotations
 
@@ -10,26 +10,33 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Future(Protocol[T_co]):
-    """Anything with `.get()`."""
+    """A result that can be awaited with `.get()`."""
 
     def get(self, timeout: float | None = None) -> T_co:
-        """Waits for the result; `timeout` in seconds, None for ever. Raises TimeoutError, or what the call
-        raised."""
+        """Wait for the result and return it.
+
+        Args:
+            timeout: In seconds. None: no limit.
+
+        Raises:
+            TimeoutError: The result did not arrive in time.
+            Exception: The exception of the call.
+        """
         ...
 
 
 class DataProtoFuture(ABC):
-    """A batch that a worker group is still making. `DataProto.union` takes it in place of a batch.
+    """A batch that a worker group is still computing. `DataProto.union` accepts it as a batch.
 
-    An implementation knows how to wait for several of its kind at the same time, so that a failure behind any
-    of them is seen at once and not after the ones in front of it have finished.
+    Subclasses can wait for several futures at once, so that a failure in any of them is noticed immediately,
+    and not only after the earlier ones have finished.
     """
 
     @abstractmethod
     def get(self, timeout: float | None = None) -> Any:
-        """As `Future.get`."""
+        """Wait for the batch, see `Future.get`."""
 
     @classmethod
     @abstractmethod
     def gather(cls, futures: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """The results in the order of `futures`; raises the first failure of any of them."""
+        """Return the results in the order of `futures`, or raise the first failure of any of them."""

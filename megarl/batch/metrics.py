@@ -1,18 +1,18 @@
-"""How the parts of a metric come together: each says it itself, so that engine, workers and roles agree
-without knowing the metric.
+"""Reduction of distributed metrics. Each metric defines its own reduction, so that engine, workers and roles
+agree without knowing the metric.
 
-A loss gives the parts of a micro-batch. Those of one update, which are of disjoint rows, are merged over the
-micro-batches of a replica, then over replicas; a step's values are taken over its updates:
+A loss returns the parts of a micro-batch. The parts of one update come from disjoint rows; they are merged
+over the micro-batches of a replica, then over replicas. The values of a step are taken over its updates:
 
     reduction   parts of one update                  updates of a step
-    sum         add up                               mean
-    mean        totals and counts add up; quotient   mean
+    sum         sum                                  mean
+    mean        sum of totals / sum of counts        mean
     max, min    extreme                              extreme
-    same        alike in all, or ValueError          mean
+    same        equal in all, or ValueError          mean
 
-A part whose count is 0 has nothing to say, nor has one that lacks the metric: what nobody has anything to say
-of is no metric of the step. A NaN is never lost. A mean whose denominator is fixed before the rows are cut
-(MiniBatchCounts) is a sum: of shares.
+A part with count 0, or without the metric, is ignored; a metric without any other part is not reported for
+the step. A NaN is always propagated. A mean whose denominator is known before the rows are split
+(MiniBatchCounts) is a sum of shares.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ class Reduction(Enum):
 
 @dataclass(frozen=True)
 class Metric:
-    """A part, of scalars. value: of a mean the total. count: of what the value was made."""
+    """A part of a metric, made of scalars.
+
+    Attributes:
+        value: The value, or for a mean the total.
+        count: The number of elements in the value.
+    """
 
     reduction: Reduction
     value: Tensor | float
@@ -44,41 +49,44 @@ class Metric:
 
     @classmethod
     def sum(cls, value: Tensor | float) -> Metric:
-        """A share of what the parts add up to: a count, or a value that is divided by a count of the whole
-        mini-batch."""
+        """Create a part of a sum: a count, or a value already divided by a count of the whole mini-batch."""
         return cls(Reduction.sum, _detached(value))
 
     @classmethod
     def mean(cls, values: Tensor, mask: Tensor) -> Metric:
-        """Over the True places of all parts' masks, each weighing the same. values, mask: of one shape."""
+        """Create a part of the mean over the True elements of all parts' masks, with equal weights. `values`
+        and `mask` have the same shape."""
         return cls(Reduction.mean, torch.where(mask, values.detach(), 0.0).sum(), mask.sum())
 
     @classmethod
     def ratio(cls, total: float, count: float) -> Metric:
-        """What all parts have together, for each of what they count together."""
+        """Create a part of the ratio of the sum of totals to the sum of counts over all parts."""
         return cls(Reduction.mean, total, count)
 
     @classmethod
     def max(cls, values: Tensor, mask: Tensor) -> Metric:
-        """The largest over the True places of all parts' masks. values, mask: of one shape, not empty."""
+        """Create a part of the maximum over the True elements of all parts' masks. `values` and `mask` have
+        the same shape and are not empty."""
         return cls(Reduction.max, values.detach().masked_fill(~mask, -torch.inf).max(), mask.sum())
 
     @classmethod
     def min(cls, values: Tensor, mask: Tensor) -> Metric:
-        """The smallest over the True places of all parts' masks. values, mask: of one shape, not empty."""
+        """Create a part of the minimum over the True elements of all parts' masks. `values` and `mask` have
+        the same shape and are not empty."""
         return cls(Reduction.min, values.detach().masked_fill(~mask, torch.inf).min(), mask.sum())
 
     @classmethod
     def same(cls, value: Tensor | float) -> Metric:
-        """What every part finds alike, as the norm of a gradient that was reduced over all ranks."""
+        """Create a value that is equal in every part, such as a gradient norm reduced over all ranks."""
         return cls(Reduction.same, _detached(value))
 
 
 def merge_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """The metrics of disjoint rows of one update, as numbers.
+    """Merge the metrics of disjoint rows of one update and convert them to numbers.
 
-    Raises ValueError for a value that does not say how it comes together, and where two parts say it
-    differently or are not alike.
+    Raises:
+        ValueError: A value is not a Metric, two parts of a metric have different reductions, or the parts of
+            a `same` metric differ.
     """
     numbers = _as_numbers(parts)
     names = dict.fromkeys(name for part in numbers for name in part)
@@ -86,7 +94,7 @@ def merge_metrics(parts: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Of one update, merged; without those of which nobody has anything to say."""
+    """Return the values of the merged metrics of one update, without metrics whose count is 0."""
     return {
         name: float(metric.value / metric.count)
         if metric.reduction is Reduction.mean
@@ -97,13 +105,13 @@ def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """The values of a step, of its updates' merged metrics. Every update weighs the same, whatever its
-    rows."""
+    """Return the values of a step from the merged metrics of its updates. All updates have the same weight,
+    whatever their number of rows."""
     reductions = {name: metric.reduction for update in updates for name, metric in update.items()}
     by_update = [values_of(update) for update in updates]
     step = {}
 
-    # An update that lacks a metric does not count in its mean.
+    # An update without a metric does not count in the metric's mean.
     for name, reduction in reductions.items():
         if found := [update[name] for update in by_update if name in update]:
             extreme = reduction in (Reduction.max, Reduction.min)
@@ -113,18 +121,18 @@ def over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 
 
 def _merged(name: str, parts: Sequence[Metric]) -> Metric:
-    """Of numbers."""
+    """Merge parts that have been converted to numbers."""
     reduction = parts[0].reduction
     count = sum(part.count for part in parts)
 
     if any(part.reduction is not reduction for part in parts):
         named = " and ".join(sorted({part.reduction.value for part in parts}))
-        raise ValueError(f"metric {name!r} comes together as {named}: its parts must all say the same")
+        raise ValueError(f"metric {name!r} has the reductions {named}: all its parts must have the same one")
 
-    # Parts that counted nothing are left out: their extreme is infinite.
+    # Skip parts with count 0: their extreme is infinite.
     found = [float(part.value) for part in parts if part.count != 0]
     if reduction is Reduction.same and not all(_are_alike(value, found[0]) for value in found):
-        raise ValueError(f"metric {name!r} must be the same everywhere, but its parts are {found}")
+        raise ValueError(f"metric {name!r} must be equal in all parts, but they are {found}")
     if not found or reduction in (Reduction.sum, Reduction.mean):
         return Metric(reduction, sum(found), count)
 
@@ -132,28 +140,28 @@ def _merged(name: str, parts: Sequence[Metric]) -> Metric:
 
 
 def _are_alike(value: float, other: float) -> bool:
-    """But for rounding, which is each rank's own."""
+    """Return whether two values are equal except for rounding, which may differ between ranks."""
     return math.isclose(value, other, rel_tol=1e-6) or (math.isnan(value) and math.isnan(other))
 
 
 def _extreme(reduction: Reduction, found: Sequence[float]) -> float:
-    # max() and min() lose a NaN or keep it, depending on the order.
+    # max() and min() drop or keep a NaN depending on the order.
     if any(math.isnan(value) for value in found):
         return math.nan
     return max(found) if reduction is Reduction.max else min(found)
 
 
 def _as_numbers(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]]:
-    """What is on a device comes with one transfer."""
+    """Convert values to numbers, with a single transfer for all tensors on a device."""
     for name, metric in ((name, metric) for part in parts for name, metric in part.items()):
         if not isinstance(metric, Metric):
             raise ValueError(
-                f"metric {name!r} is a {type(metric).__name__}, which does not say how its parts come "
-                f"together: "
-                "give Metric.sum, .mean, .max, .min or .same (megarl/batch/metrics.py)"
+                f"metric {name!r} is a {type(metric).__name__}, which does not define how its parts are "
+                f"combined: "
+                "return Metric.sum, .mean, .max, .min or .same (megarl/batch/metrics.py)"
             )
 
-    # Fetch all scalars in one transfer, since each transfer waits for the device.
+    # Fetch all scalars in one transfer, because each transfer synchronizes with the device.
     scalars = [
         scalar for part in parts for metric in part.values() for scalar in (metric.value, metric.count)
     ]
@@ -161,7 +169,7 @@ def _as_numbers(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]
     fetched = iter(torch.stack(on_device).tolist() if on_device else ())
     numbers = iter([next(fetched) if isinstance(scalar, Tensor) else scalar for scalar in scalars])
 
-    # The numbers come in the order in which the scalars were listed.
+    # The numbers are in the order in which the scalars were listed.
     return [
         {name: Metric(metric.reduction, next(numbers), next(numbers)) for name, metric in part.items()}
         for part in parts

@@ -1,4 +1,4 @@
-"""Padding a batch to a multiple of the number of parts, and taking the padding off again."""
+"""Pads a batch to a multiple of the number of parts, and removes the padding."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from megarl.batch.data_proto import DataProto
 
 
 def pad_dataproto_to_divisor(data: DataProto, divisor: int) -> tuple[DataProto, int]:
-    """Appends copies of the first rows (again from the start when there are too few) until `divisor` divides
-    the length.
+    """Append copies of the first rows, repeatedly if necessary, until the length is a multiple of `divisor`.
 
-    Copies of real rows, not zeros: every shape and mask stays one that the models can take. Returns the batch
-    and the number of rows appended. Raises ValueError for an empty batch.
+    Copies of real rows, unlike zeros, keep every shape and mask valid for the models.
+
+    Returns:
+        The batch, and the number of appended rows.
+
+    Raises:
+        ValueError: The batch is empty.
     """
     if len(data) == 0:
         raise ValueError(f"an empty batch cannot be padded to a multiple of {divisor}")
@@ -24,5 +28,5 @@ def pad_dataproto_to_divisor(data: DataProto, divisor: int) -> tuple[DataProto, 
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Takes off the last `pad_size` rows."""
+    """Remove the last `pad_size` rows."""
     return data[: len(data) - pad_size] if pad_size else data

@@ -1,10 +1,10 @@
-"""A batch as bytes that are safe to load: safetensors for tensors, JSON for the rest, a checksum over all.
-Never pickle.
+"""Safe serialization of a batch: safetensors for tensors, JSON for the rest, and a checksum. Pickle is never
+used.
 
 Layout: MAGIC, CRC32 of the body (4 bytes, little endian), body. The body is one safetensors document whose
-tensor `document` holds the JSON as UTF-8 bytes (safetensors limits its own header to 100 MB, too little for
-raw texts). Rows of tokens are three tensors, `values/KEY`, `starts/KEY` and `lengths/KEY`; how they are
-padded is in the JSON.
+tensor `document` contains the JSON as UTF-8 bytes (safetensors limits its own header to 100 MB, which is too
+small for raw texts). Rows of tokens are stored as three tensors, `values/KEY`, `starts/KEY` and
+`lengths/KEY`, with the padding in the JSON.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MAGIC = b"megarl-batch-3\n\0"
 _DOCUMENT = "document"
 _TENSOR_PREFIX = "tensor/"
 _RAGGED_PARTS = ("values", "starts", "lengths")
-_TAG = "__megarl__"  # the one key that marks a JSON object as something JSON has no word for
+_TAG = "__megarl__"  # key of JSON objects that encode values without a JSON type
 
 
 class SerializationError(ValueError):
-    """A value that cannot be stored safely, or bytes that are not a whole batch; the message names the value
-    or the file."""
+    """A value cannot be stored safely, or bytes are not a complete batch. The message names the value or the
+    file."""
 
 
 class BatchContents(NamedTuple):
@@ -41,9 +41,12 @@ class BatchContents(NamedTuple):
 
 
 def encode(contents: BatchContents) -> bytes:
-    """Raises SerializationError for a value that is neither JSON nor numpy nor a tuple, nor nested of
-    these."""
-    # Pack rows of tokens, so that only the values that they need are stored.
+    """Serialize a batch.
+
+    Raises:
+        SerializationError: A value is not JSON, numpy, a tuple, or nested from these.
+    """
+    # Pack rows of tokens, so that only the values that they use are stored.
     ragged = {
         key: column.packed() for key, column in contents.columns.items() if isinstance(column, RaggedTensor)
     }
@@ -73,14 +76,20 @@ def encode(contents: BatchContents) -> bytes:
 
 
 def decode(data: bytes, source: str = "bytes") -> BatchContents:
-    """`source` names the data in errors. Raises SerializationError when it is not a batch, cut short, or
-    changed."""
+    """Deserialize a batch.
+
+    Args:
+        source: The name of the data in errors.
+
+    Raises:
+        SerializationError: The data is not a batch, truncated, or modified.
+    """
     body_start = len(MAGIC) + 4
     if len(data) < body_start or not data.startswith(MAGIC):
         raise SerializationError(f"{source} is not a stored DataProto: it does not start with {MAGIC!r}")
     body = data[body_start:]
 
-    # Check the whole body before any of it is parsed.
+    # Verify the whole body before parsing any of it.
     if zlib.crc32(body) != int.from_bytes(data[len(MAGIC) : body_start], "little"):
         raise SerializationError(
             f"{source} is corrupt: its checksum does not match ({len(data)} bytes); write it again"
@@ -110,8 +119,8 @@ def decode(data: bytes, source: str = "bytes") -> BatchContents:
         ValueError,
         TypeError,
         AttributeError,
-    ) as error:  # someone else's bytes with a good checksum
-        raise SerializationError(f"{source} does not hold a DataProto: {error}") from error
+    ) as error:  # data with a valid checksum that another program wrote
+        raise SerializationError(f"{source} does not contain a DataProto: {error}") from error
 
 
 def _ragged(parts: Sequence[torch.Tensor], how: Mapping[str, Any]) -> RaggedTensor:
@@ -123,16 +132,16 @@ def _ragged(parts: Sequence[torch.Tensor], how: Mapping[str, Any]) -> RaggedTens
         or values.ndim != 1
         or starts.ndim != 1
     ):
-        raise ValueError("rows of tokens whose places are no numbers")
+        raise ValueError("starts, lengths or values of rows of tokens have a wrong dtype or shape")
 
     # Slicing would silently shorten a row that reaches beyond the values.
     if len(starts) and not (
         int(starts.min()) >= 0 <= int(lengths.min()) and int((starts + lengths).max()) <= len(values)
     ):
-        raise ValueError(f"rows of tokens that lie outside of their {len(values)} values")
+        raise ValueError(f"rows of tokens lie outside of their {len(values)} values")
 
     if type(how["padding"]) is not int or type(how["on_left"]) is not bool:
-        raise ValueError(f"rows of tokens padded with {how['padding']!r}")
+        raise ValueError(f"rows of tokens have the padding {how['padding']!r}")
     return RaggedTensor(values, starts, lengths, padding=how["padding"], on_left=how["on_left"])
 
 
@@ -143,8 +152,7 @@ def _row_count(value: Any) -> int:
 
 
 def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """safetensors refuses tensors that share memory (two keys of one tensor): the second gets memory of its
-    own."""
+    """Copy tensors that share memory, which safetensors refuses. The first one is not copied."""
     seen: set[int] = set()
     result = {}
 
@@ -159,7 +167,7 @@ def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _to_json(value: Any, where: str) -> Any:
-    if isinstance(value, np.generic):  # before the plain types: np.float64 is a float too
+    if isinstance(value, np.generic):  # before the plain types, because np.float64 is also a float
         return {_TAG: "scalar", "dtype": value.dtype.str, "value": _to_json(value.item(), where)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -179,7 +187,7 @@ def _to_json(value: Any, where: str) -> Any:
         return [_to_json(item, where) for item in value]
 
     if isinstance(value, dict):
-        # A key that equals the tag would be read back as a tagged value.
+        # A key equal to the tag would be decoded as a tagged value.
         for key in value:
             if not isinstance(key, str) or key == _TAG:
                 raise SerializationError(
@@ -188,7 +196,7 @@ def _to_json(value: Any, where: str) -> Any:
         return {key: _to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
 
     raise SerializationError(
-        f"{where} holds a {type(value).__name__}, which cannot be stored safely: use JSON values, numpy "
+        f"{where} contains a {type(value).__name__}, which cannot be stored safely: use JSON values, numpy "
         f"values or tensors"
     )
 
@@ -209,7 +217,7 @@ def _from_json(value: Any) -> Any:
 
     if kind == "array":
         array = np.empty(len(content), dtype=np.dtype(value["dtype"]))
-        # one by one: numpy would read rows that are lists as a second dimension
+        # Assign one by one, because numpy would turn rows that are lists into a second dimension.
         for index, item in enumerate(content):
             array[index] = item
         return array.reshape(value["shape"])

@@ -1,8 +1,7 @@
-"""Token columns of a batch: rows of tokens inside, padded tensors for the user, and the way from each to the
-other.
+"""Token columns of a batch: stored as ragged rows of tokens, presented to users as padded tensors.
 
-A batch converts padded columns when it is made (`token_rows`), so that everything inside works on rows of
-tokens. Its `tensors` are a padded view (`PaddedView`), made when it is asked for.
+A batch converts padded columns when it is created (`token_rows`), so that all internal code works on rows of
+tokens. Its `tensors` are a padded view (`PaddedView`), computed on access.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from torch import Tensor
 
 from megarl.batch.ragged import Column, RaggedTensor
 
-MODEL_KEYS = ("prompts", "responses", "response_mask")  # what a model reads of a batch
+MODEL_KEYS = ("prompts", "responses", "response_mask")  # the columns that a model reads
 _IDS = ("prompts", "responses")
 _PADDED_BATCH = ("input_ids", "attention_mask", "response_mask")
-# of a padded batch: what follows from the prompts and responses
+# Columns of a padded batch that are determined by the prompts and responses.
 _FOLLOWING = ("input_ids", "attention_mask", "position_ids", "prompt_attention_mask", *_IDS)
-# rows of the numbers of experts, of a row's tokens but the last: see engine/router_replay.py
+# Rows of expert indices for all tokens of a row except the last: see engine/router_replay.py.
 ROUTED_EXPERTS = "routed_experts"
-RESPONSE_KEYS = (  # columns that have a value for each token of the response
+RESPONSE_KEYS = (  # columns with a value for each token of the response
     "response_mask",
     "loss_mask",
     "answer_mask",
@@ -43,27 +42,27 @@ RESPONSE_KEYS = (  # columns that have a value for each token of the response
 
 
 def route_dtype(num_experts: int) -> torch.dtype:
-    """Of ROUTED_EXPERTS: the smallest that counts so many."""
+    """Return the smallest dtype of ROUTED_EXPERTS for this number of experts."""
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
 def token_rows(columns: Mapping[str, Column]) -> Mapping[str, Column]:
     """Convert padded token columns to rows of tokens.
 
-    Two kinds of columns may come padded. A padded batch has `input_ids`, `attention_mask` (B, S) and
-    `response_mask` (B, R), which become `prompts`, `responses` and `response_mask`; what else follows from
-    these (`position_ids`, padded `prompts` and `responses`) is left out. And a batch whose `responses` or
+    Two kinds of batches may have padded columns. A padded batch has `input_ids`, `attention_mask` (B, S) and
+    `response_mask` (B, R), which become `prompts`, `responses` and `response_mask`; columns that follow from
+    these (`position_ids`, padded `prompts` and `responses`) are dropped. A batch whose `responses` or
     `response_mask` are rows of tokens may have tensors (B, R) under the names of RESPONSE_KEYS.
 
     Args:
         columns: The tensors and rows of tokens of a batch.
 
     Returns:
-        The columns, those of tokens as rows; the same object where nothing had to be converted.
+        The columns, with token columns as rows; the same object if nothing had to be converted.
 
     Raises:
-        ValueError: A row has no prompt, or its tokens are not one run around the prompt's end, or a tensor
-            does not have a value for each token of a row.
+        ValueError: A row has no prompt, or its tokens are not contiguous around the end of the prompt, or a
+            tensor does not have a value for each token of a row.
     """
     padded = {key: column for key in _PADDED_BATCH if isinstance(column := columns.get(key), Tensor)}
     if len(padded) == len(_PADDED_BATCH) and not isinstance(columns.get("responses"), RaggedTensor):
@@ -79,9 +78,15 @@ def token_rows(columns: Mapping[str, Column]) -> Mapping[str, Column]:
 
 
 def with_prompt_rows(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """The columns, with `prompts` as rows of tokens: as they are, or made of `prompts` and
-    `prompt_attention_mask` (B, P), as a padded view has them. Raises ValueError for a batch without them, or
-    where a prompt has no token or its tokens do not end its row."""
+    """Return the columns with `prompts` as rows of tokens.
+
+    They are returned unchanged, or built from `prompts` and `prompt_attention_mask` (B, P), as in a padded
+    view.
+
+    Raises:
+        ValueError: The batch has no prompts, or a prompt has no token, or its tokens are not at the end of
+            its row.
+    """
     prompts = columns.get("prompts")
     mask = columns.get("prompt_attention_mask")
     if isinstance(prompts, RaggedTensor):
@@ -105,8 +110,8 @@ def with_prompt_rows(columns: Mapping[str, Column]) -> dict[str, Column]:
     if wrong := ((mask.bool() != expected).any(1) | (lengths == 0)).nonzero().flatten().tolist():
         raise ValueError(
             f"row {wrong[0]} of the prompts: prompt_attention_mask has {int(lengths[wrong[0]])} tokens that "
-            f"are not one run at the row's "
-            "end; a prompt needs at least one token and is padded on the left"
+            f"are not contiguous at the end of the row; "
+            "a prompt needs at least one token and is padded on the left"
         )
 
     others = {key: column for key, column in columns.items() if key != "prompt_attention_mask"}
@@ -117,11 +122,11 @@ def _prompts_and_responses(tensors: Mapping[str, Tensor]) -> dict[str, RaggedTen
     """Return `prompts` and `responses` of a padded batch."""
     ids = tensors["input_ids"]
     mask = tensors["attention_mask"].bool()
-    # response_mask is as wide as the response part, so the prompt part is what lies before it.
+    # response_mask is as wide as the response part, and the rest of the width is the prompt part.
     prompt_width = mask.shape[1] - tensors["response_mask"].shape[1]
     prompts = mask[:, :prompt_width].sum(1)
     responses = mask[:, prompt_width:].sum(1)
-    # Valid tokens are one run around the boundary between prompt and response.
+    # Valid tokens are contiguous around the boundary between prompt and response.
     column = torch.arange(mask.shape[1], device=mask.device)
     expected = (column >= prompt_width - prompts[:, None]) & (column < prompt_width + responses[:, None])
 
@@ -129,7 +134,7 @@ def _prompts_and_responses(tensors: Mapping[str, Tensor]) -> dict[str, RaggedTen
         raise ValueError(
             f"row {wrong[0]} of the batch: attention_mask has {int(prompts[wrong[0]])} prompt and "
             f"{int(responses[wrong[0]])} response "
-            "tokens that are not one run; a prompt needs at least one token and is padded on the left, a "
+            "tokens that are not contiguous; a prompt needs at least one token and is padded on the left, a "
             "response on the right"
         )
 
@@ -140,22 +145,23 @@ def _prompts_and_responses(tensors: Mapping[str, Tensor]) -> dict[str, RaggedTen
 
 
 def _unpadded(key: str, column: Tensor, tokens: RaggedTensor) -> RaggedTensor:
-    """Return the values of `tokens`' tokens. key: the column's name, for the error."""
+    """Unpad a column to the lengths of `tokens`. `key` is the column's name, for the error."""
     try:
         return RaggedTensor.from_padded(column, tokens.lengths)
     except ValueError as error:
-        raise ValueError(f"{key!r} is not of the batch's responses: {error}") from error
+        raise ValueError(f"{key!r} does not match the batch's responses: {error}") from error
 
 
 class PaddedView(Mapping[str, Tensor]):
-    """By key, the tensors of a batch as they are, and rows of tokens padded: P, R are the longest prompt and
-    response, ids are int64.
+    """The tensors of a batch by key, with rows of tokens padded. P and R are the longest prompt and response;
+    ids are int64.
 
-    Beside the columns that are kept it answers to those that follow from `prompts` and `responses`:
+    In addition to the stored columns, it provides those that follow from `prompts` and `responses`:
     `input_ids`, `attention_mask`, `position_ids` (B, P + R) and `prompt_attention_mask` (B, P).
 
-    What is padded is a copy that torch refuses to write into (an inference tensor): a change to it would be
-    lost. `clone()` it, take the column out of the batch (`pop`), and `union` yours.
+    Padded tensors are copies that torch does not allow to be written (inference tensors), because a change
+    would be lost. To change a column, `clone()` it, remove it from the batch (`pop`), and add yours
+    (`union`).
     """
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
@@ -177,14 +183,14 @@ class PaddedView(Mapping[str, Tensor]):
                 return self._mask("prompts")
             case "attention_mask":
                 return torch.cat([self._mask("prompts"), self._mask("responses")], dim=1)
-            case "position_ids":  # the number of tokens before each token; 0 on the padding to the left
+            case "position_ids":  # the number of tokens before each token; 0 in the padding on the left
                 return (self._following("attention_mask").cumsum(dim=1) - 1).clamp(min=0)
             case "input_ids":
                 return torch.cat([self["prompts"], self["responses"]], dim=1)
         raise KeyError(key)
 
     def _mask(self, key: str) -> Tensor:
-        """Int64, 1 where there is a token."""
+        """Return a padded int64 mask with 1 at each token."""
         column = self._columns.get(key)
         if not isinstance(column, RaggedTensor):
             raise KeyError(key)
@@ -201,11 +207,12 @@ class PaddedView(Mapping[str, Tensor]):
 
 
 def first_with_prompt(prompts: Iterable[Tensor]) -> list[int]:
-    """For each row the first row whose prompt has the same tokens. prompts: of each row (its length,), of one
-    type, on the host.
+    """Return for each row the first row whose prompt has the same tokens.
 
-    Tokens are compared, and nothing else: rows that are said to be of one prompt may have been cut, or
-    answered, differently.
+    Only tokens are compared, because rows with the same uid may have been truncated or answered differently.
+
+    Args:
+        prompts: The prompt of each row, (its length,), all of one dtype, on the host.
     """
     firsts: dict[bytes, int] = {}
     return [firsts.setdefault(tokens.numpy().tobytes(), row) for row, tokens in enumerate(prompts)]

@@ -49,7 +49,7 @@ def test_construction_keeps_rows_that_are_lists_as_rows() -> None:
         ({"a": torch.zeros(4, 2), "b": torch.zeros(3)}, {}, r"'b' has 3 rows where 'a' has 4"),
         ({"a": torch.zeros(4)}, {"uid": ["x"]}, r"'uid' has 1 rows where 'a' has 4"),
         ({"a": torch.tensor(1.0)}, {}, r"'a' is a scalar"),
-        ({"a": torch.zeros(1)}, {"a": ["x"]}, r"\['a'\] are given as tensors and as arrays"),
+        ({"a": torch.zeros(1)}, {"a": ["x"]}, r"\['a'\] are given both as tensors and as arrays"),
     ],
 )
 def test_inconsistent_rows_are_refused_by_name(tensors: dict, arrays: dict, message: str) -> None:
@@ -224,7 +224,7 @@ def test_concat_is_the_inverse_of_chunk_and_split() -> None:
     assert [rows_of(part) for part in batch.chunk(2)] == [[0, 1], [2, 3]]
     assert [rows_of(part) for part in batch.split(3)] == [[0, 1, 2], [3]]
     assert rows_of(DataProto.concat(batch.split(3))) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="4 rows cannot be cut into 3 equal parts"):
+    with pytest.raises(ValueError, match="4 rows cannot be split into 3 equal parts"):
         batch.chunk(3)
 
 

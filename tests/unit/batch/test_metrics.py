@@ -110,14 +110,14 @@ def test_what_is_the_same_everywhere_must_be() -> None:
     assert values_of(merge_metrics(parts_of("same", [0.1, 0.1 * (1 + 1e-9)]))) == {"x": 0.1}
     assert math.isnan(values_of(merge_metrics(parts_of("same", [NAN, NAN])))["x"])
     for numbers in ([0.1, 0.2], [0.1, NAN], [0.0, 1e-3]):
-        with pytest.raises(ValueError, match="metric 'x' must be the same everywhere, but its parts are "):
+        with pytest.raises(ValueError, match="metric 'x' must be equal in all parts, but they are "):
             merge_metrics(parts_of("same", numbers))
 
 
 def test_a_value_that_does_not_say_how_it_comes_together_is_refused() -> None:
     with pytest.raises(
         ValueError,
-        match=r"metric 'actor/mine_max' is a Tensor, which does not say .* give Metric\.sum, \.mean",
+        match=r"metric 'actor/mine_max' is a Tensor, which does not define .* return Metric\.sum, \.mean",
     ):
         merge_metrics([{"actor/mine_max": torch.tensor(1.0)}])  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="metric 'x' is a float"):
@@ -125,9 +125,7 @@ def test_a_value_that_does_not_say_how_it_comes_together_is_refused() -> None:
 
 
 def test_parts_that_disagree_on_how_they_come_together_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="metric 'x' comes together as max and sum: its parts must all say the same"
-    ):
+    with pytest.raises(ValueError, match="metric 'x' has the reductions max and sum: all its parts"):
         merge_metrics([*parts_of("sum", [1.0]), *parts_of("max", [1.0])])
 
 

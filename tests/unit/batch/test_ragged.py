@@ -192,7 +192,7 @@ def test_what_is_padded_cannot_be_written_in_vain() -> None:
 
 @pytest.mark.parametrize(("shape", "lengths"), [((2, 3), [1, 4]), ((2, 3), [1]), ((2, 3, 1), [1, 1])])
 def test_a_tensor_that_cannot_hold_the_rows_is_refused(shape: tuple[int, ...], lengths: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"a tensor of shape \(2, 3.*\) does not hold"):
+    with pytest.raises(ValueError, match=r"a tensor of shape \(2, 3.*\) does not contain"):
         RaggedTensor.from_padded(torch.zeros(shape), torch.tensor(lengths))
 
 
@@ -245,7 +245,7 @@ def test_columns_that_a_user_has_padded_become_rows_of_tokens() -> None:
 
     with pytest.raises(
         ValueError,
-        match=r"'advantages' is not of the batch's responses: a tensor of shape \(2, 1\) does not hold",
+        match=r"'advantages' does not match the batch's responses: a tensor of shape \(2, 1\) does not contain",
     ):
         tokens().union(DataProto.from_dict({"advantages": torch.zeros(2, 1)}))
 
@@ -264,7 +264,7 @@ def test_a_batch_that_a_user_has_padded_becomes_rows_of_tokens() -> None:
 
     with pytest.raises(
         ValueError,
-        match="row 1 of the batch: attention_mask has 1 prompt and 1 response tokens that are not one run",
+        match="row 1 of the batch: attention_mask has 1 prompt and 1 response tokens that are not contiguous",
     ):
         DataProto.from_dict({**PADDED, "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 0, 1, 0]])})
 

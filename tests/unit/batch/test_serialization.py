@@ -122,7 +122,7 @@ def test_bytes_that_are_not_a_batch_are_refused_and_never_unpickled() -> None:
         save({"document": torch.frombuffer(bytearray(b"[1]"), dtype=torch.uint8)}),
         save({"document": _document(meta_info={"__megarl__": "evil", "value": 1})}),
     ):
-        with pytest.raises(SerializationError, match="does not hold a DataProto"):
+        with pytest.raises(SerializationError, match="does not contain a DataProto"):
             DataProto.from_bytes(_signed(body))
 
 
