@@ -1,4 +1,4 @@
-"""Scores a program by the share of its tests that it passes in the sandbox.
+"""Scores a program by the fraction of its tests that it passes in the sandbox.
 
     # reward.py, which reward.functions names
     from megarl.rewards.code import answer_from_truth, check_truth, compute_score
@@ -6,12 +6,11 @@
 The ground truth is a list of tests, or such a list as JSON:
 
     {"call": "add(2, 3)", "returns": 5}              an expression of the program, and its value
-    "assert add(2, 3) == 5"                          an assertion, with the imports that it needs before it
-    {"stdin": "2 3\\n", "stdout": "5\\n"}              what the whole program reads and prints, but for spaces
-                                                     at the ends of lines
+    "assert add(2, 3) == 5"                          an assertion, preceded by the imports that it needs
+    {"stdin": "2 3\\n", "stdout": "5\\n"}              input and expected output of the whole program;
+                                                     trailing spaces of lines are ignored
 
-Expected values never enter the process that runs the program, and values are compared where the program does
-not run.
+Expected values never enter the process that runs the program, and values are compared outside of it.
 """
 
 from __future__ import annotations
@@ -34,26 +33,26 @@ from megarl.rewards.time_limit import sample_limit_s
 
 __all__ = ["answer_from_truth", "check_truth", "compute_score", "program_of", "read_tests", "run_tests"]
 
-LIMITS = SandboxLimits(memory_mb=512, cpu_s=4, wall_s=6.0, output_kb=4096)  # of one test
-QUICK_WALL_S = 1.0  # of a test at the first attempt, in a process that it shares with others
-_SHARED_CPU_S = 60  # of all tests that share a process
-# of the time for a sample, after which tests count as failed if one of them has run out of time
+LIMITS = SandboxLimits(memory_mb=512, cpu_s=4, wall_s=6.0, output_kb=4096)  # per test
+QUICK_WALL_S = 1.0  # per test in the first attempt, in a process shared with other tests
+_SHARED_CPU_S = 60  # for all tests that share a process
+# Fraction of the time limit of a sample after which remaining tests fail, if a test has run out of time.
 _SHARE_OF_TIME = 0.7
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> dict[str, Any]:
-    """Scores a response by its program.
+    """Score a response by its program.
+
+    There is no `answer`, and so no maj@k, because equivalent programs rarely have the same text.
 
     Returns:
-        score: The share of the tests that pass.
+        score: The fraction of the tests that pass.
         all_passed: 1.0 or 0.0.
 
-    There is no `answer`, and so no maj@k: two programs that do the same are rarely the same text.
-
     Raises:
-        ValueError: `ground_truth` is not a list of tests that can be carried out.
+        ValueError: `ground_truth` is not a list of tests that can be run.
         SandboxError: No sandbox works on this machine.
     """
     program = program_of(solution_str)
@@ -62,22 +61,25 @@ def compute_score(
 
 
 def answer_from_truth(ground_truth: Any) -> str | None:
-    """Returns None: a program cannot be derived from its tests."""
+    """Return None, because a program cannot be derived from its tests."""
     return None
 
 
 def check_truth(ground_truth: Any) -> None:
-    """Raises ValueError for a ground truth that no program can pass: not a list of tests, or a test that
-    cannot be carried out."""
+    """Check that a program can pass the ground truth.
+
+    Raises:
+        ValueError: The ground truth is not a list of tests, or a test cannot be run.
+    """
     read_tests(ground_truth)
 
 
 def run_tests(program: str, tests: Sequence[CodeTest]) -> list[bool]:
-    """Returns whether each test passes.
+    """Return whether each test passes.
 
-    At first the tests share a process and have QUICK_WALL_S each. A test that takes longer, or whose process
-    ends after another test has run in it, is tried again by itself with all of LIMITS. The first test that
-    runs out of time there is the last one to be tried. The order of `tests` makes no difference: they are
+    In the first attempt, the tests share a process and have QUICK_WALL_S each. A test that takes longer, or
+    whose process ends after another test has run in it, is tried again in its own process with all of LIMITS.
+    Testing ends with the first test that runs out of time there. The order of `tests` does not matter: they
     always run in the order of their texts.
     """
     passed = [False] * len(tests)
@@ -87,18 +89,18 @@ def run_tests(program: str, tests: Sequence[CodeTest]) -> list[bool]:
     deadline = start + _SHARE_OF_TIME * sample_limit_s()
     again: list[int] = []
 
-    # The quick attempt, of all tests.
+    # First attempt: all tests share processes.
     quick = replace(LIMITS, wall_s=min(QUICK_WALL_S, LIMITS.wall_s))
     with closing(ProgramTester(program, quick, shared=True)) as tester:
         for number in sorted(range(len(tests)), key=lambda number: repr(tests[number])):
-            # The deadline counts only once a test has run out of time.
+            # The deadline applies only once a test has run out of time.
             if again and time.monotonic() > deadline:
                 break
             outcome = tester.passes(number, tests[number])
             passed[number] = outcome is True
             again += [number] if outcome is None else []
 
-    # The second attempt, one process a test.
+    # Second attempt: one process per test.
     for number in again:
         left = deadline - time.monotonic()
         if left <= 0:
@@ -115,10 +117,11 @@ def run_tests(program: str, tests: Sequence[CodeTest]) -> list[bool]:
 
 
 class ProgramTester:
-    """Runs tests of one program under the same limits.
+    """Runs the tests of one program under the same limits.
 
     Args:
-        shared: Processes are for several tests, so one that ends may have been harmed by an earlier test.
+        shared: Whether processes run several tests. A process that ends may then have been affected by an
+            earlier test.
     """
 
     def __init__(self, program: str, limits: SandboxLimits, shared: bool) -> None:
@@ -130,7 +133,7 @@ class ProgramTester:
         self._judge = Judge(_level(), replace(LIMITS, cpu_s=_SHARED_CPU_S))
 
     def passes(self, number: int, test: CodeTest) -> bool | None:
-        """Returns whether the test with this number passes; None if a second attempt may end otherwise."""
+        """Return whether the test passes; None if a second attempt may have another result."""
         match test:
             case StreamTest():
                 return self._prints(test)
@@ -150,12 +153,12 @@ class ProgramTester:
         return None if may_change else False
 
     def _prints(self, test: StreamTest) -> bool | None:
-        # Leave room for the expected output, or a correct program would be cut off.
+        # Leave room for the expected output, or the output of a correct program would be truncated.
         output_kb = max(self._limits.output_kb, 2 * len(test.stdout.encode()) // 1024)
         finished = run_program(
             self._program, _level(), replace(self._limits, output_kb=output_kb), test.stdin
         )
-        # A kill may be due to the CPU limit, so a second attempt may end otherwise.
+        # A kill may be due to the CPU limit, so a second attempt may have another result.
         if finished.ended == "time" or finished.status in (-signal.SIGKILL, 128 + signal.SIGKILL):
             return None
 
@@ -167,7 +170,7 @@ class ProgramTester:
 
 
 def is_expected_value(data: Any, test: CallTest) -> bool:
-    """Compares a value that the program's process has sent, which may have written anything there."""
+    """Compare a value sent by the program's process, which may be arbitrary data."""
     try:
         value = decode(data)
         return same_as_json(value, test.returns) if test.is_json else bool(value == test.returns)
@@ -177,7 +180,7 @@ def is_expected_value(data: Any, test: CallTest) -> bool:
         ArithmeticError,
         RecursionError,
         MemoryError,
-    ):  # no value, or one that compares with nothing
+    ):  # not a value, or one that cannot be compared
         return False
 
 

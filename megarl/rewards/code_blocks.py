@@ -1,4 +1,4 @@
-"""Finds the program in a response that is Markdown, or nothing but the program."""
+"""Extracts the program from a response that is Markdown, or only the program."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megarl.rewards.thinking import outside_thinking
 
 _PYTHON = ("python", "python3", "py", "py3")
 _WORD = re.compile(r"\w+")
-# HTML would hide a fence below a tag such as <answer>, so of Markdown's rules there are only fences and what
-# indents them.
+# HTML parsing would hide a fence after a tag such as <answer>, so only the Markdown rules for fences and for
+# blocks that indent them are enabled.
 _MARKDOWN = MarkdownIt("zero").enable(["fence", "list", "blockquote", "code"])
 _INDENTED_FENCE = re.compile(r"^[ \t]+(?=```|~~~)", re.MULTILINE)
 _TAG = re.compile(r"<code[^>]*>\n?(.*?)(?:</code>|\Z)", re.DOTALL | re.IGNORECASE)
@@ -24,23 +24,23 @@ _CLOSING_FENCE = re.compile(r"(`{3,}|~{3,})\s*\Z")
 
 
 class _Block(NamedTuple):
-    """language: The first word after the fence, in lower case; empty if there is none."""
+    """A fenced block. `language` is the first word after the fence, in lower case; empty if there is none."""
 
     language: str
     text: str
 
 
 def program_of(response: str) -> str:
-    """Returns the sampled program of a response, outside of its thinking.
+    """Return the program in a response, ignoring its thinking.
 
-    It is the last block between ```python and ```. If there is none, it is the last block without a language
-    that defines something, or the last one that Python can compile; then what is between <code> and </code>;
-    then the whole response. The end of the response ends a block that is not closed.
+    The program is the last block between ```python and ```. Without one, it is the last block without a
+    language that defines something, or else the last one that Python can compile; then the text between
+    <code> and </code>; then the whole response. An unclosed block extends to the end of the response.
     """
     response = outside_thinking(response).replace("\r\n", "\n").encode(errors="replace").decode()
 
-    # Models also indent fences that are in no list, and write lists around programs that are not indented as
-    # the list is.
+    # Models also indent fences outside of lists, and write lists around programs that are not indented like
+    # the list.
     parsed = [_blocks(response), _blocks(_INDENTED_FENCE.sub("", response))]
 
     for blocks in parsed:
@@ -69,22 +69,22 @@ def _blocks(response: str) -> list[_Block]:
 
 
 def _dedent(text: str) -> str:
-    """Leaves text alone that is not indented: `textwrap.dedent` also empties lines of spaces, in strings
-    too."""
+    """Dedent a text that begins with whitespace. Other texts are unchanged, because `textwrap.dedent` also
+    empties lines of spaces, even in strings."""
     return textwrap.dedent(text) if text[:1].isspace() else text
 
 
 def _without_closing_fence(text: str) -> str:
-    """Leaves out a fence that closes nothing for Markdown, because it does not begin its line or nothing
-    opens it."""
+    """Remove a closing fence that is not one in Markdown, because it does not begin its line or matches no
+    opening fence."""
     return _CLOSING_FENCE.sub("", text)
 
 
 def _best_untagged(texts: Sequence[str]) -> str | None:
-    """Returns the last text that defines something, or else does something, or else compiles, as what a
-    program prints may too."""
+    """Return the last text that defines something, or else that performs an action, or else that compiles,
+    as printed output may too."""
     found = [(text, tree) for text in reversed(texts) if (tree := _tree(text)) is not None]
-    # Try the strictest criterion on all blocks before the next one.
+    # Apply the strictest criterion to all blocks before the next one.
     for is_wanted in (_defines, _does, bool):
         for text, tree in found:
             if any(map(is_wanted, tree.body)):
@@ -98,7 +98,7 @@ def _tree(text: str) -> ast.Module | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
             return ast.parse(text)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last three: NUL, deep brackets
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last three: NUL, deep nesting
         return None
 
 

@@ -1,8 +1,8 @@
-"""Runs a sampled program and the judge of its tests in two processes of the sandbox that share nothing.
+"""Runs a program and the judge of its tests in two separate sandbox processes.
 
-The program's process computes values and never sees what is expected. The judge's process sees what is
-expected and never runs the
-program: it gets values of built-in types. So what the program does to its own process decides nothing.
+The program's process computes values and never receives the expected ones. The judge's process knows the
+expected values and never runs the program; it receives values of built-in types. The program therefore cannot
+change the result by manipulating its own process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.machine.sandbox_session import SandboxSession
 from megarl.rewards import code_values
 from megarl.rewards.code_tests import REMOTE, AssertTest
 
-# arguments with which an assertion calls a function that is a value of the program
+# Arguments with which an assertion calls a function that is a value of the program.
 _GIVEN = "__given__"
 _NAMED = "__named__"
 _IMPORTS = """
@@ -35,8 +35,8 @@ def imported(imports):
     return found
 """
 
-# The program is run once for each test, as a module would be, so that no test sees what another has left in
-# its variables. What it prints and writes to the streams goes nowhere.
+# The program runs once for each test, as a module would, so that no test sees variables left by another one.
+# Its output is discarded.
 _PROGRAM_SIDE = """
 import os, sys
 _source, _code, _test, _names = {program!r}, None, None, {{}}
@@ -70,8 +70,8 @@ def answer(test, call, imports, bound):
         said = said[os.write(1, said):]
 """
 
-# An expression is evaluated again from its beginning whenever a value of the program has come, until it needs
-# no other.
+# An expression is evaluated again from the beginning whenever a value of the program arrives, until it needs
+# no other value.
 _JUDGE_SIDE = """
 class _Needed(BaseException):
     pass
@@ -102,12 +102,13 @@ def judge(judged, imports, is_new, value):
 
 
 class Value(NamedTuple):
-    """What came of an expression that the program was to evaluate.
+    """The result of an expression that the program evaluated.
 
     Attributes:
-        data: As `code_values.encode` gives it; None unless `how` is "value".
-        how: "value"; "raised"; "time": it ran out of time; "died": the process ended or said too much.
-        was_fresh: Nothing had run in its process before.
+        data: The value as returned by `code_values.encode`; None unless `how` is "value".
+        how: "value"; "raised"; "time": the time limit was exceeded; "died": the process ended or printed too
+            much.
+        was_fresh: Whether nothing had run in its process before.
     """
 
     data: Any
@@ -116,7 +117,8 @@ class Value(NamedTuple):
 
 
 class SandboxedInterpreter:
-    """A Python in the sandbox that has run `setup`, and is started again when it has ended."""
+    """A Python interpreter in the sandbox that has run `setup`. It is restarted when its process has
+    ended."""
 
     def __init__(self, setup: str, level: Level, limits: SandboxLimits) -> None:
         self._setup = "\n".join((inspect.getsource(code_values), _IMPORTS, setup))
@@ -124,16 +126,16 @@ class SandboxedInterpreter:
         self._is_ready = False
 
     def ask(self, expression: str) -> tuple[Any, Literal["value", "time", "died"], bool]:
-        """Returns what the expression prints as JSON, how that went, and whether the process was a fresh
-        one."""
+        """Return the JSON that the expression prints, how the evaluation ended, and whether the process was
+        fresh."""
         was_fresh = not self._is_ready
-        # A fresh process has to run the setup first.
+        # A fresh process must run the setup first.
         program = expression if self._is_ready else f"{self._setup}\n{expression}"
         ran = self._session.run(program)
         self._is_ready = ran.is_alive
         finished = ran.finished
 
-        # 137: as a shell says that a process was killed
+        # A shell reports a killed process as 137.
         if finished.ended == "time" or finished.status in (-9, 137):
             return None, "time", was_fresh
         if finished.ended == "output":
@@ -149,16 +151,16 @@ class SandboxedInterpreter:
 
 
 class ProgramSide:
-    """A sampled program, which evaluates expressions in its own process."""
+    """A program that evaluates expressions in its own process."""
 
     def __init__(self, program: str, level: Level, limits: SandboxLimits) -> None:
         self._interpreter = SandboxedInterpreter(_PROGRAM_SIDE.format(program=program), level, limits)
 
     def value(self, test: int, source: str, imports: Mapping[str, str], bound: Any = None) -> Value:
-        """Evaluates `source` after the program itself, which is run again for each `test`.
+        """Evaluate `source` after running the program, which is run again for each `test`.
 
         Args:
-            bound: Further variables, encoded.
+            bound: Additional variables, encoded.
         """
         given = ["dict", []] if bound is None else bound
         said, how, was_fresh = self._interpreter.ask(
@@ -166,7 +168,7 @@ class ProgramSide:
         )
         if how != "value":
             return Value(None, how, was_fresh)
-        # The sampled program may have printed anything, so the form is checked.
+        # The program may have printed anything, so check the form.
         if isinstance(said, dict) and "value" in said:
             return Value(said["value"], "value", was_fresh)
 
@@ -177,7 +179,7 @@ class ProgramSide:
 
 
 class Judge:
-    """Decides assertions about values of a program, in a process that never runs it."""
+    """Decides assertions about values of a program, in a process that never runs the program."""
 
     def __init__(self, level: Level, limits: SandboxLimits) -> None:
         self._interpreter = SandboxedInterpreter(
@@ -185,19 +187,20 @@ class Judge:
         )
 
     def holds(self, number: int, test: AssertTest, program: ProgramSide) -> tuple[bool, Value | None]:
-        """Returns whether the assertion holds, and the value of the program for want of which it does not."""
+        """Return whether the assertion holds. If a value of the program is missing, it is returned too."""
         imports = dict(test.imports)
         is_new = True
         data = None
 
-        # The judge asks for one value of the program at a time, until the assertion is decided.
+        # The judge requests one value of the program at a time, until the assertion is decided.
         while True:
             arguments = f"{test.judged!r}, {imports!r}, {is_new}, json.loads({json.dumps(data)!r})"
             said, how, _ = self._interpreter.ask(f"judge({arguments})")
             if how != "value" or "holds" in said:
                 return how == "value" and said["holds"], None
             source = test.sources[said["needs"]]
-            # The assertion calls a function that the program returned, which only its process can do.
+            # The assertion calls a function that the program returned, which only the program's process can
+            # do.
             if any(key == _GIVEN for key, _ in said["bound"][1]):
                 source = f"({source})(*{_GIVEN}, **{_NAMED})"
             value = program.value(number, source, imports, said["bound"])

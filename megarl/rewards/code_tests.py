@@ -1,8 +1,8 @@
-"""Reads the tests of a program, and splits each assertion into what the program computes and what is decided
-about it.
+"""Parses the tests of a program, and splits each assertion into the part that the program computes and the
+part that judges it.
 
-In `assert math.isclose(f(1), 0.3)` the program computes `f(1)` and nothing else. The rest, with the expected
-value in it, is evaluated in a process that never runs the program.
+In `assert math.isclose(f(1), 0.3)` the program computes only `f(1)`. The rest, including the expected value,
+is evaluated in a process that never runs the program.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from megarl.rewards.code_values import decode, encode, holds_nan, same_as_json
 from megarl.rewards.encodable import refuse_unencodable
 
-# the name by which the judge calls the program: REMOTE(number of the source, {bound name: value})
+# The judge calls the program by this name: REMOTE(number of the source, {bound name: value}).
 REMOTE = "__call_program__"
-# What an assertion may name without importing it, as test suites such as MBPP's do.
+# Names that an assertion may use without importing them, as in test suites such as MBPP.
 _MODULES = (
     "collections",
     "datetime",
@@ -39,8 +39,8 @@ _MEMBERS = {
     "Decimal": "decimal.Decimal",
     "Fraction": "fractions.Fraction",
 }
-# Built-in functions that assertions put around what the program returns, so they are not what is tested where
-# another one is called.
+# Built-in functions that assertions apply to results of the program. They are not the tested function if
+# another function is called.
 _WRAPPERS = {
     "abs",
     "all",
@@ -60,12 +60,12 @@ _WRAPPERS |= {"reversed", "round", "set", "sorted", "str", "tuple", "type", "zip
 
 
 class CallTest(NamedTuple):
-    """The value of an expression of the program.
+    """A test of the value of an expression of the program.
 
     Attributes:
-        is_json: `returns` may have come through JSON, so it is compared as `same_as_json` does; otherwise by
-            `==`.
-        imports: As for AssertTest.
+        is_json: Whether `returns` may have been decoded from JSON, so that it is compared with
+            `same_as_json` instead of `==`.
+        imports: See AssertTest.
     """
 
     call: str
@@ -75,19 +75,19 @@ class CallTest(NamedTuple):
 
 
 class StreamTest(NamedTuple):
-    """What the whole program prints for what it reads."""
+    """A test of the output of the whole program for an input."""
 
     stdin: str
     stdout: str
 
 
 class AssertTest(NamedTuple):
-    """An assertion that more than the program decides.
+    """A test whose assertion needs the judge.
 
     Attributes:
-        judged: The condition, an expression in which REMOTE stands for the program.
+        judged: The condition, an expression in which REMOTE represents the program.
         sources: The expressions that the program evaluates.
-        imports: Name in the test -> module, or member of a module, that it names on both sides.
+        imports: Name in the test -> module, or member of a module, available in both processes.
     """
 
     judged: str
@@ -99,10 +99,10 @@ CodeTest = CallTest | StreamTest | AssertTest
 
 
 def read_tests(ground_truth: Any) -> list[CodeTest]:
-    """Reads a list of tests, or such a list as JSON.
+    """Parse a list of tests, or such a list as JSON.
 
     Raises:
-        ValueError: The ground truth is no list of tests, or one of them cannot be carried out or passed.
+        ValueError: The ground truth is not a list of tests, or a test cannot be run or passed.
     """
     what = "the ground truth"
     if isinstance(ground_truth, str):
@@ -151,9 +151,7 @@ def _expression(text: str) -> None:
     try:
         ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(
-            f"the call {text[:100]!r} of a test is not an expression of Python: {error}"
-        ) from None
+        raise ValueError(f"the call {text[:100]!r} of a test is not a Python expression: {error}") from None
 
 
 def _is_carried(value: Any) -> bool:
@@ -179,13 +177,13 @@ def _of_assert(text: str) -> CodeTest:
             raise ValueError(f"the test {text[:100]!r} can never pass: NaN equals nothing; use math.isnan")
         return simple
 
-    # Several assertions have to hold together.
+    # All assertions of a test must hold.
     condition = judged[0] if len(judged) == 1 else ast.BoolOp(ast.And(), judged)
     return AssertTest(ast.unparse(ast.fix_missing_locations(condition)), tuple(split.sources), split.used)
 
 
 def _statements(text: str) -> tuple[dict[str, str], list[ast.expr]]:
-    """Returns what the imports of a test import, and the conditions of its assertions."""
+    """Return the imports of a test, and the conditions of its assertions."""
     what = f"the test {text[:100]!r}"
     try:
         with warnings.catch_warnings():
@@ -194,7 +192,7 @@ def _statements(text: str) -> tuple[dict[str, str], list[ast.expr]]:
             # ast.parse accepts some programs that compile refuses.
             compile(tree, "<test>", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{what} is not an assert statement of Python: {error}") from None
+        raise ValueError(f"{what} is not a Python assert statement: {error}") from None
 
     imports: dict[str, str] = {}
     conditions: list[ast.expr] = []
@@ -215,7 +213,7 @@ def _statements(text: str) -> tuple[dict[str, str], list[ast.expr]]:
     absent = {path.split(".")[0] for path in imports.values()} - sys.stdlib_module_names
     if absent:
         raise ValueError(
-            f"{what} imports {', '.join(sorted(absent))}, and the sandbox has the standard library alone"
+            f"{what} imports {', '.join(sorted(absent))}, but the sandbox has only the standard library"
         )
 
     if not conditions:
@@ -224,10 +222,11 @@ def _statements(text: str) -> tuple[dict[str, str], list[ast.expr]]:
 
 
 def _equality(condition: ast.expr, sources: Sequence[str], imports: Mapping[str, str]) -> CallTest | None:
-    """Returns a test that needs no judge: one value of the program is compared with a literal."""
+    """Return a test that needs no judge, if the condition compares one value of the program with a
+    literal."""
     match condition:
         case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
-            # The literal may stand on either side.
+            # The literal may be on either side.
             for call, literal in ((left, right), (right, left)):
                 match call:
                     case ast.Call(func=ast.Name(id=name), args=[_, ast.Dict(keys=[])]) if name == REMOTE:
@@ -239,12 +238,12 @@ def _equality(condition: ast.expr, sources: Sequence[str], imports: Mapping[str,
 
 
 def _names_of_program(text: str, conditions: Sequence[ast.expr], imports: Mapping[str, str]) -> set[str]:
-    """Returns the names that an assertion takes from the program: those that neither Python, an import nor
-    the test itself defines.
+    """Return the names that an assertion takes from the program: those that neither Python, an import nor the
+    test itself defines.
 
-    A program may be asked for a function that Python has too (`assert sum(10, 15) == 6`). If an assertion has
-    no other name, it is the one built-in function that is called, apart from those that assertions put around
-    results.
+    A test may call a function that is also built into Python (`assert sum(10, 15) == 6`). If an assertion has
+    no other name, the tested function is the one built-in function that it calls, apart from those that
+    assertions apply to results.
     """
     names = {name for condition in conditions for name in _free_names(condition, frozenset())}
     own = {
@@ -264,7 +263,7 @@ def _names_of_program(text: str, conditions: Sequence[ast.expr], imports: Mappin
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     called -= imports.keys()
-    # Functions that are put around results count only if nothing else is called.
+    # Functions applied to results count only if nothing else is called.
     called = (called - _WRAPPERS) or called
     if len(called) == 1:
         return called
@@ -286,8 +285,8 @@ def _free_names(node: ast.AST, bound: frozenset[str]) -> Iterator[str]:
 
 
 def _bound_by(node: ast.AST) -> frozenset[str]:
-    """Returns the names that an expression binds within itself: the targets of a comprehension, the
-    parameters of a lambda."""
+    """Return the names that an expression binds itself: the targets of a comprehension, the parameters of a
+    lambda."""
     match node:
         case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
             return frozenset(
@@ -302,9 +301,9 @@ def _bound_by(node: ast.AST) -> frozenset[str]:
 
 
 class _Split(ast.NodeTransformer):
-    """Replaces what the program computes in an expression by calls of REMOTE.
+    """Replaces the parts of an expression that the program computes by calls of REMOTE.
 
-    That is each largest chain of calls, attributes and subscripts that begins with a name of the program,
+    Such a part is a maximal chain of calls, attributes and subscripts that begins with a name of the program,
     such as `Stack().push(1).top`, with all its arguments.
     """
 
@@ -321,7 +320,7 @@ class _Split(ast.NodeTransformer):
         root = _root(node)
         if root is not None and root in self._of_program and root not in self._bound:
             return self._remote(node)
-        # Names that a comprehension or lambda binds hide the program's inside it.
+        # Names bound by a comprehension or lambda hide names of the program inside it.
         before = self._bound
         self._bound = self._bound | _bound_by(node)
         visited = self.generic_visit(node)
@@ -335,7 +334,7 @@ class _Split(ast.NodeTransformer):
             self._import(name)
         given = [name for name in names if name in self._bound]
         source = ast.unparse(node)
-        # An expression over bound names has another value each time, so it is never shared.
+        # An expression over bound names has a different value each time, so it is never shared.
         if source not in self.sources or given:
             self.sources.append(source)
         keys: list[ast.expr | None] = [ast.Constant(name) for name in given]

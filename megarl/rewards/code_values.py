@@ -1,8 +1,8 @@
-"""Carries Python values out of the sandbox as JSON, and compares them there.
+"""Encodes Python values as JSON to transfer them out of the sandbox, and compares them.
 
-`encode` runs beside a sampled program, which controls what it says; `decode` builds values of built-in types
-only, so comparing them runs nothing that the program wrote. Standard library only: the text of this module is
-also run inside the sandbox.
+`encode` runs in the process of the evaluated program, which controls its output. `decode` builds only values
+of built-in types, so comparing them runs no code of the program. This module uses only the standard library,
+because its source also runs inside the sandbox.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from typing import Any
 
-MOST_PARTS = 300_000  # of a value with all that it contains
-LONGEST_ITERATOR = 100_000  # items that are carried of an iterator, which may be endless
-# keys of a dict or set that have the same hash: building it takes time that grows with their square
+MOST_PARTS = 300_000  # of a value, counting everything that it contains
+LONGEST_ITERATOR = 100_000  # items encoded of an iterator, which may be endless
+# Keys of a dict or set with the same hash. Building it takes time quadratic in their number.
 _MOST_OF_ONE_HASH = 100
 _LONGEST_FRACTION = 10_000  # digits
 _EXACT_IN_JSON = 2**53
-# Types of the standard library that are carried by the arguments of their constructors. Type -> attributes of
-# a value.
+# Standard library types that are encoded by the arguments of their constructors. Type -> attributes of a
+# value.
 _CONSTRUCTED = {
     "fractions.Fraction": ("numerator", "denominator"),
     "datetime.date": ("year", "month", "day"),
@@ -36,8 +36,8 @@ _CONSTRUCTED = {
 
 
 class Opaque:
-    """A value whose type cannot be carried. It equals nothing but itself, and is true or false as the program
-    said."""
+    """A value whose type cannot be encoded. It equals only itself, and its truth value is the one that the
+    program reported."""
 
     def __init__(self, truth: bool, call: Callable[..., Any] | None = None) -> None:
         self._truth = truth
@@ -53,7 +53,7 @@ class Opaque:
 
 
 def encode(value: Any) -> Any:
-    """Returns JSON data for `value`: numbers, text and None as they are, all else as [type, content].
+    """Return JSON data for `value`: numbers, strings and None unchanged, all else as [type, content].
 
     Values of subclasses are encoded as their built-in type (a Counter as a dict, an IntEnum as an int), which
     is what `==` compares.
@@ -70,7 +70,7 @@ def _encode(value: Any, parts: Iterator[int]) -> Any:
     if value is None or value is True or value is False:
         return value
 
-    # A subclass may override operators, so the methods of the built-in types are called.
+    # A subclass may override operators, so call the methods of the built-in types.
     if isinstance(value, int):
         plain = int.__pos__(value)
         return plain if -_EXACT_IN_JSON < plain < _EXACT_IN_JSON else ["int", hex(plain)]
@@ -102,7 +102,7 @@ def _encode_by_type(value: Any, parts: Iterator[int]) -> Any:
         return ["set", each_of(value)]
     if name == "collections.deque":
         return ["deque", each_of(value)]
-    # An iterator may be endless, so only its beginning is read.
+    # An iterator may be endless, so encode only its beginning.
     if isinstance(value, (collections.abc.Iterator, collections.abc.ValuesView)):
         return ["iterator", each_of(islice(iter(value), LONGEST_ITERATOR))]
 
@@ -110,14 +110,13 @@ def _encode_by_type(value: Any, parts: Iterator[int]) -> Any:
 
 
 def decode(data: Any, call: Callable[..., Any] | None = None) -> Any:
-    """Builds the value that `encode` was given.
+    """Rebuild an encoded value.
 
     Args:
-        call: Is called where an opaque value that the program can call is called.
+        call: Called when an opaque value is called that the program can call.
 
     Raises:
-        ValueError, TypeError, RecursionError: `data` is not what `encode` makes; the program may have written
-        it.
+        ValueError, TypeError, RecursionError: `data` is not valid; the program may have written it.
     """
     if data is None or isinstance(data, (bool, int, float, str)):
         return data
@@ -141,9 +140,9 @@ def decode(data: Any, call: Callable[..., Any] | None = None) -> Any:
         return frozenset(_hashable(items))
     if kind == "deque":
         return collections.deque(items)
-    # Only known types are constructed, because the program may have sent anything.
+    # Construct known types only, because the program may have sent any type name.
     if kind not in _CONSTRUCTED and kind != "decimal.Decimal":
-        raise ValueError(f"{kind!r} is no kind of value")
+        raise ValueError(f"{kind!r} is not a known type of value")
     if kind == "fractions.Fraction" and max(abs(each) for each in items) >= 10**_LONGEST_FRACTION:
         raise ValueError("the fraction is too long")
     module, name = kind.split(".")
@@ -161,10 +160,10 @@ def _hashable(keys: list[Any]) -> list[Any]:
 
 
 def same_as_json(value: Any, expected: Any) -> bool:
-    """Whether `value` is `expected`, which may have come through JSON.
+    """Return whether `value` equals `expected`, which may have been decoded from JSON.
 
-    It is Python's `==`, except that tuples equal lists, NaN equals NaN, and keys equal their JSON text ("1"
-    equals 1).
+    The comparison is Python's `==`, except that tuples equal lists, NaN equals NaN, and keys equal their JSON
+    text ("1" equals 1).
     """
     return bool(
         _plain(value, _same_key) == _plain(expected, _same_key)
@@ -195,7 +194,7 @@ def _json_key(key: Any) -> Any:
 
 
 def holds_nan(value: Any) -> bool:
-    """Whether NaN is anywhere in `value`, so that it does not equal itself."""
+    """Return whether `value` contains NaN anywhere, so that it does not equal itself."""
     return any(isinstance(each, float) and math.isnan(each) for each in _leaves(value))
 
 

@@ -1,9 +1,8 @@
-"""Calls a reward function on one sample in a process of its own, which can read, change and reach nothing
-that matters, and ends with the
-call: a sample sees nothing of another, and changes nothing for those after it.
+"""Calls a reward function for one sample in a separate, confined process that ends with the call, so that
+samples cannot see or affect each other.
 
-The process is forked from the one that has loaded the function, so that a call costs a few milliseconds and
-no import.
+The process is forked from the one that has loaded the function, so a call costs a few milliseconds and no
+imports.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from megarl.machine.sandbox_program import send_thread_calls
 from megarl.machine.supervisor import supervise
 from megarl.machine.user_functions import last_line
 
-_MOST_BYTES = 65536  # of what a call answers
+_MOST_BYTES = 65536  # of the answer of a call
 
 
 class ConfinedCallError(ValueError):
-    """What is wrong with a call, in words that follow the function's name."""
+    """A call failed. The message follows the function's name."""
 
 
 def call_confined(call: Callable[[], Any], limits: ProcessLimits) -> Any:
-    """Return what `call` returns, which must be JSON. None of its processes is left, whatever it does.
+    """Return the result of `call`, which must be JSON. No process that it starts outlives the call.
 
     Raises:
-        ConfinedCallError: `call` raises, its process dies, or what it answers is not JSON.
+        ConfinedCallError: `call` raises, its process dies, or its result is not JSON.
     """
     readable = readable_files.for_functions()
     read, write = os.pipe()
@@ -43,13 +42,13 @@ def call_confined(call: Callable[[], Any], limits: ProcessLimits) -> Any:
     child = os.fork()
     if child == 0:
         _answer(call, limits, readable, write, to_supervisor, parent)
-    # Close the child's ends here, or the end of its answer would never be seen.
+    # Close the child's ends here, or the end of the answer would never be detected.
     os.close(write)
     to_supervisor.close()
     answer = bytearray()
 
     def take() -> bool:
-        """Take some of the answer. A process that says too much is killed."""
+        """Read some of the answer. A process that writes too much is killed."""
         chunk = os.read(read, _MOST_BYTES)
         answer.extend(chunk)
 
@@ -61,7 +60,7 @@ def call_confined(call: Callable[[], Any], limits: ProcessLimits) -> Any:
 
     try:
         status = supervise(child, limits.threads, to_child, {read: take})
-        while len(answer) <= _MOST_BYTES and take():  # what was still in the pipe
+        while len(answer) <= _MOST_BYTES and take():  # read the rest of the pipe
             pass
     finally:
         os.close(read)
@@ -76,7 +75,7 @@ def _checked(answer: bytes, status: int) -> Any:
         ValueError,
         TypeError,
         RecursionError,
-    ):  # nothing, or cut off, or what the sample's own program wrote
+    ):  # nothing, or truncated, or written by a program of the model
         ended = (
             f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"
         )
@@ -95,16 +94,16 @@ def _answer(
     to_supervisor: socket.socket,
     parent: int,
 ) -> NoReturn:
-    """Make the call in the child process, which ends with it."""
+    """Make the call in the child process, and end the process."""
     try:
         end_with(parent)
-        # What the function prints must not mix with the answer.
+        # The function's output must not mix with the answer.
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(nowhere, stream)
         send_thread_calls(to_supervisor)
         to_supervisor.close()
-        # Keep the answer's pipe as descriptor 3, and close all else that the child inherited.
+        # Keep the answer's pipe as descriptor 3, and close all other inherited descriptors.
         os.dup2(write, 3)
         close_descriptors_from(4)
         confine(limits, readable, WRITABLE)
@@ -112,9 +111,9 @@ def _answer(
     except ConfinedCallError as error:
         said = json.dumps(("error", str(error)))
     except BaseException as error:  # noqa: BLE001
-        # The boundary of the process: the user's code may raise anything, SystemExit too.
+        # This is the boundary of the process: the user's code may raise anything, even SystemExit.
         said = json.dumps(("error", f"raised {last_line(error)}"))
 
-    with contextlib.suppress(OSError):  # the parent has closed its end: more was said than it reads
+    with contextlib.suppress(OSError):  # the parent closes its end if the answer is too long
         os.write(3, said.encode())
     os._exit(0)

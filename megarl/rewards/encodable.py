@@ -1,4 +1,4 @@
-"""Finds text in a ground truth that no response can contain: lone surrogates, which UTF-8 cannot encode."""
+"""Detects text in a ground truth that no response can contain: lone surrogates, which UTF-8 cannot encode."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def refuse_unencodable(value: Any, what: str) -> None:
-    """Raises ValueError if a string anywhere in `value` cannot be encoded as UTF-8.
+    """Raise ValueError if a string anywhere in `value` cannot be encoded as UTF-8.
 
     Args:
         value: Plain data: strings, numbers, and lists, tuples, sets and dicts of them.

@@ -1,5 +1,5 @@
-"""What runs inside a reward process: it loads the functions once and scores one sample at a time. Imports no
-torch."""
+"""The code of a reward process: it loads the functions once and scores one sample at a time. It does not
+import torch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megarl.rewards.confined_call import ConfinedCallError, call_confined
 from megarl.rewards.time_limit import set_sample_limit
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-MOST_NUMBERS = 64  # that a function may return for a sample, its score included
+MOST_NUMBERS = 64  # that a function may return for a sample, including its score
 RewardFunction = Callable[..., Any]
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-TURNS = "turns"  # is given to functions that name it
+TURNS = "turns"  # passed to functions that have this parameter
 _RESERVED = {"model", "functions"}  # metrics of runs with a reward model
-# the value under the key "answer" as a list of one; None: there is no such key
+# The value of the key "answer" as a list with one element; None if there is no such key.
 Answer = list[str | None] | None
 EXAMPLE = "def compute_score(data_source, solution_str, ground_truth, extra_info):"
 
@@ -43,21 +43,30 @@ FIX_THE_FUNCTION = (
 
 
 class RewardFunctionError(HintedError, UserFunctionError):
-    """A reward function cannot be used; the message names the file, the function and what to change."""
+    """A reward function cannot be used. The message names the file, the function and the fix."""
 
     hint = FIX_THE_FUNCTION
 
 
 def load_reward_function(path: str, name: str) -> RewardFunction:
-    """It will be called with the four keywords of ARGUMENTS, and with TURNS where it names that. Raises
-    RewardFunctionError, see load_function."""
+    """Load a function that is called with the four keywords of ARGUMENTS, and with TURNS if it has that
+    parameter.
+
+    Raises:
+        RewardFunctionError: See load_function.
+    """
     what = "reward function", "reward.functions' name", EXAMPLE, ARGUMENTS
     return load_function(path, name, Expected(*what, optional=(TURNS,), error=RewardFunctionError))
 
 
 class ScoreRequest(NamedTuple):
-    """One sample. `ground_truth` and `extra_info` are the data set's, and must be picklable. turns: what came
-    after the prompt, by whom, as decode_turns gives it; None: `solution_str` alone."""
+    """A sample to score.
+
+    Attributes:
+        ground_truth, extra_info: Columns of the data set; they must be picklable.
+        turns: The turns after the prompt and their authors, as returned by decode_turns. None:
+            `solution_str` is the only turn.
+    """
 
     uid: str
     data_source: str
@@ -68,16 +77,16 @@ class ScoreRequest(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the functions say about one sample. With an `error`, the score is 0 and means nothing, and all
-    else is empty.
+    """The result of all functions for one sample. With an `error`, the score is a meaningless 0 and all other
+    fields are empty.
 
     Attributes:
         score: The weighted sum of the functions' scores.
-        numbers: What is logged as `reward/<name>/mean`, by name: the other numbers that a function returned,
-            and with several functions also the score of each, under the function's label (see
+        numbers: The numbers logged as `reward/<name>/mean`, by name: the other numbers that a function
+            returned, and with several functions also the score of each, under the function's label (see
             `function_labels`).
-        parts: The score of each function, in their order, before its weight.
-        answer: The text under "answer" in the dict of the first function that has this key; None where the
+        parts: The score of each function, in order, before its weight.
+        answer: The text under "answer" in the dict of the first function that has this key; None if the
             sample has no answer.
         has_answer: For each function, whether its dict has the key "answer".
     """
@@ -91,7 +100,7 @@ class Outcome(NamedTuple):
 
 
 class NotAScoreError(ConfinedCallError):
-    """A function returned something else than a finite number, or a dict with such a `score`."""
+    """A function returned something other than a finite number, or a dict with such a `score`."""
 
 
 class LoadedFunction(NamedTuple):
@@ -106,15 +115,15 @@ class LoadedFunction(NamedTuple):
         return given
 
 
-# The state of the process, set by `start`: what was loaded, or why it could not be.
+# The state of the process, set by `start`: the loaded functions, or why they could not be loaded.
 _functions: list[LoadedFunction] = []
 _limits = ProcessLimits(0, 0)
 _load_error: str | None = None
 
 
 def start(configs: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig, time_limit_s: float) -> None:
-    """The pool's initializer. It never raises: the pool would start processes again and again. See
-    `load_error`."""
+    """Initialize a process of the pool. This never raises, because the pool would then start processes
+    forever; see `load_error`."""
     global _limits, _load_error
     _die_with_parent()
     set_sample_limit(time_limit_s)
@@ -122,19 +131,19 @@ def start(configs: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig,
 
     if any(config.sandbox for config in configs) and not landlock_abi():
         _load_error = (
-            "reward.functions' sandbox: this kernel has no Landlock (Linux 5.13), or it is "
-            "switched off; leave it false"
+            "reward.functions' sandbox: this kernel has no Landlock (Linux 5.13), or it is disabled; set "
+            "sandbox to false"
         )
         return
 
-    # What a function has started ends with this process, also where a sample that took too long is why it
-    # ends: it is known by a mark, and by the process's own group.
+    # Processes started by a function end with this process, even if it is killed because a sample took too
+    # long. They are identified by a mark and by their process group.
     os.setpgid(0, 0)
     os.environ[OWNER] = owner = f"{os.environ.get(OWNER, '')}reward.{uuid.uuid4().hex}/"
     start_reaper(owner, whole_group=True)
 
-    # The pool's own handler is Python code, which never runs while a function hangs in C (a regular
-    # expression, say).
+    # The pool's own handler is Python code, which never runs while a function hangs in C, for example in a
+    # regular expression.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         _functions[:] = [
@@ -145,8 +154,8 @@ def start(configs: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig,
 
 
 def _die_with_parent() -> None:
-    """SIGKILL to this process when the thread that started it ends, so in any case when the pool's owner
-    does."""
+    """Let the kernel send SIGKILL to this process when the thread that started it ends, and so whenever the
+    owner of the pool ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         parent = multiprocessing.parent_process()
@@ -159,12 +168,12 @@ def load_error() -> str | None:
 
 
 def loaded_functions() -> list[LoadedFunction]:
-    """Return the functions of this process, which are none where they could not be loaded."""
+    """Return the functions of this process, or none if they could not be loaded."""
     return _functions
 
 
 def score(request: ScoreRequest) -> Outcome:
-    """Calls all functions on one sample. Never raises: what goes wrong is the outcome's `error`."""
+    """Call all functions for one sample. This never raises: a failure is the outcome's `error`."""
     if _load_error is not None:
         return Outcome(0.0, {}, _load_error)
     total = 0.0
@@ -181,27 +190,27 @@ def score(request: ScoreRequest) -> Outcome:
         except ConfinedCallError as error:
             return Outcome(0.0, {}, f"{name} {error}")
         except BaseException as error:  # noqa: BLE001
-            # The boundary of the process: the user's code may raise anything, SystemExit too.
+            # This is the boundary of the process: the user's code may raise anything, even SystemExit.
             return Outcome(0.0, {}, f"{name} raised {last_line(error)}")
         score = values.pop("score")
         total += function.config.weight * score
         parts.append(score)
         answers.append(answer)
-        # With several functions, each number is named after the function that gave it.
+        # With several functions, each number is named after its function.
         if len(_functions) > 1:
             numbers[name] = score
             values = {f"{name}/{key}": value for key, value in values.items()}
         numbers |= values
 
     has_answer = tuple(answer is not None for answer in answers)
-    # The first function that gives an answer provides the sample's vote.
+    # The first function that returns an answer provides the sample's vote.
     given = next((answer for answer in answers if answer is not None), [None])
     return Outcome(total, numbers, parts=tuple(parts), answer=given[0], has_answer=has_answer)
 
 
 def function_labels(configs: Sequence[RewardFunctionConfig]) -> list[str]:
-    """Return the name of each function in messages and metrics: its own, or `<file>.<name>` where there are
-    several, with its position behind it where that is not unique."""
+    """Return the name of each function in messages and metrics: its own name, or `<file>.<name>` if there are
+    several functions, followed by its position if that is not unique."""
     if len(configs) == 1:
         return [configs[0].name]
     labels = [f"{Path(config.path).stem}.{config.name}" for config in configs]
@@ -211,8 +220,11 @@ def function_labels(configs: Sequence[RewardFunctionConfig]) -> list[str]:
 
 
 def _evaluate(function: LoadedFunction, request: ScoreRequest) -> tuple[dict[str, float], Answer]:
-    """Return the numbers that a function returns, and its answer. Raises NotAScoreError where it returns
-    something else."""
+    """Return the numbers that a function returns, and its answer.
+
+    Raises:
+        NotAScoreError: The function returned something else.
+    """
     returned = function.call(**function.arguments(request))
     numbers = _numbers(returned)
     if not isinstance(returned, dict) or "answer" not in returned:
@@ -221,8 +233,8 @@ def _evaluate(function: LoadedFunction, request: ScoreRequest) -> tuple[dict[str
 
     if answer is not None and not isinstance(answer, str):
         raise NotAScoreError(
-            f"returned the {type(answer).__name__} {repr(answer)[:60]} as its answer, expected a text in a "
-            f"normal form, or None for a "
+            f"returned the {type(answer).__name__} {repr(answer)[:60]} as its answer, expected a normalized "
+            f"string, or None for a "
             "sample without an answer"
         )
 
@@ -230,8 +242,11 @@ def _evaluate(function: LoadedFunction, request: ScoreRequest) -> tuple[dict[str
 
 
 def _checked(said: Any) -> tuple[dict[str, float], Answer]:
-    """What a process said in which a model's program was: that could have said anything. Raises
-    NotAScoreError."""
+    """Check the answer of a process in which a model's program ran and may have written arbitrary data.
+
+    Raises:
+        NotAScoreError: It is not what a function returns.
+    """
     match said:
         case [dict() as numbers, None | [None | str()] as answer]:
             return _numbers(numbers), answer
@@ -239,8 +254,11 @@ def _checked(said: Any) -> tuple[dict[str, float], Answer]:
 
 
 def _numbers(returned: Any) -> dict[str, float]:
-    """`score` and the other numbers of what a function returned. Raises NotAScoreError unless the score is a
-    finite number."""
+    """Return `score` and the other numbers that a function returned.
+
+    Raises:
+        NotAScoreError: The score is not a finite number.
+    """
     if not isinstance(returned, dict):
         returned = {"score": returned}
     if "score" not in returned:
@@ -255,7 +273,7 @@ def _numbers(returned: Any) -> dict[str, float]:
             f"returned {name!r}, but reward/{name}/mean is a metric of the reward model; give it another name"
         )
 
-    # Values that are no finite numbers, such as an answer, become no metric.
+    # Values that are not finite numbers, such as an answer, are not logged.
     numbers = {str(key): number for key, value in returned.items() if (number := _number(value)) is not None}
     if "score" not in numbers:
         value = returned["score"]
@@ -272,7 +290,7 @@ def _numbers(returned: Any) -> dict[str, float]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite float, or None. Scalars of numpy and torch count as numbers."""
+    """Return a finite float, or None. numpy and torch scalars count as numbers."""
     if getattr(value, "shape", None) == ():
         value = value.item()
     if not isinstance(value, Real):
@@ -287,7 +305,7 @@ def _number(value: Any) -> float | None:
 
 
 def _shown(value: Any) -> str:
-    """Return the beginning of the value's text. Python refuses to write integers of more than some thousand
+    """Return the beginning of the value's text. Python does not print integers with more than a few thousand
     digits."""
     if isinstance(value, int) and value.bit_length() > 1000:
         return f"of {value.bit_length()} bits"

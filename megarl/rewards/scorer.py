@@ -1,7 +1,7 @@
 """Scores a batch of samples with the user's functions, in processes that can be killed.
 
-A function may loop for ever, raise, exit or crash; each is reported for its sample and ends the run above an
-allowed rate. It never becomes a silent 0, and it never stops the other samples.
+A function may hang, raise, exit or crash. Each failure is reported for its sample and ends the run above an
+allowed rate. A failure never silently becomes a score of 0, and never affects other samples.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megarl.rewards.process import FIX_THE_FUNCTION, Outcome, RewardFunctionErro
 
 START_TIME_LIMIT_S = 120.0  # for a reward file's imports
 _LOOK_S = 0.2
-MAX_POOL_RESTARTS = 3  # in a row, without a sample scored in between
+MAX_POOL_RESTARTS = 3  # in a row without a scored sample in between
 NUM_SHOWN_ERRORS = 5
 Result = TypeVar("Result")
 _ALWAYS_GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", OWNER)
@@ -37,7 +37,7 @@ _ALWAYS_GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", OWNER)
 
 @dataclass(frozen=True)
 class ScoreError:
-    """Why a sample has no score."""
+    """The reason why a sample has no score."""
 
     index: int  # in the batch
     uid: str
@@ -49,8 +49,8 @@ class ScoreError:
 
 
 class ScoreReport(NamedTuple):
-    """The scores of a batch, in the order of the requests; see Outcome. A sample with an error scores 0, with
-    each function too."""
+    """The scores of a batch, in the order of the requests; see Outcome. A sample with an error scores 0, also
+    for each function."""
 
     scores: list[float]
     numbers: list[dict[str, float]]
@@ -67,7 +67,7 @@ class ScoreReport(NamedTuple):
 
 
 class BegunScore(NamedTuple):
-    """A sample that waits for a process of the pool, or is in one, or has been scored."""
+    """A sample that waits for a process of the pool, is being scored, or has been scored."""
 
     request: ScoreRequest
     outcome: Future[Outcome]
@@ -75,19 +75,19 @@ class BegunScore(NamedTuple):
 
     @property
     def is_lost(self) -> bool:
-        """Its pool broke, and nobody will ever complete it."""
+        """Whether its pool broke, so that it will never be completed."""
         return not (self.outcome.done() or self.pool.active)
 
 
 class RewardError(RunError):
-    """More samples of a batch failed than `reward.max_error_rate` allows; the message shows the first of
+    """More samples of a batch failed than `reward.max_error_rate` allows. The message shows the first of
     them."""
 
     hint = FIX_THE_FUNCTION
 
 
 def _variables(sandbox: RewardSandboxConfig) -> dict[str, str]:
-    """That the processes are given, where one of the functions has a sandbox."""
+    """Return the environment variables of the processes, if one of the functions has a sandbox."""
     return {name: os.environ[name] for name in (*_ALWAYS_GIVEN, *sandbox.environment) if name in os.environ}
 
 
@@ -103,12 +103,14 @@ def _context(
 
 
 class RewardScorer:
-    """A pool of `num_processes` that score samples; a sample may take `time_limit_s` seconds for all
-    functions together.
+    """A pool of `num_processes` processes that score samples.
 
-    The clock of a sample starts when its process takes it up. The processes are fresh, so the owner may have
-    threads and a GPU; none outlives the owner, however it ends. Raises RewardFunctionError at once for
-    functions that cannot be loaded, or are not within `start_time_limit_s`.
+    A sample may take `time_limit_s` seconds for all functions together, measured from when its process starts
+    on it. The processes are fresh, so the owner may have threads and a GPU; none outlives the owner, however
+    it ends.
+
+    Raises:
+        RewardFunctionError: The functions cannot be loaded, or not within `start_time_limit_s`.
     """
 
     def __init__(
@@ -130,12 +132,11 @@ class RewardScorer:
         self._sandbox = sandbox
         self._context = _context(functions, sandbox)
 
-        # by data source: whether each function returns the key "answer"
+        # Data source -> whether each function returns the key "answer".
         self._has_answer: dict[str, tuple[bool, ...]] = {}
 
-        # The kernel ends a process with the *thread* that started it (PR_SET_PDEATHSIG), so the pool is
-        # started in a thread that lives as long as the scorer; later processes are started by the pool's own
-        # thread.
+        # The kernel ends a process with the *thread* that started it (PR_SET_PDEATHSIG), so a thread that
+        # lives as long as the scorer starts the pool. Later processes are started by the pool's own thread.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward_pool_starter")
         self._pool = self._starter.submit(self._start).result()
 
@@ -148,12 +149,12 @@ class RewardScorer:
         self.close()
 
     def close(self) -> None:
-        """Ends the processes, also those that are in the middle of a sample."""
+        """End the processes, including those that are scoring a sample."""
         self._stop()
         self._starter.shutdown()
 
     def begin(self, requests: Sequence[ScoreRequest]) -> list[BegunScore]:
-        """Returns at once; `score` waits for them."""
+        """Start scoring and return immediately; `score` waits for the results."""
         self._ensure_pool()
         pool = self._pool
         limit_s = self.time_limit_s
@@ -164,16 +165,22 @@ class RewardScorer:
         ]
 
     def run(self, function: Callable[[ScoreRequest], Result], request: ScoreRequest) -> Future[Result]:
-        """Call a function of megarl's in a process that has loaded the reward functions, within the time
-        limit of a sample. The future raises TimeoutError or ProcessExpired where the call took too long or
-        its process died."""
+        """Call a function of megarl in a process that has loaded the reward functions, within the time limit
+        of a sample.
+
+        The future raises TimeoutError if the call takes too long, and ProcessExpired if its process dies.
+        """
         self._ensure_pool()
         future: Future[Result] = self._pool.schedule(function, args=[request], timeout=self.time_limit_s)
         return future
 
     def score(self, samples: Sequence[ScoreRequest | BegunScore]) -> ScoreReport:
-        """Raises RewardError as soon as the share of failed samples is above `max_error_rate`; what is left
-        is then not scored."""
+        """Score samples, or wait for those that have begun.
+
+        Raises:
+            RewardError: The fraction of failed samples exceeds `max_error_rate`. The remaining samples are
+                then not scored.
+        """
         outcomes: dict[int, Outcome] = {}
         errors: list[ScoreError] = []
         requests = [sample.request if isinstance(sample, BegunScore) else sample for sample in samples]
@@ -183,14 +190,14 @@ class RewardScorer:
 
         while waiting:
             unscored = self._score_some(requests, waiting, begun, outcomes, errors)
-            begun = {}  # those that a broken pool has left are begun again
+            begun = {}  # samples left by a broken pool start again
             # Only attempts without any progress count towards the limit.
             num_fruitless = num_fruitless + 1 if len(unscored) == len(waiting) else 0
             if num_fruitless == MAX_POOL_RESTARTS:
                 raise RewardError(
                     f"the reward processes died {num_fruitless} times before they scored a sample; "
                     f"{len(waiting)} samples are left. "
-                    "Look for what kills them: the kernel's log shows processes that ran out of memory"
+                    "Find out what kills them: the kernel's log shows processes that ran out of memory"
                 )
             waiting = unscored
 
@@ -208,7 +215,7 @@ class RewardScorer:
         )
 
     def _start(self) -> ProcessPool:
-        """Starts the processes, and waits until one of them has loaded the functions."""
+        """Start the processes, and wait until one of them has loaded the functions."""
         initial = [self._functions, self._sandbox, self.time_limit_s]
         pool = ProcessPool(
             max_workers=self._num_processes,
@@ -216,13 +223,13 @@ class RewardScorer:
             initargs=initial,
             context=self._context,
         )
-        # The first job ends once a process has run the initializer.
+        # The first job completes once a process has run the initializer.
         loading = pool.schedule(process.load_error)
 
         if not self._is_done_in_time(loading):
             files = ", ".join(function.path for function in self._functions)
             problem = (
-                f"running reward function file(s) {files} takes more than "
+                f"loading the reward function file(s) {files} takes more than "
                 f"{self._start_time_limit_s:g} s; move slow work out of them"
             )
         else:
@@ -237,8 +244,8 @@ class RewardScorer:
         return pool
 
     def _is_done_in_time(self, loading: Future[str | None]) -> bool:
-        """Wait for the first load, at most `start_time_limit_s` seconds in which a process had a core or
-        needed none."""
+        """Wait for the first load, for at most `start_time_limit_s` seconds, not counting time in which no
+        process could get a core."""
         start_s = time.monotonic()
         while not wait([loading], timeout=_LOOK_S).done:
             workers = [
@@ -246,7 +253,7 @@ class RewardScorer:
                 for child in active_children()
                 if child.name == WORKERS_NAME and child.pid is not None
             ]
-            # The smallest wait counts, since one process that had a core is enough.
+            # Use the smallest wait, because one process that had a core is enough.
             waited_s = min(map(waited_for_core_s, workers), default=0.0)
             if time.monotonic() - start_s - waited_s > self._start_time_limit_s:
                 return False
@@ -261,14 +268,14 @@ class RewardScorer:
         outcomes: dict[int, Outcome],
         errors: list[ScoreError],
     ) -> list[int]:
-        """Fills in outcomes and errors; returns what the pool did not get to because it broke (a process was
-        killed while idle)."""
+        """Fill in outcomes and errors. Returns the samples that the pool did not reach because it broke, for
+        example because an idle process was killed."""
         new = [index for index in waiting if index not in begun]
         futures = {**begun, **dict(zip(new, self.begin([requests[index] for index in new]), strict=True))}
         unscored = []
 
         for index in waiting:
-            # Results are taken in the order of the samples, but a later one may have failed already.
+            # Results are collected in the order of the samples, but a later one may have failed already.
             while not self._is_over(futures[index]):
                 self._refuse_failures(requests, futures, errors)
             result = self._result(futures[index])
@@ -280,17 +287,18 @@ class RewardScorer:
                 outcomes[index] = result
             else:
                 errors.append(self._describe(index, requests[index].uid, result))
-                # Further successes cannot undo this, so the rest need not be scored.
+                # Later successes cannot change this, so the rest need not be scored.
                 if len(errors) > self._max_error_rate * len(requests):
                     self._refuse_failures(requests, futures, errors)
 
         return unscored
 
     def _consistent(self, request: ScoreRequest, outcome: Outcome) -> Outcome:
-        """Return the outcome, or an error where a function has an `answer` for it and not for other samples
-        of its data source.
+        """Return the outcome, or an error if a function returned an `answer` for this sample but not for
+        others of its data source, or vice versa.
 
-        `maj@k` exists where a function returns answers, so that must not depend on the sample."""
+        `maj@k` is computed for functions that return answers, so this must not depend on the sample.
+        """
         # The first sample of a data source decides for all of them.
         declared = self._has_answer.setdefault(request.data_source, outcome.has_answer)
         if declared == outcome.has_answer:
@@ -301,7 +309,7 @@ class RewardScorer:
         return Outcome(
             0.0,
             {},
-            f"{process.function_labels(self._functions)[index]} returned {this} 'answer' for it, and "
+            f"{process.function_labels(self._functions)[index]} returned {this} 'answer' for it, but "
             f"{others} for other samples of "
             f"{request.data_source!r}; return this key for all samples or for none, with None for a sample "
             f"without an answer",
@@ -322,7 +330,7 @@ class RewardScorer:
         futures: Mapping[int, BegunScore],
         errors: Sequence[ScoreError],
     ) -> None:
-        """Raise RewardError if more samples have failed than may, in whatever order they ended."""
+        """Raise RewardError if more samples have failed than allowed, in whatever order they ended."""
         failed = {error.index: error for error in errors}
         for index, begun in futures.items():
             result = self._result(begun) if begun.outcome.done() else None
@@ -330,15 +338,15 @@ class RewardScorer:
                 failed.setdefault(index, self._describe(index, requests[index].uid, result))
 
         if len(failed) > self._max_error_rate * len(requests):
-            self._stop()  # the pool starts again if there is a next time
+            self._stop()  # the pool is restarted by the next call
             raise RewardError(self._too_many([failed[index] for index in sorted(failed)], len(requests)))
 
     def _is_over(self, begun: BegunScore) -> bool:
-        """Wait at most a second for the sample, which is never completed if its pool is broken."""
+        """Wait at most a second for the sample. It is never completed if its pool is broken."""
         return bool(wait([begun.outcome], timeout=1.0).done) or begun.is_lost
 
     def _result(self, begun: BegunScore) -> Outcome | TimeoutError | ProcessExpired | None:
-        """Return the result of a sample that is over, or None where the pool broke."""
+        """Return the result of a sample that is over, or None if the pool broke."""
         if not begun.outcome.done():
             return None
         try:

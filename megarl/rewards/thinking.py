@@ -1,4 +1,4 @@
-"""Leaves out what a model wrote while it was thinking, which is no answer."""
+"""Removes the thinking part of a response, which does not count as an answer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ CLOSES = "</think>"
 
 
 def outside_thinking(response: str) -> str:
-    """Returns what follows the last `</think>`, which closes what the response or its chat template has
+    """Return the text after the last `</think>`, which closes what the response or its chat template has
     opened.
 
-    It is empty if the response begins to think and does not end to.
+    The result is empty if the response starts thinking and does not finish.
     """
     answer = response.rpartition(CLOSES)[2]
     return "" if answer.lstrip().startswith(OPENS) else answer

@@ -1,9 +1,8 @@
-"""How long the scoring of one sample may take in this process, for functions that stop in time by
-themselves."""
+"""The time limit for scoring one sample in this process, for functions that enforce it themselves."""
 
 from __future__ import annotations
 
-# the default of reward.time_limit_s, for functions that are called outside of a reward process
+# The default of reward.time_limit_s, for functions that are called outside of a reward process.
 _limit_s = 10.0
 
 
@@ -13,5 +12,5 @@ def set_sample_limit(seconds: float) -> None:
 
 
 def sample_limit_s() -> float:
-    """Returns `reward.time_limit_s` of the run."""
+    """Return the run's `reward.time_limit_s`."""
     return _limit_s

@@ -1,15 +1,14 @@
-"""Ground truths are tried against themselves: each is scored as a response in its own form, beside an empty
-response.
+"""Tries the ground truths of the data: each is scored as a response, next to an empty response.
 
-A reward file may define two functions beside its reward function:
+A reward file may define two functions in addition to its reward function:
 
     def check_truth(ground_truth) -> None:                 raises ValueError for a ground truth that no
                                                            response can match
-    def answer_from_truth(ground_truth) -> str | None:     a response that is right; None: none can be
+    def answer_from_truth(ground_truth) -> str | None:     returns a correct response; None: it cannot be
                                                            derived, as from tests of code
 
-Without the second one the text of the ground truth is the response, of which it is not known whether it
-should get full marks.
+Without the second one, the text of the ground truth is used as the response, and it is unknown whether it
+should get the full score.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from megarl.rewards.scorer import RewardScorer
 
 NUM_SHOWN = 5
 TRUTH_FORM_HINT = (
-    "the function may want the answer in another form, such as \\boxed{...}: define "
+    "the function may expect the answer in another form, such as \\boxed{...}: define "
     "answer_from_truth(ground_truth) in its file, which "
     "returns such a response (see docs/rewards.md); otherwise correct the data or the function"
 )
 
 
 class TruthRow(NamedTuple):
-    """A row of the data: where it is, and what reward functions are given about it."""
+    """A row of the data: its location, and the inputs of the reward functions."""
 
     file: str
     number: int  # in the file, from 0
@@ -63,10 +62,10 @@ class Response(NamedTuple):
     """A ground truth as a response, and its outcome.
 
     Attributes:
-        text: None where no response can be derived.
-        form_of: The position of the function whose `answer_from_truth` made the text; None: it is the text of
-            the ground truth.
-        refusal: Why the ground truth is refused, before it is scored.
+        text: None if no response can be derived.
+        form_of: The position of the function whose `answer_from_truth` created the text; None: it is the text
+            of the ground truth.
+        refusal: Why the ground truth is refused before it is scored.
     """
 
     text: str | None = None
@@ -76,14 +75,14 @@ class Response(NamedTuple):
 
 
 class Unfinished(NamedTuple):
-    """Why scoring has no end: it timed out, or its process died."""
+    """The reason why scoring did not finish: it timed out, or its process died."""
 
     message: str
     timed_out: bool
 
 
 class Trial(NamedTuple):
-    """What became of one ground truth, and of an empty response to the same row."""
+    """The results of scoring one ground truth, and an empty response to the same row."""
 
     row: TruthRow
     response: Response | Unfinished
@@ -103,7 +102,7 @@ class Trial(NamedTuple):
 
     @property
     def is_underivable(self) -> bool:
-        """The ground truth is good, as far as can be seen, but no response follows from it."""
+        """Whether the ground truth seems valid, but no response can be derived from it."""
         return (
             isinstance(self.response, Response)
             and self.response.text is None
@@ -112,7 +111,7 @@ class Trial(NamedTuple):
 
     @property
     def error(self) -> str | None:
-        """Why scoring the ground truth failed."""
+        """The reason why scoring the ground truth failed."""
         if isinstance(self.response, Unfinished):
             return self.response.message
         return None if self.outcome is None else self.outcome.error
@@ -123,14 +122,14 @@ class Trial(NamedTuple):
 
     @property
     def gain(self) -> float | None:
-        """How much more the ground truth scores than an empty response, by the function whose form it has;
-        None: it is not known."""
+        """The score of the ground truth minus that of an empty response, from the function whose form it has;
+        None if it is unknown."""
         outcome = self.outcome
         empty = self.empty
         if outcome is None or outcome.error or isinstance(empty, Unfinished) or empty.error:
             return None
         assert isinstance(self.response, Response)
-        # Only the function whose form the text has can be expected to recognise it.
+        # Only the function that defined the form of the text can be expected to recognize it.
         position = self.response.form_of
 
         return (
@@ -141,20 +140,19 @@ class Trial(NamedTuple):
 
 
 def as_response(request: ScoreRequest) -> Response:
-    """Score the ground truth of a request as a response. Runs in a reward process; `solution_str` is not
-    read."""
+    """Score the ground truth of a request as a response, in a reward process. `solution_str` is not used."""
     if (problem := load_error()) is not None:
         return Response(refusal=problem)
     functions = loaded_functions()
     truth = request.ground_truth
     labels = function_labels([function.config for function in functions])
 
-    # A ground truth that one function refuses is wrong for all of them.
+    # A ground truth that one function refuses is invalid for all of them.
     for function, label in zip(functions, labels, strict=True):
         if (refusal := _refusal(function, label, truth)) is not None:
             return Response(refusal=refusal)
 
-    # The first function that knows how a ground truth is shown decides for all.
+    # The first function that can format the ground truth as a response decides for all.
     text = truth if isinstance(truth, str) else str(truth)
     form_of = None
 
@@ -164,7 +162,7 @@ def as_response(request: ScoreRequest) -> Response:
         try:
             derived = shown(truth)
         except Exception as error:  # noqa: BLE001
-            # The boundary of the process: the user's code may raise anything.
+            # This is the boundary of the process: the user's code may raise anything.
             return Response(refusal=f"answer_from_truth, defined next to {label}, raised {last_line(error)}")
         if derived is None:
             return Response(form_of=position)
@@ -178,11 +176,11 @@ def as_response(request: ScoreRequest) -> Response:
 def _refusal(function: LoadedFunction, label: str, truth: Any) -> str | None:
     if is_null(truth) and reads_truth(function.call):
         return (
-            f"it is {'null' if truth is None else 'NaN'}, and {label} reads it; give the right answer, "
-            f"or leave the row out"
+            f"it is {'null' if truth is None else 'NaN'}, and {label} reads it; provide the right answer, "
+            f"or remove the row"
         )
 
-    # A function that does not read the ground truth has no demands on it.
+    # A function that does not read the ground truth has no requirements for it.
     if (check := companion(function.config.path, function.call, "check_truth")) is None or not reads_truth(
         function.call
     ):
@@ -193,7 +191,7 @@ def _refusal(function: LoadedFunction, label: str, truth: Any) -> str | None:
     except ValueError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001
-        # The boundary of the process: the user's code may raise anything.
+        # This is the boundary of the process: the user's code may raise anything.
         return f"check_truth, defined next to {label}, raised {last_line(error)}"
 
     return None
@@ -204,12 +202,12 @@ def is_null(truth: Any) -> bool:
 
 
 def reads_truth(function: Callable[..., Any]) -> bool:
-    """Return whether the code of a function uses its argument `ground_truth`; True where that cannot be
-    seen."""
+    """Return whether the code of a function uses its argument `ground_truth`; True if that cannot be
+    determined."""
     code = getattr(function, "__code__", None)
     if code is None or "ground_truth" not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
         return True  # one of its keyword arguments
-    # One instruction may load two variables, and its value is then a tuple of names.
+    # One instruction may load two variables; its value is then a tuple of names.
     loaded = (each.argval for each in dis.get_instructions(code) if "LOAD" in each.opname)
 
     return "ground_truth" in code.co_cellvars or any(
@@ -221,17 +219,17 @@ def try_truths(scorer: RewardScorer, rows: Sequence[TruthRow], limit_s: float | 
     """Score the ground truth of each row as a response, and an empty response.
 
     Args:
-        limit_s: For all rows, so that functions that are slow or never end are tried on some. None: there is
+        limit_s: For all rows together, so that slow or hanging functions are tried on some rows only. None:
             no limit.
 
     Returns:
-        A trial for each row, in order; for fewer of them, but at least one, where `limit_s` seconds are over,
-        or the first has no end.
+        A trial for each row, in order. Fewer, but at least one, if `limit_s` seconds have passed or the first
+        row does not finish.
     """
     end_s = None if limit_s is None else time.monotonic() + limit_s
     trials: list[Trial] = []
 
-    # Try one row first: a function that never ends shows before all rows are queued.
+    # Try one row first, so that a hanging function is noticed before all rows are queued.
     for part in (rows[:1], rows[1:]):
         requests = [row.request() for row in part]
         begun: list[tuple[Future[Any], Future[Any]]] = [
@@ -266,8 +264,8 @@ def _result_of(future: Future[Any], scorer: RewardScorer) -> Any:
 
 
 def refused(trials: Iterable[Trial]) -> dict[str, list[str]]:
-    """Return why ground truths are refused, by file: a line for each row. Scoring that failed is not among
-    them."""
+    """Return the reasons why ground truths are refused, by file: a line for each row. Scoring failures are
+    not included."""
     lines: dict[str, list[str]] = {}
     for trial in trials:
         if (refusal := _refusal_of(trial)) is not None:
@@ -277,7 +275,7 @@ def refused(trials: Iterable[Trial]) -> dict[str, list[str]]:
 
 
 def _refusal_of(trial: Trial) -> str | None:
-    """Return why no response can match the ground truth of a trial; None: one may."""
+    """Return why no response can match the ground truth of a trial, or None if one may."""
     if isinstance(trial.response, Unfinished):
         return None
     text = trial.response.text
@@ -287,18 +285,18 @@ def _refusal_of(trial: Trial) -> str | None:
         assert trial.outcome is not None
         score_of_it = trial.outcome.parts[trial.response.form_of]
         return (
-            f"shown as the response {short(text)} it scores {score_of_it:g}, no better than an empty "
-            f"one, so no response can be right"
+            f"as the response {short(text)} it scores {score_of_it:g}, no better than an empty one, so no "
+            f"response can be right"
         )
 
     return refusal
 
 
 def problem_with(trial: Trial, full_marks: float) -> str | None:
-    """Return a line about a ground truth that does not get full marks as a response, or whose empty response
-    gets any; None: all is well.
+    """Return a line about a ground truth that does not get the full score as a response, or whose empty
+    response scores above 0; None if there is no problem.
 
-    A ground truth from which no response can be derived only has to be readable.
+    A ground truth from which no response can be derived must only be readable.
     """
     problem = _refusal_of(trial) or trial.error or trial.empty_error
     if problem is None:
@@ -316,7 +314,7 @@ def _line(trial: Trial, problem: str) -> str:
 
 
 def worthless(trials: Iterable[Trial]) -> list[Trial]:
-    """Return the trials in which the bare text of the ground truth scores no better than an empty
+    """Return the trials in which the plain text of the ground truth scores no better than an empty
     response."""
     return [
         trial
@@ -329,7 +327,7 @@ def worthless(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def keys_by_source(trials: Iterable[Trial]) -> dict[str, RewardKeys]:
-    """Return what the functions returned beside the score, by data source."""
+    """Return the keys that the functions returned in addition to the score, by data source."""
     found: dict[str, RewardKeys] = {}
     for trial in trials:
         for outcome in (trial.outcome, trial.empty):
@@ -343,8 +341,8 @@ def keys_by_source(trials: Iterable[Trial]) -> dict[str, RewardKeys]:
 
 
 def mixed_answers(trials: Iterable[Trial]) -> dict[str, tuple[str, str]]:
-    """Return the data sources for whose samples functions return the key "answer" sometimes: a sample with
-    it, and one without."""
+    """Return the data sources for which functions return the key "answer" for only some samples, each with a
+    sample that has it and one that does not."""
     seen: dict[str, dict[tuple[bool, ...], str]] = {}
     for trial in trials:
         for outcome, what in ((trial.outcome, "ground truth"), (trial.empty, "empty response")):
@@ -355,7 +353,7 @@ def mixed_answers(trials: Iterable[Trial]) -> dict[str, tuple[str, str]]:
     mixed: dict[str, tuple[str, str]] = {}
     for source, places in seen.items():
         if len(places) > 1:
-            # Order by how many functions answered: the most are last, the fewest first.
+            # Order by the number of functions that returned an answer, ascending.
             by_number = sorted(places, key=sum)
             mixed[source] = places[by_number[-1]], places[by_number[0]]
 
@@ -363,7 +361,7 @@ def mixed_answers(trials: Iterable[Trial]) -> dict[str, tuple[str, str]]:
 
 
 def listed(lines: Sequence[str]) -> str:
-    """Return the first lines, and how many more there are."""
+    """Return the first lines, and the number of further ones."""
     more = f"; and {len(lines) - NUM_SHOWN:,} more" if len(lines) > NUM_SHOWN else ""
     return "; ".join(lines[:NUM_SHOWN]) + more
 

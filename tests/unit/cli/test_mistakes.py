@@ -332,8 +332,8 @@ MISTAKES: dict[str, Mistake] = {
         reward("import time; time.sleep(1000)"),
     ),
     "a ground truth that is null": Mistake(
-        "train.parquet: row 1: the ground truth None: it is null, and compute_score reads it; give the "
-        "right answer, or leave the row out",
+        "train.parquet: row 1: the ground truth None: it is null, and compute_score reads it; provide the "
+        "right answer, or remove the row",
         prepare=rows({}, {"reward_model": {"style": "rule", "ground_truth": None}}, *[{}] * 6),
     ),
     "a metric to keep that the reward does not make": Mistake(

@@ -59,7 +59,7 @@ def test_ground_truths_are_tried_against_themselves(tmp_path: Path) -> None:
     )
     assert status is Status.error
     assert (
-        "row 1: the ground truth 'Beg': shown as the response 'beg' it scores 0, no better than an empty one"
+        "row 1: the ground truth 'Beg': as the response 'beg' it scores 0, no better than an empty one"
         in said
     )
 

@@ -155,11 +155,11 @@ def test_a_function_returns_answers_for_all_samples_of_a_data_source_or_for_none
     assert report.is_scored == [True, True, False, False, False, True]
     said = [error.message for error in report.errors]
     assert said[0].startswith(
-        "keys_of returned no 'answer' for it, and one for other samples of 's'; return this key for all "
+        "keys_of returned no 'answer' for it, but one for other samples of 's'; return this key for all "
         "samples"
     )
     assert said[1].startswith(
-        "keys_of returned the int 5 as its answer, expected a text in a normal form, or None"
+        "keys_of returned the int 5 as its answer, expected a normalized string, or None"
     )
     assert (
         said[2]

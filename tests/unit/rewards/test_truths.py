@@ -74,7 +74,7 @@ def test_a_truth_that_cannot_be_matched_is_refused(tmp_path: Path) -> None:
     form = 'def answer_from_truth(ground_truth):\n    return f"[{ground_truth.lstrip(chr(91))}]"\n'
     (lines,) = refused(trials_of(tmp_path, NUMBERS + form, rows("5", "[5"))).values()
     assert lines == [
-        "row 1: the ground truth '[5': shown as the response '[5]' it scores 0, no better than an empty "
+        "row 1: the ground truth '[5': as the response '[5]' it scores 0, no better than an empty "
         "one, so no response can be right"
     ]
 
@@ -92,8 +92,8 @@ def test_without_a_form_the_text_is_tried_and_a_low_score_refuses_nothing(tmp_pa
 def test_null_is_refused_where_it_is_read(tmp_path: Path, truth: Any, what: str) -> None:
     (lines,) = refused(trials_of(tmp_path, NUMBERS, rows("5", truth))).values()
     assert lines == [
-        f"row 1: the ground truth {truth!r}: it is {what}, and compute_score reads it; give the right "
-        f"answer, or leave the row out"
+        f"row 1: the ground truth {truth!r}: it is {what}, and compute_score reads it; provide the right "
+        f"answer, or remove the row"
     ]
     unread = (
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return "
