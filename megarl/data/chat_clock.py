@@ -1,4 +1,4 @@
-"""The time that chat templates are told: one for a whole run, so that its prompts do not change from one day
+"""The time passed to chat templates. It is fixed for a whole run, so that prompts do not change from one day
 to the next."""
 
 from __future__ import annotations
@@ -10,32 +10,35 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
-_CLOCK = "strftime_now"  # the only way for a template to know the time
+_CLOCK = "strftime_now"  # the only function through which a template can read the time
 _TIMES: WeakKeyDictionary[PreTrainedTokenizerBase, datetime] = WeakKeyDictionary()
 
 
 def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Returns whether the chat template may write the time, as those of Llama 3.2 and gpt-oss write the
-    date."""
+    """Return whether the chat template may write the time, like those of Llama 3.2 and gpt-oss, which write
+    the date."""
     template = tokenizer.chat_template
     sources = [template] if isinstance(template, str) else (template or {}).values()
     return any(_CLOCK in str(source) for source in sources)
 
 
 def chat_time(tokenizer: PreTrainedTokenizerBase) -> datetime:
-    """Returns the time that the template is told: the one that was set, else that of the first use."""
-    return _TIMES.setdefault(tokenizer, datetime.now().replace(microsecond=0))  # as it is saved
+    """Return the time passed to the template: the one that was set, or else the time of the first use."""
+    return _TIMES.setdefault(tokenizer, datetime.now().replace(microsecond=0))  # the saved precision
 
 
 def set_chat_time(tokenizer: PreTrainedTokenizerBase, time: datetime | None) -> None:
-    """Sets the time that the template is told from now on; None changes nothing."""
+    """Set the time passed to the template from now on; None changes nothing."""
     if time is not None:
         _TIMES[tokenizer] = time
 
 
 def saved_chat_time(state: Mapping[str, Any]) -> datetime | None:
-    """Returns `chat_time` of a state that was saved, None if it has none. Raises ValueError if that is no
-    time."""
+    """Return `chat_time` of a saved state, or None if it has none.
+
+    Raises:
+        ValueError: `chat_time` is not a time.
+    """
     text = state.get("chat_time")
     if text is None:
         return None
@@ -49,6 +52,5 @@ def saved_chat_time(state: Mapping[str, Any]) -> datetime | None:
 
 
 def clock_arguments(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Returns what `apply_chat_template` is given beside messages and tools; nothing for templates that do
-    not read the clock."""
+    """Return additional arguments of `apply_chat_template`; none for templates that do not read the clock."""
     return {_CLOCK: chat_time(tokenizer).strftime} if reads_clock(tokenizer) else {}

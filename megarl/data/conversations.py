@@ -1,5 +1,5 @@
-"""What a reward model reads: a prompt's chat and the answer to it, as token ids of the reward model's own
-tokenizer and template."""
+"""The inputs of a reward model: a prompt's chat and the answer to it, as token ids of the reward model's own
+tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ if TYPE_CHECKING:  # workers read no tables
 
 
 class ConversationError(ValueError):
-    """A conversation cannot be given to the reward model; the message says which, why, and what to change."""
+    """A conversation cannot be given to the reward model. The message says which one, why, and how to fix
+    it."""
 
 
 class Conversation(NamedTuple):
-    """`is_truncated`: its oldest tokens were left out. `spells_special`: the answer's text has a special
-    token of the reward model in it, which the tokenizer then reads as one: a policy may learn to end its
-    answer, or to write another turn, that way."""
+    """A conversation as token ids.
+
+    Attributes:
+        is_truncated: Whether its oldest tokens were removed.
+        spells_special: Whether the text of the answer contains a special token of the reward model, which the
+            tokenizer encodes as such. A policy may exploit this to end its answer or to forge another turn.
+    """
 
     token_ids: list[int]
     is_truncated: bool
@@ -33,12 +38,16 @@ class Conversation(NamedTuple):
 
 
 class ConversationEncoder:
-    """Renders a chat with the answer as its last message, closed as the template closes it, and no token
-    more.
+    """Renders a chat with the answer as its last message, including the end that the template gives it, and
+    no further tokens.
 
-    Tokens at the end that are `pad_token_id` (of the model's config.json) are left off, because Hugging
-    Face's classes score the last token that is not padding, by its id. `vocab_size`: of the model.
-    `max_length`: tokens that it reads.
+    Trailing `pad_token_id` tokens are removed, because Hugging Face's classes score the last token that is
+    not padding, by its id.
+
+    Args:
+        vocab_size: The vocabulary size of the model.
+        pad_token_id: From the model's config.json.
+        max_length: The maximum number of tokens that the model reads.
     """
 
     def __init__(
@@ -57,27 +66,30 @@ class ConversationEncoder:
         self._overlong = overlong
 
     def encode(self, uid: str, messages: Sequence[Mapping[str, Any]], answer: str) -> Conversation:
-        """Raises ConversationError for a chat that the template refuses, one that is too long, and tokens
-        that the model lacks."""
+        """Encode a conversation.
+
+        Raises:
+            ConversationError: The template refuses the chat, the conversation is too long, or the model does
+                not have one of its tokens.
+        """
         chat = [*map(dict, messages), {"role": "assistant", "content": answer}]
         try:
             token_ids = render_chat(self._tokenizer, chat, for_generation=False)
         except ValueError as error:
             raise ConversationError(f"sample {uid}, by the reward model's tokenizer: {error}") from error
 
-        # A trailing padding token would move the position that is scored.
+        # Trailing padding would shift the position that is scored.
         while token_ids and token_ids[-1] == self._pad_token_id:
             token_ids.pop()
         if not token_ids:
             raise ConversationError(
-                f"sample {uid}: the reward model's chat template renders the conversation to no token but "
-                f"padding"
+                f"sample {uid}: the reward model's chat template renders the conversation to padding only"
             )
 
         if max(token_ids) >= self._vocab_size:
             raise ConversationError(
-                f"sample {uid}: the reward model's tokenizer gives the token {max(token_ids)}, but the "
-                f"model has {self._vocab_size}; "
+                f"sample {uid}: the reward model's tokenizer uses the token {max(token_ids)}, but the model "
+                f"has only {self._vocab_size}; "
                 "put the tokenizer that it was trained with into the folder of reward.model.path"
             )
 
@@ -86,9 +98,10 @@ class ConversationEncoder:
             raise ConversationError(
                 f"sample {uid}: the conversation has {length} tokens of the reward model, which reads at "
                 f"most {self._max_length}; raise "
-                "reward.model.max_length and micro_batch as far as its positions go, use shorter prompts or "
+                "reward.model.max_length and micro_batch up to its number of positions, use shorter "
+                "prompts or "
                 "responses, "
-                "or set reward.model.overlong=truncate to leave the oldest tokens out"
+                "or set reward.model.overlong=truncate to remove the oldest tokens"
             )
 
         # Truncation keeps the newest tokens, because the answer is at the end.
@@ -100,15 +113,16 @@ class ConversationEncoder:
 
 
 def check_chats(encoder: ConversationEncoder, prompts: Iterable[Prompt]) -> None:
-    """Encodes one chat of each sequence of roles, and the longest of all (in the policy's tokens), with an
-    empty answer.
+    """Encode one chat of each sequence of roles, and the longest chat of all (in the policy's tokens), with
+    an empty answer, so that unreadable chats are found before a run starts.
 
-    Raises ConversationError: what the reward model could never read is known before a run starts.
+    Raises:
+        ConversationError: The reward model could not read a chat.
     """
     chosen: dict[tuple[str, ...], Prompt] = {}
     longest = None
 
-    # Templates refuse orders of roles, so one chat of each order is enough.
+    # Templates restrict the order of roles, so one chat of each order is enough.
     for prompt in prompts:
         chosen.setdefault(tuple(message["role"] for message in prompt.messages), prompt)
         if longest is None or len(prompt.token_ids) > len(longest.token_ids):
@@ -119,9 +133,11 @@ def check_chats(encoder: ConversationEncoder, prompts: Iterable[Prompt]) -> None
 
 
 def conversation_batch(conversations: Sequence[Conversation], rows: Sequence[int]) -> dict[str, RaggedTensor]:
-    """`prompts`, `responses` and `response_mask` of the conversations `rows`, rows of tokens: each stands as
-    a prompt whose response is one token, and the value before that token is written is the score of the
-    conversation. The token itself (0) is read by nobody: attention is causal."""
+    """Return `prompts`, `responses` and `response_mask` of the conversations `rows` as rows of tokens.
+
+    Each conversation is a prompt with a response of one token, and the value predicted before that token is
+    the score of the conversation. The token itself (0) is never used, because attention is causal.
+    """
     one_each = torch.ones(len(rows), dtype=torch.int64)
     return {
         "prompts": RaggedTensor.of_rows(

@@ -1,8 +1,8 @@
-"""Data files of every format as columns and rows: parquet, JSON lines, CSV, and a folder that `datasets`
-saved to disk.
+"""Reads data files of all formats as columns and rows: parquet, JSON lines, CSV, and folders saved by
+`datasets`.
 
-A file's format is what its name ends in. What is damaged is said in one line, with the file and, as far as it
-is known, the row.
+The suffix of a file determines its format. Damaged data is reported in one line, with the file and, if known,
+the row.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ from megarl.machine.errors import one_line
 from megarl.machine.strict_json import refuse_repeated_keys
 
 Row = dict[str, Any]
-# What pyarrow raises for damaged files: a bad page is an OSError, a bad footer or batch one of Arrow's, bad
+# pyarrow's errors for damaged files: a bad page raises OSError, a bad footer or batch an Arrow exception, bad
 # text a UnicodeError.
 _DAMAGED = (pyarrow.ArrowException, OSError, UnicodeError)
 
 
 class DataError(ValueError):
-    """A data file cannot be used as it is; the message names the file and, where there is one, the row and
-    column."""
+    """A data file cannot be used. The message names the file and, if there is one, the row and column."""
 
 
 class OpenTable(NamedTuple):
-    """`columns`: of JSON lines, those of the first row. `rows`: each with those of the wanted columns that it
-    has. `num_rows`: None where only reading all of them would tell."""
+    """An open data file.
+
+    Attributes:
+        columns: The column names; for JSON lines, those of the first row.
+        rows: The rows, each with the wanted columns that it has.
+        num_rows: None if it is unknown before all rows are read.
+    """
 
     columns: list[str]
     rows: Iterator[Row]
@@ -42,10 +46,11 @@ class OpenTable(NamedTuple):
 
 
 def open_file(path: str, wanted: Sequence[str]) -> OpenTable:
-    """The rows of a data file, or of a folder that `datasets` saved, of which the columns `wanted` are read.
+    """Open a data file, or a folder saved by `datasets`, reading only the `wanted` columns.
 
-    Raises DataError for a path that is absent or of no known format, and, also while rows are taken, for what
-    is damaged.
+    Raises:
+        DataError: The path does not exist, has an unknown format, or is damaged. Damage may also be found
+            later, while rows are read.
     """
     if os.path.isdir(path):
         return _open_saved_to_disk(Path(path), wanted)
@@ -63,11 +68,11 @@ def open_file(path: str, wanted: Sequence[str]) -> OpenTable:
         case ".csv":
             return _open_csv(path)
 
-    raise DataError(f"{path}: is no data file; its name must end in {', '.join(FORMATS)}")
+    raise DataError(f"{path}: not a data file; its name must end in {', '.join(FORMATS)}")
 
 
 def _with_first(rows: Iterator[Row]) -> OpenTable:
-    """The columns are those of the first row."""
+    """Build a table whose columns are those of the first row."""
     first = next(rows, None)
     if first is None:
         return OpenTable([], iter(()), 0)
@@ -87,7 +92,7 @@ def _open_parquet(path: str, wanted: Sequence[str]) -> OpenTable:
         hint = "convert it, for example with pandas.DataFrame.to_parquet"
         raise DataError(f"{path}: not a parquet file ({one_line(error)}); {hint}") from error
 
-    # Only the wanted columns are read, because others may be large.
+    # Read only the wanted columns, because others may be large.
     batches = parquet.iter_batches(columns=[name for name in wanted if name in columns])
     return OpenTable(columns, _rows_of(path, batches), parquet.metadata.num_rows)
 
@@ -95,7 +100,7 @@ def _open_parquet(path: str, wanted: Sequence[str]) -> OpenTable:
 def _rows_of(path: str, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[Row]:
     number = 0
     while True:
-        # Damage may show only when a batch is read and converted.
+        # Damage may become apparent only when a batch is read and converted.
         try:
             batch = next(batches, None)
             rows = None if batch is None else batch.to_pylist()
@@ -109,8 +114,8 @@ def _rows_of(path: str, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[Row]
 
 
 def _json_lines(path: str) -> Iterator[Row]:
-    """Lines of blanks are left out."""
-    # Bytes are decoded line by line, so that an error can name its line.
+    """Yield the rows of a JSON lines file, skipping blank lines."""
+    # Decode line by line, so that an error can name its line.
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.isspace():
@@ -119,7 +124,7 @@ def _json_lines(path: str) -> Iterator[Row]:
                 # The first line may begin with a byte-order mark.
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 values = json.loads(text, object_pairs_hook=refuse_repeated_keys)
-            except (ValueError, RecursionError) as error:  # a RecursionError where it is too deep
+            except (ValueError, RecursionError) as error:  # a RecursionError if it is nested too deeply
                 raise DataError(
                     f"{path}, line {number}: is not JSON ({one_line(error)}){_of_whole_document(line)}"
                 ) from error
@@ -135,7 +140,9 @@ def _json_lines(path: str) -> Iterator[Row]:
 def _of_whole_document(line: bytes) -> str:
     is_whole = line.strip() in (b"[", b"{", b"[{")
     return (
-        "; the file is one JSON document over many lines, so write it with one row a line" if is_whole else ""
+        "; the file is one JSON document over many lines, so write it with one row per line"
+        if is_whole
+        else ""
     )
 
 
@@ -145,13 +152,11 @@ def _open_csv(path: str) -> OpenTable:
     if columns is None:
         return OpenTable([], iter(()), 0)
 
-    # Rows become dicts, in which a repeated name would lose a column.
+    # Rows become dicts, so a repeated name would lose a column.
     for name in columns:
         if not name or columns.count(name) > 1:
             problem = (
-                f"the name {name!r} stands there {columns.count(name)} times"
-                if name
-                else "a column has no name"
+                f"the name {name!r} occurs {columns.count(name)} times" if name else "a column has no name"
             )
             raise DataError(
                 f"{path}, line 1: {problem}; the first line of a CSV file names its columns: {columns}"
@@ -163,12 +168,12 @@ def _open_csv(path: str) -> OpenTable:
 def _csv_rows(path: str, columns: Sequence[str], records: Iterator[list[str]]) -> Iterator[Row]:
     number = 0
     for values in records:
-        if not values:  # a line with nothing in it
+        if not values:  # an empty line
             continue
         if len(values) != len(columns):
-            problem = f"has {len(values)} values, and the file has {len(columns)} columns {list(columns)}"
+            problem = f"has {len(values)} values, but the file has {len(columns)} columns {list(columns)}"
             raise DataError(
-                f"{path}, row {number}: {problem}; put a text with commas or line breaks into double quotes"
+                f"{path}, row {number}: {problem}; quote texts that contain commas or line breaks"
             )
         yield dict(zip(columns, values, strict=True))
         number += 1
@@ -181,23 +186,23 @@ def _csv_records(path: str) -> Iterator[list[str]]:
             yield from reader
         except (csv.Error, UnicodeError) as error:
             raise DataError(
-                f"{path}, line {reader.line_num + 1} or near it: is not CSV in UTF-8 ({one_line(error)})"
+                f"{path}, line {reader.line_num + 1} or near it: not CSV in UTF-8 ({one_line(error)})"
             ) from error
 
 
 def _open_saved_to_disk(folder: Path, wanted: Sequence[str]) -> OpenTable:
-    """Of `datasets.Dataset.save_to_disk`: `state.json` names Arrow files in the folder, which are streams of
-    batches."""
+    """Open a folder saved by `datasets.Dataset.save_to_disk`, whose `state.json` lists Arrow files, each a
+    stream of batches."""
     if os.path.isfile(folder / SPLITS):
         splits = _read_object(folder / SPLITS).get("splits")
         raise DataError(
-            f"{folder}: holds the splits {splits}; name the folder of one of them, such as "
+            f"{folder}: contains the splits {splits}; name the folder of one of them, such as "
             f"{str(folder / 'train')!r}"
         )
 
     if not os.path.isfile(folder / SAVED_TO_DISK):
         raise DataError(
-            f"{folder}: is a folder without {SAVED_TO_DISK}, so `datasets` has not saved it; name the files "
+            f"{folder}: a folder without {SAVED_TO_DISK}, so it was not saved by `datasets`; name the files "
             f"in it"
         )
 
@@ -207,14 +212,14 @@ def _open_saved_to_disk(folder: Path, wanted: Sequence[str]) -> OpenTable:
         if isinstance(entries, list)
         else []
     )
-    # Names in state.json must not lead out of the folder.
+    # Names in state.json must not point outside of the folder.
     files = [folder / name for name in names if isinstance(name, str) and Path(name).name == name]
 
     if not files or len(files) != len(names):
         problem = f"_data_files is {entries!r}, but must name the files of this folder"
         raise DataError(f"{folder / SAVED_TO_DISK}: {problem}; save the data set again")
 
-    # The files of one data set share a schema, so the first one tells the columns.
+    # The files of a data set share a schema, so the columns are those of the first one.
     schema, _ = _open_stream(files[0])
     columns = schema.names
     kept = [name for name in wanted if name in columns]
@@ -228,7 +233,7 @@ def _open_stream(file: Path) -> tuple[pyarrow.Schema, pyarrow.RecordBatchReader]
         reader = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
     except _DAMAGED as error:
         raise DataError(
-            f"{file}: is no Arrow file as `datasets` writes them ({one_line(error)}); save the data set again"
+            f"{file}: not an Arrow file written by `datasets` ({one_line(error)}); save the data set again"
         ) from error
     return reader.schema, reader
 

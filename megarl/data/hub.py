@@ -1,5 +1,5 @@
-"""Names on the Hugging Face hub in the place of folders and files: fetched once into the hub's own cache,
-which then has the path."""
+"""Resolves Hugging Face hub names to local folders and files. They are downloaded once into the hub's own
+cache."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from megarl.config.sources import is_hub_name
 from megarl.machine.errors import ConfigError, one_line
 
 Run = TypeVar("Run", bound=RunConfig)
-_ANSWER_LIMIT_S = 5.0  # for the hub to say what there is
+_ANSWER_LIMIT_S = 5.0  # for the hub to list what it has
 _WEIGHTS = "*.safetensors"
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
-# What asking the hub raises: its answers, no connection (an OSError), a name that it would not have.
+# Exceptions of hub requests: its responses, a failed connection (an OSError), an invalid name.
 _FAILED = (HfHubHTTPError, HFValidationError, OSError)
 
 
 class HubInputs(NamedTuple, Generic[Run]):
-    """A configuration whose names on the hub were looked up.
+    """A configuration with its hub names resolved.
 
     Attributes:
-        config: Local folders and files replace the names that were found.
-        lines: A line, which begins with the key, about each model's weights and each data set that were not
-            fetched.
-        problems: Names that the hub does not have, or that it does not answer for, one line each.
+        config: The configuration, with local folders and files instead of the names that were found. lines:
+        One line for each model's weights and each data set that were not downloaded, beginning with the
+            key.
+        problems: One line for each name that the hub does not have or did not answer for.
     """
 
     config: Run
@@ -41,15 +41,15 @@ class HubInputs(NamedTuple, Generic[Run]):
 
 
 def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
-    """Replace each model's and data set's name on the hub by its local folder or file.
+    """Replace the hub names of models and data sets by local folders and files.
 
     Args:
-        fetch: Download weights and data. Otherwise only a model's configuration and tokenizer.
+        fetch: Download weights and data. Otherwise only the configurations and tokenizers of models.
     """
     lines = list[str]()
     problems = list[str]()
 
-    # Problems are collected, so that all names that cannot be found are reported at once.
+    # Collect the problems, so that all missing names are reported at once.
     for role in model_roles(config):
         if is_hub_name(role.path):
             try:
@@ -60,10 +60,10 @@ def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
             config = _changed(config, role.path_key.split("."), str(folder))
             if not has_weights:
                 lines.append(
-                    f"{role.path_key}: {role.path} is on the hub; `megarl train` fetches its weights"
+                    f"{role.path_key}: {role.path} is on the hub; `megarl train` downloads its weights"
                 )
 
-    # The data files: a data set that is not fetched keeps its name.
+    # Data files: a data set that is not downloaded keeps its name.
     for key in ("train_files", "val_files"):
         files = list[str]()
         for name in getattr(config.data, key):
@@ -72,18 +72,19 @@ def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
             except _NotFoundError as error:
                 problems.append(str(error))
         lines += [
-            f"data.{key}: {name} is on the hub; `megarl train` fetches it"
+            f"data.{key}: {name} is on the hub; `megarl train` downloads it"
             for name in files
             if is_hub_name(name)
         ]
         config = _changed(config, ["data", key], files)
 
-    # Roles that share a model's key repeat its line.
+    # Remove duplicates, because roles may share a model's key.
     return HubInputs(config, list(dict.fromkeys(lines)), list(dict.fromkeys(problems)))
 
 
 def with_cached_models(config: Run) -> Run:
-    """Replace the names of models that are whole in the hub's cache by their folders. Asks no hub."""
+    """Replace the names of models that are complete in the hub's cache by their folders, without contacting
+    the hub."""
     for role in model_roles(config):
         if is_hub_name(role.path) and (folder := _whole_model(role.path)) is not None:
             config = _changed(config, role.path_key.split("."), str(folder))
@@ -91,10 +92,13 @@ def with_cached_models(config: Run) -> Run:
 
 
 def model_folder(name: str, key: str, fetch: bool) -> Path:
-    """Return the folder of the model that a command's option `key` names. fetch: with its weights.
+    """Return the folder of a model named by the option `key` of a command.
+
+    Args:
+        fetch: Whether to download its weights.
 
     Raises:
-        ConfigError: The hub does not have it, or does not answer.
+        ConfigError: The hub does not have it or does not answer.
     """
     try:
         folder, _ = _model(key, name, fetch)
@@ -104,8 +108,7 @@ def model_folder(name: str, key: str, fetch: bool) -> Path:
 
 
 class _NotFoundError(Exception):
-    """Raised for a name that the hub does not have, or does not answer for. The message begins with the
-    key."""
+    """The hub does not have a name or does not answer. The message begins with the key."""
 
 
 def _whole_model(name: str) -> Path | None:
@@ -114,14 +117,14 @@ def _whole_model(name: str) -> Path | None:
 
 
 def _model(key: str, name: str, fetch: bool) -> tuple[Path, bool]:
-    """Its folder, and whether the weights are there."""
+    """Return the folder of a model, and whether it contains the weights."""
     if (whole := _whole_model(name)) is not None:
         return whole, True
     return _fetched(key, name, "model", [*_COMPANIONS, _WEIGHTS] if fetch else _COMPANIONS), fetch
 
 
 def _data_file(key: str, name: str, fetch: bool) -> str:
-    """The only file of a data set; its name where it is not to be fetched."""
+    """Return the only file of a data set, or its name if it is not to be downloaded."""
     wanted = [f"*{ending}" for ending in FORMATS]
     folder = _in_cache(name, "dataset", wanted)
     if folder is None and not fetch:
@@ -129,12 +132,11 @@ def _data_file(key: str, name: str, fetch: bool) -> str:
     folder = folder or _fetched(key, name, "dataset", wanted)
     files = sorted(file for file in folder.rglob("*") if file.suffix in FORMATS)
 
-    # Of several files, only the user can say which to train with.
+    # With several files, only the user can decide which ones to read.
     if len(files) != 1:
         listed = ", ".join(map(str, files)) or "none"
         raise _NotFoundError(
-            f"{key}: {name} of the hub has {len(files)} files of data, of which those to read must be "
-            f"named: {listed}"
+            f"{key}: {name} on the hub has {len(files)} data files; name the ones to read: {listed}"
         )
 
     return str(files[0])
@@ -145,7 +147,7 @@ def _in_cache(name: str, kind: str, patterns: Sequence[str]) -> Path | None:
         return Path(
             snapshot_download(name, repo_type=kind, allow_patterns=list(patterns), local_files_only=True)
         )
-    except _FAILED:  # not all of it is here
+    except _FAILED:  # not completely cached
         return None
 
 
@@ -159,10 +161,10 @@ def _fetched(key: str, name: str, kind: str, patterns: Sequence[str]) -> Path:
     except _FAILED as error:
         of_kind = " --repo-type dataset" if kind == "dataset" else ""
         named = "DIR" if kind == "model" else "the files in DIR"
-        # Without a network, the files can be brought here by other means.
+        # Without a network, the files can be copied from elsewhere.
         hint = (
-            f"download it where one can be reached (hf download{of_kind} {name} --local-dir DIR), and "
-            f"set {key} to {named}"
+            f"download it on a machine that can reach the hub (hf download{of_kind} {name} --local-dir DIR), "
+            f"and set {key} to {named}"
         )
         if kind == "model":
             folder = f"models/{name.rpartition('/')[2]}/"
@@ -170,7 +172,7 @@ def _fetched(key: str, name: str, kind: str, patterns: Sequence[str]) -> Path:
                 f"; to check or plan a run, its config.json in {folder} next to the configuration is enough"
             )
         problem = (
-            f"there is no {name!r} here, and the hub does not give it ({type(error).__name__}: "
+            f"{name!r} does not exist locally, and the hub does not provide it ({type(error).__name__}: "
             f"{one_line(error).split('. ')[0]})"
         )
         raise _NotFoundError(f"{key}: {problem}; {hint}") from error

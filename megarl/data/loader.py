@@ -1,5 +1,5 @@
-"""Batches for a training loop: an endless, shuffled, resumable walk through a data set, and one straight pass
-for validation."""
+"""Data loaders: an endless, shuffled, resumable iterator over a data set for training, and a single ordered
+pass for validation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 
 
 class RowSource(Protocol):
-    """A data set whose rows can be made into a batch; `uids` name this visit to each row. identity: of all
-    rows, in order."""
+    """A data set whose rows can be batched. `uids` identify each use of a row. `identity` covers all rows in
+    order."""
 
     @property
     def identity(self) -> RowIdentity: ...
@@ -32,49 +32,52 @@ class RowSource(Protocol):
 
 
 class TrainingRows(RowSource, Protocol):
-    """Also says of which file each row is."""
+    """A RowSource that also provides the file of each row."""
 
     @property
     def row_files(self) -> Sequence[str]: ...
 
 
 class Share(NamedTuple):
-    """Rows of a data set that follow each other, and their share of what is served, relative to the other
-    parts'."""
+    """A contiguous part of a data set and its weight in the mixture, relative to the other parts."""
 
     num_rows: int
     weight: float
 
 
 def parts_of(files: Sequence[str], weights: Sequence[float], row_files: Sequence[str]) -> list[Share]:
-    """A part for each file; without weights, none. `row_files`: the file of each row of a data set, in order.
+    """Return one part per file, or none if there are no weights.
 
-    Raises DataError for a file of which no row is left.
+    Args:
+        row_files: The file of each row of the data set, in order.
+
+    Raises:
+        DataError: No row of a file is left.
     """
     if not weights:
         return []
-    # Filtering may have removed rows of a file, so those that are left are counted.
+    # Filtering may have removed rows of a file, so count the remaining ones.
     parts = [Share(row_files.count(file), weight) for file, weight in zip(files, weights, strict=True)]
 
     if empty := [file for file, part in zip(files, parts, strict=True) if part.num_rows == 0]:
         raise DataError(
-            f"{empty[0]}: no row is left of it, so it can have no share; leave it out of data.train_files "
-            f"and its weight"
+            f"{empty[0]}: none of its rows is left, so it cannot have a weight; remove it from "
+            f"data.train_files, and its weight"
         )
 
     return parts
 
 
 class BatchLoader:
-    """Serves `batch_size` rows at a time, for ever. Each epoch serves every row once; a batch may run across
-    the end of an epoch, so no row is dropped and all batches are full.
+    """Yields `batch_size` rows at a time, forever. Each epoch contains every row once. A batch may span the
+    end of an epoch, so no row is dropped and all batches are full.
 
-    With `parts` each of them has epochs of its own, and the next row is one of the part that is furthest
-    behind its share, so any stretch of rows is as near to the shares as whole rows can be.
+    With `parts`, each part has its own epochs, and the next row comes from the part that is furthest below
+    its weight, so any sequence of rows approximates the weights as closely as whole rows allow.
 
-    The order of an epoch is a function of seed and epoch alone, and the order of parts one of the weights, so
-    the whole state is the number of rows served of each part. The uid of a row is `epoch-row`: a row that
-    comes twice in one batch (a small data set) counts as two prompts.
+    The order of an epoch depends only on the seed and the epoch, and the order of parts only on the weights,
+    so the complete state is the number of rows served from each part. The uid of a row is `epoch-row`: a row
+    that occurs twice in one batch (of a small data set) counts as two prompts.
     """
 
     def __init__(
@@ -89,11 +92,11 @@ class BatchLoader:
         self._parts = list(parts) or [Share(len(dataset), 1.0)]
         self._starts = [0, *accumulate(part.num_rows for part in self._parts)]
         self._num_served = [0] * len(self._parts)
-        self._orders: dict[int, tuple[int, list[int]]] = {}  # of each part: its epoch, and that epoch's order
+        self._orders: dict[int, tuple[int, list[int]]] = {}  # part -> its epoch, and the order of that epoch
 
     @property
     def epoch(self) -> int:
-        """Whole passes over all rows that were served."""
+        """The number of complete passes over all rows."""
         return min(
             served // part.num_rows for served, part in zip(self._num_served, self._parts, strict=True)
         )
@@ -105,14 +108,14 @@ class BatchLoader:
         return self.take(self._batch_size)
 
     def take(self, num_wanted: int) -> DataProto:
-        """The next `num_wanted` rows, which a step may need beside its batch."""
+        """Return the next `num_wanted` rows. A step may need some in addition to its batch."""
         indices: list[int] = []
         uids: list[str] = []
 
         for _ in range(num_wanted):
-            # The part that is furthest behind its share serves the next row.
+            # The part that is furthest below its weight provides the next row.
             number = self._furthest_behind(self._num_served)
-            # Each part has epochs of its own, because a small one repeats sooner than a large one.
+            # Each part has its own epochs, because a small one repeats sooner than a large one.
             epoch, place = divmod(self._num_served[number], self._parts[number].num_rows)
             index = self._starts[number] + self._order(number, epoch)[place]
             indices.append(index)
@@ -123,13 +126,13 @@ class BatchLoader:
         return self._dataset.batch(indices, uids)
 
     def _furthest_behind(self, num_served: Sequence[int]) -> int:
-        """The part whose next row is due first, where the rows of weight w are due at (1/2)/w, (3/2)/w, ...
-        The first of equals."""
+        """Return the part whose next row is due first, where the rows of a part with weight w are due at
+        (1/2)/w, (3/2)/w, ...; ties go to the first part."""
         due = [(served + 0.5) / part.weight for served, part in zip(num_served, self._parts, strict=True)]
         return due.index(min(due))
 
     def _order(self, number: int, epoch: int) -> list[int]:
-        """Of the rows of a part, which are numbered from 0."""
+        """Return the order of the rows of a part, numbered from 0."""
         if self._orders.get(number, (None,))[0] != epoch:
             num_rows = self._parts[number].num_rows
             chance = np.random.default_rng([self._seed, epoch, number])
@@ -139,7 +142,7 @@ class BatchLoader:
 
     @property
     def num_served(self) -> int:
-        """Rows, since the beginning of the data."""
+        """The number of rows served since the beginning of the data."""
         return sum(self._num_served)
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,22 +155,24 @@ class BatchLoader:
         }
 
     def behind(self, state: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
-        """The state of one that had `state`, and has served `num_rows` since."""
+        """Return the state of a loader that has served `num_rows` rows since it had `state`."""
         served = list(state["num_served"])
         for _ in range(num_rows):
             served[self._furthest_behind(served)] += 1
         return {**state, "num_served": served}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues with the row after the last one served; the batch size may be another.
+        """Continue with the row after the last one served. The batch size may differ.
 
-        Raises ValueError where the rows, the weights, the seed or `shuffle` differ: the order would not be
-        the one that was begun; also where the state lacks one of them.
+        Raises:
+            ValueError: The rows, weights, seed or `shuffle` differ, so the order would change; or the state
+                lacks one of them.
         """
         if missing := sorted({"num_served", *self._identity()} - state.keys()):
             raise ValueError(
-                f"cannot resume the data: the checkpoint does not say {', '.join(missing)}; it is damaged "
-                f"or of another version, so start "
+                f"cannot resume the data: the checkpoint does not contain {', '.join(missing)}; it is "
+                f"damaged "
+                f"or from another version, so start "
                 "without resuming, or with the version that wrote it"
             )
 
@@ -181,32 +186,31 @@ class BatchLoader:
                     "without resuming"
                 )
 
-        # Orders follow from seed, epoch and part, so the counts alone restore the position.
+        # Orders follow from seed, epoch and part, so the counts suffice to restore the position.
         self._num_served = list(state["num_served"])
 
     def _with_known_rows(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Compares the tokens of the rows, which may be others for the same rows: that is said, and no reason
-        not to resume.
+        """Compare the tokens of the rows with the saved ones, and return the state with the fingerprint of
+        the rows themselves. Different tokens for the same rows cause a warning and do not prevent resuming.
 
-        Checkpoints of versions that knew rows by their tokens alone have these as `rows`. The state that is
-        returned has the rows' own.
+        Checkpoints of older versions contain the fingerprint of the tokens as `rows`.
         """
         rows, tokens, _ = self._dataset.identity
-        # The rows are compared by their own content, so other tokens deserve only a warning.
+        # The rows are compared by their own content, so different tokens only cause a warning.
         if "tokens" in state:
             if None not in (tokens, state["tokens"]) and state["tokens"] != tokens:
                 _log.warning(
-                    "the rows of the data are those of the checkpoint, but they become other tokens: the "
+                    "the rows of the data are those of the checkpoint, but their tokens differ: the "
                     "tokenizer, its chat template or "
-                    "transformers has changed since"
+                    "transformers has changed since then"
                 )
             return state
 
         if tokens is None:
             _log.warning(
-                "the checkpoint is of a version that knew rows by their tokens, which the chat template "
-                "changes with the date: whether "
-                "the data files are the same cannot be compared"
+                "the checkpoint is from a version that identified rows by their tokens, which change with "
+                "the date because the chat template writes it: whether "
+                "the data files are the same cannot be verified"
             )
 
         return {**state, "rows": rows} if tokens in (None, state["rows"]) else state
@@ -224,9 +228,13 @@ class BatchLoader:
 def train_loader(
     dataset: TrainingRows, data: DataConfig | SFTDataConfig, rows_per_step: int, key: str
 ) -> BatchLoader:
-    """Of a run's training data. `key`: that of rows_per_step.
+    """Build the loader of a run's training data.
 
-    Raises DataError for steps of more rows than there are, and as `parts_of`.
+    Args:
+        key: The configuration key of `rows_per_step`, for errors.
+
+    Raises:
+        DataError: A step has more rows than the data set, or no row of a file is left.
     """
     if problem := too_few_rows(rows_per_step, len(dataset), key):
         raise DataError(problem)
@@ -235,7 +243,7 @@ def train_loader(
 
 
 def one_pass(dataset: RowSource, batch_size: int) -> Iterator[DataProto]:
-    """Every row once, in order; the last batch may be smaller. The uid of a row is its number."""
+    """Yield every row once, in order; the last batch may be smaller. The uid of a row is its number."""
     for start in range(0, len(dataset), batch_size):
         indices = range(start, min(start + batch_size, len(dataset)))
         yield dataset.batch(indices, [str(index) for index in indices])

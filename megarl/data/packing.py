@@ -1,8 +1,9 @@
-"""Which row goes to which data-parallel rank and micro-batch: a pure plan, made before anything runs.
+"""Assigns rows to data-parallel ranks and micro-batches. The result is a pure plan, made before anything
+runs.
 
-Packed rows cost no padding, so what a rank has to do follows from its rows' lengths alone. A plan gives every
-rank the same number of micro-batches (the ranks meet in collectives and in the pipeline), each row once, and
-about the same work per rank.
+Packed rows need no padding, so the work of a rank follows from the lengths of its rows alone. A plan assigns
+every rank the same number of micro-batches (the ranks synchronize in collectives and in the pipeline), each
+row once, and about the same work per rank.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ import numpy as np
 from megarl.config.batch_arithmetic import padded_length
 
 # The length at which a layer's causal attention costs as much as its matrices: 2 L^2 H = 24 H^2 L
-# floating-point operations at L = 12 H, taken for H = 2048. It sets how much long rows weigh, not whether a
+# floating-point operations at L = 12 H, for H = 2048. It determines the weight of long rows, not whether a
 # plan is valid.
 BALANCED_LENGTH = 24576
-# Ranks whose work is within this of the mean are even, and so many rows are moved for each to make them so,
-# at most.
+# Ranks count as balanced if their work is within this factor of the mean. The second constant limits the
+# number of rows moved per rank to balance them.
 _EVEN = 1.005
 _MOVES_PER_RANK = 8
 
 
 def row_cost(lengths: np.ndarray) -> np.ndarray:
-    """The work of a row of so many tokens, in tokens of a short row: L + L^2 / BALANCED_LENGTH (linear
-    layers, attention)."""
+    """Return the work of rows of these lengths, in tokens of a short row: L + L^2 / BALANCED_LENGTH (linear
+    layers and attention)."""
     return lengths + lengths.astype(np.float64) ** 2 / BALANCED_LENGTH
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchRows:
-    """DataRow numbers of the batch. A filler repeats one row, so that a rank has something to run: its loss
-    weighs zero."""
+    """The row numbers of a micro-batch in the batch. A filler repeats one row, so that a rank has something
+    to run; its loss has zero weight."""
 
     rows: tuple[int, ...]
     is_filler: bool = False
@@ -47,35 +48,35 @@ class ReplicaMicroBatches:
 
     @property
     def rows(self) -> list[int]:
-        """The rank's rows of the batch in the order in which it runs them, fillers included."""
+        """The rank's rows of the batch in the order in which it runs them, including fillers."""
         return [row for micro_batch in self.micro_batches for row in micro_batch.rows]
 
     @property
     def local_micro_batches(self) -> list[range]:
-        """For each micro-batch, the positions of its rows in `rows`."""
+        """The positions of each micro-batch's rows in `rows`."""
         bounds = np.cumsum([0, *(len(micro_batch.rows) for micro_batch in self.micro_batches)]).tolist()
         return [range(start, end) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchPlan:
-    """`ranks[r].micro_batches[m]`: what data-parallel rank r runs as its micro-batch m."""
+    """The plan of all ranks: data-parallel rank r runs `ranks[r].micro_batches[m]` as its micro-batch m."""
 
     ranks: tuple[ReplicaMicroBatches, ...]
     num_rows: int
 
     @property
     def num_micro_batches(self) -> int:
-        """Of each rank."""
+        """The number of micro-batches of each rank."""
         return len(self.ranks[0].micro_batches)
 
     def restore_order(self) -> list[int]:
-        """Positions of rows 0, 1, ... in the ranks' outputs, concatenated in the order of ranks:
-        `outputs[positions]` is in the order of the batch, with the fillers' outputs dropped."""
+        """Return the positions of rows 0, 1, ... in the outputs of the ranks, concatenated in rank order.
+        `outputs[positions]` is in the order of the batch, without the outputs of fillers."""
         positions = [-1] * self.num_rows
         position = 0
 
-        # Outputs of fillers take places too, but belong to no row.
+        # Outputs of fillers occupy positions too, but belong to no row.
         for rank in self.ranks:
             for micro_batch in rank.micro_batches:
                 for row in micro_batch.rows:
@@ -88,15 +89,22 @@ class MicroBatchPlan:
 
 
 class RowPrompt(NamedTuple):
-    """Of a row. number: the same for rows whose prompts are the same. length: tokens."""
+    """The prompt of a row. `number` is the same for rows with the same prompt; `length` is in tokens."""
 
     number: int
     length: int
 
 
 class _Sizes(NamedTuple):
-    """Of each row: its group, which are the rows that share a prompt or the row alone; what it adds to a
-    micro-batch, in tokens or rows and in work; and what its group's prompt adds, once."""
+    """The sizes of all rows.
+
+    Attributes:
+        group: The group of each row: the rows that share its prompt, or the row alone.
+        own: The tokens, or rows, that a row adds to a micro-batch.
+        own_cost: The work that a row adds.
+        prompt: The tokens that the prompt of its group adds, once.
+        prompt_cost: The work that the prompt of its group adds, once.
+    """
 
     group: list[int]
     own: list[int]
@@ -105,15 +113,15 @@ class _Sizes(NamedTuple):
     prompt_cost: list[float]
 
     def weight(self, rows: Sequence[int]) -> int:
-        """Of rows of one group."""
+        """Return the size of rows of one group."""
         return sum(self.own[row] for row in rows) + self.prompt[rows[0]]
 
     def cost(self, rows: Sequence[int]) -> float:
-        """Of rows of one group."""
+        """Return the work of rows of one group."""
         return sum(self.own_cost[row] for row in rows) + self.prompt_cost[rows[0]]
 
     def work(self, rows: Sequence[int]) -> float:
-        """Of a micro-batch."""
+        """Return the work of a micro-batch."""
         prompts = {self.group[row]: self.prompt_cost[row] for row in rows}
         return sum(self.own_cost[row] for row in rows) + sum(prompts.values())
 
@@ -128,17 +136,21 @@ def plan_micro_batches(
     context_parallel_size: int = 1,
     prompts: Sequence[RowPrompt] | None = None,
 ) -> MicroBatchPlan:
-    """A plan for rows of `lengths` tokens over `dp_size` ranks, each of which may be several that share its
-    rows; the same arguments give the same plan.
+    """Plan the micro-batches of rows over data-parallel ranks. The plan is deterministic.
 
-    Exactly one limit of a micro-batch is given: `sequences` rows, or `max_tokens` tokens of each rank that
-    shares them. The number of micro-batches of a rank is a multiple of `multiple_of` (an interleaved pipeline
-    needs a multiple of its stages). prompts: of each row, where rows of a micro-batch share the tokens of
-    their prompt: such rows stay together as long as ranks have about the same work and micro-batches have
-    room, and are distributed to several of them where they must be.
+    Args:
+        lengths: The tokens of each row. dp_size: Number of data-parallel ranks. Each may be several
+        context-parallel ranks that share its rows. sequences: Limit of a micro-batch in rows. Exactly one of
+        `sequences` and `max_tokens` is given. max_tokens: Limit of a micro-batch in tokens per rank.
+        multiple_of: The number of micro-batches of a rank is a multiple of this (an interleaved pipeline
+        needs
+            a multiple of its stages).
+        prompts: The prompt of each row, if the rows of a micro-batch share the tokens of their prompt. Rows
+            with the same prompt stay together as long as ranks have about the same work and micro-batches
+            have room; otherwise they are distributed.
 
-    Raises ValueError for a row that alone is over the token budget, for no rows, and for limits that make no
-    sense.
+    Raises:
+        ValueError: A row alone exceeds the token limit, there are no rows, or the limits are invalid.
     """
     row_lengths = np.asarray(lengths, dtype=np.int64)
     _check(row_lengths, dp_size, sequences, max_tokens, multiple_of)
@@ -147,21 +159,21 @@ def plan_micro_batches(
         _check_room(row_lengths, sizes, max_tokens, context_parallel_size)
     capacity = max_tokens * context_parallel_size if max_tokens is not None else sequences
     assert capacity is not None
-    # Deal the rows to the data-parallel replicas, each with about the same work.
+    # Distribute the rows over the data-parallel replicas, each with about the same work.
     hands = _over_ranks(sizes, dp_size)
-    # The tightest packing of the fullest replica sets the number of micro-batches for all.
+    # The tightest packing of the fullest replica determines the number of micro-batches for all.
     packed = [_over_micro_batches(hand, sizes, capacity, 1, spread=False) for hand in hands]
     num_micro_batches = _round_up(max(map(len, packed)), multiple_of)
     cut = []
 
     for hand, tight in zip(hands, packed, strict=True):
         micro_batches = _over_micro_batches(hand, sizes, capacity, num_micro_batches, spread=True)
-        # Spreading may need more micro-batches than packing did, and then the packing is kept.
+        # If spreading needs more micro-batches than packing, use the packing.
         if len(micro_batches) > num_micro_batches:
             micro_batches = tight
         cut.append([*micro_batches, *([] for _ in range(num_micro_batches - len(micro_batches)))])
 
-    # All replicas run equally many micro-batches: empty ones get a row, or else a filler.
+    # All replicas run the same number of micro-batches: an empty one gets a row, or else a filler.
     _fill_empty(cut)
     # The shortest row is the cheapest filler.
     filler = MicroBatchRows(
@@ -176,7 +188,7 @@ def _sizes(
     lengths: np.ndarray, prompts: Sequence[RowPrompt] | None, context_parallel_size: int, *, by_tokens: bool
 ) -> _Sizes:
     rows = np.arange(len(lengths))
-    # Without shared prompts, every row is a group of its own.
+    # Without shared prompts, every row is its own group.
     group, prompt = (
         (rows, np.zeros_like(lengths)) if prompts is None else np.asarray(prompts, dtype=np.int64).T
     )
@@ -184,14 +196,14 @@ def _sizes(
     own = [1] * len(lengths)
     of_prompt = [0] * len(lengths)
 
-    # A limit in tokens counts padding too; a limit in rows counts each row as 1.
+    # A token limit includes padding; a row limit counts each row as 1.
     if by_tokens:
         own, of_prompt = (
             [padded_length(length, context_parallel_size) for length in tokens.tolist()]
             for tokens in (lengths - prompt, prompt)
         )
 
-    # Attention to the prompt is the row's work: its cost is the whole row's less the prompt's.
+    # Attention to the prompt is work of the row: its cost is that of the whole row minus that of the prompt.
     own_cost = row_cost(lengths) - prompt_cost
     return _Sizes(group.tolist(), own, own_cost.tolist(), of_prompt, prompt_cost.tolist())
 
@@ -215,10 +227,10 @@ def _check(
             raise ValueError(f"{name}={value} must be at least 1")
 
     if len(lengths) == 0:
-        raise ValueError("a batch without rows cannot be cut into micro-batches")
+        raise ValueError("a batch without rows cannot be split into micro-batches")
     if lengths.min() < 1:
         row = int(lengths.argmin())
-        raise ValueError(f"row {row} has length {lengths[row]}; a row holds at least one token")
+        raise ValueError(f"row {row} has length {lengths[row]}; a row contains at least one token")
 
 
 def _check_room(lengths: np.ndarray, sizes: _Sizes, max_tokens: int, context_parallel_size: int) -> None:
@@ -230,7 +242,7 @@ def _check_room(lengths: np.ndarray, sizes: _Sizes, max_tokens: int, context_par
         ranks = f" x context_parallel_size={context_parallel_size}" if context_parallel_size > 1 else ""
         raise ValueError(
             f"row {row} has {lengths[row]} tokens, more than micro_batch.max_tokens={max_tokens}{ranks} "
-            f"({int(over.sum())} of {len(lengths)} rows are over it); "
+            f"({int(over.sum())} of {len(lengths)} rows exceed it); "
             "set max_tokens to at least the longest prompt plus response"
             + (", divided by the ranks that share it" if ranks else "")
         )
@@ -245,9 +257,12 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
-    """Rows of [rank][group], of each group the longest first: the costliest group first, to the rank with the
-    least work (LPT). Then the rank with the most gives some rows of a group, and with them its prompt once
-    more, to the one with the least, until that makes the work no more even."""
+    """Distribute the rows over ranks and return [rank][group] -> rows, longest first.
+
+    The most expensive group is assigned first, to the rank with the least work (LPT). Then the rank with the
+    most work moves some rows of a group, which duplicates their prompt, to the rank with the least work,
+    until no move improves the balance.
+    """
     groups: dict[int, list[int]] = {}
     for row in sorted(range(len(sizes.own)), key=lambda row: -sizes.own_cost[row]):
         groups.setdefault(sizes.group[row], []).append(row)
@@ -255,13 +270,13 @@ def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
     load = np.zeros(dp_size)
     hands: list[dict[int, list[int]]] = [{} for _ in range(dp_size)]
 
-    # Groups are distributed whole, so that each prompt is computed on one replica only.
+    # Assign whole groups, so that each prompt is computed on one replica only.
     for group in sorted(groups, key=lambda group: -costs[group]):
         rank = int(load.argmin())
         hands[rank][group] = groups[group]
         load[rank] += costs[group]
 
-    # Even out with single rows where whole groups are too coarse.
+    # Move single rows to balance where whole groups are too coarse.
     for _ in range(_MOVES_PER_RANK * dp_size):
         giver = int(load.argmax())
         taker = int(load.argmin())
@@ -272,7 +287,7 @@ def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
             for group, rows in hands[giver].items()
         )
         best = min(moves, key=lambda move: max(move.giver, move.taker))
-        # No move would lower the greatest work.
+        # No move would reduce the maximum.
         if max(best.giver, best.taker) >= load[giver]:
             break
         group = sizes.group[best.rows[0]]
@@ -290,7 +305,7 @@ def _over_ranks(sizes: _Sizes, dp_size: int) -> list[dict[int, list[int]]]:
 
 
 class _Move(NamedTuple):
-    """Rows of a group that change ranks, and the work of both then."""
+    """Rows of a group to move between ranks, and the work of both ranks afterwards."""
 
     rows: list[int]
     giver: float
@@ -298,8 +313,8 @@ class _Move(NamedTuple):
 
 
 def _move(rows: list[int], sizes: _Sizes, giver: float, taker: float, has_prompt: bool) -> _Move:
-    """As many rows of a group, longest first, as leave the giver no less than the taker has then. Perhaps
-    none."""
+    """Choose as many rows of a group as possible, longest first, such that the giver keeps at least as much
+    work as the taker. The result may be empty."""
     prompt_cost = sizes.prompt_cost[rows[0]]
     taker += 0.0 if has_prompt else prompt_cost
     chosen = []
@@ -311,7 +326,7 @@ def _move(rows: list[int], sizes: _Sizes, giver: float, taker: float, has_prompt
             giver = giver - cost
             taker = taker + cost
 
-    # A giver that keeps no row of the group no longer pays for its prompt.
+    # A giver that keeps no row of the group no longer computes its prompt.
     return (
         _Move(chosen, giver - prompt_cost * (len(chosen) == len(rows)), taker)
         if chosen
@@ -322,11 +337,14 @@ def _move(rows: list[int], sizes: _Sizes, giver: float, taker: float, has_prompt
 def _over_micro_batches(
     hand: dict[int, list[int]], sizes: _Sizes, capacity: int, num_micro_batches: int, *, spread: bool
 ) -> list[list[int]]:
-    """Rows of each micro-batch of a rank: the costliest group first, into the one with the least work that
-    has room for it, or without `spread` into the first, so that they are few (first-fit decreasing). Of a
-    group that has no room anywhere as many rows as the emptiest takes, and so on; where that takes none there
-    is one more."""
-    most = sum(map(len, hand.values())) + num_micro_batches  # as many as rows always suffice
+    """Distribute the rows of a rank over micro-batches.
+
+    The most expensive group is placed first: with `spread` into the micro-batch with the least work that has
+    room for it, otherwise into the first one that has, so that there are few (first-fit decreasing). A group
+    that fits nowhere is split: the emptiest micro-batch takes as many of its rows as fit, and so on. If none
+    fits, a micro-batch is added.
+    """
+    most = sum(map(len, hand.values())) + num_micro_batches  # one micro-batch per row always suffices
     room = np.full(most, capacity, dtype=np.int64)
     load = np.zeros(most)
     micro_batches: list[list[int]] = [[] for _ in range(num_micro_batches)]
@@ -355,14 +373,14 @@ def _over_micro_batches(
             micro_batches[target] += taken
             room[target] -= sizes.weight(taken)
             load[target] += sizes.cost(taken)
-            # The rows that are left still need their prompt, so its weight stays.
+            # The remaining rows still need their prompt, so its weight stays.
             weight -= sum(sizes.own[row] for row in taken)
 
     return micro_batches
 
 
 def _take_within(rows: list[int], sizes: _Sizes, room: int) -> list[int]:
-    """Takes out of rows of one group, longest first, those that have room with their prompt."""
+    """Remove the rows that fit together with their prompt from the rows of a group, longest first."""
     room -= sizes.prompt[rows[0]]
     taken: list[int] = []
     place = 0
@@ -377,20 +395,20 @@ def _take_within(rows: list[int], sizes: _Sizes, room: int) -> list[int]:
 
 
 def _fill_empty(hands: list[list[list[int]]]) -> None:
-    """Moves a row from a micro-batch of several into each empty one, as far as there are any: cheaper than a
-    filler."""
+    """Move a row from a micro-batch with several rows into each empty one, as long as there are any. This
+    costs less than a filler."""
     full = [rows for hand in hands for rows in hand if len(rows) > 1]
     for rows in (rows for hand in hands for rows in hand if not rows):
         if not full:
             return
         giver = max(full, key=len)
-        rows.append(giver.pop())  # of the group that came last, the cheapest, the shortest
+        rows.append(giver.pop())  # the cheapest group was added last, and its shortest row comes last
         full = [rows for rows in full if len(rows) > 1]
 
 
 def _rank_plan(hand: list[list[int]], sizes: _Sizes, filler: MicroBatchRows) -> ReplicaMicroBatches:
-    """Costliest micro-batch first, so that one too large for the memory fails at once; fillers for the empty
-    ones, last."""
+    """Order micro-batches by cost, most expensive first, so that one that does not fit into memory fails
+    immediately. Fillers for empty ones come last."""
     by_cost = sorted(hand, key=lambda rows: -sizes.work(rows))
     return ReplicaMicroBatches(
         micro_batches=tuple(MicroBatchRows(rows=tuple(sorted(rows))) if rows else filler for rows in by_cost)

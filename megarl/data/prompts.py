@@ -1,5 +1,4 @@
-"""The prompts of a run: rows with the columns that users of verl have, or others, rendered to token ids once,
-at the start."""
+"""The prompts of a run: rows with verl's columns, or others, rendered to token ids once at the start."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from megarl.data.whole_chat import render_whole, rendering_identity, spelled_spe
 GROUND_TRUTH = "ground_truth"
 GROUND_TRUTH_EXAMPLE = "{'style': 'rule', 'ground_truth': '5'}"
 _HINT = (
-    "; data.columns says which columns are read, such as "
+    "; data.columns sets which columns are read, such as "
     "data.columns.prompt=question data.columns.ground_truth=answer data.columns.data_source=null"
 )
 
@@ -47,12 +46,17 @@ class Prompt:
 
 
 class PromptDataset:
-    """The rows of `files`, read as `data` says: `prompt` (chat messages, or a text), `data_source` (str),
-    `reward_model` ({style, ground_truth}; or a column `ground_truth`), and `extra_info` (a dict), which may
-    be absent, each in the column that `data.columns` names. The chat is rendered by the tokenizer's template,
-    with the `tools` that the model is told of, opened for the assistant's answer.
+    """The prompts of `files`, read according to `data`.
 
-    `num_filtered` counts the rows left out as too long. Raises DataError for a row that cannot be used.
+    Columns: `prompt` (chat messages, or a text), `data_source` (str), `reward_model` ({style, ground_truth};
+    or a column `ground_truth`), and optionally `extra_info` (a dict), under the names in `data.columns`. The
+    chat is rendered with the tokenizer's template, with the `tools` shown to the model, up to the start of
+    the assistant's answer.
+
+    `num_filtered` is the number of rows dropped because they are too long.
+
+    Raises:
+        DataError: A row cannot be used.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class PromptDataset:
             measured.append(Measured.of(row, len(prompt.token_ids)))
 
         warn_of_escapes([spelled_special(tokenizer, prompt.messages) for prompt in prompts])
-        # All rows are measured first, so that a message can say how many are over the limit.
+        # Measure all rows first, so that a message can report how many exceed the limit.
         kept = keep_within(
             range(len(prompts)), measured, data.max_prompt_length, "data.max_prompt_length", data.overlong
         )
@@ -81,7 +85,7 @@ class PromptDataset:
         rows = Fingerprint()
         tokens = Fingerprint()
 
-        # Another chat template changes the tokens but not the rows, so the two are told apart.
+        # Fingerprint rows and tokens separately, because another chat template changes only the tokens.
         for prompt in self._prompts:
             values = [prompt.data_source, prompt.reward_model, prompt.extra_info]
             rows.add(values=[prompt.messages, *values])
@@ -96,8 +100,8 @@ class PromptDataset:
         return self._prompts[index]
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
-        """`prompts`, rows of tokens, which are padded on the left; arrays `uid`, `messages` (the chat that
-        was rendered), `data_source`, `reward_model`, `extra_info`. Every row owns its dicts."""
+        """Return `prompts` as rows of tokens, padded on the left, and the arrays `uid`, `messages` (the
+        rendered chat), `data_source`, `reward_model` and `extra_info`. Every row has its own dicts."""
         rows = [self._prompts[index] for index in indices]
         prompts = RaggedTensor.of_rows(
             [row.token_ids for row in rows], torch.int32, padding=self._pad_id, on_left=True
@@ -123,7 +127,7 @@ def read_prompt_rows(files: Sequence[str], columns: PromptColumnsConfig) -> Iter
 
 
 def read_reward_rows(files: Sequence[str], columns: PromptColumnsConfig) -> Iterator[DataRow]:
-    """Yield rows with what `read_reward_inputs` reads, without the prompts. Raises DataError, see
+    """Yield rows with the columns of `read_reward_inputs`, without the prompts. Raises DataError, see
     `read_rows`."""
     for file in files:
         required, optional = columns_of(file, columns)
@@ -133,9 +137,9 @@ def read_reward_rows(files: Sequence[str], columns: PromptColumnsConfig) -> Iter
 
 
 def columns_of(file: str, columns: PromptColumnsConfig) -> tuple[list[str], list[str]]:
-    """Return the columns that each row of the file must have, and those that it may have.
+    """Return the required and the optional columns of a file.
 
-    Ground truths are found in the mapping `reward_model`, or without configuration in a column
+    Ground truths are in the mapping `reward_model`, or, unless configured otherwise, in a column
     `ground_truth`.
     """
     answers = columns.reward_model if columns.ground_truth is None else columns.ground_truth
@@ -144,13 +148,13 @@ def columns_of(file: str, columns: PromptColumnsConfig) -> tuple[list[str], list
         answers = GROUND_TRUTH if GROUND_TRUTH in there and columns.reward_model not in there else answers
 
     required = [name for name in (columns.prompt, columns.data_source, answers) if name is not None]
-    if columns.extra_info != PromptColumnsConfig().extra_info:  # who names a column has one
+    if columns.extra_info != PromptColumnsConfig().extra_info:  # a column that is named explicitly must exist
         return [*required, columns.extra_info], []
     return required, [columns.extra_info]
 
 
 class RewardInputs(NamedTuple):
-    """What a reward function is given about a row, beside the response."""
+    """The inputs of a reward function from a row, in addition to the response."""
 
     data_source: str
     reward_model: dict[str, Any]
@@ -158,8 +162,7 @@ class RewardInputs(NamedTuple):
 
 
 def read_reward_inputs(row: DataRow, columns: PromptColumnsConfig) -> RewardInputs:
-    """Return what a row of `read_prompt_rows` or `read_reward_rows` says to reward functions. Raises
-    DataError."""
+    """Return the reward inputs of a row of `read_prompt_rows` or `read_reward_rows`. Raises DataError."""
     if columns.ground_truth is not None:
         reward_model = {"style": "rule", GROUND_TRUTH: row.values[columns.ground_truth]}
     elif GROUND_TRUTH in row.values and columns.reward_model not in row.values:
@@ -179,7 +182,7 @@ def read_reward_inputs(row: DataRow, columns: PromptColumnsConfig) -> RewardInpu
     )
     source = Path(row.file).stem
 
-    # The name becomes part of metric names, so it has to be printable.
+    # The name becomes part of metric names, so it must be printable.
     if columns.data_source is not None:
         source = typed_value(row, columns.data_source, str, "'openai/gsm8k'")
         if not source.strip() or not source.isprintable():
@@ -197,14 +200,20 @@ def read_reward_inputs(row: DataRow, columns: PromptColumnsConfig) -> RewardInpu
 def read_prompt(
     row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, tools: Tools = None
 ) -> Prompt:
-    """Of a row of `read_prompt_rows`; tools: that the model is told of. Raises DataError for one that cannot
-    be used."""
+    """Read and render the prompt of a row of `read_prompt_rows`.
+
+    Args:
+        tools: The tools shown to the model.
+
+    Raises:
+        DataError: The row cannot be used.
+    """
     columns = data.columns
     messages = chat_messages(row, columns.prompt, data.system_prompt)
 
     if messages[-1]["role"] == "assistant":
-        problem = "the last message is the assistant's, and the answer to it would be a second one"
-        raise row.error(columns.prompt, f"{problem}; end the prompt with what is to be answered")
+        problem = "the last message is the assistant's, so the model would answer its own answer"
+        raise row.error(columns.prompt, f"{problem}; end the prompt with the message to be answered")
 
     inputs = read_reward_inputs(row, columns)
     try:
@@ -213,8 +222,6 @@ def read_prompt(
         raise row.error(columns.prompt, str(error)) from error
 
     if not token_ids:
-        raise DataError(
-            f"{row.file}, row {row.number}: the chat template renders the prompt to no token at all"
-        )
+        raise DataError(f"{row.file}, row {row.number}: the chat template renders the prompt to no tokens")
 
     return Prompt(token_ids=tuple(token_ids), messages=messages, **inputs._asdict())

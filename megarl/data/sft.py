@@ -1,7 +1,7 @@
-"""Supervised data: chats that end with an assistant's answer, cut into a prompt and a response, in which the
-assistant's words are trained.
+"""Supervised data: chats that end with an assistant's answer, split into a prompt and a response, of which
+the assistant's tokens are trained.
 
-The keys are those of RL batches, so an engine sees one format: the loss is on `response_mask`.
+The keys are those of RL batches, so an engine sees a single format: the loss applies to `response_mask`.
 """
 
 from __future__ import annotations
@@ -46,23 +46,27 @@ _OTHER_NAMES_OF_TOOLS = (
 
 
 class Example(NamedTuple):
-    """What an engine trains on of a chat: `is_trained` says which tokens of the response the assistant
-    wrote."""
+    """A chat in the form that an engine trains on. `is_trained` marks the tokens of the response that the
+    assistant wrote."""
 
     prompt_ids: list[int]
-    response_ids: list[int]  # from the first answer that is trained to the end token of the last
+    response_ids: list[int]  # from the first trained answer to the end token of the last one
     is_trained: list[bool]
-    is_as_rendered: bool  # the template renders the whole chat to the same tokens
-    fingerprint: str  # of its messages and tools
-    # a special token that a text which is not the assistant's spells; see megarl/data/special_tokens.py
+    is_as_rendered: bool  # whether the template renders the whole chat to the same tokens
+    fingerprint: str  # of the messages and tools
+    # A special token in a text that is not the assistant's, see megarl/data/special_tokens.py.
     escaped: str | None
 
 
 class SFTDataset:
-    """The chats of `files`, read as `data` says: the last message is the assistant's. All that it wrote is
-    trained, but for messages with a `weight` of 0. `max_length` bounds prompt and response together.
+    """The chats of `files`, read according to `data`. The last message is the assistant's. All of the
+    assistant's text is trained, except messages with a `weight` of 0. `max_length` limits prompt and response
+    together.
 
-    `num_filtered` counts the rows left out as too long. Raises DataError for a row that cannot be used.
+    `num_filtered` is the number of rows dropped because they are too long.
+
+    Raises:
+        DataError: A row cannot be used.
     """
 
     def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: SFTDataConfig) -> None:
@@ -76,18 +80,18 @@ class SFTDataset:
             measured.append(Measured.of(row, len(example.prompt_ids) + len(example.response_ids)))
 
         warn_of_escapes([example.escaped for example in examples])
-        # All rows are measured first, so that a message can say how many are over the limit.
+        # Measure all rows first, so that a message can report how many exceed the limit.
         kept = keep_within(range(len(examples)), measured, data.max_length, "data.max_length", data.overlong)
         self._examples = [examples[index] for index in kept]
         self.row_files = [measured[index].file for index in kept]
         self.num_filtered = len(examples) - len(self._examples)
 
-        # What is trained has to match what generation meets, and not a rendering of the whole chat.
+        # Train on what the model sees during generation, not on a rendering of the whole chat.
         if others := sum(not example.is_as_rendered for example in self._examples):
             _log.warning(
-                "%d of %d chats would be rendered otherwise as a whole: the chat template changes earlier "
-                "answers once something follows "
-                "them. They are trained turn by turn, as a model meets them when it generates",
+                "%d of %d chats would be rendered differently as a whole, because the chat template changes "
+                "earlier answers once other messages follow "
+                "them. They are trained turn by turn, as a model sees them during generation",
                 others,
                 len(self._examples),
             )
@@ -115,8 +119,8 @@ class SFTDataset:
         return self._examples[index]
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
-        """`prompts`, `responses` and `response_mask`, True for the tokens that are trained: rows of tokens.
-        Array `uid`."""
+        """Return `prompts`, `responses` and `response_mask` (True for trained tokens) as rows of tokens, and
+        the array `uid`."""
         rows = [self._examples[index] for index in indices]
         tensors = {
             "prompts": RaggedTensor.of_rows(
@@ -131,9 +135,9 @@ class SFTDataset:
 
 
 def read_chat_rows(files: Sequence[str], columns: ChatColumnsConfig) -> Iterator[DataRow]:
-    """With the columns of SFTDataset. Raises DataError, see `read_rows`."""
+    """Yield rows with the columns of SFTDataset. Raises DataError, see `read_rows`."""
     two = [name for name in (columns.prompt, columns.answer) if name is not None]
-    hint = "; data.columns says which columns are read, such as {prompt: question, answer: answer}"
+    hint = "; data.columns sets which columns are read, such as {prompt: question, answer: answer}"
     others = [name for name in _OTHER_NAMES_OF_TOOLS if name != columns.tools]
 
     for row in read_rows(files, two or [columns.messages], [columns.tools, *others], hint):
@@ -142,21 +146,21 @@ def read_chat_rows(files: Sequence[str], columns: ChatColumnsConfig) -> Iterator
 
 
 def _refuse_tools_elsewhere(row: DataRow, column: str, others: Sequence[str]) -> None:
-    """Tools in a column of another name would be left out, and the calls trained without them."""
+    """Refuse tools in a column of another name, which would be ignored while their calls are trained."""
     if row.values.get(column):
         return
     for name in others:
         if looks_like_tools(row.values.get(name)):
             raise row.error(
                 name,
-                f"holds tools, but tools are read from the column {column!r}, which has none in this row; "
+                f"contains tools, but tools are read from the column {column!r}, which has none in this row; "
                 f"set data.columns.tools={name} "
-                "(each as {'type': 'function', 'function': {...}}), or leave the column out of the file",
+                "(each as {'type': 'function', 'function': {...}}), or remove the column from the file",
             )
 
 
 def _chat(row: DataRow, data: SFTDataConfig) -> tuple[str, list[dict[str, Any]]]:
-    """The column that messages about it name, and the chat with its answer."""
+    """Return the column that error messages name, and the chat with its answer."""
     columns = data.columns
     if columns.prompt is None or columns.answer is None:
         return columns.messages, chat_messages(row, columns.messages, data.system_prompt)
@@ -165,7 +169,7 @@ def _chat(row: DataRow, data: SFTDataConfig) -> tuple[str, list[dict[str, Any]]]
 
 
 def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTDataConfig) -> Example:
-    """Of a row of `read_chat_rows`. Raises DataError for one that cannot be used."""
+    """Render the chat of a row of `read_chat_rows`. Raises DataError if the row cannot be used."""
     column, messages = _chat(row, data)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [index for index in answers if _is_trained(row, column, messages[index])]
@@ -175,19 +179,19 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
         raise row.error(
             column,
             f"the roles are {roles}; a row needs a prompt and, as its last message, the assistant's answer. "
-            f"An answer that is not to be "
-            "trained has a weight of 0, and not all of them",
+            f"Answers that are not to be "
+            "trained have a weight of 0, but at least one must be trained",
         )
 
     tools = tool_schemas(row, data.columns.tools)
     try:
         whole_ids = render_whole(tokenizer, messages, data.lossy, for_generation=False, tools=tools)
-        # All that comes before the first trained answer is the prompt.
+        # Everything before the first trained answer is the prompt.
         prompt_ids, answer_ids = _answer(tokenizer, messages[: trained[0] + 1], tools)
         response_ids = [*answer_ids]
         is_trained = [True] * len(answer_ids)
         bridges = TurnTemplate(tokenizer, tools)
-        # Append later turns as generation does: an untrained bridge, then the answer.
+        # Append later turns as in generation: an untrained bridge, then the answer.
         for before, index in pairwise(index for index in answers if trained[0] <= index <= trained[-1]):
             bridge_ids = bridges.bridge(messages[before + 1 : index])
             _, answer_ids = _answer(tokenizer, messages[: index + 1], tools)
@@ -196,7 +200,7 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
     except ValueError as error:
         raise row.error(column, str(error)) from error
 
-    # What the template writes behind the last trained answer is not compared.
+    # The text that the template writes after the last trained answer is not compared.
     whole_ids = whole_ids[: len(prompt_ids) + len(response_ids)]
     is_as_rendered = whole_ids == prompt_ids + response_ids
     fingerprint = Fingerprint()
@@ -217,7 +221,7 @@ def _is_trained(row: DataRow, column: str, message: dict[str, Any]) -> bool:
     if weight not in (0, 1):
         raise row.error(
             column,
-            f"a message has the weight {weight!r}, expected 1 (trained, as without one) or 0 (not trained)",
+            f"a message has the weight {weight!r}, expected 1 (trained, the default) or 0 (not trained)",
         )
 
     return bool(weight)
@@ -226,15 +230,15 @@ def _is_trained(row: DataRow, column: str, message: dict[str, Any]) -> bool:
 def _answer(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Tools
 ) -> tuple[list[int], list[int]]:
-    """Token ids of the chat opened for its last message, and of that message, its end token included. Raises
-    ValueError."""
+    """Return the token ids of the chat up to the start of its last message, and of that message including its
+    end token. Raises ValueError."""
     prompt = rendered_chat(tokenizer, messages[:-1], for_generation=True, tools=tools)
     chat = rendered_chat(tokenizer, messages, for_generation=False, tools=tools)
     prompt_ids = encode_rendered(tokenizer, prompt)
     chat_ids = encode_rendered(tokenizer, chat)
     refuse_silent_template(names_of(tools), prompt)
     refuse_silent_template(names_of(messages[-1].get("tool_calls")), chat[len(prompt) :])
-    # Compare tokens and not texts: a tokenizer may merge across the boundary.
+    # Compare tokens rather than text, because a tokenizer may merge across the boundary.
     if chat_ids[: len(prompt_ids)] != prompt_ids:
         raise ValueError(_not_a_prefix(tokenizer, prompt_ids, chat_ids))
     refuse_unsaid_answer(tokenizer, messages, prompt, chat[len(prompt) :])
@@ -242,20 +246,21 @@ def _answer(
 
     if tokenizer.eos_token_id not in answer_ids:
         raise ValueError(
-            f"the rendered answer {tokenizer.decode(answer_ids)[-60:]!r} does not hold the end token "
+            f"the rendered answer {tokenizer.decode(answer_ids)[-60:]!r} does not contain the end token "
             f"{tokenizer.eos_token!r}, so the model "
-            "would not learn to stop; set the tokenizer's eos_token to what its chat template ends an "
-            "answer with"
+            "would not learn to stop; set the tokenizer's eos_token to the token with which its chat "
+            "template "
+            "ends an answer"
         )
 
-    # a template may add a line break after it
+    # A template may add a line break after the end token.
     last_end = len(answer_ids) - answer_ids[::-1].index(tokenizer.eos_token_id)
     return prompt_ids, answer_ids[:last_end]
 
 
 def _not_a_prefix(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], full_ids: list[int]) -> str:
-    """Why the answer's tokens cannot be told from the prompt's: the first place where the two renderings
-    part."""
+    """Explain why the answer's tokens cannot be separated from the prompt's: the first difference between the
+    two renderings."""
     pairs = enumerate(zip(prompt_ids, full_ids, strict=False))
     parting = next((i for i, (a, b) in pairs if a != b), min(len(prompt_ids), len(full_ids)))
     prompt, full = (tokenizer.decode(ids[parting : parting + 8]) for ids in (prompt_ids, full_ids))
@@ -263,7 +268,7 @@ def _not_a_prefix(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], ful
     return (
         f"the prompt rendered for generation is not the beginning of the whole chat: from token {parting} "
         f"on it reads {prompt!r} and "
-        f"the chat {full!r}, so the answer's tokens cannot be told apart. Use a chat template that renders "
-        f"a message in the same way "
+        f"the chat {full!r}, so the tokens of the answer cannot be identified. Use a chat template that "
+        f"renders a message in the same way "
         "whatever follows it (templates that drop or add thinking parts do not)"
     )

@@ -1,5 +1,5 @@
-"""Special tokens that a text spells. Only a chat template may write real ones, so that no text of a user or a
-tool ends a turn."""
+"""Detects and escapes special tokens in texts. Only a chat template may write real special tokens, so that no
+text of a user or a tool can end a turn."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 
 def escaped(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
-    """Returns a nested value of mappings, lists and texts in which each special token that is spelled has a
-    blank after its first character, so that the tokenizer reads it as plain text."""
+    """Return a nested value of mappings, lists and texts in which each special token is broken by a space
+    after its first character, so that the tokenizer encodes it as plain text."""
     if isinstance(value, str):
         pattern = _pattern(tokenizer)
-        # A replacement may spell another special token, so repeat until there is none.
+        # A replacement may form another special token, so repeat until there is none.
         while pattern.search(value):
             value = pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", value)
         return value
@@ -29,15 +29,15 @@ def escaped(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
 
 
 def spelled(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> str | None:
-    """Returns the first special token that one of the texts spells."""
+    """Return the first special token that occurs in one of the texts, or None."""
     found = (match[0] for text in texts if (match := _pattern(tokenizer).search(text)))
     return next(found, None)
 
 
 @lru_cache(maxsize=16)
 def _pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Matches the special tokens, the longest first. Tokens of one character cannot be broken, and are left
-    out."""
+    """Return a pattern of the special tokens, longest first. Tokens of one character cannot be broken and are
+    not included."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     longest_first = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # the latter matches nothing

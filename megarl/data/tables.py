@@ -1,8 +1,8 @@
-"""Rows of data sets with the columns that somebody needs, and errors that say which file, row and column is
-wrong and what to do.
+"""Reads rows of data sets with selected columns. Errors name the file, row and column, the problem, and the
+fix.
 
-Rows with too many tokens are left out and counted, or refused; they are never cut. A data set is known again,
-wherever its files are, by what its rows say, in their order.
+Rows with too many tokens are dropped and counted, or refused; they are never truncated. A data set is
+identified by the contents of its rows, in order, wherever its files are.
 """
 
 from __future__ import annotations
@@ -41,19 +41,21 @@ class DataRow(NamedTuple):
 def read_rows(
     files: Sequence[str], required: Sequence[str], optional: Sequence[str] = (), hint: str = ""
 ) -> Iterator[DataRow]:
-    """Rows of all files in their order, with the named columns; an optional column that is absent is left
-    out.
+    """Yield the rows of all files in order, with the named columns. Absent optional columns are left out.
 
-    Raises DataError for a file that is absent, of no known format, damaged, without rows, or without a
-    required column, and for a row of JSON lines without one. `hint`: what else can be done about a column
-    that is missing.
+    Args:
+        hint: An additional remedy for a missing column.
+
+    Raises:
+        DataError: A file does not exist, has an unknown format, is damaged, has no rows, or lacks a required
+            column, or a row of JSON lines lacks one.
     """
     if not files:
         raise DataError("no data file is given; set data.train_files to a list of files")
     for file in files:
         opened = open_file(file, (*required, *optional))
         _refuse_absent(file, required, opened.columns, hint)
-        # It stays below 0 if the file has no rows.
+        # This stays negative if the file has no rows.
         number = -1
         for number, values in enumerate(opened.rows):
             row = DataRow(file, number, values)
@@ -62,11 +64,11 @@ def read_rows(
             _refuse_surrogates(row, (*required, *optional))
             yield row
         if number < 0:
-            raise DataError(f"{file}: the file has no rows; leave it out of the list or write it again")
+            raise DataError(f"{file}: the file has no rows; remove it from the list or write it again")
 
 
 def _refuse_surrogates(row: DataRow, columns: Sequence[str]) -> None:
-    """Refuses text that cannot be encoded in any column that is read, at any depth."""
+    """Refuse text that cannot be encoded, at any depth of any column that is read."""
     for name in columns:
         place = unicode_text.lone_surrogate(row.values.get(name))
         if place is not None:
@@ -85,12 +87,15 @@ def _refuse_absent(file: str, required: Sequence[str], columns: Sequence[str], h
 
 
 def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -> list[dict[str, Any]]:
-    """Returns the row's messages, each a dict with `role` and `content` as strings; of the assistant also
-    with `tool_calls`, and then `content` may be null.
+    """Return the messages of a row, each a dict with `role` and `content` as strings. Assistant messages may
+    also have `tool_calls`, and `content` may then be null.
 
-    A text is one message of the user, unless it is the JSON text of messages. `system_prompt` comes before a
-    chat that begins with none of its own. Fields that are null, as parquet fills them where only other
-    messages have them, are dropped. Raises DataError for anything else.
+    A plain text is one user message, unless it is the JSON text of messages. `system_prompt` precedes a chat
+    that does not begin with its own. Null fields, which parquet adds if other messages have them, are
+    dropped.
+
+    Raises:
+        DataError: The value is anything else.
     """
     example = "[{'role': 'user', 'content': 'What is 2 + 3?'}]"
     messages = row.values[column]
@@ -104,7 +109,7 @@ def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -
 
     if not messages:
         raise row.error(column, f"the list of messages is empty, expected at least one, such as {example}")
-    # Messages with calls may lack content, which the checks below require.
+    # Messages with calls may lack content, which is required below.
     messages = [_with_calls(row, column, index, message) for index, message in enumerate(messages)]
 
     for index, message in enumerate(messages):
@@ -127,20 +132,19 @@ def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -
 
 
 def _messages_in(row: DataRow, column: str, text: str) -> list[Any] | None:
-    """Returns the messages of a text that is their JSON, as CSV files have them; None for any other text."""
+    """Return the messages of a text that is their JSON, as in CSV files, or None for any other text."""
     if not _LOOKS_LIKE_MESSAGES.match(text):
         return None
     try:
         messages = load_strictly(text)
     except (ValueError, RecursionError) as error:
         reason = f"it is not JSON ({str(error) or type(error).__name__})"
-        # A single quote before the first colon is the mark of str() on a Python list.
+        # A single quote before the first colon indicates str() of a Python list.
         if "'" in text[: text.index(":")]:
-            reason = "it is the Python text of a list"
+            reason = "it is the Python repr of a list"
         raise row.error(
             column,
-            f"found the text {_show(text)}: chat messages as a text, but {reason}; write them with "
-            f"json.dumps",
+            f"found the text {_show(text)}: chat messages as text, but {reason}; write them with json.dumps",
         ) from error
 
     if not isinstance(messages, list):
@@ -152,7 +156,8 @@ def _messages_in(row: DataRow, column: str, text: str) -> list[Any] | None:
 
 
 def _with_calls(row: DataRow, column: str, index: int, message: Any) -> Any:
-    """The message with calls as chat templates take them, and then with content; any other as it is."""
+    """Return a message with calls in the form of chat templates, and with content; other messages
+    unchanged."""
     if not isinstance(message, dict) or message.get("role") != "assistant" or not message.get("tool_calls"):
         return message
     try:
@@ -167,12 +172,12 @@ def _with_calls(row: DataRow, column: str, index: int, message: Any) -> Any:
         isinstance(message["tool_calls"], str),
         "arguments",
     )
-    # Templates expect a text as content, also where a call came without one.
+    # Templates expect text as content, even for a call without any.
     return message | {"tool_calls": calls, "content": message.get("content") or ""}
 
 
 def tool_schemas(row: DataRow, column: str) -> list[dict[str, Any]] | None:
-    """Of the tools that a model may call in this row's chat; None where there are none. Raises DataError."""
+    """Return the tools that a model may call in this row's chat, or None. Raises DataError."""
     try:
         tools = schemas_of(row.values.get(column))
     except ValueError as error:
@@ -186,13 +191,14 @@ def _refuse_filled(row: DataRow, column: str, value: Any, is_text: bool, what: s
     if not is_text and not row.file.endswith(JSON_LINES) and holds_null(value):
         raise row.error(
             column,
-            f"{what} of a tool holds null, as this format fills in what other rows have; write it as JSON "
+            f"{what} of a tool contains null, because this format adds fields of other rows; write it as "
+            f"JSON "
             f"text, or the rows as JSON lines",
         )
 
 
 def typed_value(row: DataRow, column: str, kind: type, example: str) -> Any:
-    """The row's value of one column. Raises DataError where its type is another than `kind`."""
+    """Return the row's value of one column. Raises DataError if its type is not `kind`."""
     value = row.values[column]
     if not isinstance(value, kind):
         raise row.error(column, f"found {_show(value)}, expected {kind.__name__} such as {example}")
@@ -205,7 +211,7 @@ def _show(value: Any) -> str:
 
 
 class Measured(NamedTuple):
-    """Where a row stands and how many tokens it has."""
+    """The location of a row and its number of tokens."""
 
     file: str
     number: int
@@ -219,16 +225,20 @@ class Measured(NamedTuple):
 def keep_within(
     items: Sequence[Item], measured: Sequence[Measured], limit: int, option: str, overlong: Overlong
 ) -> list[Item]:
-    """The items of at most `limit` tokens; `option` is the limit's name in the configuration.
+    """Return the items of at most `limit` tokens.
 
-    Raises DataError for any longer one when `overlong` is `refuse`, and when `filter` would leave nothing.
+    Args:
+        option: The configuration key of the limit.
+
+    Raises:
+        DataError: An item is longer and `overlong` is `refuse`, or `filter` would drop all items.
     """
     over = [row for row in measured if row.length > limit]
     if not over:
         return list(items)
     first = over[0]
     longest = max(row.length for row in over)
-    # Name the longest row, so that raising the limit once is enough.
+    # Report the longest row, so that raising the limit once is enough.
     summary = (
         f"{len(over)} of {len(measured)} rows have more than {option}={limit} tokens, the longest {longest}"
     )
@@ -236,39 +246,37 @@ def keep_within(
     if overlong == Overlong.refuse:
         raise DataError(
             f"{first.file}, row {first.number}: {first.length} tokens; {summary}. "
-            f"Raise {option} to {longest}, or set data.overlong=filter to leave them out"
+            f"Raise {option} to {longest}, or set data.overlong=filter to drop them"
         )
 
     if len(over) == len(measured):
         raise DataError(f"{first.file}: no row is left after filtering: {summary}. Raise {option}")
-    logger.warning("%s: left out (data.overlong=filter)", summary)
+    logger.warning("%s: dropped (data.overlong=filter)", summary)
     return [item for item, row in zip(items, measured, strict=True) if row.length <= limit]
 
 
 def warn_of_escapes(spelled: Sequence[str | None]) -> None:
-    """Says how many rows spell special tokens, given the one that each of them spells."""
+    """Warn about rows that contain special tokens, given the one in each row, or None."""
     if found := [token for token in spelled if token is not None]:
         logger.warning("%s", escapes_message(found, len(spelled)))
 
 
 def escapes_message(found: Sequence[str], num_rows: int) -> str:
     return (
-        f"{len(found)} of {num_rows} rows spell special tokens such as {found[0]!r} in a text that is not "
-        f"the assistant's: these get a "
-        f"blank ({found[0][0]} {found[0][1:]}), as only the chat template may begin and end turns. Chats "
-        f"that were rendered before belong "
-        "into the data as messages"
+        f"{len(found)} of {num_rows} rows contain special tokens such as {found[0]!r} in a text that is not "
+        f"the assistant's: they are escaped with a "
+        f"space ({found[0][0]} {found[0][1:]}), because only the chat template may begin and end turns. "
+        f"Convert chats that are already rendered to messages"
     )
 
 
 class RowIdentity(NamedTuple):
-    """What a data set is known by when a run is resumed.
+    """The identity of a data set, compared when a run resumes.
 
     Attributes:
-        rows: Fingerprint of what the rows say.
-        tokens: Fingerprint of the tokens that they become; None where they follow the clock, or there are
-            none.
-        chat_time: The time that the chat template is told, in ISO format; None where there is no template.
+        rows: Fingerprint of the contents of the rows.
+        tokens: Fingerprint of their tokens; None if they depend on the clock, or there are none.
+        chat_time: The time passed to the chat template, in ISO format; None without a template.
     """
 
     rows: str
@@ -277,7 +285,7 @@ class RowIdentity(NamedTuple):
 
 
 class Fingerprint:
-    """Of token ids and plain values, row after row."""
+    """A hash of token ids and plain values, row by row."""
 
     def __init__(self) -> None:
         self._digest = hashlib.blake2b(digest_size=16)

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder, and what a chat becomes as token ids."""
+"""The tokenizer of a Hugging Face folder, and the conversion of chats to token ids."""
 
 from __future__ import annotations
 
@@ -29,12 +29,17 @@ _JSON_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.js
 def load_tokenizer(
     path: str, trust_remote_code: bool = False, key: str = "model.path"
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in a local folder, with an end token, a chat template and a pad token. `key`: what names
-    the folder, for messages.
+    """Load the tokenizer in a local folder, with an end token, a chat template and a pad token.
 
-    Without a pad token the end token takes its place: every mask is explicit here, so the padding's id has no
-    meaning. Raises ValueError for a folder without a tokenizer, an end token or a chat template, for a
-    tokenizer without a vocabulary, and for one with tokens that the model in the folder does not have.
+    If it has no pad token, the end token is used: all masks are explicit, so the id of padding has no
+    meaning.
+
+    Args:
+        key: The configuration key of the folder, for messages.
+
+    Raises:
+        ValueError: The folder has no tokenizer, or the tokenizer has no end token, chat template or
+            vocabulary, or it has tokens that the model in the folder does not have.
     """
     if not os.path.isdir(path):
         raise ValueError(
@@ -48,7 +53,7 @@ def load_tokenizer(
             f"{key}={path!r}: the tokenizer has no end token; set eos_token in tokenizer_config.json"
         )
 
-    if not isinstance(tokenizer.chat_template, str | dict):  # a dict: of several templates by name
+    if not isinstance(tokenizer.chat_template, str | dict):  # a dict contains several templates by name
         found = (
             "no chat template"
             if tokenizer.chat_template is None
@@ -65,15 +70,15 @@ def load_tokenizer(
         tokenizer.pad_token = tokenizer.eos_token
 
     if tokenizer.is_fast and type(tokenizer.backend_tokenizer.model).__name__ == "BPE":
-        # which decoding leaves out for these in any case, with a warning in every process
+        # Decoding ignores this for BPE anyway, and warns about it in every process.
         tokenizer.clean_up_tokenization_spaces = False
 
     return tokenizer
 
 
 def _read_tokenizer(path: str, trust_remote_code: bool, key: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder. Raises ValueError that names the file that is damaged."""
-    # Read the JSON files first, so that a message can name the one that is damaged.
+    """Load the tokenizer of a folder. Raises ValueError that names a damaged file."""
+    # Read the JSON files first, so that a message can name a damaged one.
     for name in _JSON_FILES:
         try:
             if os.path.isfile(Path(path) / name):
@@ -86,7 +91,7 @@ def _read_tokenizer(path: str, trust_remote_code: bool, key: str) -> PreTrainedT
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # noqa: BLE001
-        # The libraries have no kind of their own for a file that they cannot use.
+        # The libraries have no specific exception for a file that they cannot use.
         reason = f"{one_line(error)} ({type(error).__name__})"
         raise ValueError(
             f"{key}={path!r}: the folder's tokenizer cannot be loaded; copy the tokenizer's files into it: "
@@ -95,15 +100,15 @@ def _read_tokenizer(path: str, trust_remote_code: bool, key: str) -> PreTrainedT
 
 
 def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) -> None:
-    """A model may embed more tokens than its tokenizer writes, because sizes are rounded up; the other way
-    round it is another's."""
-    # A tokenizer can load without a vocabulary, and then gives all texts the same tokens.
+    """Refuse a tokenizer of another model. A model may have more embeddings than its tokenizer has tokens,
+    because sizes are rounded up, but not fewer."""
+    # A tokenizer can load without a vocabulary, and then encodes all texts to the same tokens.
     files = sorted(tokenizer.vocab_files_names.values())
     if not any(os.path.isfile(folder / name) for name in files):
         raise ValueError(
-            f"{key}={str(folder)!r}: the folder holds no vocabulary ({' or '.join(files)}), so all texts "
+            f"{key}={str(folder)!r}: the folder contains no vocabulary ({' or '.join(files)}), so all texts "
             f"would be the same to the model; "
-            "copy tokenizer.json into it: it is missing, as after a download that was broken off"
+            "copy tokenizer.json into it: it is missing, for example after an interrupted download"
         )
 
     name_of = {index: token for token, index in tokenizer.get_vocab().items()}
@@ -115,7 +120,7 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) 
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} {error}") from error
 
-    # An id beyond the embedding would fail only in the model, without naming the token.
+    # An id beyond the embedding would otherwise fail in the model, without naming the token.
     if isinstance(size, int) and max(name_of) >= size:
         beyond = sorted(index for index in name_of if index >= size)
         special = [name for name in ("eos_token", "pad_token") if getattr(tokenizer, f"{name}_id") in beyond]
@@ -123,16 +128,17 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) 
             f"{key}={str(folder)!r}: the tokenizer has {len(beyond)} tokens that the model lacks, whose "
             f"vocab_size is {size}: "
             f"{name_of[beyond[0]]!r} is {beyond[0]}{f', and it is the {special[0]}' if special else ''}; "
-            "put the tokenizer into the folder that the model was trained with"
+            "put the tokenizer that the model was trained with into the folder"
         )
 
 
 class TemplateFailureError(ValueError):
-    """A chat template cannot be run; the message says why, and how to fix it."""
+    """A chat template cannot be run. The message contains the reason and the fix."""
 
 
 def _try_template(tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
-    """What fails for the plainest chat is no fault of the data; a template may refuse it, and take others."""
+    """Check that the template can render a minimal chat, because a failure is then not the fault of the data.
+    A template may refuse this chat and accept others."""
     try:
         rendered_chat(tokenizer, [{"role": "user", "content": "1"}], for_generation=True)
     except TemplateFailureError as error:
@@ -148,11 +154,14 @@ def render_chat(
     for_generation: bool,
     tools: Tools = None,
 ) -> list[int]:
-    """Token ids of a chat by the tokenizer's template; `for_generation` appends what opens the assistant's
-    answer. `tools`: the schemas of those that the model may call.
+    """Return the token ids of a chat, rendered with the tokenizer's template.
 
-    Raises ValueError where the template refuses the messages (roles in an order it does not allow, for
-    instance), or fails.
+    Args:
+        for_generation: Append the text that opens the assistant's answer.
+        tools: The schemas of the tools that the model may call.
+
+    Raises:
+        ValueError: The template refuses the messages (for example the order of their roles), or fails.
     """
     return encode_rendered(
         tokenizer, rendered_chat(tokenizer, messages, for_generation=for_generation, tools=tools)
@@ -166,10 +175,10 @@ def rendered_chat(
     for_generation: bool,
     tools: Tools = None,
 ) -> str:
-    """Renders a chat as text, as `render_chat`.
+    """Render a chat as text, see `render_chat`.
 
-    Special tokens that are spelled in the tools, or in a message that is not the assistant's, get a blank:
-    only the template writes real ones, so that no text ends a turn or begins another.
+    Special tokens in the tools, or in a message that is not the assistant's, are escaped with a space: only
+    the template writes real ones, so that no text ends a turn or begins another.
     """
     known: list[Any] | None = None if tools is None else [escaped(tokenizer, tool) for tool in tools]
     safe = [_with_plain_text(tokenizer, message) for message in messages]
@@ -184,13 +193,12 @@ def rendered_chat(
         )
     except TemplateSyntaxError as error:
         raise TemplateFailureError(
-            f"the chat template is not valid ({one_line(error)}, line {error.lineno}); fix "
-            f"chat_template.jinja"
+            f"the chat template is invalid ({one_line(error)}, line {error.lineno}); fix chat_template.jinja"
         ) from error
     except TemplateError as error:
         roles = [message["role"] for message in messages]
         raise ValueError(
-            f"the chat template refuses messages of the roles {roles}: {one_line(error)}"
+            f"the chat template refuses messages with the roles {roles}: {one_line(error)}"
         ) from error
     except (
         TypeError,
@@ -203,7 +211,7 @@ def rendered_chat(
         roles = [message["role"] for message in messages]
         reason = f"{type(error).__name__}: {one_line(error)}"
         message = (
-            f"the chat template fails for messages of the roles {roles} ({reason}); fix chat_template.jinja"
+            f"the chat template fails for messages with the roles {roles} ({reason}); fix chat_template.jinja"
         )
         raise TemplateFailureError(message) from error
 
@@ -220,17 +228,16 @@ def _with_plain_text(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any]
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Of a text that a template wrote, which writes the special tokens itself."""
+    """Encode a text rendered by a template, which contains all special tokens already."""
     token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return token_ids
 
 
 def lost_text(tokenizer: PreTrainedTokenizerBase, text: str, token_ids: Sequence[int]) -> str | None:
-    """What of `text` its tokens do not hold, in words: decoded, they are another text.
+    """Return a description of the text that is lost by encoding and decoding, or None.
 
-    Blanks, upper and lower case, and what the tokenizer's own normalizer makes of the text, are not counted:
-    tokenizers that put blanks between words, or write no capitals, do so for every text that their model has
-    seen.
+    Whitespace, case, and changes by the tokenizer's own normalizer do not count: tokenizers that add spaces
+    between words, or that lowercase, do so for every text that their model has seen.
     """
     # A tokenizer written in Python has no backend, and so no normalizer.
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -241,17 +248,17 @@ def lost_text(tokenizer: PreTrainedTokenizerBase, text: str, token_ids: Sequence
     if read in {_letters(text), *([] if normalizer is None else [_letters(normalizer.normalize_str(text))])}:
         return None
     gone = sorted(set(_letters(text)) - set(read))
-    what = f"it cannot write {', '.join(map(repr, gone[:8]))}" if gone else "some of its characters are lost"
+    what = f"it cannot encode {', '.join(map(repr, gone[:8]))}" if gone else "some of its characters are lost"
 
     return (
         f"the tokenizer loses text: {what}, and the model would read {_short(read)} for "
         f"{_short(' '.join(text.split()))}; use a model "
-        "whose tokenizer knows such text, or other rows (data.lossy=allow takes them as they are)"
+        "whose tokenizer supports such text, or other rows (data.lossy=allow accepts them)"
     )
 
 
 def _letters(text: str) -> str:
-    """Without blanks, of which U+2581 is SentencePiece's."""
+    """Return the text without whitespace, including SentencePiece's U+2581, and without case."""
     return "".join(unicodedata.normalize("NFC", text).casefold().replace("\u2581", "").split())
 
 
@@ -260,12 +267,12 @@ def _short(text: str) -> str:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> dict[int, str]:
-    """What each token writes by itself, a space before a word included; a part of a character is the
+    """Return the text of each token by itself, including a leading space. A part of a character is the
     replacement character."""
     texts = {}
     for number, token in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True):
         text = str(tokenizer.decode([number], skip_special_tokens=False))
-        # SentencePiece's, which decoding takes from the first word
+        # SentencePiece marks a leading space, which decoding removes from the first word.
         has_space = isinstance(token, str) and token.startswith("\u2581")
         texts[number] = f" {text}" if has_space and not text.startswith(" ") else text
 
@@ -275,9 +282,14 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> dict[
 def decode_turns(
     tokenizer: PreTrainedTokenizerBase, ids: np.ndarray, wrote: np.ndarray
 ) -> list[dict[str, str]]:
-    """Of a row (R,), and whether the model wrote each: messages of the roles `assistant` and `environment`.
-    What the environment said is as the chat template put it, without special tokens, and as the model read
-    it."""
+    """Return the turns of a row (R,) as messages with the roles `assistant` and `environment`.
+
+    Messages of the environment are as rendered by the chat template, without special tokens, and so as the
+    model read them.
+
+    Args:
+        wrote: (R,), whether the model wrote each token.
+    """
     # A turn begins wherever the author of the tokens changes.
     starts = [0, *(np.flatnonzero(np.diff(wrote)) + 1).tolist(), len(ids)]
     return [
@@ -290,7 +302,8 @@ def decode_turns(
 
 
 def decode_rows(tokenizer: PreTrainedTokenizerBase, ids: RaggedTensor, mask: RaggedTensor) -> list[str]:
-    """The texts of the tokens of `ids` at which `mask`, of the same lengths, holds, without special ones."""
+    """Return the texts of the tokens of `ids` where `mask`, of the same lengths, is True, without special
+    tokens."""
     return [
         str(tokenizer.decode(row[kept], skip_special_tokens=True))
         for row, kept in zip(ids.each(), mask.each(), strict=True)

@@ -1,9 +1,9 @@
-"""Tools in the columns of data sets: the schemas that a model is told of, and the calls in its messages, as
-chat templates take them.
+"""Tools in the columns of data sets: the schemas shown to the model, and the calls in its messages, in the
+form of chat templates.
 
-The form is OpenAI's: {"type": "function", "function": {"name", "description", "parameters"}}, and in a
-message of the assistant "tool_calls": [{"type": "function", "function": {"name", "arguments"}}], with
-arguments as an object or as its JSON text.
+The form is OpenAI's: {"type": "function", "function": {"name", "description", "parameters"}}, and in
+assistant messages "tool_calls": [{"type": "function", "function": {"name", "arguments"}}], with arguments as
+an object or as its JSON text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _CALL = "{'type': 'function', 'function': {'name': 'price', 'arguments': {'item'
 
 
 def schemas_of(value: Any) -> list[dict[str, Any]] | None:
-    """Of a value of the tools' column, a list or JSON text; None for none (in CSV an empty text). Raises
-    ValueError."""
+    """Parse a value of the tools column, a list or JSON text. Returns None for no tools (in CSV an empty
+    text). Raises ValueError."""
     tools = None if value == "" else _parsed(value)
     if tools is None or tools == []:
         return None
@@ -32,7 +32,8 @@ def schemas_of(value: Any) -> list[dict[str, Any]] | None:
             raise ValueError(f"found the tool {_short(tool)}, expected one such as {_TOOL}")
         if _holds_nan(tool):
             raise ValueError(
-                f"the tool {tool['function']['name']!r} holds NaN or an infinity, which JSON does not have; "
+                f"the tool {tool['function']['name']!r} contains NaN or an infinity, which JSON does not "
+                f"have; "
                 f"remove it"
             )
 
@@ -40,8 +41,8 @@ def schemas_of(value: Any) -> list[dict[str, Any]] | None:
 
 
 def looks_like_tools(value: Any) -> bool:
-    """Returns whether a value of any column is a list of tools, or its JSON text: in OpenAI's form, or as
-    functions without their frame."""
+    """Return whether a value of any column is a list of tools, or its JSON text, in OpenAI's form or as bare
+    functions."""
     try:
         tools = _parsed(value)
     except ValueError:
@@ -56,7 +57,7 @@ def looks_like_tools(value: Any) -> bool:
 
 
 def calls_of(value: Any) -> list[dict[str, Any]]:
-    """Of a message's `tool_calls`, each with its arguments as an object. Raises ValueError."""
+    """Parse a message's `tool_calls`, with the arguments as objects. Raises ValueError."""
     calls = _parsed(value)
     if not isinstance(calls, list) or not calls:
         raise ValueError(f"tool_calls is {_short(calls)}, expected a list of calls such as {_CALL}")
@@ -69,7 +70,7 @@ def names_of(tools_or_calls: Sequence[Mapping[str, Any]] | None) -> list[str]:
 
 def _call(call: Any) -> dict[str, Any]:
     if not _has_name(call):
-        raise ValueError(f"tool_calls holds {_short(call)}, expected a call such as {_CALL}")
+        raise ValueError(f"tool_calls contains {_short(call)}, expected a call such as {_CALL}")
     arguments = _parsed(call["function"].get("arguments", {}))
 
     if not isinstance(arguments, dict):
@@ -82,10 +83,10 @@ def _call(call: Any) -> dict[str, Any]:
         raise ValueError(
             f"a call of {call['function']['name']!r} has the arguments {_short(arguments)}, with NaN or an "
             f"infinity, which JSON does not "
-            "have; write a number, or a text"
+            "have; write a number or a text"
         )
 
-    # Parquet fills absent fields with null, which a template could take for values.
+    # Parquet fills absent fields with null, which a template could treat as values.
     known = {key: each for key, each in call.items() if each is not None}
     return known | {"function": call["function"] | {"arguments": arguments}}
 
@@ -106,13 +107,13 @@ def _parsed(value: Any) -> Any:
 
 
 def holds_null(value: Any) -> bool:
-    """Returns whether a null is anywhere in `value`. Column formats fill a field with null where only other
-    rows have it, and a model would be told of that null."""
+    """Return whether `value` contains a null. Column formats fill a field with null if only other rows have
+    it, and the model would be shown that null."""
     return any(each is None for each in _leaves(value))
 
 
 def _holds_nan(value: Any) -> bool:
-    """Returns whether a number is anywhere in `value` that JSON does not have: NaN or an infinity."""
+    """Return whether `value` contains a number that JSON does not have: NaN or an infinity."""
     return any(isinstance(each, float) and not math.isfinite(each) for each in _leaves(value))
 
 

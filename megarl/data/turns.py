@@ -1,9 +1,9 @@
-"""What stands between two answers of a model in one conversation, as token ids.
+"""The tokens between two answers of a model in one conversation.
 
-A conversation is told to a model as it grew: the prompt, what the model wrote up to its end token, a bridge,
-what it wrote next. Nothing that was written is rendered or tokenised a second time, so a template that
-renders an earlier answer otherwise (that drops its thinking part, say) changes nothing: a model is trained on
-what it is given when it generates.
+A conversation is presented to a model as it was generated: the prompt, the model's output up to its end
+token, a bridge, the next output. Generated tokens are never rendered or tokenized again, so a template that
+renders earlier answers differently (for example without thinking) has no effect. A model is trained on
+exactly what it sees during generation.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from megarl.data.special_tokens import escaped
 from megarl.data.tokenizer import encode_rendered, rendered_chat
 from megarl.data.tool_columns import names_of
 
-_ANSWER = "an-answer-0c1d"  # stands for whatever the model wrote
-_CUT = " ... "  # stands where a long text was cut
-_CHARACTERS = 100  # of one token, at most; a longer text is not tokenised as a whole to be cut
+_ANSWER = "an-answer-0c1d"  # represents the output of the model
+_CUT = " ... "  # marks where a long text was truncated
+_CHARACTERS = 100  # upper bound per token; a longer text is not tokenized as a whole before truncation
 
 
 class TurnTemplate:
-    """Of a tokenizer's chat template, for conversations in which the model is told of `tools`.
-    max_result_tokens: of the text of one message between two answers; longer ones are cut in their middle.
-    None: no limit."""
+    """The turns of a tokenizer's chat template, for conversations in which the model is shown `tools`.
+
+    Args:
+        max_result_tokens: Limit of the text of one message between two answers; longer texts are truncated in
+            the middle. None: no limit.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class TurnTemplate:
 
     @property
     def _opened(self) -> str:
-        """The shortest chat, opened for the model's first answer."""
+        """The shortest chat, up to the start of the model's first answer."""
         return rendered_chat(
             self._tokenizer, [{"role": "user", "content": "?"}], for_generation=True, tools=self._tools
         )
@@ -53,81 +56,83 @@ class TurnTemplate:
     def opens_thinking(self) -> bool:
         """Whether the template opens the thinking of each turn, so that the model writes only its end.
 
-        Raises ValueError where the template refuses a chat of one question.
+        Raises:
+            ValueError: The template refuses a chat of one question.
         """
         return self._opened.rstrip().endswith("<think>")
 
     def read(self, token_ids: list[int]) -> str:
-        """What the model wrote, without the token that ended it."""
+        """Return the text that the model wrote, without the token that ended it."""
         is_ended = bool(token_ids) and token_ids[-1] in self._special_ids
         return str(
             self._tokenizer.decode(token_ids[:-1] if is_ended else token_ids, skip_special_tokens=False)
         )
 
     def bridge_from(self, token_ids: Sequence[int], messages: Sequence[dict[str, Any]]) -> list[int]:
-        """As `bridge`, behind these tokens of the model, which get the end token where they ended with
-        another."""
+        """Return the bridge after these tokens of the model, preceded by the end token if they ended with
+        another one."""
         end: list[int] = (
             [] if token_ids[-1] == self._tokenizer.eos_token_id else [self._tokenizer.eos_token_id]
         )
         return end + self.bridge(messages)
 
     def bridge(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of the messages that follow an answer, from behind its end token to where the next answer
-        begins.
+        """Return the token ids of the messages that follow an answer, from after its end token to where the
+        next answer begins.
 
-        Special tokens that are spelt in the messages' texts are told apart from real ones by a blank, so that
-        no text ends a turn. Raises ValueError where the template does not close an answer with the end token,
-        or refuses the messages.
+        Special tokens in the messages' texts are escaped with a space, so that no text ends a turn.
+
+        Raises:
+            ValueError: The template does not end an answer with the end token, or refuses the messages.
         """
         return encode_rendered(self._tokenizer, self._after(messages))[1:]
 
     def _after(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The text of `bridge`, with the end token before it: some tokenizers treat the beginning of a text
-        in another way."""
+        """Return the text of `bridge`, preceded by the end token, because some tokenizers treat the beginning
+        of a text differently."""
         short = [
             message | {"content": self._shortened(text)} if (text := _text(message)) else message
             for message in messages
         ]
-        # A short chat stands for the conversation: only what follows the answer is used.
+        # A short chat represents the conversation, because only the text after the answer is used.
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}, *short]
         rendered = rendered_chat(self._tokenizer, chat, for_generation=True, tools=self._tools)
         before, answer, after = rendered.rpartition(_ANSWER)
 
-        # The marker has to appear once, closed at once by the end token.
+        # The marker must occur once, immediately followed by the end token.
         if (
             not answer
             or _ANSWER in before
             or encode_rendered(self._tokenizer, after)[:1] != [self._tokenizer.eos_token_id]
         ):
             raise ValueError(
-                f"the chat template does not write an earlier answer followed at once by the end token "
-                f"{self._tokenizer.eos_token!r}, so "
-                f"nothing can be appended to what the model wrote; it writes {after[:40]!r}. Use a template "
+                f"the chat template does not write the end token {self._tokenizer.eos_token!r} immediately "
+                f"after an earlier answer, so "
+                f"nothing can be appended to the model's output; it writes {after[:40]!r}. Use a template "
                 f"that does, or set the "
-                "tokenizer's eos_token to what its chat template ends an answer with"
+                "tokenizer's eos_token to the token with which its chat template ends an answer"
             )
 
         return after
 
     def _shortened(self, text: str) -> str:
-        """Cuts a text to the limit of a result, counted with the blanks that special tokens get."""
+        """Truncate a text to the limit of a result, counted after special tokens are escaped."""
         text = escaped(self._tokenizer, text)
         limit = self._max_result_tokens
         if limit is None:
             return text
-        # Bound the cost of tokenizing a result that is far too long.
+        # Limit the cost of tokenizing a result that is far too long.
         if len(text) > 2 * _CHARACTERS * limit:
             text = text[: _CHARACTERS * limit] + text[-_CHARACTERS * limit :]
         token_ids = encode_rendered(self._tokenizer, text)
         kept = limit
         size = len(token_ids)
 
-        # Text that was cut may become more tokens, so shrink until the measured size fits.
+        # Truncated text may have more tokens, so shrink until the measured size fits.
         while size > limit:
             head = token_ids[: (kept + 1) // 2]
             tail = token_ids[len(token_ids) - kept // 2 :]
-            # A character may be of several tokens, of which the cut leaves some.
+            # A character may consist of several tokens that the truncation separates.
             text = self._plain(head).rstrip("\ufffd") + _CUT + self._plain(tail).lstrip("\ufffd")
             size = 0 if not kept else len(encode_rendered(self._tokenizer, text))
             kept = min(kept - 1, kept * limit // max(1, size))
@@ -140,14 +145,15 @@ class TurnTemplate:
         )
 
     def check(self) -> None:
-        """Tries conversations of one result, of two at once, and of two turns.
+        """Try conversations with one result, with two at once, and with two turns.
 
-        What a template writes of the thinking at the beginning of an earlier answer is not compared:
-        templates open it for generation, and leave it out, or empty, once something follows. A conversation
-        keeps it as it was.
+        The thinking that a template writes at the beginning of an earlier answer is not compared: templates
+        open it for generation, and drop or empty it once something follows. A conversation keeps it
+        unchanged.
 
-        Raises ValueError for a template that does not tell the model of the tools, or that is not
-        append-only: it writes what came before in another way once something follows.
+        Raises:
+            ValueError: The template does not show the tools to the model, or is not append-only: it renders
+                earlier messages differently once others follow.
         """
         opened = self._opened
         refuse_silent_template(names_of(list(self._tools or ())), opened)
@@ -160,7 +166,7 @@ class TurnTemplate:
             expected = opened
             for messages in turns:
                 chat += [{"role": "assistant", "content": _ANSWER}, *messages]
-                # Grow the text as a conversation does: append each turn, and render nothing twice.
+                # Extend the text as a conversation does: append each turn, and render nothing twice.
                 expected += _ANSWER + self._after(messages)
             found = rendered_chat(self._tokenizer, chat, for_generation=True, tools=self._tools)
             if _without_opened_thinking(found) != _without_opened_thinking(expected):
@@ -174,16 +180,16 @@ class TurnTemplate:
         tokens = [self._tokenizer.tokenize(text[parting : parting + 80])[:8] for text in (expected, found)]
 
         return (
-            f"the chat template is not append-only: after {expected[max(0, parting - 30) : parting]!r} a "
-            f"conversation that grew has "
-            f"the tokens {tokens[0]}, and the template writes {tokens[1]} for the whole. Use a template "
+            f"the chat template is not append-only: after {expected[max(0, parting - 30) : parting]!r} an "
+            f"extended conversation has "
+            f"the tokens {tokens[0]}, but the template writes {tokens[1]} for the whole. Use a template "
             f"that renders a message in the "
             "same way whatever follows it"
         )
 
 
 def _without_opened_thinking(chat: str) -> str:
-    """Leaves out thinking that the template opens or closes in front of each answer."""
+    """Remove thinking that the template opens or closes before each answer."""
     return re.sub(rf"<think>\s*(?:</think>\s*)?(?={_ANSWER})", "", chat)
 
 
@@ -193,12 +199,12 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Returns the special token with which the chat template closes an answer, or None if it writes none
-    behind it."""
+    """Return the special token with which the chat template ends an answer, or None if it writes none after
+    it."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         rendered = rendered_chat(tokenizer, chat, for_generation=False)
-    except ValueError:  # a template may refuse so short a chat
+    except ValueError:  # a template may refuse such a short chat
         return None
 
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -209,9 +215,10 @@ def closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def refuse_silent_template(names: Sequence[str], rendered: str) -> None:
-    """Of tools that a model is told of, or calls. Raises ValueError where the template has left one out."""
+    """Check that all tools that are shown to the model, or called, are rendered. Raises ValueError
+    otherwise."""
     if unsaid := [name for name in names if name not in rendered]:
         raise ValueError(
-            f"the chat template leaves out {unsaid[0]!r}: it knows no tools; use the template of a model "
-            f"that calls some"
+            f"the chat template leaves out {unsaid[0]!r}: it does not support tools; use the template of a "
+            f"model that does"
         )

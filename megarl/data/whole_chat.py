@@ -1,8 +1,7 @@
-"""A chat of a data set as token ids, where everything that its messages say is told to the model, or the chat
-is refused.
+"""Renders the chats of a data set to token ids, and refuses a chat if the template leaves out any of its
+content.
 
-Chat templates leave out what they do not know, such as `reasoning_content` or `function_call`, without an
-error.
+Chat templates silently ignore fields that they do not know, such as `reasoning_content` or `function_call`.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from megarl.data.tool_columns import names_of
 _THINK = "<think>"
 _END_THINK = "</think>"
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-# an answer may write these, special or not
+# Special or not, an answer may contain these.
 _OWN_TAGS = frozenset({_THINK, _END_THINK, "<tool_call>", "</tool_call>"})
-# fields that no model is told of
+# Fields that are never shown to a model.
 _NOT_SAID = frozenset({"role", "weight", "id", "index", "tool_call_id", "type"})
 
 
@@ -40,13 +39,16 @@ def render_whole(
     for_generation: bool,
     tools: Tools = None,
 ) -> list[int]:
-    """Renders a chat of a data set, as `render_chat`.
+    """Render a chat of a data set, see `render_chat`.
 
-    Raises ValueError where the tokens do not hold the text, unless `lossy` allows it; where the template
-    leaves out a field of a message, or the text of a system, user or tool message; and where an answer spells
-    a token that begins or ends turns. What an earlier answer keeps of its content is the template's to say.
+    An earlier answer may lose parts of its content, as the template decides.
+
+    Raises:
+        ValueError: The tokens do not represent the text, unless `lossy` allows it; the template leaves out a
+            field of a message, or the text of a system, user or tool message; or an answer contains a token
+            that begins or ends turns.
     """
-    # An answer that spells such a token would change where its turn ends.
+    # An answer that contains such a token would change where its turn ends.
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             _refuse_turn_tokens(tokenizer, index, message)
@@ -57,7 +59,7 @@ def render_whole(
         raise ValueError(problem)
 
     for index, message in enumerate(messages):
-        # Every text of the message has to be rendered, except what a template may drop.
+        # Every text of the message must be rendered, except what a template may drop.
         written = text
         if message["role"] == "assistant":
             message = {key: value for key, value in message.items() if key not in ("content", "tool_calls")}
@@ -73,32 +75,35 @@ def render_whole(
 def refuse_unsaid_answer(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], prompt: str, answer: str
 ) -> None:
-    """Raises ValueError where the rendered answer lacks a text of the last message, or makes thinking of its
-    content.
+    """Check that the rendered answer contains all texts of the last message, and that none of its content is
+    rendered as thinking.
 
     Args:
-        prompt: The rendered chat, opened for the answer. It may open the answer's thinking.
-        answer: What is rendered behind it.
+        prompt: The rendered chat up to the start of the answer. It may open the answer's thinking.
+        answer: The rendered text after it.
+
+    Raises:
+        ValueError: A check fails.
     """
     index = len(messages) - 1
     message = messages[-1]
-    # A template may open the thinking in the prompt, and then the answer lacks the tag.
+    # A template may open the thinking in the prompt; the answer then lacks the tag.
     opened = _THINK if prompt.rstrip().endswith(_THINK) else ""
     _refuse_unsaid(tokenizer, index, message, opened + answer)
     thought, end, _ = message["content"].partition(_END_THINK)
 
     if end and _THINK not in thought and f"{_THINK}{_squeezed(thought)}{_END_THINK}" in _squeezed(answer):
         raise ValueError(
-            f"message {index}: the chat template takes what stands before {_END_THINK!r} in its content for "
+            f"message {index}: the chat template treats the text before {_END_THINK!r} in its content as "
             f"thinking ({_short(thought)}), "
-            f"though no {_THINK!r} begins it; write both tags where it is thinking, and spell the tag in "
-            f"another way where it is not"
+            f"although no {_THINK!r} begins it; write both tags if it is thinking, or write the tag "
+            f"differently if it is not"
         )
 
 
 def spelled_special(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Returns a special token that a message of another role than the assistant's spells, and that is
-    therefore written with a blank."""
+    """Return a special token in a message that is not the assistant's, which is therefore escaped with a
+    space, or None."""
     return spelled(
         tokenizer,
         (text for message in messages if message["role"] != "assistant" for _, text in _said(message)),
@@ -106,8 +111,8 @@ def spelled_special(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
 
 
 def rendering_identity(tokenizer: PreTrainedTokenizerBase, tokens: Fingerprint) -> tuple[str | None, str]:
-    """Returns the `tokens` and the `chat_time` of a RowIdentity. Tokens of a template that reads the clock do
-    not tell rows apart."""
+    """Return `tokens` and `chat_time` of a RowIdentity. If the template reads the clock, tokens do not
+    identify rows."""
     return None if reads_clock(tokenizer) else tokens.hex(), chat_time(tokenizer).isoformat()
 
 
@@ -116,19 +121,19 @@ def _refuse_turn_tokens(tokenizer: PreTrainedTokenizerBase, index: int, message:
         for token in _turn_tokens(tokenizer):
             if token in text:
                 raise ValueError(
-                    f"message {index}: its {key} spells {token!r}, with which the chat template begins or "
+                    f"message {index}: its {key} contains {token!r}, with which the chat template begins or "
                     f"ends a turn, so the answer would "
-                    f"end there or forge another; remove it, or write it apart: {escaped(tokenizer, token)!r}"
+                    f"end there or forge another; remove it, or escape it: {escaped(tokenizer, token)!r}"
                 )
 
 
 @lru_cache(maxsize=16)
 def _turn_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Returns the special tokens that the template writes around an answer, and those that end, begin or pad
-    texts."""
+    """Return the special tokens that the template writes around an answer, and the begin, end and pad
+    tokens."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
     ids = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
-    with suppress(ValueError):  # a template may refuse so short a chat
+    with suppress(ValueError):  # a template may refuse such a short chat
         ids |= set(encode_rendered(tokenizer, rendered_chat(tokenizer, chat, for_generation=False)))
     special = {
         number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -146,10 +151,10 @@ def _turn_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 def _refuse_unsaid(
     tokenizer: PreTrainedTokenizerBase, index: int, message: Mapping[str, Any], rendered: str
 ) -> None:
-    """Each text has a place of its own in the rendered one, the longest first."""
+    """Match each text, longest first, with its own place in the rendered text."""
     left = _squeezed(rendered)
     for key, text in sorted(_said(message), key=lambda said: -len(said[1])):
-        # templates write calls and results as JSON
+        # Templates write calls and results as JSON.
         forms = (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1])
         found = next((form for form in map(_squeezed, forms) if form in left), None)
         if found is None:
@@ -168,14 +173,14 @@ def _hint(tokenizer: PreTrainedTokenizerBase, key: str) -> str:
         return "write it as tool_calls"
     if key == "content":
         return "use a template that writes it"
-    # Templates name the field for reasoning differently: find the name that this one reads.
+    # Templates use different names for the reasoning field, so find the one that this template reads.
     known = [name for name in _REASONING if name != key and re.search(rf"[.'\"]{name}\b", source)]
     if key in _REASONING and known:
         return f"rename the field to {known[0]!r}, which the template reads"
 
     if key in _REASONING:
         return (
-            "put it into content as the model is to write it, use a template that writes it, or remove "
+            "put it into content as the model should write it, use a template that writes it, or remove "
             "the field"
         )
 
@@ -183,8 +188,8 @@ def _hint(tokenizer: PreTrainedTokenizerBase, key: str) -> str:
 
 
 def _said(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the texts of a message that a model should read, each with the name of its field. Blank ones say
-    nothing."""
+    """Yield the texts of a message that a model should read, each with the name of its field. Blank texts are
+    skipped."""
     for key, value in message.items():
         if key == "tool_calls" and message["role"] == "assistant":
             yield from ((key, name) for name in names_of(value))
@@ -203,7 +208,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _squeezed(text: str) -> str:
-    """Without blanks and line breaks, which templates trim and add."""
+    """Return the text without whitespace, which templates trim and add."""
     return "".join(text.split())
 
 

@@ -249,7 +249,7 @@ MISTAKES: dict[str, Mistake] = {
         "fix chat_template.jinja", prepare=text("policy/chat_template.jinja", "{{ 1 + 'a' }}")
     ),
     "a template without an end": Mistake(
-        "the chat template is not valid", prepare=text("policy/chat_template.jinja", "{% if %}")
+        "the chat template is invalid", prepare=text("policy/chat_template.jinja", "{% if %}")
     ),
     "an end token that is no number": Mistake(
         "eos_token_id is 'x'", prepare=fields("generation_config.json", eos_token_id="x")
@@ -271,7 +271,7 @@ MISTAKES: dict[str, Mistake] = {
         "expected role and content as strings", prepare=rows({"prompt": [{"from": "human", "value": "1"}]})
     ),
     "an assistant's last word": Mistake(
-        "end the prompt with what is to be answered",
+        "end the prompt with the message to be answered",
         prepare=rows({"prompt": [*LOOK["prompt"], {"role": "assistant", "content": "2"}]}),
     ),
     "text that cannot be written": Mistake(

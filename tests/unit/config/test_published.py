@@ -69,7 +69,9 @@ def test_a_name_that_is_none_of_theirs_is_refused(
 ) -> None:
     """It might be one of a hub's, of which none is asked here."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=f"there is no '{path}' here, and the hub does not give it"):
+    with pytest.raises(
+        ConfigError, match=f"'{path}' does not exist locally, and the hub does not provide it"
+    ):
         load_checked_anywhere(PPOConfig, run, [f"model.path={path}"])
 
 

@@ -170,10 +170,10 @@ def splits(folder):
         (text("a.jsonl", ""), "a.jsonl: the file has no rows"),
         (
             text("a.csv", "prompt,answer\na,5\nb,6,7\n"),
-            "a.csv, row 1: has 3 values, and the file has 2 columns .*double quotes",
+            "a.csv, row 1: has 3 values, but the file has 2 columns .*quote texts",
         ),
-        (text("a.csv", 'prompt,answer\n"a,5\n'), "a.csv, line 3 or near it: is not CSV in UTF-8"),
-        (text("a.csv", b"prompt\n\xff\n"), "a.csv, line . or near it: is not CSV in UTF-8"),
+        (text("a.csv", 'prompt,answer\n"a,5\n'), "a.csv, line 3 or near it: not CSV in UTF-8"),
+        (text("a.csv", b"prompt\n\xff\n"), "a.csv, line . or near it: not CSV in UTF-8"),
         (text("a.csv", "prompt,prompt\na,b\n"), "a.csv, line 1: the name 'prompt' stands there 2 times"),
         (
             text("a.csv", "prompt;answer\na;b\n"),
@@ -182,7 +182,7 @@ def splits(folder):
         (text("a.csv", "prompt\n"), "a.csv: the file has no rows"),
         (
             text("README.md", "# Data\n"),
-            r"README.md: is no data file; its name must end in .parquet, .jsonl, .json, .csv",
+            r"README.md: not a data file; its name must end in .parquet, .jsonl, .json, .csv",
         ),
         (
             saved({"_data_files": [{"filename": "../elsewhere.arrow"}]}),
@@ -190,12 +190,12 @@ def splits(folder):
         ),
         (
             saved({"_data_files": [{"filename": "absent.arrow"}]}),
-            "absent.arrow: is no Arrow file as `datasets` writes them",
+            "absent.arrow: not an Arrow file written by `datasets`",
         ),
         (saved([]), "state.json: is list, expected an object"),
         (
             splits,
-            r"dict: holds the splits \['train', 'test'\]; name the folder of one of them, such as "
+            r"dict: contains the splits \['train', 'test'\]; name the folder of one of them, such as "
             r"'.*dict/train'",
         ),
     ],
@@ -213,7 +213,7 @@ def test_a_column_that_is_named_must_be_there(tmp_path):
         PromptDataset([file], tokenizer, DataConfig(columns=PromptColumnsConfig(extra_info="info")))
 
     with pytest.raises(
-        DataError, match="column 'answer' is missing; .*data.columns says which columns are read"
+        DataError, match="column 'answer' is missing; .*data.columns sets which columns are read"
     ):
         PromptDataset([file], tokenizer, DataConfig(columns=PromptColumnsConfig(ground_truth="answer")))
 
@@ -244,7 +244,7 @@ def test_text_that_is_lost_may_be_allowed(tmp_path):
 
     with pytest.raises(
         DataError,
-        match=r"row 0, column 'prompt': the tokenizer loses text: it cannot write '\u00e9', and the model",
+        match=r"row 0, column 'prompt': the tokenizer loses text: it cannot encode '\u00e9', and the model",
     ):
         PromptDataset([file], tokenizer, DataConfig())
 

@@ -129,7 +129,7 @@ def test_a_model_is_fetched_once_and_its_weights_for_a_run_alone(hub: str) -> No
     checked, said, problems = with_hub_inputs(config("maker/tiny"), fetch=False)
     assert problems == []
     assert Hub.asked.count("model.safetensors") == 0
-    assert said == ["model.path: maker/tiny is on the hub; `megarl train` fetches its weights"]
+    assert said == ["model.path: maker/tiny is on the hub; `megarl train` downloads its weights"]
     assert (Path(checked.model.path) / "config.json").read_bytes() == b"{}"
     run, _, problems = with_hub_inputs(config("maker/tiny"), fetch=True)
     assert problems == []
@@ -149,17 +149,17 @@ def test_the_only_file_of_a_data_set_is_taken_and_several_must_be_named(hub: str
     assert found.data.train_files[0] == "own.parquet"
     assert Path(found.data.train_files[1]).read_text() == '{"prompt": "1"}\n'
     (problem,) = with_hub_inputs(config("model", "maker/many"), fetch=True).problems
-    assert re.search(
-        "has 2 files of data, of which those to read must be named: .*a.jsonl, .*b.parq", problem
-    )
+    assert re.search("has 2 data files; name the ones to read: .*a.jsonl, .*b.parq", problem)
 
 
 def test_every_name_that_the_hub_does_not_give_is_one_line_with_how_to_download_it(
     hub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent, several = with_hub_inputs(config("maker/absent", "maker/many"), fetch=True).problems
-    assert absent.startswith("model.path: there is no 'maker/absent' here, and the hub does not give it (")
-    assert several.startswith("data.train_files: maker/many of the hub has 2 files")
+    assert absent.startswith(
+        "model.path: 'maker/absent' does not exist locally, and the hub does not provide it ("
+    )
+    assert several.startswith("data.train_files: maker/many on the hub has 2 data files")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     model, data = with_hub_inputs(config("maker/tiny", "maker/one"), fetch=True).problems
     assert "(hf download maker/tiny --local-dir DIR), and set model.path to DIR" in model
@@ -197,4 +197,7 @@ def test_commands_know_its_models_and_data(run: str, capsys: pytest.CaptureFixtu
     assert main(["init", "mine", "--model", "maker/policy", "--device", "cpu"]) == 0
     assert main(["check", "--fast", "mine/run.yaml"]) == 0
     assert main(["generate", "maker/absent", "1"]) == 2
-    assert "MODEL: there is no 'maker/absent' here, and the hub does not give it" in capsys.readouterr().err
+    assert (
+        "MODEL: 'maker/absent' does not exist locally, and the hub does not provide it"
+        in capsys.readouterr().err
+    )

@@ -117,7 +117,7 @@ def test_a_state_of_another_version_is_refused() -> None:
     del state["parts"]
 
     with pytest.raises(
-        ValueError, match="the checkpoint does not say parts; it is damaged or of another version"
+        ValueError, match="the checkpoint does not contain parts; it is damaged or from another version"
     ):
         loader.load_state_dict(state)
 
@@ -170,7 +170,7 @@ def test_the_order_of_a_mix_by_hand_and_its_refusals():
             Numbers(5), 8, shuffle=False, seed=0, parts=parts_of(["a", "b"], [1, 1], ["a"] * 2 + ["b"] * 3)
         ).load_state_dict(mix.state_dict())
 
-    with pytest.raises(DataError, match="b: no row is left of it"):
+    with pytest.raises(DataError, match="b: none of its rows is left"):
         parts_of(["a", "b"], [1, 1], ["a"])
 
 
@@ -184,7 +184,7 @@ def test_the_same_rows_may_become_other_tokens(caplog):
     assert caplog.text == ""
     BatchLoader(Numbers(8, tokens="now"), 2, shuffle=True, seed=0).load_state_dict(state)
     assert (
-        "they become other tokens: the tokenizer, its chat template or transformers has changed since"
+        "their tokens differ: the tokenizer, its chat template or transformers has changed since"
         in caplog.text
     )
 
@@ -211,6 +211,6 @@ def test_a_checkpoint_that_knows_rows_by_their_tokens_is_resumed(caplog):
     dated = BatchLoader(Numbers(8, tokens=None), 2, shuffle=True, seed=0)
     dated.load_state_dict(state)
     assert take(dated, 2) == expected
-    assert "whether the data files are the same cannot be compared" in caplog.text
+    assert "whether the data files are the same cannot be verified" in caplog.text
     with pytest.raises(ValueError, match="num_rows=8, this run has 9"):
         BatchLoader(Numbers(9, tokens=None), 2, shuffle=True, seed=0).load_state_dict(state)

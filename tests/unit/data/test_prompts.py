@@ -87,7 +87,7 @@ def test_overlong_prompts_are_filtered_and_counted_and_never_cut(tmp_path, token
         ),
         (
             prompt_row("How many?"),
-            r"row 0, column 'prompt': the tokenizer loses text: it cannot write .*data.lossy=allow",
+            r"row 0, column 'prompt': the tokenizer loses text: it cannot encode .*data.lossy=allow",
         ),
         (
             prompt_row() | {"prompt": [{"role": "user", "content": 5}]},

@@ -90,7 +90,7 @@ def test_an_answer_of_weight_zero_is_not_trained(tmp_path, tokenizer):
     assert spelt(tokenizer, of(1, 0, 1)).count("[b<|end|>]") == 2
     assert spelt(tokenizer, of(1, 0, 1)).count("b<|end|>") == 3
     assert spelt(tokenizer, of(1, None, 0)).count("b<|end|>") == 2  # nothing behind the last that is trained
-    with pytest.raises(DataError, match="a weight of 0, and not all of them"):
+    with pytest.raises(DataError, match="a weight of 0, but at least one must"):
         of(0, 0)
     with pytest.raises(DataError, match=r"has the weight 0.5, expected 1 .trained, as without one. or 0"):
         of(0.5)
@@ -111,7 +111,7 @@ def test_turns_are_trained_as_they_were_written_whatever_the_template_makes_of_t
         == "[t+b<|end|>]\n<|start|>user\nc<|end|>\n<|start|>assistant\n[+d<|end|>]"
     )
     assert [example.is_as_rendered for example in examples] == [False, False, True]
-    assert "2 of 3 chats would be rendered otherwise as a whole" in caplog.text
+    assert "2 of 3 chats would be rendered differently as a whole" in caplog.text
 
 
 def price_chat(arguments, **more):
@@ -152,7 +152,7 @@ def test_calls_are_trained_and_what_the_tools_say_is_not(tmp_path, arguments, to
         (
             {"item": None, "of": "x"},
             [PRICE],
-            "arguments of a tool holds null, as this format fills in what other rows have",
+            "arguments of a tool contains null, because this format adds fields of other rows",
         ),
         (
             {"item": "xy"},
@@ -175,7 +175,7 @@ def test_tools_and_calls_of_another_form_are_refused(tmp_path, arguments, tools,
 def test_a_template_that_knows_no_tools_is_refused(tmp_path, more):
     silent = character_tokenizer(TEMPLATE.replace("message.role == 'tool'", "false"))
     with pytest.raises(
-        DataError, match="row 0, column 'messages': the chat template leaves out 'price': it knows no tools"
+        DataError, match="row 0, column 'messages': the chat template leaves out 'price': it does not support tools"
     ):
         dataset(tmp_path, [price_chat({"item": "xy"}, **more)], silent)
 
@@ -187,7 +187,7 @@ def test_a_template_that_does_not_close_an_earlier_answer_is_refused(tmp_path):
     )
     with pytest.raises(
         DataError,
-        match=r"does not write an earlier answer followed at once by the end token .*; it writes ' <|end|>",
+        match=r"does not write the end token .* immediately after an earlier answer.*; it writes ' <|end|>",
     ):
         dataset(tmp_path, [{"messages": TWO_TURNS}], blank)
 
@@ -223,6 +223,6 @@ def test_a_template_that_rewrites_the_prompt_is_refused(tmp_path):
 def test_an_answer_without_the_end_token_is_refused(tmp_path):
     other_end = character_tokenizer(eos_token="<|pad|>")
     with pytest.raises(
-        DataError, match=r"does not hold the end token '<\|pad\|>', so the model would not learn to stop"
+        DataError, match=r"does not contain the end token '<\|pad\|>', so the model would not learn to stop"
     ):
         dataset(tmp_path, [chat("2 + 3", "5")], other_end)

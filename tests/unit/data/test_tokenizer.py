@@ -37,7 +37,7 @@ def test_missing_parts_are_named(tmp_path):
 
 
 def test_a_template_that_refuses_says_why(tokenizer):
-    with pytest.raises(ValueError, match=r"refuses messages of the roles \['tool'\]: no tools here"):
+    with pytest.raises(ValueError, match=r"refuses messages with the roles \['tool'\]: no tools here"):
         render_chat(tokenizer, [{"role": "tool", "content": "x"}], for_generation=True)
 
 

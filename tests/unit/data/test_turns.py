@@ -187,14 +187,14 @@ def test_a_change_behind_the_thinking_is_still_one() -> None:
             CHATML.replace("{{ message.content }}\n</tool", "{{ message.content if loop.last }}\n</tool"),
             "not append-only",
         ),
-        (CHATML.replace(_TOLD, ""), "leaves out 'price': it knows no tools"),
+        (CHATML.replace(_TOLD, ""), "leaves out 'price': it does not support tools"),
         (
             CHATML.replace("{{ message.content }}<|im_end|>", "{{ message.content }} <|im_end|>"),
-            "followed at once by the end token",
+            "immediately after an earlier answer",
         ),
         (
             "{{ raise_exception('too many') if messages | length > 3 }}" + CHATML,
-            "refuses messages of the roles",
+            "refuses messages with the roles",
         ),
     ],
 )

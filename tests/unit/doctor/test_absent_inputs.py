@@ -112,7 +112,7 @@ def test_a_data_set_on_a_hub_does_not_hide_a_file_that_is_missing(laptop: str) -
         PPOConfig, laptop, ["data.train_files=[maker/rows, far/away.parquet]"]
     ).absent
     assert [line for line in found if line.startswith("data.train_files: ")] == [
-        "data.train_files: maker/rows is on the hub; `megarl train` fetches it",
+        "data.train_files: maker/rows is on the hub; `megarl train` downloads it",
         *(line for line in found if "there is no file 'far/away.parquet'" in line),
     ]
     assert any("far/away.parquet" in line for line in found)

@@ -56,7 +56,7 @@ def test_rows_that_spell_special_tokens_are_said(config: PPOConfig, tmp_path: Pa
         (Status.ok, "b.parquet"),
         (Status.warning, "b.parquet"),
     ]
-    assert "1 of 2 rows spell special tokens such as '<|end|>'" in results[2].message
+    assert "1 of 2 rows contain special tokens such as '<|end|>'" in results[2].message
 
 
 GAME = """
