@@ -1,7 +1,7 @@
-"""`manifest.json` of a role's folder in a checkpoint: what its distributed checkpoint holds, with a checksum
-of each item.
+"""The manifest (`manifest.json`) of a role's folder in a checkpoint: the contents of its distributed
+checkpoint, with a checksum of each item.
 
-It is written last, and compared before anything is loaded: Megatron believes what it reads.
+It is written last, and verified before anything is loaded, because Megatron does not check what it reads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from megarl.machine.files import write_whole
 from megarl.models.tensor_table import Head
 
 MANIFEST_FILE = "manifest.json"
-# config, tokenizer and chat template of the role's model; beside the roles: all of the policy
+# Config, tokenizer and chat template of the role's model. The folder of this name next to the roles contains
+# the complete policy.
 HUGGING_FACE_FOLDER = "huggingface"
 FORMAT = 1
 WHOLE_FILES = (METADATA_FILE, BACKEND_FILE, COMMON_FILE)
@@ -40,7 +41,7 @@ _NUM_THREADS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Of the ranks that wrote the folder; it can be loaded in any other."""
+    """The layout of the ranks that wrote the folder. It can be loaded in any other layout."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
@@ -53,8 +54,12 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What the folder says of its model. dtype: of the weights, such as bfloat16. step: None where the model
-    is not of a run."""
+    """The folder's description of its model.
+
+    Attributes:
+        dtype: The dtype of the weights, such as bfloat16.
+        step: None if the model was not saved by a run.
+    """
 
     head: Head
     dtype: str
@@ -64,23 +69,26 @@ class Description:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleManifest:
-    """`entries`: "tensors", "objects" and "files" as they stand in the JSON, each item with its checksum."""
+    """The contents of a manifest. `entries` are "tensors", "objects" and "files" as in the JSON, each item
+    with its checksum."""
 
     description: Description
     entries: dict[str, Any]
 
 
 def item_name(item: StoredItem) -> str:
-    """The name of an item's checksum: files that are one item have their own name."""
+    """Return the name of an item's checksum. Files that are a single item use their own name."""
     return f"{item.file}@{item.position}"
 
 
 def item_checksums(folder: str | Path, files: Collection[str]) -> dict[str, str]:
-    """name -> xxh3_64 as hex digits, of every item that lies in `files` (names in the folder, of a complete
+    """Return name -> xxh3_64 in hex of every item in `files` (file names in the folder of a complete
     checkpoint).
 
-    Ranks share the work by files. The names are unique over all files. Raises CheckpointError where a file is
-    missing or too short.
+    Ranks divide the work by files. The names are unique over all files.
+
+    Raises:
+        CheckpointError: A file is missing or too short.
     """
     folder = Path(folder)
     index = read_index(folder)
@@ -113,17 +121,20 @@ def _checksum(folder: Path, item: StoredItem) -> str:
 
 
 def write_manifest(folder: str | Path, description: Description, checksums: Mapping[str, str]) -> None:
-    """`checksums`: those of all files of the folder. Raises CheckpointError that names an item without
-    one."""
+    """Write the manifest of a folder. `checksums` must cover all of its files.
+
+    Raises:
+        CheckpointError: Names an item without a checksum.
+    """
     folder = Path(folder)
     index = read_index(folder)
 
     def checksum(name: str) -> str:
         if name not in checksums:
-            raise CheckpointError(f"{folder}: no checksum was made of {name}")
+            raise CheckpointError(f"{folder}: no checksum was computed for {name}")
         return checksums[name]
 
-    # Give each chunk, object and whole file the checksum that its writer took.
+    # Add the checksum that its writer computed to each chunk, object and whole file.
     content = {"format": FORMAT, **asdict(description), **_entries(index)}
     for tensor in content["tensors"].values():
         for chunk in tensor["chunks"]:
@@ -133,12 +144,12 @@ def write_manifest(folder: str | Path, description: Description, checksums: Mapp
         entry["checksum"] = checksum(f"{entry['file']}@{entry['position']}")
     for name, entry in content["files"].items():
         entry["checksum"] = checksum(name)
-    # The manifest is written last: a folder without one is not a complete checkpoint.
+    # Write the manifest last: a folder without one is not a complete checkpoint.
     write_whole(folder / MANIFEST_FILE, json.dumps(content) + "\n")
 
 
 def _entries(index: TorchDistIndex) -> dict[str, Any]:
-    """What the manifest says without checksums, of what `.metadata` says."""
+    """Return the contents of the manifest that follow from `.metadata`, without checksums."""
 
     def place(item: StoredItem) -> dict[str, Any]:
         return {"file": item.file, "position": item.position, "nbytes": item.nbytes}
@@ -165,8 +176,8 @@ def _entries(index: TorchDistIndex) -> dict[str, Any]:
 
 
 def read_manifest(folder: str | Path) -> RoleManifest:
-    """Raises CheckpointError where it is missing (the folder is not complete), damaged, or of another
-    format."""
+    """Read a manifest. Raises CheckpointError if it is missing (the folder is incomplete), damaged, or in
+    another format."""
     path = Path(folder) / MANIFEST_FILE
     try:
         content = json.loads(path.read_text())
@@ -188,20 +199,23 @@ def read_manifest(folder: str | Path) -> RoleManifest:
 
 
 def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
-    """Proves that the folder is what was written; the items' bytes are shared out: this rank takes part
-    `part[0]` of `part[1]`.
+    """Verify that the folder is unchanged since it was written.
 
-    Raises CheckpointError, one line, that names file and tensor: a file missing, truncated or swapped, a
-    changed bit, a pickle that names something that is not data.
+    Args:
+        part: (index, count): the part of the items' bytes that this rank verifies, and the number of parts.
+
+    Raises:
+        CheckpointError: Names the file and tensor in one line. A file is missing, truncated or swapped, a bit
+            has changed, or a pickle references something that is not data.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    # The index files come first: they say where all items lie, and are small enough for every rank to check.
+    # Check the index files first: they locate all items, and are small enough for every rank to check.
     _check_whole_files(folder, manifest)
     refuse_code(folder / COMMON_FILE)
     index = read_index(folder)
     _check_entries(folder, _entries(index), manifest.entries)
-    # Only the items' bytes are shared out among the ranks; they are nearly all of the work.
+    # Divide only the bytes of the items among the ranks; they are nearly all of the work.
     mine = _share(
         sorted(_expected_items(manifest), key=lambda each: (each.item.file, each.item.position)), *part
     )
@@ -215,7 +229,7 @@ def check_folder(folder: str | Path, part: tuple[int, int] = (0, 1)) -> None:
                 "what was written (its checksum differs); use another checkpoint"
             )
 
-    # Objects are pickles, which Megatron will load, so no rank may meet one that runs code.
+    # Objects are pickles that Megatron will load, so none may contain code.
     for key, item in index.objects.items():
         with open_item(folder, item) as opened:
             refuse_code(opened, f"{folder / item.file}: {key}")
@@ -234,7 +248,7 @@ def _check_whole_files(folder: Path, manifest: RoleManifest) -> None:
 
 
 def _check_entries(folder: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """`.metadata` and the manifest say the same."""
+    """Check that `.metadata` and the manifest agree."""
 
     def without_checksums(entry: Any) -> Any:
         if isinstance(entry, dict):
@@ -267,13 +281,13 @@ def _expected_items(manifest: RoleManifest) -> Iterable[_ExpectedItem]:
 
 
 def _share(items: Sequence[_ExpectedItem], number: int, num_parts: int) -> list[_ExpectedItem]:
-    """Neighbours, about as many bytes in each part."""
+    """Return one of `num_parts` contiguous parts of the items, with about equal numbers of bytes."""
     total = sum(each.item.nbytes for each in items)
     mine = []
     before = 0
 
     for each in items:
-        # An item belongs to the part in whose share of the bytes it begins, so each falls to one part.
+        # An item belongs to the part in which its first byte lies, so each belongs to exactly one.
         if before * num_parts // max(total, 1) == number:
             mine.append(each)
         before += each.item.nbytes

@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: whole ones, `latest`, and what is being written or removed, which no
-reader takes for one.
+"""The folder of a run's checkpoints: complete checkpoints, `latest`, and checkpoints being written or
+removed, whose names no reader accepts.
 
 latest                     step_00000020
-best.json                  which one is the best by a metric of validation, where the run keeps one
+best.json                  the best checkpoint by a validation metric, if the run keeps one
 step_00000010/  step_00000020/
 .step_00000030.partial/    being written
 .step_00000000.removed/    being removed
@@ -33,7 +33,7 @@ _LEFTOVER = re.compile(r"\.step_\d{8,}\.(partial|removed)|\.(latest|best\.json)\
 
 
 class BestCheckpoint(NamedTuple):
-    """step: of the checkpoint. value: of `metric`, of the validation after that step."""
+    """The best checkpoint: `value` is the value of `metric` in the validation after `step`."""
 
     step: int
     metric: str
@@ -41,24 +41,25 @@ class BestCheckpoint(NamedTuple):
 
 
 class CheckpointFolder:
-    """Of one run, which alone writes there."""
+    """The checkpoint folder of one run, which is its only writer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def whole(self) -> list[Path]:
-        """The complete checkpoints, oldest step first. A folder appears under its name only when all of it is
-        there."""
+        """Return the complete checkpoints, oldest step first. A folder gets its final name only when it is
+        complete."""
         found = {
             int(match[1]): path for path, match in self._named(_STEP) if (path / DESCRIPTION_FILE).is_file()
         }
         return [found[step] for step in sorted(found)]
 
     def latest(self) -> Path | None:
-        """The checkpoint that was committed last; None where there never was one.
+        """Return the checkpoint that was committed last; None if there never was one.
 
-        Raises CheckpointError where `latest` names one that is not there: an older one is never taken in its
-        place.
+        Raises:
+            CheckpointError: `latest` names a checkpoint that does not exist. An older one is never used
+                instead.
         """
         pointer = self.path / LATEST_FILE
         if not pointer.is_file():  # killed between the first checkpoint's last two renames
@@ -66,17 +67,17 @@ class CheckpointFolder:
         return self._named_by(pointer, lambda: pointer.read_bytes().decode(errors="backslashreplace").strip())
 
     def _named_by(self, pointer: Path, read: Callable[[], str]) -> Path:
-        """The run may, since the name was read, have written another and removed that checkpoint:
-        then it is read again."""
+        """Return the checkpoint that a pointer file names. The name is read again if the run may have
+        replaced the checkpoint in the meantime."""
         name = read()
         while not (_STEP.fullmatch(name) and (self.path / name / DESCRIPTION_FILE).is_file()):
             before = name
             name = read()
             if name == before:
-                # The name has not changed since the last read, so no running process has replaced it.
+                # The name has not changed since the last read, so no running process is replacing it.
                 others = ", ".join(path.name for path in self.whole()) or "none"
                 raise CheckpointError(
-                    f"{pointer}: names {name!r}, which is not a whole checkpoint in {self.path}; whole "
+                    f"{pointer}: names {name!r}, which is not a complete checkpoint in {self.path}; complete "
                     f"ones: {others}; "
                     "give the folder of one of them (a run resumes from it with checkpoint.resume=PATH)"
                 )
@@ -84,12 +85,12 @@ class CheckpointFolder:
         return self.path / name
 
     def prepare(self) -> None:
-        """Makes the folder, and removes what a run that was killed has left half written or half removed.
-        Raises CheckpointError."""
+        """Create the folder, and remove partially written or removed checkpoints of a killed run. Raises
+        CheckpointError."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.remove_leftovers()
-            # A write is tried now, because the first save may be hours away.
+            # Try a write now, because the first save may be hours away.
             write_whole(self.path / ".writable", "")
             (self.path / ".writable").unlink()
         except OSError as error:
@@ -99,7 +100,7 @@ class CheckpointFolder:
             ) from error
 
     def remove_leftovers(self) -> None:
-        """What is half written or half removed, while nobody writes. Raises OSError."""
+        """Remove partially written or removed checkpoints, while nothing is being written. Raises OSError."""
         for path, _ in self._named(_LEFTOVER):
             if path.is_dir():
                 shutil.rmtree(path)
@@ -107,8 +108,8 @@ class CheckpointFolder:
                 path.unlink()
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write the checkpoint of `step` into. Raises OSError, also where the folder that
-        `prepare` made is gone."""
+        """Create an empty folder for the checkpoint of `step`. Raises OSError, also if the folder that
+        `prepare` created no longer exists."""
         partial = self._partial(step)
         if partial.exists():
             shutil.rmtree(partial)
@@ -117,12 +118,14 @@ class CheckpointFolder:
         return partial
 
     def seal(self, step: int, description: dict[str, Any]) -> int:
-        """The last file of what was begun, and all of it to the disk; its size in bytes.
+        """Write the last file of a checkpoint that was begun, sync all of it to disk, and return its size in
+        bytes.
 
-        `description` gets the size and checksum of each file outside the folders of `description["roles"]`.
+        The size and checksum of each file outside the folders of `description["roles"]` are added to
+        `description`.
         """
         partial = self._partial(step)
-        # The role folders have manifests of their own, with the checksums of their items.
+        # Role folders have their own manifests, with the checksums of their items.
         outside = [
             path for path in _files(partial) if path.relative_to(partial).parts[0] not in description["roles"]
         ]
@@ -131,19 +134,19 @@ class CheckpointFolder:
             partial / DESCRIPTION_FILE,
             json.dumps({"format": FORMAT, "step": step, **description, "files": files}, indent=2) + "\n",
         )
-        # Everything must be on the disk before the rename makes it a checkpoint.
+        # Everything must be on disk before the rename makes it a checkpoint.
         sync_tree(partial)
 
         return sum(path.stat().st_size for path in _files(partial))
 
     def commit(self, step: int) -> Path:
-        """What was sealed becomes the latest checkpoint."""
+        """Make a sealed checkpoint the latest one."""
         final = self.path / step_name(step)
 
-        # of a future that was given up when the run went back to an earlier step; `latest` is before it
+        # A later step from before the run resumed from an earlier one is obsolete; `latest` precedes it.
         if final.exists():
             self.remove(final)
-        # The name must be on the disk before `latest` names it.
+        # The renamed folder must be on disk before `latest` names it.
         os.rename(self._partial(step), final)
         sync_folder(self.path)
         self.point_at(final)
@@ -154,7 +157,7 @@ class CheckpointFolder:
         write_whole(self.path / LATEST_FILE, checkpoint.name + "\n")
 
     def point_at_best(self, best: BestCheckpoint | None) -> None:
-        """`best.json`, with the folder's name; it is removed where there is no best one, or not here."""
+        """Write `best.json`, with the folder's name, or remove it if there is no best checkpoint here."""
         path = self.path / BEST_FILE
         if best is None or self.path / step_name(best.step) not in self.whole():
             path.unlink(missing_ok=True)
@@ -164,8 +167,8 @@ class CheckpointFolder:
             )
 
     def best(self) -> Path | None:
-        """The checkpoint that `best.json` names; None where there is no such file. Raises CheckpointError for
-        one that names none."""
+        """Return the checkpoint that `best.json` names; None if there is no such file. Raises CheckpointError
+        if it names none."""
         pointer = self.path / BEST_FILE
         if not pointer.is_file():
             return None
@@ -181,19 +184,22 @@ class CheckpointFolder:
         return self._named_by(pointer, read)
 
     def remove_old(self, keep: int, best: BestCheckpoint | None = None) -> None:
-        """All but `latest`, the `keep` - 1 newest before it, and the best; `keep` 0 keeps every one. Those of
-        later steps are of a future given up. Raises CheckpointError where there is none, though one was
-        committed."""
+        """Remove all checkpoints except `latest`, the `keep` - 1 newest before it, and the best one. `keep` 0
+        keeps all of these.
+
+        Checkpoints after `latest` are obsolete and always removed. Raises CheckpointError if no checkpoint
+        exists although one was committed.
+        """
         latest = self.latest()
         whole = self.whole()
 
-        if latest not in whole:  # the folder may go away between the two
+        if latest not in whole:  # the folder may be deleted between the two calls
             raise CheckpointError(
-                f"{latest or self.path / LATEST_FILE}: is no longer there; put back what was removed"
+                f"{latest or self.path / LATEST_FILE}: no longer exists; restore what was removed"
             )
 
         position = whole.index(latest)
-        # Checkpoints after `latest` are never kept, not even where `keep` is 0.
+        # Checkpoints after `latest` are never kept, not even with `keep` 0.
         stay = whole[: position + 1] if keep == 0 else whole[max(0, position + 1 - keep) : position + 1]
 
         for path in whole:
@@ -201,8 +207,8 @@ class CheckpointFolder:
                 self.remove(path)
 
     def remove(self, checkpoint: Path) -> None:
-        """Its name goes first, so that a kill leaves no checkpoint with files missing. Refuses what this
-        class did not write."""
+        """Remove a checkpoint. It is renamed first, so that a kill leaves no incomplete checkpoint. Folders
+        that this class did not write are refused."""
         read_description(checkpoint)
         removed = self.path / f".{checkpoint.name}.removed"
         if removed.exists():
@@ -211,8 +217,8 @@ class CheckpointFolder:
         shutil.rmtree(removed)
 
     def abandon(self, step: int) -> None:
-        """Of a save that failed; a rank may still be writing, and then the next run's `prepare` removes the
-        rest."""
+        """Remove the files of a failed save. A rank may still be writing; the next run's `prepare` then
+        removes the rest."""
         shutil.rmtree(self._partial(step), ignore_errors=True)
 
     def _partial(self, step: int) -> Path:
@@ -231,8 +237,8 @@ def step_name(step: int) -> str:
 
 
 def read_description(checkpoint: Path) -> dict[str, Any]:
-    """`checkpoint.json`, with `step`, `roles` and `files` (see `seal`). Raises CheckpointError where it is
-    not there, or not what this version writes."""
+    """Read `checkpoint.json`, with `step`, `roles` and `files` (see `seal`). Raises CheckpointError if it
+    does not exist, or is not in the format of this version."""
     path = checkpoint / DESCRIPTION_FILE
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
@@ -241,9 +247,9 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
             f"{path}: cannot be read ({error.strerror}); {checkpoint} is not a checkpoint of a run"
         ) from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: is not JSON ({error}); the checkpoint is damaged") from error
+        raise CheckpointError(f"{path}: not JSON ({error}); the checkpoint is damaged") from error
 
-    # The format is compared before the fields, which another version may lay out differently.
+    # Compare the format before the fields, which another version may define differently.
     if not isinstance(description, dict) or description.get("format") != FORMAT:
         found = description.get("format") if isinstance(description, dict) else description
         raise CheckpointError(
@@ -256,19 +262,19 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
 
 
 def _problem(description: dict[str, Any]) -> str | None:
-    """What is missing in a description, or of another kind than `seal` writes."""
+    """Return what is missing or invalid in a description, or None."""
     step, roles, files = (description.get(key) for key in ("step", "roles", "files"))
     if type(step) is not int:
-        return f"step is {step!r}, not a whole number"
+        return f"step is {step!r}, not an integer"
     if not isinstance(roles, list) or not roles or not all(_is_name(role) for role in roles):
-        return f"roles is {roles!r}, not a list of folders' names"
+        return f"roles is {roles!r}, not a list of folder names"
     if not isinstance(files, dict):
         return f"files is {files!r}, not a mapping of files"
 
     for name, expected in files.items():
-        # A damaged description must not make the check read files outside the checkpoint.
+        # A damaged description must not make the check read files outside of the checkpoint.
         if not all(_is_name(part) for part in name.split("/")):
-            return f"files names {name!r}, which is not in the checkpoint's folder"
+            return f"files contains {name!r}, which is not in the checkpoint's folder"
         if (
             not isinstance(expected, dict)
             or type(expected.get("nbytes")) is not int
@@ -280,30 +286,31 @@ def _problem(description: dict[str, Any]) -> str | None:
 
 
 def _is_name(part: object) -> bool:
-    """Of a file or folder, in the folder that it is looked for in."""
+    """Return whether a value is the plain name of a file or folder."""
     return isinstance(part, str) and part not in ("", ".", "..") and "/" not in part and "\0" not in part
 
 
 def check_files(checkpoint: Path) -> dict[str, Any]:
-    """The description of a checkpoint whose files outside the roles' folders are as they were written, and
-    which is of the step that its folder names.
+    """Check that the files outside of the role folders are unchanged, and that the step matches the name of
+    the folder. Returns the description of the checkpoint.
 
-    Raises CheckpointError that names the first that is not.
+    Raises:
+        CheckpointError: Names the first file that is not.
     """
     description = read_description(checkpoint)
-    # A folder that was renamed says no step to compare with.
+    # The name of a renamed folder contains no step to compare with.
     if (named := _STEP.fullmatch(checkpoint.name)) and int(named[1]) != description["step"]:
         raise CheckpointError(
-            f"{checkpoint / DESCRIPTION_FILE}: is of step {description['step']}, and its folder of step "
-            f"{int(named[1])}: one was put into "
-            "the place of the other; give the folder its own name back, or use another checkpoint"
+            f"{checkpoint / DESCRIPTION_FILE}: contains step {description['step']}, but its folder is named "
+            f"after step {int(named[1])}: "
+            "checkpoints were swapped; restore the folder's own name, or use another checkpoint"
         )
 
     for name, expected in description["files"].items():
         path = checkpoint / name
         if not path.is_file():
             raise CheckpointError(f"{path}: is missing; the checkpoint is damaged")
-        # The size is compared before the checksum, which reads the whole file.
+        # Compare the size before the checksum, which reads the whole file.
         if path.stat().st_size != expected["nbytes"]:
             raise CheckpointError(
                 f"{path}: has {path.stat().st_size} bytes instead of {expected['nbytes']}; the checkpoint "
@@ -322,7 +329,7 @@ def check_files(checkpoint: Path) -> dict[str, Any]:
 
 
 def file_checksum(path: Path) -> str:
-    """xxh3_64 of the whole file, in hex."""
+    """Return the xxh3_64 of the whole file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 

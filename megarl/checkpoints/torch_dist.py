@@ -1,8 +1,8 @@
-"""Megatron's distributed checkpoint (torch_dist) as plain files: what lies where, read without a process
-group, and its pickles not run.
+"""Reads Megatron's distributed checkpoint (torch_dist) as plain files, without a process group and without
+running its pickles.
 
-A folder holds `.metadata` (which chunk of which tensor, or which object, lies at which bytes of which file),
-`__<rank>_<n>.distcp` (items back to back, each written by torch.save), `common.pt` and `metadata.json`.
+A folder contains `.metadata` (the file and byte range of every tensor chunk and object),
+`__<rank>_<n>.distcp` (concatenated items, each written by torch.save), `common.pt` and `metadata.json`.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ _CLASSES = (
         torch.serialization._get_layout,
     ),
 )
-# What the pickle `.metadata` may name, all of which holds data and does nothing.
+# Names that the pickle `.metadata` may reference. All of them contain data and run no code.
 _METADATA_NAMES: dict[str, Any] = {f"{known.__module__}.{known.__name__}": known for known in _CLASSES} | {
-    "pathlib._local.PosixPath": PosixPath,  # of newer Pythons
-    # of Megatron-Core 0.15
+    "pathlib._local.PosixPath": PosixPath,  # of newer Python versions
+    # Classes of Megatron-Core 0.15.
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": metadata.Metadata,
     "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan": planner.SavePlan,
 }
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Raises CheckpointError, with `source`, for a name that is not on the list."""
+    """An unpickler that raises CheckpointError, with `source`, for a name that is not on the list."""
 
     def __init__(self, data: bytes, source: str) -> None:
         super().__init__(io.BytesIO(data))
@@ -107,7 +107,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredItem:
-    """What one torch.save wrote: bytes [position, position + nbytes) of `file`, a name in the folder."""
+    """An item written by one torch.save: bytes [position, position + nbytes) of `file`, a name in the
+    folder."""
 
     file: str
     position: int
@@ -116,7 +117,7 @@ class StoredItem:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredChunk(StoredItem):
-    """The slice of a tensor that begins at `offsets` and has `shape`, whole in one item."""
+    """A slice of a tensor, beginning at `offsets` with `shape`, stored as a single item."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -128,7 +129,7 @@ class StoredChunk(StoredItem):
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedTensor:
-    """A tensor in chunks that hold each of its elements once."""
+    """A tensor in chunks that contain each of its elements once."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -141,14 +142,15 @@ class DistributedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchDistIndex:
-    """objects: what is no tensor, such as the RNG states (`rng_state/shard_0.1_2.2`)."""
+    """The contents of a checkpoint. `objects` are not tensors, such as the RNG states
+    (`rng_state/shard_0.1_2.2`)."""
 
     folder: Path
     tensors: dict[str, DistributedTensor]
     objects: dict[str, StoredItem]
 
     def items(self) -> Iterable[tuple[str, StoredItem]]:
-        """(key, item) of every chunk and object."""
+        """Yield (key, item) of every chunk and object."""
         for key, tensor in self.tensors.items():
             yield from ((key, chunk) for chunk in tensor.chunks)
         yield from self.objects.items()
@@ -159,10 +161,11 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def read_index(folder: str | Path) -> TorchDistIndex:
-    """Reads `.metadata` and proves that each tensor's chunks tile it and that each item lies inside a file of
-    the folder.
+    """Read `.metadata`, and verify that the chunks of each tensor tile it and that each item lies inside a
+    file of the folder.
 
-    Raises CheckpointError that names file and tensor.
+    Raises:
+        CheckpointError: Names the file and tensor.
     """
     folder = Path(folder)
     _check_backend(folder)
@@ -173,7 +176,7 @@ def read_index(folder: str | Path) -> TorchDistIndex:
     objects = {}
 
     for key, entry in stored.state_dict_metadata.items():
-        # The chunks of a tensor must tile it; an object only needs a place.
+        # The chunks of a tensor must tile it; an object only needs a location.
         if isinstance(entry, metadata.TensorStorageMetadata):
             chunks = tuple(_chunk(folder, key, chunk, items) for chunk in entry.chunks)
             tensors[key] = DistributedTensor(
@@ -183,14 +186,12 @@ def read_index(folder: str | Path) -> TorchDistIndex:
                 fault := chunks_fault(tensors[key].shape, [chunk.tensor_slice for chunk in chunks])
             ) is not None:
                 raise CheckpointError(
-                    f"{folder / METADATA_FILE}: the chunks of {key} do not make it once: {fault}"
+                    f"{folder / METADATA_FILE}: the chunks of {key} do not cover it exactly once: {fault}"
                 )
         else:
             item = items.get(metadata.MetadataIndex(key))
             if item is None:
-                raise CheckpointError(
-                    f"{folder / METADATA_FILE}: lists {key} and does not say where it is stored"
-                )
+                raise CheckpointError(f"{folder / METADATA_FILE}: lists {key} without its location")
             objects[key] = item
 
     return TorchDistIndex(folder=folder, tensors=tensors, objects=objects)
@@ -202,19 +203,19 @@ def _check_backend(folder: Path) -> None:
         written = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path}: the file is missing: {folder} is not a whole Megatron checkpoint (torch_dist)"
+            f"{path}: the file is missing: {folder} is not a complete Megatron checkpoint (torch_dist)"
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from error
 
-    # Megatron's other backends lay out their files differently.
+    # Megatron's other backends store their files differently.
     if not isinstance(written, dict) or written.get("sharded_backend") != "torch_dist":
-        raise CheckpointError(f"{path}: says {written!r}; only Megatron's format torch_dist is read")
+        raise CheckpointError(f"{path}: contains {written!r}; only Megatron's format torch_dist is supported")
 
 
 def _read_metadata(path: Path) -> metadata.Metadata:
     if not path.is_file():
-        raise CheckpointError(f"{path}: the file is missing, so what the other files hold is not known")
+        raise CheckpointError(f"{path}: the file is missing, so the contents of the other files are unknown")
     try:
         stored = _MetadataUnpickler(path.read_bytes(), str(path)).load()
     except PICKLE_DAMAGE as error:
@@ -222,7 +223,7 @@ def _read_metadata(path: Path) -> metadata.Metadata:
             f"{path}: damaged, its pickle cannot be read: {type(error).__name__}: {error}"
         ) from error
 
-    # The pickle may hold any listed class in any place, so the types are checked before they are used.
+    # The pickle may contain any listed class anywhere, so check the types before they are used.
     storage = getattr(stored, "storage_data", None)
     entries = getattr(stored, "state_dict_metadata", None)
     kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
@@ -251,13 +252,13 @@ def _check_files(folder: Path, items: Sequence[tuple[str, StoredItem]]) -> None:
     for key, item in items:
         if item.file not in sizes:
             path = folder / item.file
-            # A name with a path in it would lead out of the folder.
+            # A name that contains a path would lead out of the folder.
             if path.parent != folder or not path.is_file():
-                raise CheckpointError(f"{path}: the file is missing; it holds {key}")
+                raise CheckpointError(f"{path}: the file is missing; it contains {key}")
             sizes[item.file] = path.stat().st_size
         if item.position < 0 or item.position + item.nbytes > sizes[item.file]:
             raise CheckpointError(
-                f"{folder / item.file}: truncated: it has {sizes[item.file]} bytes, and {key} lies at "
+                f"{folder / item.file}: truncated: it has {sizes[item.file]} bytes, but {key} is at bytes "
                 f"{item.position} to {item.position + item.nbytes}"
             )
 
@@ -271,8 +272,8 @@ def _chunk(
     item = items.get(metadata.MetadataIndex(key, chunk.offsets))
     if item is None:
         raise CheckpointError(
-            f"{folder / METADATA_FILE}: does not say where the chunk of {key} at {tuple(chunk.offsets)} is "
-            f"stored"
+            f"{folder / METADATA_FILE}: does not contain the location of the chunk of {key} at "
+            f"{tuple(chunk.offsets)}"
         )
 
     return StoredChunk(
@@ -285,8 +286,8 @@ def _chunk(
 
 
 def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | None:
-    """As `tiling_fault`, for thousands of slices: those that begin and end alike along the first dimension
-    are one group (a layer)."""
+    """Check a tiling like `tiling_fault`, but fast for thousands of slices: those with the same extent along
+    the first dimension form one group (a layer)."""
     if not prod(shape):
         return None
     groups: dict[tuple[int, int], list[TensorSlice]] = defaultdict(list)
@@ -294,7 +295,7 @@ def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | N
     # Group the slices by their extent along the first dimension.
     for tensor_slice in slices:
         if len(tensor_slice.starts) != len(shape):
-            return f"{tensor_slice} has another number of dimensions than {tuple(shape)}"
+            return f"{tensor_slice} has a different number of dimensions than {tuple(shape)}"
         if shape:
             groups[tensor_slice.starts[0], tensor_slice.stops[0]].append(
                 TensorSlice(tensor_slice.starts[1:], tensor_slice.stops[1:])
@@ -311,7 +312,7 @@ def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | N
         return f"along the first dimension: {fault}"
     if len(shape) == 1:
         return next(
-            (f"[{span[0]}:{span[1]}] comes twice" for span, inner in groups.items() if len(inner) > 1), None
+            (f"[{span[0]}:{span[1]}] occurs twice" for span, inner in groups.items() if len(inner) > 1), None
         )
 
     # Each group must tile the remaining dimensions.
@@ -323,11 +324,12 @@ def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | N
 
 
 def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Tensor:
-    """The chunk of tensor `key`, in its shape: a view of a private memory map, so only what is touched is
+    """Return a chunk of tensor `key` as a view of a private memory map, so that only accessed elements are
     read.
 
-    Raises CheckpointError where the item is not that tensor: damaged, of another shape or dtype, or with code
-    in its pickle.
+    Raises:
+        CheckpointError: The item is not that tensor: it is damaged, has another shape or dtype, or its pickle
+            contains code.
     """
     source = f"{index.folder / chunk.file}: {key} at {chunk.offsets}"
     with open_item(index.folder, chunk) as item:
@@ -335,15 +337,15 @@ def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Ten
     if stored is None:
         raise CheckpointError(f"{source}: the item is not a contiguous tensor")
 
-    # The item describes itself, so swapped files show even where their sizes agree.
+    # The item describes itself, so swapped files are detected even if their sizes agree.
     if (stored.shape, stored.dtype) != (chunk.shape, index.tensors[key].dtype):
         raise CheckpointError(
-            f"{source}: the item has shape {stored.shape} and {stored.dtype}, and {METADATA_FILE} says "
+            f"{source}: the item has shape {stored.shape} and {stored.dtype}, but {METADATA_FILE} specifies "
             f"{chunk.shape} and "
             f"{index.tensors[key].dtype}: files were swapped or changed"
         )
 
-    # A map past the end of the item would read the elements of its neighbour.
+    # A map past the end of the item would read elements of the next one.
     if stored.end > chunk.nbytes:
         raise CheckpointError(
             f"{source}: the item has {chunk.nbytes} bytes, fewer than {stored.shape} of {stored.dtype} need"
@@ -353,8 +355,8 @@ def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Ten
 
 
 def check_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> None:
-    """Raises CheckpointError where its bytes are not those that torch.save wrote, by the CRC-32 it took of
-    them (it may take none)."""
+    """Raise CheckpointError if the bytes of a chunk do not match the CRC-32 that torch.save computed, if
+    any."""
     source = str(index.folder / chunk.file)
     name = f"{key} at {chunk.offsets}"
 
@@ -364,7 +366,7 @@ def check_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> None:
 
 
 def open_item(folder: Path, item: StoredItem) -> FilePart:
-    """Raises CheckpointError where the file cannot be opened."""
+    """Open an item for reading. Raises CheckpointError if the file cannot be opened."""
     path = folder / item.file
     try:
         return FilePart(path, item.position, item.nbytes)

@@ -1,5 +1,5 @@
-"""Writes a distributed checkpoint (torch_dist): the items of a rank, each by torch.save, and the files that
-say where all of them lie."""
+"""Writes a distributed checkpoint (torch_dist): the items of a rank, each with torch.save, and the files that
+locate all of them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,20 @@ from megarl.checkpoints.torch_dist import COMMON_FILE, METADATA_FILE, StoredChun
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import write_whole
 
-# bytes; torch aligns a tensor within its item alike, so that it can be used where it lies in the file
+# In bytes. torch uses the same alignment for a tensor within its item, so that it can be memory-mapped.
 _ALIGNMENT = 64
-_PART_BYTES = 2**20  # goes through checksum and file while it is in a core's cache
+_PART_BYTES = 2**20  # small enough to stay in a core's cache while it is hashed and written
 
 
 @dataclass(frozen=True, kw_only=True)
 class ItemToWrite:
-    """To be written. data: a tensor that owns its memory; offsets: its place in the whole tensor, which has
-    `shape`. Else an object."""
+    """An item to write.
+
+    Attributes:
+        data: A tensor that owns its memory, or an object.
+        shape: The shape of the whole tensor.
+        offsets: The position of `data` in the whole tensor.
+    """
 
     key: str
     data: Any
@@ -48,8 +53,12 @@ class ItemToWrite:
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenItem:
-    """stored: a StoredChunk of a tensor of `shape` and `dtype`, or an object's StoredItem. checksum: xxh3_64
-    of its bytes."""
+    """An item that was written.
+
+    Attributes:
+        stored: A StoredChunk of a tensor of `shape` and `dtype`, or an object's StoredItem.
+        checksum: xxh3_64 of its bytes.
+    """
 
     key: str
     stored: StoredItem
@@ -59,7 +68,7 @@ class WrittenItem:
 
 
 class _HashedFile(io.RawIOBase):
-    """Passes bytes on to a file and hashes them."""
+    """Writes bytes to a file and hashes them."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -81,13 +90,14 @@ class _HashedFile(io.RawIOBase):
 
 
 def write_items(path: Path, items: Iterable[ItemToWrite], report: Callable[[WrittenItem], None]) -> None:
-    """Makes a file of the items, back to back, and has it on the disk. An item is asked for when the one
-    before it is written.
+    """Write the items to a file, one after another, and sync it to disk. Each item is requested when the
+    previous one has been written.
 
-    Raises OSError with the file's name.
+    Raises:
+        OSError: Contains the file's name.
     """
     try:
-        with path.open("wb", buffering=_PART_BYTES // 16) as file:  # a part passes the buffer by
+        with path.open("wb", buffering=_PART_BYTES // 16) as file:  # parts bypass the smaller buffer
             for item in items:
                 report(_write_item(file, path.name, item))
             file.flush()
@@ -101,7 +111,7 @@ def _write_item(file: BinaryIO, name: str, item: ItemToWrite) -> WrittenItem:
     file.write(bytes(-file.tell() % _ALIGNMENT))
     position = file.tell()
     hashed = _HashedFile(file)
-    torch.save(item.data, hashed)  # type: ignore[arg-type]  # it writes to it, and no more
+    torch.save(item.data, hashed)  # type: ignore[arg-type]  # torch only needs `write`
     place: dict[str, Any] = {"file": name, "position": position, "nbytes": hashed.nbytes}
     checksum = hashed.hash.hexdigest()
     if not isinstance(item.data, Tensor):
@@ -112,8 +122,12 @@ def _write_item(file: BinaryIO, name: str, item: ItemToWrite) -> WrittenItem:
 
 
 def write_index(folder: Path, items: Sequence[WrittenItem], common: dict[str, Any]) -> None:
-    """`.metadata` and `common.pt` of the items of all ranks. Raises OSError; CheckpointError where they are
-    not whole tensors."""
+    """Write `.metadata` and `common.pt` for the items of all ranks.
+
+    Raises:
+        OSError: A file cannot be written.
+        CheckpointError: The items do not form complete tensors.
+    """
     buffer = io.BytesIO()
     torch.save(common, buffer)
     write_whole(folder / COMMON_FILE, buffer.getvalue())
@@ -121,8 +135,8 @@ def write_index(folder: Path, items: Sequence[WrittenItem], common: dict[str, An
 
 
 def _metadata(items: Sequence[WrittenItem]) -> Metadata:
-    """As torch.distributed.checkpoint writes it."""
-    # Collect the chunks that the ranks have written of each tensor.
+    """Return the metadata in the form of torch.distributed.checkpoint."""
+    # Collect the chunks of each tensor from all ranks.
     chunks: dict[str, list[WrittenItem]] = defaultdict(list)
     for item in items:
         chunks[item.key].append(item)
@@ -148,7 +162,7 @@ def _metadata(items: Sequence[WrittenItem]) -> Metadata:
 def _entry(key: str, items: Sequence[WrittenItem]) -> TensorStorageMetadata | BytesStorageMetadata:
     first = items[0]
     if first.dtype is None:
-        assert len(items) == 1, f"several ranks have written {key}"
+        assert len(items) == 1, f"several ranks wrote {key}"
         return BytesStorageMetadata()
 
     # All ranks must describe the same whole tensor.
@@ -158,7 +172,7 @@ def _entry(key: str, items: Sequence[WrittenItem]) -> TensorStorageMetadata | By
     chunks = [item.stored for item in items if isinstance(item.stored, StoredChunk)]
     fault = chunks_fault(first.shape, [chunk.tensor_slice for chunk in chunks])
     if fault is not None:
-        raise CheckpointError(f"the ranks have not written {key} once: {fault}")
+        raise CheckpointError(f"the ranks did not write {key} exactly once: {fault}")
 
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=first.dtype),

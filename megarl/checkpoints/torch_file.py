@@ -1,8 +1,8 @@
-"""What torch.save wrote, a file or a part of one: looked at without running it, and its elements where they
-lie.
+"""Reads files written by torch.save, or parts of files, without running them, and memory-maps their tensors.
 
-A pickle is a program. `torch.load` runs it here as `weights_only`, which makes nothing but tensors and plain
-data. What it may name is listed, because Megatron and PyTorch read the same file later.
+A pickle is a program. `torch.load` is called with `weights_only`, which creates only tensors and plain data.
+The names that a pickle may reference are restricted to a list, because Megatron and PyTorch will read the
+same file later.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch
 
 from megarl.machine.errors import CheckpointError
 
-# torch and zipfile want no more of one than the last has, though their hints do
+# torch and zipfile only use the methods of the last type, although their type hints require more.
 ReadableFile = Path | IO[bytes] | io.RawIOBase
 _CRC_BYTES = 2**20  # read at a time
-# What can go wrong in a damaged file. MemoryError: a length that was made huge.
+# Exceptions raised for damaged files. MemoryError: a length that was made huge.
 PICKLE_DAMAGE = (
     pickle.UnpicklingError,
     EOFError,
@@ -62,7 +62,7 @@ _MEGATRON_ENUMS = {
         "PositionEmbeddingType",
     ),
 }
-# Beside those that PyTorch takes for safe.
+# Allowed names in addition to those that PyTorch considers safe.
 DATA_NAMES = frozenset(
     {
         f"builtins.{name}"
@@ -95,7 +95,8 @@ DATA_NAMES = frozenset(
 
 
 class Inert:
-    """What stands for an object of a class that is not called: its attributes, where the pickle sets some."""
+    """A placeholder for an object of a class that is not called. It has the attributes that the pickle
+    sets."""
 
     def __new__(cls, *arguments: Any) -> Inert:  # not __init__, which a pickle may leave out
         return super().__new__(cls)
@@ -106,7 +107,7 @@ class Inert:
 
 
 class FilePart(io.RawIOBase):
-    """Bytes [start, start + nbytes) of a file, as a file to read from. Raises OSError."""
+    """Bytes [start, start + nbytes) of a file as a readable file. Raises OSError."""
 
     def __init__(self, path: Path, start: int, nbytes: int) -> None:
         self._start = start
@@ -125,14 +126,14 @@ class FilePart(io.RawIOBase):
             offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
         )
         if self._position < 0:
-            raise OSError("a place before the beginning of the file")
+            raise OSError("a position before the beginning of the file")
         return self._position
 
     def tell(self) -> int:
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        # `preadv` moves no file offset, and the cut keeps the read inside the part.
+        # `preadv` does not move the file offset. The slice keeps the read inside the part.
         wanted = memoryview(buffer)[: max(self._nbytes - self._position, 0)]
         count = os.preadv(self._descriptor, [wanted], self._start + self._position) if wanted else 0
         self._position += count
@@ -163,10 +164,16 @@ def _damage_named(source: str) -> Iterator[None]:
 
 
 def refuse_code(file: ReadableFile, source: str = "") -> set[str]:
-    """Raises CheckpointError, with `source` or the path, where the pickle names something that is not data,
-    or is damaged.
+    """Refuse a pickle that references something other than data, or is damaged.
 
-    Returns what it names of `DATA_NAMES`.
+    Args:
+        source: The name in errors; default: the path.
+
+    Returns:
+        The names of `DATA_NAMES` that it references.
+
+    Raises:
+        CheckpointError: The pickle is refused.
     """
     source = source or str(file)
     with _damage_named(source):
@@ -179,33 +186,34 @@ def refuse_code(file: ReadableFile, source: str = "") -> set[str]:
 
 def refusal(source: str, name: str) -> str:
     return (
-        f"{source}: its pickle names {name}, which is not on the list of what a checkpoint may hold, so it "
-        f"is not loaded; "
+        f"{source}: its pickle names {name}, which is not on the list of names allowed in a checkpoint, so "
+        f"it is not loaded; "
         "it may be code that runs on loading"
     )
 
 
 def read_outline(file: ReadableFile, source: str) -> Any:
-    """What the file holds, its tensors without elements (on the device `meta`). Objects of listed classes are
+    """Read a file with its tensors on the device `meta`, without elements. Objects of listed classes are
     `Inert`.
 
-    Raises CheckpointError, with `source`, as `refuse_code`.
+    Raises:
+        CheckpointError: Contains `source`, see `refuse_code`.
     """
     with _damage_named(source):
         try:
             return torch.load(file, map_location="meta", weights_only=True)  # type: ignore[arg-type]
-        except pickle.UnpicklingError as error:  # its words advise to run what is in the file
+        except pickle.UnpicklingError as error:  # its message recommends running the file
             if not isinstance(file, Path):
                 file.seek(0)
             refuse_code(file, source)
             raise CheckpointError(
-                f"{source}: damaged, its pickle holds something else than tensors and plain data"
+                f"{source}: damaged, its pickle contains something other than tensors and plain data"
             ) from error
 
 
 def read_outline_with_objects(path: Path) -> Any:
-    """As `read_outline`, of a file in which there may be objects of listed classes: they are `Inert`. Not for
-    several threads at once."""
+    """Read a file like `read_outline`, also with objects of listed classes, which become `Inert`. This is not
+    thread-safe."""
     names = refuse_code(path)
     with torch.serialization.safe_globals([(Inert, name) for name in names]):
         return read_outline(path, str(path))
@@ -213,8 +221,7 @@ def read_outline_with_objects(path: Path) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A contiguous tensor whose elements lie in a file that torch.save wrote, the first at the byte
-    `position`."""
+    """A contiguous tensor in a file written by torch.save, beginning at the byte `position`."""
 
     position: int
     shape: tuple[int, ...]
@@ -226,7 +233,8 @@ class StoredTensor:
 
 
 def stored_tensor(value: object) -> StoredTensor | None:
-    """Where the elements of a tensor of an outline lie; None where `value` is no contiguous tensor."""
+    """Return where the elements of an outline's tensor are stored; None if `value` is not a contiguous
+    tensor."""
     if (
         not isinstance(value, torch.Tensor)
         or value.layout != torch.strided
@@ -235,7 +243,7 @@ def stored_tensor(value: object) -> StoredTensor | None:
     ):
         return None
 
-    # torch notes here where the bytes lie, when it loads to the device `meta`.
+    # torch records the position of the bytes here when it loads to the device `meta`.
     start = value.untyped_storage()._checkpoint_offset
     if start is None:
         return None
@@ -247,14 +255,15 @@ def stored_tensor(value: object) -> StoredTensor | None:
 
 
 def check_stored(file: ReadableFile, source: str, tensors: Mapping[str, StoredTensor]) -> None:
-    """Each tensor lies in one entry of the zip, whose bytes have the CRC-32 that torch.save took of them (it
-    may take none).
+    """Check that each tensor lies within one entry of the zip file and matches the CRC-32 that torch.save
+    computed, if any. Each entry is read once.
 
-    Raises CheckpointError that names the tensor. An entry is read once.
+    Raises:
+        CheckpointError: Names the tensor.
     """
     with _damage_named(source), zipfile.ZipFile(file) as archive:
         assert archive.fp is not None
-        # Sorted by where they begin, the entry that holds a position is found by bisection.
+        # With entries sorted by position, a bisection finds the one that contains a tensor.
         entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
         headers = [entry.header_offset for entry in entries]
         read = set()
@@ -265,13 +274,13 @@ def check_stored(file: ReadableFile, source: str, tensors: Mapping[str, StoredTe
             entry = entries[bisect_right(headers, tensor.position) - 1]
             start = _entry_start(archive.fp, entry)
             if (
-                # Only an entry that is not compressed can be mapped where it lies.
+                # Only an uncompressed entry can be memory-mapped.
                 entry.compress_type != zipfile.ZIP_STORED
                 or tensor.position < start
                 or tensor.end > start + entry.file_size
             ):
                 raise CheckpointError(f"{source}: damaged: the bytes of {name} are not in the file")
-            # Several tensors may share an entry; torch.save writes a CRC of 0 where it took none.
+            # Several tensors may share an entry. torch.save writes a CRC of 0 if it computed none.
             if entry.CRC and entry.filename not in read and not _is_intact(archive, entry):
                 raise CheckpointError(
                     f"{source}: {name} is not what was written (its CRC-32 differs); use another checkpoint"
@@ -280,7 +289,7 @@ def check_stored(file: ReadableFile, source: str, tensors: Mapping[str, StoredTe
 
 
 def _entry_start(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
-    """Where in the file the bytes of an entry begin."""
+    """Return the position in the file at which the bytes of an entry begin."""
     file.seek(entry.header_offset + 26)  # the lengths of the name and of the padding that aligns the data
     return entry.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
 
@@ -296,17 +305,17 @@ def _is_intact(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
 
 
 def mapped(path: Path, position: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Elements where they lie in a file: no more is read than is touched. Raises CheckpointError where it
-    cannot be read."""
+    """Memory-map elements of a file, so that only accessed elements are read. Raises CheckpointError if the
+    file cannot be read."""
     count = prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)
-    # A map can only begin at a multiple of the page size, so it includes the bytes before.
+    # A map can only begin at a multiple of the page size, so it includes preceding bytes.
     before = position % mmap.ALLOCATIONGRANULARITY
 
     try:
         with path.open("rb") as file:
-            # Private, so that it counts as writable for torch, and nobody writes the file through it.
+            # A private map counts as writable for torch, but the file cannot be changed through it.
             memory = mmap.mmap(
                 file.fileno(),
                 before + count * dtype.itemsize,

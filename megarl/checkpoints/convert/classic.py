@@ -1,8 +1,8 @@
-"""Reads Megatron's classic checkpoint, a file for each tensor- and pipeline-parallel rank, as a
+"""Reads Megatron's classic checkpoint, which has one file per tensor- and pipeline-parallel rank, as a
 `ModelSource`.
 
 mp_rank_01/model_optim_rng.pt          tensor-parallel rank 1
-mp_rank_01_002/model_optim_rng.pt      ... of pipeline stage 2
+mp_rank_01_002/model_optim_rng.pt      tensor-parallel rank 1 of pipeline stage 2
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megarl.models.families import read_architecture
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight
 from megarl.weights.shard_layout import ShardLayout, held_weights, pieces, shard_shapes
 
-# the second where a distributed optimizer is in files of its own
+# The second name is used if the distributed optimizer is in separate files.
 _FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _ANY_RANK_FOLDER = "mp_rank_*"
@@ -43,20 +43,24 @@ def is_classic(folder: Path) -> bool:
 def open_classic(
     folder: Path, companions: Path, trust_remote_code: bool = False, check_contents: bool = True
 ) -> ModelSource:
-    """Nothing in the files is run. `check_contents` compares the weights with the checksums that torch.save
-    took of them, and what several ranks hold.
+    """Open a classic checkpoint. No code in the files is run.
 
-    Raises CheckpointError that names file and tensor; ConfigError.
+    Args:
+        check_contents: Compare the weights with the checksums that torch.save computed, and the copies of
+            weights that several ranks store.
+
+    Raises:
+        CheckpointError: Names the file and tensor.
+        ConfigError: The configuration in `companions` is unusable.
     """
     architecture = read_architecture(str(companions), trust_remote_code)
     if architecture.experts:
         raise CheckpointError(
-            f"{folder}: is a classic Megatron checkpoint of a model with experts, of which none is read; "
-            f"save it as torch_dist"
+            f"{folder}: classic Megatron checkpoints of MoE models are not supported; save it as torch_dist"
         )
 
     stages = _stages(folder, _rank_files(folder), architecture)
-    # With virtual stages, several of the entries lie in the same file.
+    # With virtual stages, several of the entries are in the same file.
     files = list({stage.file.path: stage.file for stage in stages}.values())
     head = _head(stages)
     found: dict[str, list[StoredPiece]] = {}
@@ -74,7 +78,7 @@ def open_classic(
                 found.setdefault(name, []).append(piece)
 
     tensors = checked_tensors(folder, architecture, head, dtypes, found)
-    # The checks read every byte, so they follow those that only need the outlines.
+    # These checks read every byte, so they follow those that only need the outlines.
     if check_contents:
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="crc") as threads:
             list(threads.map(RankFile.check, files))
@@ -96,8 +100,8 @@ def open_classic(
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """A virtual pipeline stage on one tensor-parallel rank. names: as in the tables, with global layer
-    numbers -> as in the file."""
+    """A virtual pipeline stage on one tensor-parallel rank. `names` maps names in the tables, with global
+    layer numbers, to names in the file."""
 
     file: RankFile
     chunk: int
@@ -109,25 +113,25 @@ class _Stage:
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
-    """(tensor-parallel rank, pipeline stage) -> file. All that there must be."""
+    """Return (tensor-parallel rank, pipeline stage) -> file, after checking that none is missing."""
     paths: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob(_ANY_RANK_FOLDER)):
         match = _RANK_FOLDER.fullmatch(path.name)
         if match is None:
             raise CheckpointError(
-                f"{path}: is not the folder of a rank such as mp_rank_00 or mp_rank_00_001; experts are not "
-                f"read"
+                f"{path}: not the folder of a rank such as mp_rank_00 or mp_rank_00_001; checkpoints of MoE "
+                f"models are not supported"
             )
         rank = int(match[1]), int(match[2] or 0)
         if rank in paths:
             raise CheckpointError(
-                f"{path}: is of the same rank as {paths[rank].parent}: the files are of different checkpoints"
+                f"{path}: same rank as {paths[rank].parent}: the files are from different checkpoints"
             )
         paths[rank] = next(
             (path / name for name in _FILE_NAMES if (path / name).is_file()), path / _FILE_NAMES[0]
         )
 
-    # The highest ranks found give the sizes; every combination below them must have a file.
+    # The highest ranks found determine the sizes; every combination below them must have a file.
     sizes = [max(rank[axis] for rank in paths) + 1 for axis in (0, 1)]
     wanted = {(tensor, stage): folder for tensor in range(sizes[0]) for stage in range(sizes[1])}
     has_stages = any(path.parent.name.count("_") > 2 for path in paths.values())
@@ -150,40 +154,40 @@ def _folder_name(tensor: int, stage: int, has_stages: bool) -> str:
 
 
 def _check_sizes(folder: Path, files: Mapping[tuple[int, int], RankFile], sizes: Sequence[int]) -> None:
-    """The files are of one save, and are all of it, as far as they say so."""
+    """Check that the files belong to the same save and are complete, using the sizes that they record."""
     first = next(iter(files.values()))
     written = [
         first.arguments.get(name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     ]
 
-    # Compare the folders that are there with the parallel sizes that the first file records.
+    # Compare the folders that exist with the parallel sizes that the first file records.
     for said, size in zip(written, sizes, strict=True):
         if said is not None and said != size:
             tensor, stage = (
                 value if isinstance(value, int) else size for value, size in zip(written, sizes, strict=True)
             )
             raise CheckpointError(
-                f"{folder}: has the files of {sizes[0]} tensor-parallel ranks x {sizes[1]} stages, and "
-                f"{first.path.parent.name} says that "
-                f"it was one of {tensor} x {stage}: files are missing, or are of different checkpoints"
+                f"{folder}: has the files of {sizes[0]} tensor-parallel ranks x {sizes[1]} stages, but "
+                f"{first.path.parent.name} records "
+                f"{tensor} x {stage}: files are missing, or are from different checkpoints"
             )
 
     told = {
         rank: number for rank, file in files.items() if isinstance(number := file.arguments.get("rank"), int)
     }
-    # All files must be of the same iteration and have the same number of virtual stages.
+    # All files must be from the same iteration and have the same number of virtual stages.
     for (tensor, stage), file in files.items():
         if (file.iteration, len(file.chunks)) != (first.iteration, len(first.chunks)):
             raise CheckpointError(
-                f"{file.path}: is of iteration {file.iteration} with {len(file.chunks)} virtual stages, and "
-                f"{first.path} of "
-                f"{first.iteration} with {len(first.chunks)}: the files are of different checkpoints"
+                f"{file.path}: has iteration {file.iteration} and {len(file.chunks)} virtual stages, but "
+                f"{first.path} has "
+                f"{first.iteration} and {len(first.chunks)}: the files are from different checkpoints"
             )
-        # A converter writes all files with the rank of its one process; Megatron's own ranks count tensor
-        # parallelism first.
+        # A converter writes all files with the rank of its one process. In Megatron's own ranks, tensor
+        # parallelism varies fastest.
         if len(set(told.values())) == len(files) and (written_by := told[tensor, stage]) % sizes[0] != tensor:
             raise CheckpointError(
-                f"{file.path}: was written by rank {written_by}, of tensor-parallel rank "
+                f"{file.path}: was written by rank {written_by}, which is tensor-parallel rank "
                 f"{written_by % sizes[0]}: files were swapped"
             )
 
@@ -191,8 +195,8 @@ def _check_sizes(folder: Path, files: Mapping[tuple[int, int], RankFile], sizes:
 def _stages(
     folder: Path, files: Mapping[tuple[int, int], RankFile], architecture: Architecture
 ) -> list[_Stage]:
-    """In the order of the forward pass, tensor-parallel rank fastest. Layers are counted, so stages may have
-    different numbers of them."""
+    """Return the stages in the order of the forward pass, with the tensor-parallel rank varying fastest.
+    Layers are counted, so stages may have different numbers of them."""
     _check_arguments(next(iter(files.values())), architecture)
     num_ranks, num_stages = (max(rank[axis] for rank in files) + 1 for axis in (0, 1))
     num_chunks = len(files[0, 0].chunks)
@@ -200,12 +204,12 @@ def _stages(
     if (
         prefix := next((prefix for prefix in _PREFIXES if prefix + _EMBEDDING in files[0, 0].chunks[0]), None)
     ) is None:
-        raise CheckpointError(f"{files[0, 0].path}: has no {_EMBEDDING}, which the first stage holds")
+        raise CheckpointError(f"{files[0, 0].path}: has no {_EMBEDDING}, which the first stage contains")
 
     stages = []
     first_layer = 0
 
-    # Virtual stages interleave: the layers run through all pipeline stages once for each chunk.
+    # Virtual stages interleave: the layers pass through all pipeline stages once per chunk.
     for chunk, stage in ((chunk, stage) for chunk in range(num_chunks) for stage in range(num_stages)):
         count = 0
         for rank in range(num_ranks):
@@ -226,10 +230,11 @@ def _stages(
             )
         first_layer += count
 
-    # The layers are numbered within each stage, so a missing stage only shows in their sum.
+    # The layers are numbered within each stage, so a missing stage is only noticed in their sum.
     if first_layer != architecture.num_hidden_layers:
         raise CheckpointError(
-            f"{folder}: has {first_layer} layers in {num_stages * num_chunks} stages, config.json says "
+            f"{folder}: has {first_layer} layers in {num_stages * num_chunks} stages, but config.json "
+            f"specifies "
             f"{architecture.num_hidden_layers}: "
             "files are missing, or this is another model"
         )
@@ -244,7 +249,7 @@ def _padded_rows(file: RankFile, embedding: tuple[int, ...], num_ranks: int) -> 
 
 
 def _num_layers(file: RankFile, chunk: int, prefix: str) -> int:
-    """Of this stage, numbered from 0 in its file."""
+    """Return the number of layers of a stage, which are numbered from 0 in its file."""
     numbers = {
         int(match[1]) for name in file.chunks[chunk] if (match := _LAYER.fullmatch(name.removeprefix(prefix)))
     }
@@ -257,7 +262,7 @@ def _num_layers(file: RankFile, chunk: int, prefix: str) -> int:
 
 
 def _names(file: RankFile, chunk: int, prefix: str, first_layer: int) -> dict[str, str]:
-    """Norms may be named as without Transformer Engine, or as with it."""
+    """Map names in the tables to names in the file. Norms may be named with or without Transformer Engine."""
     plain = {canonical_rest(rest): rest for rest in ("input_layernorm.weight", "pre_mlp_layernorm.weight")}
     names: dict[str, str] = {}
 
@@ -280,23 +285,23 @@ def _head(stages: Sequence[_Stage]) -> Head:
 
 
 def _check_names(stage: _Stage, architecture: Architecture, head: Head) -> None:
-    """The stage has the parameters that its place makes it hold, of their shapes, and no others."""
+    """Check that a stage has exactly the parameters that belong to it, with the right shapes."""
     try:
         shapes = shard_shapes(architecture, stage.layout, head)
     except ValueError as error:
-        raise CheckpointError(f"{stage.file.path}: {error}: config.json is of another model") from error
+        raise CheckpointError(f"{stage.file.path}: {error}: config.json is from another model") from error
 
     # Compare each parameter with the shape that config.json gives it in this stage.
     records = stage.file.chunks[stage.chunk]
     for name, shape in shapes.items():
         if name not in stage.names:
             raise CheckpointError(
-                f"{stage.file.path}: {name} is missing; config.json makes it {shape} in this file"
+                f"{stage.file.path}: {name} is missing; config.json requires {shape} in this file"
             )
         found = records[stage.names[name]].shape
         if found != shape:
             raise CheckpointError(
-                f"{stage.file.path}: {name} has shape {found}, config.json makes it {shape} in this file"
+                f"{stage.file.path}: {name} has shape {found}, config.json requires {shape} in this file"
             )
 
     if extra := stage.names.keys() - shapes.keys():
@@ -318,15 +323,15 @@ def _open(stage: _Stage, weight: Weight, view: tuple[int, ...], slices: tuple[sl
 
 
 def _check_copies(stages: Sequence[_Stage], architecture: Architecture, head: Head) -> None:
-    """What several ranks hold is the same in all: norms, a value head, and the tied embedding on the last
-    stage."""
+    """Check that weights stored by several ranks are equal: norms, a value head, and the tied embedding on
+    the last stage."""
     first: dict[tuple[str, tuple[int, ...]], tuple[_Stage, Weight, torch.Tensor]] = {}
     for stage in stages:
         for weight in held_weights(architecture, stage.layout, head):
             parts = pieces(weight, stage.layout)
-            if len(parts) != 1:  # several tensors in one, which are cut, or nothing but padding
+            if len(parts) != 1:  # several tensors in one, which are sharded, or only padding
                 continue
-            # The first rank that holds a piece sets what every later one must equal.
+            # The first rank that has a piece determines what all later ones must equal.
             elements = _open(stage, weight, parts[0].shard_view, parts[0].shard.index)
             other, held, expected = first.setdefault(
                 (parts[0].hf_name, parts[0].hf.starts), (stage, weight, elements)
@@ -335,12 +340,12 @@ def _check_copies(stages: Sequence[_Stage], architecture: Architecture, head: He
                 raise CheckpointError(
                     f"{stage.file.path}: {weight.megatron_name} differs from {held.megatron_name} in "
                     f"{other.file.path}, of which it must "
-                    "be a copy: the files are of different checkpoints, or damaged"
+                    "be a copy: the files are from different checkpoints, or damaged"
                 )
 
 
 def _expected_arguments(architecture: Architecture) -> dict[str, Any]:
-    """Megatron's argument -> what it must be. Those that a file does not have are not compared."""
+    """Return Megatron's arguments and their expected values. Arguments that a file lacks are not compared."""
     return {
         "num_layers": architecture.num_hidden_layers,
         "hidden_size": architecture.hidden_size,
@@ -363,18 +368,18 @@ def _check_arguments(file: RankFile, architecture: Architecture) -> None:
     expected = _expected_arguments(architecture)
     groups = file.arguments.get("num_query_groups")
 
-    # `num_query_groups` counts only where `group_query_attention` is set or was not recorded.
+    # `num_query_groups` applies only if `group_query_attention` is set or was not recorded.
     if file.arguments.get("group_query_attention") is True or (
         groups is not None and "group_query_attention" not in file.arguments
     ):
         expected["num_query_groups"] = architecture.num_key_value_heads
 
     faults = [
-        f"{name} is {file.arguments[name]!r} and config.json makes it {value!r}"
+        f"{name} is {file.arguments[name]!r}, but config.json requires {value!r}"
         for name, value in expected.items()
         if name in file.arguments and file.arguments[name] != value
     ]
     if faults:
         raise CheckpointError(
-            f"{file.path}: its args are of another model than config.json: {'; '.join(faults)}"
+            f"{file.path}: its args are from another model than config.json: {'; '.join(faults)}"
         )

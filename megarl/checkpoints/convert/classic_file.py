@@ -1,5 +1,5 @@
-"""One rank's file of Megatron's classic checkpoint (`mp_rank_00_001/model_optim_rng.pt`): what is in it,
-without running its pickle."""
+"""Reads one rank's file of Megatron's classic checkpoint (`mp_rank_00_001/model_optim_rng.pt`) without
+running its pickle."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ from megarl.checkpoints.torch_file import (
 )
 from megarl.machine.errors import CheckpointError
 
-# of layers of Transformer Engine: scales for eight-bit training, which are no weights
+# State of Transformer Engine layers: scales for FP8 training, which are not weights.
 _EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFile:
-    """chunks: of each virtual stage, name -> tensor, with the stage's own layer numbers. arguments: of the
-    program that wrote the file, empty where it kept none."""
+    """The contents of a rank's file.
+
+    Attributes:
+        chunks: For each virtual stage, name -> tensor, with the stage's own layer numbers.
+        arguments: The arguments of the program that wrote the file; empty if they were not saved.
+    """
 
     path: Path
     chunks: tuple[Mapping[str, StoredTensor], ...]
@@ -36,22 +40,25 @@ class RankFile:
     iteration: int | None
 
     def open(self, chunk: int, name: str) -> torch.Tensor:
-        """The tensor where it lies in the file."""
+        """Return the tensor, memory-mapped from the file."""
         stored = self.chunks[chunk][name]
         return mapped(self.path, stored.position, stored.shape, stored.dtype)
 
     def check(self) -> None:
-        """Raises CheckpointError that names a tensor whose bytes are not those that torch.save wrote (by the
-        CRC-32 it took of them)."""
+        """Compare the tensors with the CRC-32 checksums that torch.save computed.
+
+        Raises:
+            CheckpointError: Names a tensor whose bytes have changed.
+        """
         for tensors in self.chunks:
             check_stored(self.path, str(self.path), tensors)
 
 
 def read_rank_file(path: Path) -> RankFile:
-    """Raises CheckpointError for what is no such file, and for code in its pickle."""
+    """Read a rank's file. Raises CheckpointError for any other file, and for code in its pickle."""
     content = read_outline_with_objects(path)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds no dictionary; it is not a Megatron checkpoint")
+        raise CheckpointError(f"{path}: contains no dictionary, so it is not a Megatron checkpoint")
     arguments = content.get("args")
     iteration = content.get("iteration")
 
@@ -64,7 +71,7 @@ def read_rank_file(path: Path) -> RankFile:
 
 
 def _model_states(path: Path, content: dict[Any, Any]) -> list[dict[Any, Any]]:
-    """One, or one for each virtual pipeline stage."""
+    """Return the model's state, or one state for each virtual pipeline stage."""
     numbered = [f"model{number}" for number in range(len(content)) if f"model{number}" in content]
     names = ["model"] if "model" in content else numbered
 
@@ -80,7 +87,7 @@ def _model_states(path: Path, content: dict[Any, Any]) -> list[dict[Any, Any]]:
             raise CheckpointError(f"{path}: {name!r} is not a dictionary of tensors")
         if "language_model" in state:
             raise CheckpointError(
-                f"{path}: was written by Megatron's models of before Megatron-Core ('language_model'); "
+                f"{path}: was written by Megatron's legacy models, before Megatron-Core ('language_model'); "
                 f"convert it with Megatron's own tools"
             )
 
@@ -93,7 +100,7 @@ def _parameters(path: Path, state: dict[Any, Any]) -> dict[str, StoredTensor]:
         if str(name).endswith(_EXTRA_STATE):
             continue
         if (stored := stored_tensor(value)) is None:
-            raise CheckpointError(f"{path}: {name} is not a contiguous tensor of ordinary numbers")
+            raise CheckpointError(f"{path}: {name} is not a contiguous tensor of a plain dtype")
         parameters[str(name)] = stored
 
     return parameters

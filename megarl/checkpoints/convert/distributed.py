@@ -1,5 +1,4 @@
-"""Reads Megatron's distributed checkpoint (torch_dist) as a `ModelSource`, in whatever layout it was
-written."""
+"""Reads Megatron's distributed checkpoint (torch_dist), written in any layout, as a `ModelSource`."""
 
 from __future__ import annotations
 
@@ -34,20 +33,20 @@ from megarl.weights.tensors import TensorSlice, range_slices
 
 _NUM_THREADS = 4
 _PREFIXES = ("", "model.", "module.")
-# Megatron names the two norms of a dense layer as Transformer Engine does, which holds them in the linear
-# layer that follows.
+# Megatron names the two norms of a dense layer like Transformer Engine, which stores them in the linear layer
+# that follows.
 _CANONICAL = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-_BEFORE_EXPERTS = "pre_mlp_layernorm.weight"  # with experts behind it that one is a layer of its own
+_BEFORE_EXPERTS = "pre_mlp_layernorm.weight"  # a separate module if experts follow
 
 
 class StoredSlice(NamedTuple):
-    """Where the checkpoint has a weight: in the tensor `key`, at `leading` of its first dimensions, whose
-    sizes are `sizes`.
+    """The location of a weight in the checkpoint: index `leading` of the first dimensions of the tensor
+    `key`, whose sizes are `sizes`.
 
-    Layers that are alike are stacked along a first dimension, and a layer's experts along the next.
+    Identical layers are stacked along a first dimension, and the experts of a layer along the next.
     """
 
     key: str
@@ -56,8 +55,7 @@ class StoredSlice(NamedTuple):
 
 
 def stored_slice(architecture: Architecture, weight: Weight) -> StoredSlice:
-    """As Megatron stores it: where some layers have experts and others not, each layer has tensors of its
-    own."""
+    """Return where Megatron stores a weight. If only some layers have experts, layers are not stacked."""
     if weight.layer is None:
         return StoredSlice(weight.megatron_name, (), ())
     return _places(architecture, weight)[
@@ -66,7 +64,7 @@ def stored_slice(architecture: Architecture, weight: Weight) -> StoredSlice:
 
 
 def _places(architecture: Architecture, weight: Weight) -> tuple[StoredSlice, StoredSlice]:
-    """With stacked layers, and with layers of their own."""
+    """Return the location with stacked layers, and the one with separate layers."""
     assert weight.layer is not None
     rest = weight.megatron_name.removeprefix(f"decoder.layers.{weight.layer}.")
     if rest != _BEFORE_EXPERTS or weight.layer not in architecture.sparse_layers:
@@ -90,7 +88,7 @@ def canonical_rest(rest: str) -> str:
 
 
 def _layout_in_words(sizes: Layout) -> str:
-    """Describe the layout that wrote a checkpoint, as `written by TP 2 x PP 1 x DP 4, EP 2`."""
+    """Describe the layout that wrote a checkpoint, such as `written by TP 2 x PP 1 x DP 4, EP 2`."""
     virtual = sizes.virtual_pipeline_parallel_size
     dimensions = [
         f"TP {sizes.tensor_parallel_size}",
@@ -108,7 +106,7 @@ def _layout_in_words(sizes: Layout) -> str:
 
 
 def _without_training_state(index: TorchDistIndex) -> dict[str, DistributedTensor]:
-    """Return the model's tensors. The optimizer's state and the random states lie among them."""
+    """Return the model's tensors, without the optimizer's state and the random states."""
     return {
         key: tensor
         for key, tensor in index.tensors.items()
@@ -119,13 +117,17 @@ def _without_training_state(index: TorchDistIndex) -> dict[str, DistributedTenso
 def open_distributed(
     folder: Path, companions: Path, trust_remote_code: bool = False, check_contents: bool = True
 ) -> ModelSource:
-    """Where the folder has our manifest `check_contents` compares checksums too. Raises CheckpointError that
-    names file and tensor."""
+    """Open a distributed checkpoint. If the folder has megarl's manifest, `check_contents` also compares
+    checksums.
+
+    Raises:
+        CheckpointError: Names the file and tensor.
+    """
     architecture = read_architecture(str(companions), trust_remote_code)
     layout = "layout not recorded"
     step = None
 
-    # Only our own checkpoints have a manifest, with checksums and the layout that wrote them.
+    # Only megarl's own checkpoints have a manifest, with checksums and the layout that wrote them.
     if (folder / MANIFEST_FILE).exists():
         if check_contents:
             check_folder(folder)
@@ -146,7 +148,7 @@ def open_distributed(
     used: set[str] = set()
 
     for weight in weights_of(architecture, head):
-        # A tied output layer is not stored; it is the embedding.
+        # A tied output layer is not stored, because it is the embedding.
         if weight.is_copy:
             continue
         place = _find(folder, architecture, model, prefix, weight)
@@ -156,7 +158,7 @@ def open_distributed(
             found.setdefault(name, []).append(piece)
             dtypes[name] = tensor.dtype
 
-    # A tensor that no weight has asked for means that config.json is of another model.
+    # A tensor that belongs to no weight means that config.json is from another model.
     if extra := model.keys() - used:
         raise CheckpointError(
             f"{folder}: {min(extra)} is not a tensor of this architecture ({len(extra)} are not)"
@@ -177,8 +179,8 @@ def open_distributed(
 
 
 def _check_unlisted(index: TorchDistIndex, keys: Iterable[str]) -> None:
-    """Where no manifest has checksums: the weights against those that torch.save took, and no code in
-    `common.pt`."""
+    """Check a folder without a manifest: the weights against the checksums that torch.save computed, and
+    `common.pt` for code."""
     if (index.folder / COMMON_FILE).exists():
         refuse_code(index.folder / COMMON_FILE)
     chunks = [(key, chunk) for key in sorted(keys) for chunk in index.tensors[key].chunks]
@@ -189,15 +191,15 @@ def _check_unlisted(index: TorchDistIndex, keys: Iterable[str]) -> None:
 def _find(
     folder: Path, architecture: Architecture, model: dict[str, DistributedTensor], prefix: str, weight: Weight
 ) -> StoredSlice:
-    """Layers are stacked, or have tensors of their own, whose norms may be named as without Transformer
-    Engine."""
+    """Return where a weight is stored. Layers may be stacked or separate, and norms may be named without
+    Transformer Engine."""
     candidates = [stored_slice(architecture, weight)]
     if weight.layer is not None:
         stacked, own = _places(architecture, weight)
         candidates += [stacked, own]
         if weight.expert is None:
             candidates.append(StoredSlice(weight.megatron_name, (), ()))
-        # Megatron's local layers name it as if there were no experts
+        # Megatron's local layers use the name of a dense layer.
         if weight.megatron_name.endswith(_BEFORE_EXPERTS):
             dense = _CANONICAL[_BEFORE_EXPERTS]
             candidates += [
@@ -209,7 +211,7 @@ def _find(
             return place._replace(key=prefix + place.key)
 
     raise CheckpointError(
-        f"{folder}: {prefix}{candidates[0].key} is missing; config.json says {weight.tensors[0].name} "
+        f"{folder}: {prefix}{candidates[0].key} is missing; config.json requires {weight.tensors[0].name} "
         f"{weight.tensors[0].shape}"
     )
 
@@ -241,7 +243,7 @@ def _stored_pieces(
             tensor_slice = TensorSlice(tensor_slice.starts[num_leading:], tensor_slice.stops[num_leading:])
         first_row = 0
         for region in view_regions(view, shape, tensor_slice):
-            # Each region of the view is a run of whole rows of the chunk.
+            # Each region of the view consists of whole, consecutive rows of the chunk.
             num_rows = prod(region.shape[: len(view) - len(shape) + 1])
             for part in parts:
                 if (common := region.intersect(part.shard)) is None:
@@ -261,7 +263,7 @@ def _check_shape(
     tensor: DistributedTensor,
     weight: Weight,
 ) -> tuple[int, ...]:
-    """The view in which the weight's pieces are slices."""
+    """Return the view in which the weight's pieces are slices."""
     # The stored vocabulary may be padded to any number of rows.
     has_more_rows = weight.cut is Cut.vocabulary and tensor.shape[0] >= architecture.vocab_size
     view = shard_view(weight, whole_layout(architecture, tensor.shape[0] if has_more_rows else None))
@@ -270,7 +272,7 @@ def _check_shape(
 
     if tensor.shape != expected:
         raise CheckpointError(
-            f"{index.folder}: {place.key} has shape {tensor.shape}, config.json makes it {expected}"
+            f"{index.folder}: {place.key} has shape {tensor.shape}, config.json requires {expected}"
         )
 
     return view
@@ -279,8 +281,8 @@ def _check_shape(
 def view_regions(
     view: tuple[int, ...], shape: tuple[int, ...], tensor_slice: TensorSlice
 ) -> Iterator[TensorSlice]:
-    """Yields the slices of the view that a slice of a tensor of `shape` is, in the order of its rows. `view`
-    has split the rows."""
+    """Yield the slices of a view that correspond to a slice of a tensor of `shape`, in row order. `view`
+    splits the rows."""
     num_leading = len(view) - len(shape) + 1
     for leading in range_slices(view[:num_leading], tensor_slice.starts[0], tensor_slice.stops[0]):
         yield TensorSlice(
@@ -296,7 +298,7 @@ def _open(
     region: TensorSlice,
     common: TensorSlice,
 ) -> torch.Tensor:
-    # Take the layer, and the expert, out of the chunk that stacks them.
+    # Select the layer, and the expert, from the chunk that stacks them.
     stored = read_chunk(index, place.key, chunk)
     for number, first in zip(place.leading, chunk.offsets, strict=False):
         stored = stored[number - first]

@@ -1,9 +1,8 @@
-"""Writes a model as Megatron's distributed checkpoint (torch_dist), as the ranks of a layout would have saved
-it.
+"""Writes a model as Megatron's distributed checkpoint (torch_dist), as the ranks of a layout would save it.
 
-Which items lie in which files is a pure plan, made before a byte is written. A tensor has the chunks that the
-ranks would write: one for each rank that holds a part of it (two of a gated MLP: its gate and its up), and
-more where one would be too large for one item, which has to be in memory.
+The assignment of items to files is a pure plan, made before anything is written. A tensor has the chunks that
+the ranks would write: one for each rank that stores a part of it (two for a gated MLP: gate and up), and more
+if a chunk would exceed the maximum size of an item, which must fit in memory.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from megarl.weights.tensors import TensorSlice, contiguous_blocks
 COMMON = {"checkpoint_version": 3.0, "content_metadata": {"singleton_local_shards": False}}
 MAX_ITEM_BYTES = 16 * 2**20
 FILE_BYTES = 2**30  # a rank's items fill several files, so that several threads can write them
-# the weight of a layer of which Megatron keeps something beside its tensors
+# Weights of modules for which Megatron stores extra state.
 _HAS_STATE = re.compile(r"(.*\.linear_\w+)\.weight")
 
 
@@ -72,11 +71,15 @@ def write_distributed(
     progress: Progress = no_progress,
     max_item_bytes: int = MAX_ITEM_BYTES,
 ) -> Written:
-    """`folder` becomes a role folder without the state of a training; it must be new or empty. dtype: None
-    keeps that of the source.
+    """Write a model to `folder`, which becomes a role folder without training state.
 
-    Raises ValueError where the layout does not divide the model; CheckpointError, and leaves nothing behind,
-    where the source is damaged or the disk does not take it.
+    Args:
+        folder: Must not exist or be empty.
+        dtype: None: the dtype of the source.
+
+    Raises:
+        ValueError: The layout cannot divide the model.
+        CheckpointError: The source is damaged or the disk cannot store the result. No files remain.
     """
     dtype = dtype or source.single_dtype
     if source.architecture.experts:
@@ -90,7 +93,7 @@ def write_distributed(
         writer.write(unfinished, files)
         (unfinished / BACKEND_FILE).write_text(json.dumps(TORCH_DIST))
         write_index(unfinished, writer.written, COMMON)
-        # The manifest holds the checksums of the index files too, so it follows them.
+        # The manifest contains the checksums of the index files too, so it is written after them.
         checksums = {item_name(item.stored): item.checksum for item in writer.written}
         write_manifest(unfinished, description, checksums | item_checksums(unfinished, WHOLE_FILES))
         companions = unfinished / HUGGING_FACE_FOLDER
@@ -102,7 +105,7 @@ def write_distributed(
 
 
 class _Writer:
-    """written: the items that are in the files."""
+    """Writes the files of a plan. `written` lists the items that have been written."""
 
     def __init__(
         self, source: ModelSource, dtype: torch.dtype, max_item_bytes: int, report: Callable[[int], None]
@@ -128,16 +131,16 @@ class _Writer:
         for item in file.items:
             self._workers.check()
             elements = self._elements(item, room)
-            # torch.save writes all the memory that a tensor has a part of.
+            # torch.save writes the whole storage of a tensor, even for a view of a part of it.
             data = torch.frombuffer(bytes_of(elements), dtype=self._dtype).view(item.chunk)
             yield ItemToWrite(key=item.key, data=data, shape=item.shape, offsets=item.offsets)
         for key in file.objects:
             self._workers.check()
-            # Megatron asks for them, and where they hold nothing it needs nothing
+            # Megatron requires these entries, which may be empty.
             yield ItemToWrite(key=key, data=[None])
 
     def _elements(self, item: PlannedItem, room: Room) -> torch.Tensor:
-        """Returns the slice of the rank's shard, contiguous. Rows that only pad the vocabulary are zero."""
+        """Return the slice of the rank's shard, contiguous. Padding rows of the vocabulary are zero."""
         tensor_slice = item.tensor_slice
         tensors = self._source.tensors
         parts = [
@@ -146,14 +149,14 @@ class _Writer:
             if (common := piece.shard.intersect(tensor_slice)) is not None
         ]
 
-        # A slice of a single Hugging Face tensor may be used where it is mapped, without a copy.
+        # A slice of a single Hugging Face tensor can be used memory-mapped, without a copy.
         if len(parts) == 1 and parts[0][1] == tensor_slice:
             piece = parts[0][0]
             place = tensor_slice.relative_to(piece.shard.starts, piece.hf.starts)
             return tensors[piece.hf_name].block(place, self._dtype, room.tensor)
 
         block = room.tensor(tensor_slice.shape, self._dtype)
-        # The memory is reused from block to block, so the padding rows hold old elements.
+        # The memory is reused for every block, so padding rows contain old values.
         if padding(item.weight, item.layout) is not None:
             block.zero_()
 
@@ -166,10 +169,14 @@ class _Writer:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedItem:
-    """The slice `tensor_slice` of a rank's shard of `weight`, seen as in `shard_view`, is the chunk at
-    `offsets` of the tensor `key`.
+    """A slice of a rank's shard of a weight, which is stored as a chunk of a tensor.
 
-    shape: of the whole tensor. chunk: of the chunk.
+    Attributes:
+        key: The name of the tensor.
+        shape: The shape of the whole tensor.
+        offsets: The position of the chunk in the tensor.
+        chunk: The shape of the chunk.
+        tensor_slice: The slice of the shard, in the view of `shard_view`.
     """
 
     key: str
@@ -183,8 +190,8 @@ class PlannedItem:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedFile:
-    """What one thread writes. objects: keys of what Megatron keeps beside the tensors of a layer, which is
-    nothing, in this order."""
+    """A file written by one thread. `objects` are the keys of the extra states that Megatron stores with the
+    tensors of a layer, which are empty, in this order."""
 
     name: str
     items: tuple[PlannedItem, ...]
@@ -198,8 +205,8 @@ def plan_distributed(
     dtype: torch.dtype,
     max_item_bytes: int = MAX_ITEM_BYTES,
 ) -> tuple[PlannedFile, ...]:
-    """Files for each tensor-parallel rank of each pipeline stage. Raises ValueError where the layout does not
-    divide the model."""
+    """Plan the files of each tensor-parallel rank of each pipeline stage. Raises ValueError if the layout
+    cannot divide the model."""
     ranks = model_layouts(
         architecture,
         tensor_parallel_size=layout.tensor_parallel_size,
@@ -207,7 +214,7 @@ def plan_distributed(
         virtual_pipeline_parallel_size=layout.virtual_pipeline_parallel_size,
         padded_vocab_size=padded_vocab_size(architecture.vocab_size, layout.tensor_parallel_size),
     )
-    # A plan that leaves elements out must fail before anything is written.
+    # Fail before anything is written if the plan does not cover all elements.
     check_coverage(architecture, [rank_pieces(architecture, rank, head) for rank in ranks], head)
     files: list[PlannedFile] = []
 
@@ -240,7 +247,7 @@ def _fill_files(items: list[PlannedItem], dtype: torch.dtype) -> list[list[Plann
 
 
 def _objects(architecture: Architecture, head: Head, layout: ShardLayout) -> tuple[str, ...]:
-    # All tensor-parallel ranks have the same state, of which the first one's is stored.
+    # All tensor-parallel ranks have the same state; the first one stores it.
     if layout.tensor_parallel_rank > 0:
         return ()
     objects = []
@@ -258,7 +265,7 @@ def _items(
     architecture: Architecture, head: Head, layout: ShardLayout, max_volume: int
 ) -> Iterator[PlannedItem]:
     for weight in held_weights(architecture, layout, head):
-        # What several ranks hold is written by the first of them only.
+        # Weights that several ranks have are written by the first of them only.
         if weight.is_copy or (weight.cut is Cut.replicated and layout.tensor_parallel_rank > 0):
             continue
         for tensor_slice in _slices(weight, layout, max_volume):
@@ -276,9 +283,9 @@ def _items(
 
 
 def _slices(weight: Weight, layout: ShardLayout, max_volume: int) -> Iterator[TensorSlice]:
-    """Each contiguous in the shard's memory, and whole rows of it."""
+    """Yield slices of whole rows that are contiguous in the memory of the shard."""
     view = shard_view(weight, layout)
-    # Gate and up are apart in the whole tensor, so they cannot share a chunk.
+    # Gate and up are not adjacent in the whole tensor, so they cannot share a chunk.
     parts = (
         [TensorSlice.whole(view).along(0, half, half + 1) for half in range(view[0])]
         if weight.cut is Cut.gated
@@ -299,8 +306,8 @@ def _slices(weight: Weight, layout: ShardLayout, max_volume: int) -> Iterator[Te
 def _place(
     architecture: Architecture, weight: Weight, layout: ShardLayout, tensor_slice: TensorSlice
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(shape of the whole tensor, place of the slice's first element in it, shape of the chunk that the slice
-    is)."""
+    """Return the shape of the whole tensor, the position of the slice's first element in it, and the shape of
+    the slice's chunk."""
     size, rank = layout.cut_of(weight)
     view = shard_view(weight, layout)
     num_trailing = len(weight.tensors[0].shape) - 1
@@ -312,7 +319,7 @@ def _place(
     shape = [num_rows, *trailing]
     offsets = [first_row, *(0 for _ in trailing)]
 
-    # Row-parallel weights are cut along the columns, all others along the rows.
+    # Row-parallel weights are split along the columns, all others along the rows.
     if weight.cut is Cut.row:
         shape[1] = size * trailing[0]
         offsets[1] = rank * trailing[0]
@@ -329,7 +336,7 @@ def _place(
 
 
 def _row(leading: tuple[int, ...], index: tuple[int, ...]) -> int:
-    """The number of the row at `index` of the dimensions that make the rows."""
+    """Return the row number of an index into the dimensions that form the rows."""
     row = 0
     for size, at in zip(leading, index, strict=True):
         row = row * size + at

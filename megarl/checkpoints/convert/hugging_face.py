@@ -1,5 +1,5 @@
-"""A Hugging Face folder: read as a `ModelSource`, its safetensors mapped where they lie; and written with
-index, configuration, tokenizer and chat template."""
+"""Reads a Hugging Face folder as a `ModelSource` with memory-mapped safetensors, and writes one with index,
+configuration, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -49,11 +49,16 @@ from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import whole_layout
 from megarl.weights.tensors import ChunkMeta, TensorMeta, TensorSlice, contiguous_blocks
 
-_JOB_BYTES = 64 * 2**20  # of a tensor, written by one thread
+_JOB_BYTES = 64 * 2**20  # part of a tensor written by one thread
 
 
 def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSource:
-    """A folder with `score.weight` is a critic or a reward model. Raises ConfigError, WeightTransferError."""
+    """Open a Hugging Face folder. One with `score.weight` is a critic or a reward model.
+
+    Raises:
+        ConfigError: The configuration is unusable.
+        WeightTransferError: The tensors do not match it.
+    """
     architecture = read_architecture(str(folder), trust_remote_code)
     index = read_checkpoint_index(folder)
     head: Head = "value" if VALUE_HEAD_TENSOR in index.tensors else "lm"
@@ -67,7 +72,7 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
         check_tied_head(index)
     if head == "value":
         check_value_bias(index)
-    # Each header is read once, however many tensors its file has.
+    # Read each header once, however many tensors its file has.
     starts = {file: _data_starts(file) for file in {stored.file for stored in index.tensors.values()}}
     pieces: dict[str, list[StoredPiece]] = {}
     dtypes = {}
@@ -99,7 +104,7 @@ def _start(starts: Mapping[str, int], name: str, stored: TensorInFile, dtype: to
 
 
 def _data_starts(file: Path) -> dict[str, int]:
-    """Where each tensor lies in a file whose header safetensors has checked."""
+    """Return the position of each tensor in a file whose header safetensors has validated."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
@@ -112,7 +117,7 @@ def _data_starts(file: Path) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """The slice `place` of a tensor, which lies in it from the element `offset` on."""
+    """The slice `place` of a tensor, which begins at the element `offset`."""
 
     tensor: SourceTensor
     place: TensorSlice
@@ -126,10 +131,14 @@ def write_hugging_face(
     max_shard_bytes: int = DEFAULT_FILE_BYTES,
     progress: Progress = no_progress,
 ) -> Written:
-    """`folder` must be new or empty. dtype: None keeps that of the source.
+    """Write a model as a Hugging Face folder.
 
-    Raises CheckpointError, and leaves nothing behind, where the source is damaged or the disk does not take
-    it.
+    Args:
+        folder: Must not exist or be empty.
+        dtype: None: the dtype of the source.
+
+    Raises:
+        CheckpointError: The source is damaged or the disk cannot store the result. No files remain.
     """
     dtype = dtype or source.single_dtype
     files = plan_files(
@@ -139,7 +148,7 @@ def write_hugging_face(
 
     with new_folder(folder, total) as unfinished:
         copy_companions(source.companions, unfinished, dtype, source.head)
-        # A class whose value head has a bias would not load without one.
+        # A class whose value head has a bias cannot load a folder without one.
         if source.head == "value" and has_bias(unfinished):
             files = _with_bias(files, dtype)
         _Writer(source, dtype, lambda nbytes: progress(nbytes, total)).write(unfinished, files)
@@ -178,7 +187,7 @@ class _Writer:
                     else:
                         jobs[-1] += [partial(self._write_part, output, part) for part in self._parts(name)]
             self._workers.run(in_turns(jobs))
-        # An interrupt must not leave open files behind either.
+        # Close the files on interrupts too.
         except BaseException:
             for output in opened:
                 output.abandon()
@@ -194,7 +203,7 @@ class _Writer:
 
     def _write_part(self, output: SafetensorsFile, part: _Part, room: Room) -> None:
         for first, inner in contiguous_blocks(part.place.shape, BLOCK_BYTES // self._dtype.itemsize):
-            # Another thread's failure stops this one between two blocks.
+            # A failure of another thread stops this one between two blocks.
             self._workers.check()
             place = inner.relative_to((0,) * len(inner.starts), part.place.starts)
             block = part.tensor.block(place, self._dtype, room.tensor).reshape(-1)

@@ -1,4 +1,4 @@
-"""What a folder says of its model, as plain values."""
+"""Describes the model in a folder as plain values."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ class TensorDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """architecture: the fields that decide the model's shapes and maths. model_class: as config.json has it,
-    empty where it has none.
+    """The description of a model.
 
-    tokenizer: in words. step: of the run that saved it. num_parameters: of tensors that are stored, a tied
-    output layer not twice.
+    Attributes:
+        step: The step of the run that saved it.
+        model_class: From config.json; empty if it specifies none.
+        num_parameters: Counts stored tensors, so a tied output layer is not counted twice.
+        tokenizer: A description of the tokenizer.
+        architecture: The fields that determine the model's shapes and computation.
     """
 
     folder: str
@@ -53,7 +56,7 @@ class ModelDescription:
 
 
 def describe(source: ModelSource) -> ModelDescription:
-    """Raises CheckpointError where the configuration or the tokenizer's is damaged."""
+    """Describe a model. Raises CheckpointError if its configuration or its tokenizer's is damaged."""
     (name, *_) = _read_json(source.companions / CONFIG_FILE).get("architectures") or [""]
     return ModelDescription(
         folder=str(source.folder),
@@ -81,7 +84,7 @@ def describe(source: ModelSource) -> ModelDescription:
 
 
 def _tokenizer(companions: Path) -> str:
-    """Looked at, not loaded."""
+    """Describe the tokenizer from its files, without loading it."""
     files = [name for name in _TOKENIZER_FILES if (companions / name).is_file()]
     if not files:
         return "none"
@@ -100,4 +103,4 @@ def _read_json(path: Path) -> dict:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: the file is missing") from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: is not JSON: {error}") from error
+        raise CheckpointError(f"{path}: not JSON: {error}") from error

@@ -1,9 +1,9 @@
-"""Opens the model that lies in a folder, whatever the folder is.
+"""Opens the model in a folder, whatever its format.
 
-folder of checkpoints (`latest`) -> step folder (`checkpoint.json`) -> role folder (`manifest.json`,
-`.metadata`, `huggingface/`) folder of Megatron's own programs (`latest_checkpointed_iteration.txt`) ->
-`iter_0000010` or `release`
-.metadata -> torch_dist        config.json -> Hugging Face
+Folder of checkpoints (`latest`) -> step folder (`checkpoint.json`) -> role folder (`manifest.json`,
+`.metadata`, `huggingface/`).
+Folder of Megatron's own programs (`latest_checkpointed_iteration.txt`) -> `iter_0000010` or `release`.
+A folder with `.metadata` is torch_dist; one with `config.json` is Hugging Face.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.checkpoints.torch_dist import METADATA_FILE, is_torch_dist
 from megarl.machine.errors import CheckpointError
 from megarl.weights.hf_folder import CONFIG_FILE
 
-TRACKER_FILE = "latest_checkpointed_iteration.txt"  # of Megatron's own programs
+TRACKER_FILE = "latest_checkpointed_iteration.txt"  # written by Megatron's own programs
 DEFAULT_ROLE = "actor"
 _MAX_LISTED = 8
 
@@ -32,13 +32,18 @@ def open_model(
     companions: Path | None = None,
     check_contents: bool = True,
 ) -> ModelSource:
-    """role: of a run's checkpoint, which has several models; where none is given the only one, or the actor.
+    """Open the model in a folder.
 
-    companions: a Hugging Face folder, whose weights are not read, for a Megatron checkpoint that does not say
-    what its model is.
-    check_contents: weights are compared with their checksums where there are any, so all of them are read.
-    Raises CheckpointError, ConfigError, WeightTransferError: of a folder that is none of these, cannot be
-    read, or is damaged.
+    Args:
+        role: For a run's checkpoint, which contains several models. Default: the only one, or the actor.
+        companions: A Hugging Face folder, whose weights are not read, for a Megatron checkpoint without a
+        model
+            configuration.
+        check_contents: Compare weights with their checksums, if there are any, which reads all of them.
+
+    Raises:
+        CheckpointError, ConfigError, WeightTransferError: The folder has no known format, cannot be read, or
+            is damaged.
     """
     try:
         return _open(path.absolute(), role, trust_remote_code, companions, check_contents)
@@ -59,18 +64,18 @@ def _open(
         folder = _role_folder(folder, role)
     elif role is not None:
         raise CheckpointError(
-            f"{path}: role {role!r} was asked for, but this is not a run's checkpoint, and holds one model; "
-            f"leave it out"
+            f"{path}: role {role!r} was requested, but this is not a run's checkpoint and contains a single "
+            f"model; omit the role"
         )
 
-    is_policy = (folder / CONFIG_FILE).is_file()  # exported beside the roles
+    is_policy = (folder / CONFIG_FILE).is_file()  # the exported policy, next to the roles
     of_step = (folder.parent / DESCRIPTION_FILE).is_file() and not is_policy
     if of_step and not (folder / MANIFEST_FILE).is_file():
         raise CheckpointError(f"{folder / MANIFEST_FILE}: is missing; the checkpoint is damaged")
     if (folder / TRACKER_FILE).is_file():
         folder = _tracked_folder(folder)
 
-    # The formats are told apart by their files; a Megatron checkpoint may have config.json beside it.
+    # The formats are distinguished by their files; a Megatron checkpoint may also contain config.json.
     if is_torch_dist(folder):
         return open_distributed(
             folder, _companions(path, folder, companions), trust_remote_code, check_contents
@@ -80,13 +85,13 @@ def _open(
         return open_classic(folder, _companions(path, folder, companions), trust_remote_code, check_contents)
     if (folder / MANIFEST_FILE).is_file():
         raise CheckpointError(
-            f"{folder / METADATA_FILE}: the file is missing, so what the other files hold is not known"
+            f"{folder / METADATA_FILE}: the file is missing, so the contents of the other files are unknown"
         )
 
     if (folder / CONFIG_FILE).is_file():
         if companions is not None:
             raise CheckpointError(
-                f"{path}: a Hugging Face folder has its own {CONFIG_FILE}; leave {companions} out"
+                f"{path}: a Hugging Face folder has its own {CONFIG_FILE}; omit {companions}"
             )
         return open_hugging_face(folder, trust_remote_code)
 
@@ -96,19 +101,18 @@ def _open(
 def _check_is_folder(path: Path) -> None:
     if not path.is_dir():
         raise CheckpointError(
-            f"{path}: "
-            f"{'is a file, not the folder of a model' if path.exists() else 'there is no such folder'}"
+            f"{path}: {'a file, not the folder of a model' if path.exists() else 'there is no such folder'}"
         )
 
 
 def _nothing_known(folder: Path) -> CheckpointError:
-    # What lies in the folder often shows which folder was meant.
+    # The contents of the folder often show which folder was meant.
     names = sorted(path.name for path in folder.iterdir())
     listed = ", ".join(names[:_MAX_LISTED]) + (
         f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     )
     return CheckpointError(
-        f"{folder}: holds {listed or 'nothing'}, which is no model; give a Hugging Face folder "
+        f"{folder}: contains {listed or 'nothing'}, which is not a model; give a Hugging Face folder "
         f"({CONFIG_FILE} and safetensors), a run's "
         f"checkpoint ({DESCRIPTION_FILE}), a folder of them ({LATEST_FILE}), or a Megatron checkpoint "
         f"({METADATA_FILE}, or mp_rank_00 ...)"
@@ -127,14 +131,14 @@ def _role_folder(step: Path, role: str | None) -> Path:
 
 
 def _tracked_folder(folder: Path) -> Path:
-    """The iteration that Megatron's own programs would load."""
+    """Return the folder of the iteration that Megatron's own programs would load."""
     tracker = folder / TRACKER_FILE
     name = tracker.read_text(encoding="utf-8").strip()
 
     if name != "release":
         if not name.isdecimal():
             raise CheckpointError(
-                f"{tracker}: says {name!r}, which is neither the number of an iteration nor 'release'"
+                f"{tracker}: contains {name!r}, which is neither the number of an iteration nor 'release'"
             )
         name = f"iter_{int(name):07d}"
 
@@ -144,12 +148,12 @@ def _tracked_folder(folder: Path) -> Path:
 
 
 def _companions(path: Path, folder: Path, given: Path | None) -> Path:
-    """The folder with config.json: the one given, or what lies in the checkpoint or beside it."""
+    """Return the folder with config.json: the given one, or one in or next to the checkpoint."""
     if given is not None:
         _check_is_folder(given)
         return given.absolute()
 
-    if (folder / MANIFEST_FILE).is_file():  # our own, which is whole only with it
+    if (folder / MANIFEST_FILE).is_file():  # megarl's own, which is complete only with its companions
         return folder / HUGGING_FACE_FOLDER
     places = [folder / HUGGING_FACE_FOLDER, folder, folder.parent / HUGGING_FACE_FOLDER, folder.parent]
 
@@ -158,7 +162,7 @@ def _companions(path: Path, folder: Path, given: Path | None) -> Path:
             return place
 
     raise CheckpointError(
-        f"{path}: a Megatron checkpoint does not say what its model is, and there is no "
+        f"{path}: a Megatron checkpoint does not specify its model, and there is no "
         f"{HUGGING_FACE_FOLDER}/{CONFIG_FILE} in it or "
         f"next to it; pass --config HF_DIR, a Hugging Face folder with the model's {CONFIG_FILE} and "
         f"tokenizer (its weights are not read)"

@@ -1,5 +1,4 @@
-"""A model that lies somewhere, whatever its format: which pieces of which Hugging Face tensors are stored
-where."""
+"""A stored model of any format: which pieces of which Hugging Face tensors are stored where."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from megarl.weights.tensors import TensorSlice
 
 @dataclass(frozen=True, kw_only=True)
 class StoredPiece:
-    """The elements `place` of a tensor seen in `HFTensor.view`; `open` maps them: no more is read than is
-    touched."""
+    """The elements `place` of a tensor in the view `HFTensor.view`. `open` memory-maps them, so only accessed
+    elements are read."""
 
     place: TensorSlice
     open: Callable[[], torch.Tensor]
@@ -28,7 +27,7 @@ class StoredPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceTensor:
-    """A Hugging Face tensor in pieces that hold each of its elements once."""
+    """A Hugging Face tensor in pieces that contain each of its elements once."""
 
     hf: HFTensor
     dtype: torch.dtype
@@ -39,25 +38,26 @@ class SourceTensor:
         return prod(self.hf.shape) * self.dtype.itemsize
 
     def fill(self, target: torch.Tensor, place: TensorSlice) -> None:
-        """`target` (place.shape) becomes the elements `place`, in its own dtype. Raises CheckpointError where
-        that cannot hold them."""
+        """Copy the elements `place` into `target` (place.shape), converting them to its dtype. Raises
+        CheckpointError if the dtype cannot represent them."""
         for piece in self.pieces:
             if (common := piece.place.intersect(place)) is not None:
                 source = piece.open()[common.relative_to(piece.place.starts).index]
                 target[common.relative_to(place.starts).index].copy_(source)
-        # A cast to float16 turns large elements into infinity without a word.
+        # A cast to float16 silently turns large elements into infinity.
         if target.dtype == torch.float16 and self.dtype != torch.float16 and bool(target.isinf().any()):
             raise CheckpointError(
-                f"{self.hf.name} has elements that float16 cannot hold; choose bfloat16 or float32"
+                f"{self.hf.name} has elements that float16 cannot represent; choose bfloat16 or float32"
             )
 
     def block(
         self, place: TensorSlice, dtype: torch.dtype, room: Callable[..., torch.Tensor] = torch.empty
     ) -> torch.Tensor:
-        """The elements `place`, contiguous: where they are stored so, mapped, else in what `room(shape,
-        dtype=...)` gives.
+        """Return the elements `place`, contiguous. They are memory-mapped if they are stored that way, else
+        copied into `room(shape, dtype=...)`.
 
-        Raises CheckpointError as `fill`.
+        Raises:
+            CheckpointError: See `fill`.
         """
         for piece in self.pieces:
             if self.dtype == dtype and piece.place.intersect(place) == place:
@@ -72,8 +72,14 @@ class SourceTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """kind: the format, in words. layout: how it is cut, in words. companions: the folder with config.json
-    and the tokenizer. step: of the run that saved it."""
+    """A stored model.
+
+    Attributes:
+        kind: A description of the format.
+        layout: A description of how it is sharded.
+        companions: The folder with config.json and the tokenizer.
+        step: The step of the run that saved it.
+    """
 
     folder: Path
     kind: str
@@ -94,7 +100,7 @@ class ModelSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of most elements."""
+        """The dtype of most elements."""
         sizes: dict[torch.dtype, int] = {}
         for tensor in self.tensors.values():
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + prod(tensor.hf.shape)
@@ -102,12 +108,13 @@ class ModelSource:
 
     @property
     def single_dtype(self) -> torch.dtype:
-        """That of all tensors. Raises CheckpointError where they have several."""
+        """The dtype of all tensors. Raises CheckpointError if they have several."""
         for name, tensor in self.tensors.items():
             if tensor.dtype != self.dtype:
                 raise CheckpointError(
-                    f"{self.folder}: {name} is {tensor.dtype} and most other tensors are {self.dtype}; say "
-                    f"with --dtype what all shall be"
+                    f"{self.folder}: {name} is {tensor.dtype} and most other tensors are {self.dtype}; "
+                    f"choose "
+                    f"one for all with --dtype"
                 )
         return self.dtype
 
@@ -119,7 +126,8 @@ def checked_tensors(
     dtypes: Mapping[str, torch.dtype],
     pieces: Mapping[str, list[StoredPiece]],
 ) -> dict[str, SourceTensor]:
-    """Raises CheckpointError where the pieces do not hold each element of each tensor of the model once."""
+    """Build the tensors of a model. Raises CheckpointError unless the pieces contain each element exactly
+    once."""
     tensors = {}
     for weight in weights_of(architecture, head):
         if weight.is_copy:
@@ -128,7 +136,7 @@ def checked_tensors(
             found = pieces.get(hf.name, [])
             if (fault := chunks_fault(hf.view, [piece.place for piece in found])) is not None:
                 raise CheckpointError(
-                    f"{folder}: {hf.name} of {weight.megatron_name} is not stored once: {fault}"
+                    f"{folder}: {hf.name} of {weight.megatron_name} is not stored exactly once: {fault}"
                 )
             tensors[hf.name] = SourceTensor(hf=hf, dtype=dtypes[hf.name], pieces=tuple(found))
 

@@ -1,5 +1,5 @@
-"""How a conversion goes: blocks carried by several threads, in little memory, until all is done or one fails,
-into a folder that is new, whole or not there, with one line for what the disk refuses."""
+"""The mechanics of a conversion: several threads copy blocks with little memory until all are done or one
+fails. The target folder is new and complete, or does not exist, and disk errors are reported in one line."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import torch
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import whole_folder
 
-Progress = Callable[[int, int], None]  # bytes that were just written, bytes in all; called by several threads
+Progress = Callable[[int, int], None]  # bytes just written, total bytes; called by several threads
 Job = Callable[["Room"], None]
-BLOCK_BYTES = 8 * 2**20  # of elements, made at a time
+BLOCK_BYTES = 8 * 2**20  # elements processed at a time
 MAX_THREADS = 16
 
 
@@ -30,7 +30,7 @@ def no_progress(nbytes: int, total: int) -> None:
 
 
 class Room:
-    """A thread's memory for one block."""
+    """The memory of a thread for one block."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = torch.empty(nbytes, dtype=torch.uint8)
@@ -40,21 +40,22 @@ class Room:
 
 
 def bytes_of(block: torch.Tensor) -> memoryview:
-    """Of a contiguous tensor."""
+    """Return the bytes of a contiguous tensor."""
     return block.reshape(-1).view(torch.uint8).numpy().data
 
 
 def in_turns(jobs_of_files: Iterable[Iterable[Job]]) -> list[Job]:
-    """One of each file after another: threads that write the same file wait for each other in the system."""
+    """Interleave the jobs of several files, because threads that write the same file block each other in the
+    kernel."""
     return [job for jobs in zip_longest(*jobs_of_files) for job in jobs if job is not None]
 
 
-class _Stopped(Exception):  # noqa: N818  (no error: another job has one)
+class _Stopped(Exception):  # noqa: N818  (not an error: another job has failed)
     pass
 
 
 class Workers:
-    """Threads that do one job at a time each, in a room of their own of `room_bytes`."""
+    """Threads that each run one job at a time, with their own room of `room_bytes`."""
 
     def __init__(self, room_bytes: int = BLOCK_BYTES) -> None:
         self._room_bytes = room_bytes
@@ -63,20 +64,19 @@ class Workers:
         self._own = threading.local()
 
     def check(self) -> None:
-        """Called by a job between its blocks: ends it where another has failed, or the user has
-        interrupted."""
+        """End the calling job if another has failed or the user has interrupted. Jobs call this between
+        blocks."""
         if self._stop.is_set():
             raise _Stopped
 
     def run(self, jobs: Iterable[Job]) -> None:
-        """Returns when all are done. Raises what the first job raised that failed, after the others have
-        stopped."""
+        """Run all jobs and wait for them. If a job fails, stop the others and raise the first failure."""
         threads = ThreadPoolExecutor(
             min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="conversion"
         )
         try:
             wait([threads.submit(self._do, job) for job in jobs], return_when=FIRST_EXCEPTION)
-        except BaseException:  # the user interrupts
+        except BaseException:  # an interrupt by the user
             self._stop.set()
             raise
         finally:
@@ -87,7 +87,7 @@ class Workers:
 
     def _do(self, job: Job) -> None:
         self.check()
-        # The room is allocated once per thread and reused for all of its jobs.
+        # Allocate the room once per thread and reuse it for all of its jobs.
         if not hasattr(self._own, "room"):
             self._own.room = Room(self._room_bytes)
 
@@ -96,7 +96,7 @@ class Workers:
         except _Stopped:
             raise
         except BaseException as error:
-            # The failure is noted before the stop, so the first one in the list is the cause.
+            # Record the failure before stopping, so that the first one in the list is the cause.
             self._failures.append(error)
             self._stop.set()
             raise
@@ -104,7 +104,7 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What a conversion has made. nbytes: of its weights' files."""
+    """The result of a conversion. `nbytes` is the size of the weight files."""
 
     folder: Path
     num_files: int
@@ -113,11 +113,12 @@ class Written:
 
 @contextmanager
 def new_folder(folder: Path, nbytes: int) -> Iterator[Path]:
-    """Gives an empty folder beside `folder`, which takes its name when the block ends without an error, and
-    is removed otherwise.
+    """Yield an empty folder next to `folder`, which is renamed to `folder` if the block ends without an
+    error, and removed otherwise.
 
-    Raises CheckpointError where `folder` holds something, fewer than `nbytes` are free, or the disk refuses
-    what the block writes.
+    Raises:
+        CheckpointError: `folder` is not empty, fewer than `nbytes` bytes are free, or the disk refuses a
+            write.
     """
     folder = folder.absolute()
     partial = None
@@ -133,18 +134,20 @@ def new_folder(folder: Path, nbytes: int) -> Iterator[Path]:
 
 
 def check_new(folder: Path) -> None:
-    """Raises CheckpointError where `folder` is a file, or holds something."""
+    """Raise CheckpointError if `folder` is a file or not empty."""
     if folder.is_dir() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder}: is there and not empty; give another --output, or remove it")
+        raise CheckpointError(
+            f"{folder}: already exists and is not empty; give another --output, or remove it"
+        )
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"{folder}: is there and not a folder; give another --output")
+        raise CheckpointError(f"{folder}: already exists and is not a folder; give another --output")
 
 
 def _check_space(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(next(parent for parent in folder.parents if parent.is_dir())).free
     if free < nbytes:
         raise CheckpointError(
-            f"{folder}: needs {nbytes:,} bytes, and {free:,} are free on its disk; free some, or give "
+            f"{folder}: needs {nbytes:,} bytes, but only {free:,} are free on its disk; free some, or give "
             f"another --output"
         )
 
@@ -152,7 +155,7 @@ def _check_space(folder: Path, nbytes: int) -> None:
 def _line(folder: Path, partial: Path | None, error: OSError) -> str:
     reason = error.strerror or str(error)
     path = Path(error.filename) if isinstance(error.filename, str) else folder
-    # The user knows the folder by its final name, not by that of the scratch folder.
+    # The user knows the folder by its final name, not by that of the temporary folder.
     if partial is not None and path.is_relative_to(partial.parent):
         path = folder / path.relative_to(partial) if path.is_relative_to(partial) else folder
     return f"{path}: cannot be written: {reason}" if path.is_relative_to(folder) else f"{path}: {reason}"

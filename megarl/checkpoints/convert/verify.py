@@ -1,4 +1,4 @@
-"""Whether two folders hold the same model: every tensor, block by block, across formats and layouts."""
+"""Compares the models in two folders, tensor by tensor and block by block, across formats and layouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 class Match(Enum):
     identical = "bitwise identical"
-    # the dtypes differ, and the wider one rounded to the narrower has its bits
+    # The dtypes differ, and rounding the wider one gives the bits of the narrower one.
     rounded = "identical after rounding"
     different = "different"
     missing = "missing"
@@ -26,8 +26,13 @@ class Match(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorComparison:
-    """num_different: elements with other bits, after rounding. max_difference: of the elements as they are
-    stored. reason: in words."""
+    """The comparison of one tensor.
+
+    Attributes:
+        num_different: Number of elements with different bits, after rounding.
+        max_difference: The largest difference of the stored elements.
+        reason: A description of the difference.
+    """
 
     name: str
     match: Match
@@ -39,7 +44,8 @@ class TensorComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """architecture: fields that differ, as (name, left, right). tensors: in the order of the forward pass."""
+    """The comparison of two models. `architecture` lists fields that differ, as (name, left, right).
+    `tensors` are in the order of the forward pass."""
 
     left: ModelSource
     right: ModelSource
@@ -48,7 +54,7 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """The same model; in another dtype where tensors are `rounded`."""
+        """Whether the models are the same, possibly in another dtype if tensors are `rounded`."""
         return not self.architecture and not self.differing
 
     @property
@@ -60,11 +66,13 @@ class Comparison:
 
 
 def compare(left: ModelSource, right: ModelSource, progress: Progress = no_progress) -> Comparison:
-    """Bits are compared: zeros of another sign differ, and numbers that are none agree where they are the
-    same bits.
+    """Compare two models bitwise: zeros of different sign differ, and NaNs are equal if their bits are.
 
-    progress: bytes of `left` that were compared, and those of all. Raises CheckpointError where a file cannot
-    be read.
+    Args:
+        progress: Receives the bytes of `left` that were compared, and the total.
+
+    Raises:
+        CheckpointError: A file cannot be read.
     """
     names = list(left.tensors) + [name for name in right.tensors if name not in left.tensors]
     total = sum(left.tensors[name].nbytes for name in names if name in left.tensors and name in right.tensors)
@@ -99,12 +107,12 @@ def _compare_tensor(
             name=name, match=Match.missing, reason=f"is not in {(right if one is not None else left).folder}"
         )
 
-    # The views may differ although the shapes agree, where the heads are counted differently.
+    # The views may differ although the shapes agree, if the models have different numbers of heads.
     if one.hf != other.hf:
         how = (
             f"shape {one.hf.shape} and {other.hf.shape}"
             if one.hf.shape != other.hf.shape
-            else "cut into other heads"
+            else "split into different heads"
         )
         return TensorComparison(name=name, match=Match.different, reason=how)
 
@@ -120,7 +128,7 @@ def _compare_tensor(
 
 
 class _Tally:
-    """Of one tensor, in two dtypes."""
+    """The counts of one tensor's comparison."""
 
     def __init__(self, left: torch.dtype, right: torch.dtype) -> None:
         self._dtypes = left, right
@@ -133,12 +141,12 @@ class _Tally:
         one = left.block(place, left.dtype)
         other = right.block(place, right.dtype)
         self._num_elements += place.volume
-        # Most blocks are identical, and end here without a pass over the differences.
+        # Most blocks are identical and end here, without a pass over the differences.
         if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):
             return
         for dtype in self._narrowed:
             self._num_different[dtype] += int((_bits(one.to(dtype)) != _bits(other.to(dtype))).sum())
-        # Two infinities are alike, though their difference is not a number.
+        # Equal infinities count as equal, although their difference is not a number.
         alike = (one == other) | (one.isnan() & other.isnan())
         apart = (one.double() - other.double()).abs_().nan_to_num_(nan=float("inf")).masked_fill_(alike, 0.0)
         self._max_difference = max(self._max_difference, float(apart.max()))
@@ -160,8 +168,8 @@ class _Tally:
 
 
 def _narrower(left: torch.dtype, right: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The dtypes in which two are compared. float16 and bfloat16 do not hold one another: either may have
-    been made of the other."""
+    """Return the dtypes in which two tensors are compared. Neither of float16 and bfloat16 contains the
+    other, so either may have been converted from the other."""
     if left.itemsize == right.itemsize:
         return (left,) if left == right else (left, right)
     return (min(left, right, key=lambda dtype: dtype.itemsize),)

@@ -154,11 +154,11 @@ def code_in_common(folder: Path) -> None:
         (truncated, r"__0_0\.distcp: truncated: it has \d+ bytes, and \S+ lies at \d+ to \d+"),
         (
             lambda folder: (folder / "__0_0.distcp").unlink(),
-            r"__0_0\.distcp: the file is missing; it holds \S+",
+            r"__0_0\.distcp: the file is missing; it contains \S+",
         ),
         (
             a_chunk_less,
-            r"\.metadata: the chunks of decoder\.bias do not make it once: along the first dimension: 1 of 2",
+            r"\.metadata: the chunks of decoder\.bias do not cover it exactly once: along the first dimension: 1 of 2",
         ),
         (code_in_metadata, r"\.metadata: its pickle names posix\.system, which is not on the list"),
         (lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04garbage"), r"\.metadata: damaged"),
@@ -166,7 +166,7 @@ def code_in_common(folder: Path) -> None:
         (lambda folder: (folder / "metadata.json").unlink(), r"metadata\.json: the file is missing"),
         (
             lambda folder: (folder / "metadata.json").write_text("{}"),
-            r"metadata\.json: says \{\}; only Megatron's format torch_dist",
+            r"metadata\.json: contains \{\}; only Megatron's format torch_dist",
         ),
     ],
 )
@@ -249,7 +249,7 @@ def test_what_runs_hold_passes_as_data(tmp_path: Path) -> None:
 
 
 def test_a_checksum_is_missing(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no checksum was made of __0_0\.distcp@\d+"):
+    with pytest.raises(CheckpointError, match=r"no checksum was computed for __0_0\.distcp@\d+"):
         write_manifest(
             folder, DESCRIPTION, item_checksums(folder, [".metadata", "common.pt", "metadata.json"])
         )

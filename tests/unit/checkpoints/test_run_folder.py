@@ -138,7 +138,7 @@ def test_a_latest_that_is_gone_is_an_error_that_lists_the_others(folder: Checkpo
 
     with pytest.raises(
         CheckpointError,
-        match=r"latest: names 'step_00000004', which is not a whole.*whole ones: step_00000002",
+        match=r"latest: names 'step_00000004', which is not a complete.*complete ones: step_00000002",
     ):
         folder.latest()
 
@@ -150,7 +150,7 @@ def test_a_latest_that_is_gone_is_an_error_that_lists_the_others(folder: Checkpo
         folder.latest()
     folder.remove(folder.path / "step_00000002")
     (folder.path / "latest").unlink()
-    with pytest.raises(CheckpointError, match=r"latest: is no longer there; put back what was removed"):
+    with pytest.raises(CheckpointError, match=r"latest: no longer exists; restore what was removed"):
         folder.remove_old(keep=1)
 
 
@@ -232,7 +232,7 @@ def test_the_best_is_named_where_it_is_there_and_stays(folder: CheckpointFolder)
 
     with pytest.raises(
         CheckpointError,
-        match=r"best.json: names 'step_00000004', which is not a whole.*whole ones: step_00000002, "
+        match=r"best.json: names 'step_00000004', which is not a complete.*complete ones: step_00000002, "
         r"step_00000006",
     ):
         folder.best()
@@ -292,17 +292,17 @@ def described(checkpoint: Path, **changes: Any) -> None:
         ),
         (
             lambda path: described(path, step="2"),
-            "checkpoint.json: step is '2', not a whole number; the checkpoint is damaged",
+            "checkpoint.json: step is '2', not an integer; the checkpoint is damaged",
         ),
         (lambda path: described(path, roles=None), "checkpoint.json: roles is None, not a list"),
         (
             lambda path: described(path, roles=["../actor"]),
-            r"checkpoint.json: roles is \['../actor'\], not a list of folders' names",
+            r"checkpoint.json: roles is \['../actor'\], not a list of folder names",
         ),
         (lambda path: described(path, files=[]), r"checkpoint.json: files is \[\], not a mapping"),
         (
             lambda path: described(path, files={"../x": {}}),
-            "checkpoint.json: files names '../x', which is not in the checkpoint",
+            "checkpoint.json: files contains '../x', which is not in the checkpoint",
         ),
         (
             lambda path: described(path, files={"x": {"nbytes": 1}}),
@@ -310,7 +310,7 @@ def described(checkpoint: Path, **changes: Any) -> None:
         ),
         (
             lambda path: described(path, step=4),
-            "is of step 4, and its folder of step 2: one was put into the place of the other",
+            "contains step 4, but its folder is named after step 2: checkpoints were swapped",
         ),
     ],
 )

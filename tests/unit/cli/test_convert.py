@@ -78,7 +78,7 @@ def test_what_is_in_a_folder(hugging_face: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["hf-to-megatron", "--input", "{hf}", "--output", "{hf}"], r"hf: is there and not empty"),
+        (["hf-to-megatron", "--input", "{hf}", "--output", "{hf}"], r"hf: already exists and is not empty"),
         (
             ["hf-to-megatron", "--input", "{tmp}/none", "--output", "{tmp}/new"],
             r"none: there is no such folder",
@@ -101,7 +101,7 @@ def test_what_is_in_a_folder(hugging_face: Path, capsys: pytest.CaptureFixture[s
         ),
         (
             ["megatron-to-hf", "--input", "{tmp}", "--output", "{tmp}/new"],
-            r"holds nothing, which is no model",
+            r"contains nothing, which is not a model",
         ),
         (
             ["megatron-to-hf", "--input", "{hf}", "--role", "critic", "--output", "{tmp}/new"],

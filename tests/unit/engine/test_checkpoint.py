@@ -305,7 +305,7 @@ class Code:
 DAMAGE = {
     "a flipped bit": "__1_0.distcp: decoder.layers.mlp.linear_fc2.weight at bytes",
     "a truncated file": "__1_0.distcp: truncated: it has",
-    "a missing file": "__1_0.distcp: the file is missing; it holds output_layer.weight",
+    "a missing file": "__1_0.distcp: the file is missing; it contains output_layer.weight",
     "swapped files": "__0_0.distcp: truncated: it has",
     "code in an object": "common.pt: its pickle names posix.system",
     "no manifest": "manifest.json: the file is missing",

@@ -174,7 +174,7 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
     (truncated, r"mp_rank_00_001/model_optim_rng\.pt: damaged"),
     (
         swapped,
-        r"mp_rank_00_000/model_optim_rng\.pt: was written by rank 1, of tensor-parallel rank 1: files were "
+        r"mp_rank_00_000/model_optim_rng\.pt: was written by rank 1, which is tensor-parallel rank 1: files were "
         r"swapped",
     ),
     (stages_swapped, r"mp_rank_00_000/model_optim_rng\.pt: has no embedding\.word_embeddings\.weight"),
@@ -187,10 +187,10 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
         r"release: has the files of 2 tensor-parallel ranks x 1 stages, and mp_rank_00_000 says that it was "
         r"one of 2 x 2",
     ),
-    (lambda folder: (folder / "mp_rank_00").mkdir(), r"mp_rank_00_000: is of the same rank as .*mp_rank_00:"),
+    (lambda folder: (folder / "mp_rank_00").mkdir(), r"mp_rank_00_000: same rank as .*mp_rank_00:"),
     (
         lambda folder: (folder / "mp_rank_00_000_001").mkdir(),
-        r"mp_rank_00_000_001: is not the folder of a rank .* experts are not read",
+        r"mp_rank_00_000_001: not the folder of a rank .* MoE",
     ),
     (
         lambda folder: rewrite(folder, "mp_rank_00_000", lambda content: content.update(data=Opens())),
@@ -198,7 +198,7 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
     ),
     (
         lambda folder: rewrite(folder, "mp_rank_00_001", lambda content: content.update(iteration=8)),
-        r"mp_rank_00_001/model_optim_rng\.pt: is of iteration 8 .*: the files are of different checkpoints",
+        r"mp_rank_00_001/model_optim_rng\.pt: has iteration 8 .*: the files are from different checkpoints",
     ),
     (
         lambda folder: rewrite(
@@ -206,7 +206,7 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
             "mp_rank_00_000",
             lambda content: vars(content["args"]).update(hidden_size=32, rotary_base=5.0),
         ),
-        r"its args are of another model than config\.json: hidden_size is 32 and config\.json makes it 64; "
+        r"its args are from another model than config\.json: hidden_size is 32, but config\.json requires 64; "
         r"rotary_base is 5\.0",
     ),
     (
@@ -228,7 +228,7 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
     (
         lambda folder: rewrite(folder, "mp_rank_01_001", transposed),
         r"mp_rank_01_001.*: decoder\.layers\.2\.mlp\.linear_fc2\.weight has shape \(48, 64\), config\.json "
-        r"makes it \(64, 48\)",
+        r"requires \(64, 48\)",
     ),
     (
         lambda folder: rewrite(folder, "mp_rank_01_000", a_norm_of_another),
@@ -245,7 +245,7 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
         lambda folder: rewrite(
             folder, "mp_rank_00_000", lambda content: content["model"].update({"language_model": {}})
         ),
-        r"was written by Megatron's models of before Megatron-Core",
+        r"was written by Megatron's legacy models, before Megatron-Core",
     ),
     (
         lambda folder: rewrite(folder, "mp_rank_00_000", lambda content: content.pop("model")),
@@ -253,7 +253,7 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
     ),
     (
         lambda folder: torch.save([1], folder / "mp_rank_00_000" / "model_optim_rng.pt"),
-        r"holds no dictionary",
+        r"contains no dictionary",
     ),
 ]
 

@@ -184,7 +184,7 @@ MEGATRON: list[tuple[str, Callable[[Path], Any], str, str]] = [
     (
         "missing file",
         lambda folder: (folder / "__2_0.distcp").unlink(),
-        r"__2_0\.distcp: the file is missing; it holds \S+",
+        r"__2_0\.distcp: the file is missing; it contains \S+",
         "",
     ),
     (
@@ -197,7 +197,7 @@ MEGATRON: list[tuple[str, Callable[[Path], Any], str, str]] = [
         "wrong shape",
         lambda folder: metadata_says(folder, widen),
         r"\.metadata: is not what was written",
-        r"the chunks of decoder\.layers\.mlp\.linear_fc2\.weight|does not say where the chunk of "
+        r"the chunks of decoder\.layers\.mlp\.linear_fc2\.weight|does not contain the location of the chunk of "
         r"decoder\.layers\.mlp\.linear_fc2\.weight",
     ),
     (

@@ -65,7 +65,7 @@ def test_a_folder_of_megatron_s_own_programs_needs_a_configuration(tmp_path: Pat
     model = random_model("llama")
     plain = write(stacked(model.state_dict(), "llama", False), tmp_path / "run" / "iter_0000020")
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("20")
-    with pytest.raises(CheckpointError, match=r"does not say what its model is.*pass --config HF_DIR"):
+    with pytest.raises(CheckpointError, match=r"does not specify its model.*pass --config HF_DIR"):
         open_model(tmp_path / "run")
     assert open_model(plain, companions=folders / "hf").folder == plain
     source = open_model(tmp_path / "run", companions=folders / "hf")
@@ -78,14 +78,18 @@ def test_a_folder_of_megatron_s_own_programs_needs_a_configuration(tmp_path: Pat
     ("files", "role", "says"),
     [
         (None, None, r"there is no such folder"),
-        ({}, None, r"holds nothing, which is no model; give a Hugging Face folder"),
-        ({"notes.txt": "", "weights.bin": ""}, None, r"holds notes\.txt, weights\.bin, which is no model"),
+        ({}, None, r"contains nothing, which is not a model; give a Hugging Face folder"),
+        (
+            {"notes.txt": "", "weights.bin": ""},
+            None,
+            r"contains notes\.txt, weights\.bin, which is not a model",
+        ),
         (
             {"latest": "step_00000030"},
             None,
-            r"latest: names 'step_00000030', which is not a whole checkpoint in .*; whole ones: none",
+            r"latest: names 'step_00000030', which is not a complete checkpoint in .*; complete ones: none",
         ),
-        ({"latest": "../other"}, None, r"latest: names '\.\./other', which is not a whole checkpoint"),
+        ({"latest": "../other"}, None, r"latest: names '\.\./other', which is not a complete checkpoint"),
         (
             {"checkpoint.json": '{"format": 1, "step": 5, "files": {}, "roles": ["actor"]}'},
             None,
@@ -109,9 +113,9 @@ def test_a_folder_of_megatron_s_own_programs_needs_a_configuration(tmp_path: Pat
         (
             {"checkpoint.json": '{"format": 1, "step": 5, "files": {}, "roles": 3}'},
             None,
-            r"checkpoint\.json: roles is 3, not a list of folders' names",
+            r"checkpoint\.json: roles is 3, not a list of folder names",
         ),
-        ({"checkpoint.json": "{"}, None, r"checkpoint\.json: is not JSON"),
+        ({"checkpoint.json": "{"}, None, r"checkpoint\.json: not JSON"),
         (
             {
                 "checkpoint.json": '{"format": 1, "step": 5, "files": {}, "roles": ["actor"]}',
@@ -120,10 +124,14 @@ def test_a_folder_of_megatron_s_own_programs_needs_a_configuration(tmp_path: Pat
             None,
             r"actor/manifest\.json: is missing",
         ),
-        ({"config.json": "{}"}, "actor", r"role 'actor' was asked for, but this is not a run's checkpoint"),
+        ({"config.json": "{}"}, "actor", r"role 'actor' was requested, but this is not a run's checkpoint"),
         ({"manifest.json": "{}"}, None, r"\.metadata: the file is missing"),
         ({"latest_checkpointed_iteration.txt": "7"}, None, r"names iter_0000007, which is not in"),
-        ({"latest_checkpointed_iteration.txt": "../x"}, None, r"says '\.\./x', which is neither the number"),
+        (
+            {"latest_checkpointed_iteration.txt": "../x"},
+            None,
+            r"contains '\.\./x', which is neither the number",
+        ),
     ],
 )
 def test_a_folder_without_a_model(

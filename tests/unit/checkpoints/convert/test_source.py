@@ -135,7 +135,7 @@ def test_a_tensor_that_is_missing_extra_or_of_another_shape(tmp_path: Path) -> N
 
     with pytest.raises(
         CheckpointError,
-        match=r"decoder\.layers\.mlp\.linear_fc2\.weight is missing; config\.json says model\.layers\.0\.mlp",
+        match=r"decoder\.layers\.mlp\.linear_fc2\.weight is missing; config\.json requires model\.layers\.0\.mlp",
     ):
         open_distributed(
             write({name: value for name, value in tensors.items() if name != key}, tmp_path / "a"),
@@ -146,7 +146,7 @@ def test_a_tensor_that_is_missing_extra_or_of_another_shape(tmp_path: Path) -> N
         open_distributed(write({**tensors, "decoder.adapter": torch.zeros(2)}, tmp_path / "b"), hugging_face)
     with pytest.raises(
         CheckpointError,
-        match=r"linear_fc2\.weight has shape \(4, 20, 32\), config\.json makes it \(4, 32, 20\)",
+        match=r"linear_fc2\.weight has shape \(4, 20, 32\), config\.json requires \(4, 32, 20\)",
     ):
         open_distributed(
             write({**tensors, key: tensors[key].transpose(1, 2).contiguous()}, tmp_path / "c"), hugging_face

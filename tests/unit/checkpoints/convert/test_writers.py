@@ -251,7 +251,7 @@ def test_another_dtype(tmp_path: Path, llama: Path) -> None:
     save_file(stored, mixed / "model.safetensors")
 
     with pytest.raises(
-        CheckpointError, match=r"mixed: model\.norm\.weight is torch\.bfloat16 and most .*; say with --dtype"
+        CheckpointError, match=r"mixed: model\.norm\.weight is torch\.bfloat16 and most .*; choose .* --dtype"
     ):
         write_hugging_face(open_model(mixed), tmp_path / "out")
 
@@ -263,7 +263,7 @@ def test_another_dtype(tmp_path: Path, llama: Path) -> None:
         lambda source, folder, dtype: write_distributed(source, folder, layout_of(), dtype),
     ):
         with pytest.raises(
-            CheckpointError, match=r"model\.norm\.weight has elements that float16 cannot hold"
+            CheckpointError, match=r"model\.norm\.weight has elements that float16 cannot represent"
         ):
             write(open_model(mixed), tmp_path / "out", torch.float16)
 
@@ -370,8 +370,8 @@ def test_folders_that_cannot_be_written(write: Callable[..., None], tmp_path: Pa
     (tmp_path / "full" / "mine").touch()
 
     for folder, says in {
-        "full": r"full: is there and not empty",
-        "file": r"file: is there and not a folder",
+        "full": r"full: already exists and is not empty",
+        "file": r"file: already exists and is not a folder",
         "file/new": r"file: (File exists|Not a directory)",
     }.items():
         with pytest.raises(CheckpointError, match=says) as raised:
