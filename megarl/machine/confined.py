@@ -1,17 +1,18 @@
-"""What a process gives up, for good, before it runs a program that a model wrote: files, the network, other
+"""Confines a process permanently before it runs a program written by a model: files, network, other
 processes, memory and time.
 
-It needs no privilege and no installed package: limits of the kernel (setrlimit), Landlock (Linux 5.13) for
-files, and an allow-list of system calls for everything else (megarl/machine/system_calls.py).
+This needs neither privileges nor installed packages. It uses kernel limits (setrlimit), Landlock (Linux 5.13)
+for files, and an allowlist of system calls for everything else (megarl/machine/system_calls.py).
 
-- Files: only the paths in `readable` can be read, and only those in `writable` changed. Elsewhere not even a
+- Files: only the paths in `readable` can be read, and only those in `writable` changed. Elsewhere, not even a
   file's mode can be changed.
-- Processes: none can be started, signalled, traced or read. Threads can be started, as many as a supervisor
-  allows (megarl/machine/supervisor.py): RLIMIT_NPROC binds neither root nor one process alone.
+- Processes: none can be started, signaled, traced or read. Threads can be started, up to the number that a
+  supervisor allows (megarl/machine/supervisor.py): RLIMIT_NPROC neither applies to root nor to a single
+  process.
 - Network: there are no sockets, except connected pairs, which asyncio needs.
 
-This module runs at the start of every sandboxed program, so it imports only what loads quickly: not typing,
-nor collections.
+This module runs at the start of every sandboxed program, so it imports only modules that load quickly, which
+excludes typing and collections.
 
 Sources: landlock(7), capset(2), include/uapi/linux/landlock.h of Linux.
 """
@@ -41,10 +42,10 @@ class ProcessLimits:
     """The limits of one process.
 
     Args:
-        memory_mb: Address space beyond what the process has when it is confined.
-        cpu_s: Processor time. The kernel kills the process within the second after that.
-        file_mb: The size of one file that it writes.
-        threads: Threads that live at the same time.
+        memory_mb: Address space beyond that of the process when it is confined.
+        cpu_s: CPU time. The kernel kills the process within one second after it is used up.
+        file_mb: Maximum size of a single file that it writes.
+        threads: Maximum number of simultaneous threads.
     """
 
     def __init__(self, memory_mb: int, cpu_s: int, file_mb: int = 16, threads: int = 128) -> None:
@@ -55,14 +56,14 @@ class ProcessLimits:
 
 
 class ConfinementError(OSError):
-    """The kernel cannot confine a process. The message says what it lacks."""
+    """The kernel cannot confine a process. The message says which feature is missing."""
 
 
 def confine(limits: ProcessLimits, readable: Iterable[str], writable: Iterable[str] = ()) -> None:
     """Confine this process, which must have one thread. Paths that do not exist are ignored.
 
     Raises:
-        ConfinementError: The process may then be confined in part. End it.
+        ConfinementError: The process may be partially confined and must be ended.
     """
     limit(limits)
     # Without privileges, Landlock and seccomp both require this first.
@@ -70,7 +71,7 @@ def confine(limits: ProcessLimits, readable: Iterable[str], writable: Iterable[s
     _allow_files(readable, writable)
     _drop_capabilities()
 
-    # The filter comes last, since it refuses the calls that the steps above make.
+    # Install the filter last, because it refuses the calls of the steps above.
     try:
         allow_only_harmless_calls()
     except OSError as error:
@@ -78,13 +79,13 @@ def confine(limits: ProcessLimits, readable: Iterable[str], writable: Iterable[s
 
 
 def limit(limits: ProcessLimits) -> None:
-    """Set the limits that every kernel has: memory, processor time and sizes. Raising them again needs a
+    """Set the limits that every kernel supports: memory, CPU time and sizes. Raising them again requires a
     privilege."""
     megabyte = 2**20
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
 
-    # The program's limits come on top of what this interpreter has already used.
+    # The limits apply in addition to what this interpreter has already used.
     for kind, value in (
         (resource.RLIMIT_AS, now + limits.memory_mb * megabyte),
         (resource.RLIMIT_CPU, int(resource.getrusage(resource.RUSAGE_SELF).ru_utime) + limits.cpu_s + 1),
@@ -95,7 +96,7 @@ def limit(limits: ProcessLimits) -> None:
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
         _, hard = resource.getrlimit(kind)
-        # A hard limit cannot be raised, so a lower one that is in force stays.
+        # A hard limit cannot be raised, so an existing lower one stays in force.
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
 
@@ -108,7 +109,7 @@ def end_with(parent: int) -> None:
 
 
 def close_descriptors_from(first: int) -> None:
-    """Close `first` and every later descriptor, also those above RLIMIT_NOFILE."""
+    """Close `first` and all higher descriptors, including those above RLIMIT_NOFILE."""
     _checked("close_range", _libc.syscall(_CLOSE_RANGE, first, 2**31 - 1, 0))
 
 
@@ -121,7 +122,7 @@ def _checked(what: str, result: int) -> int:
 
 # ---- files: Landlock
 
-# system calls, the same on every architecture
+# System call numbers, which are the same on every architecture.
 _CREATE_RULESET = 444
 _ADD_RULE = 445
 _RESTRICT_SELF = 446
@@ -131,7 +132,7 @@ _READ_DIR = 1 << 3
 _TRUNCATE = 1 << 14
 _MAKE_DEVICES = 1 << 6 | 1 << 11  # MAKE_CHAR, MAKE_BLOCK
 _OF_FILES = _WRITE_FILE | _READ_FILE | _TRUNCATE
-# Accesses of the file system that each ABI knows; later ones know the same as the last.
+# File system accesses known to each ABI; later ones know the same as the last.
 _FILE_ACCESSES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 _ABI_OF_NETWORK = 4
 _ABI_OF_SCOPES = 6
@@ -142,25 +143,24 @@ _LOG_SAME_EXEC_OFF = 1 << 0
 
 
 def landlock_abi() -> int:
-    """Return the version of Landlock's interface; 0 where the kernel has no Landlock or it is switched
-    off."""
+    """Return the ABI version of Landlock; 0 if the kernel does not have Landlock or it is disabled."""
     return max(0, _libc.syscall(_CREATE_RULESET, None, 0, 1))
 
 
 def _allow_files(readable: Iterable[str], writable: Iterable[str]) -> None:
     """Refuse every access that this kernel's Landlock knows, except to the given paths.
 
-    With later interfaces, Landlock also refuses what the allow-list of system calls refuses already: TCP (ABI
-    4), abstract Unix sockets and signals to processes outside (ABI 6). From ABI 7 on, refused accesses are
-    kept out of the audit log.
+    With later ABIs, Landlock also refuses what the allowlist of system calls refuses already: TCP (ABI 4),
+    abstract Unix sockets and signals to processes outside (ABI 6). From ABI 7 on, refused accesses are not
+    written to the audit log.
     """
     abi = landlock_abi()
     if not abi:
         raise ConfinementError(
-            errno.ENOSYS, "the kernel has no Landlock (Linux 5.13), or it is switched off (lsm=)"
+            errno.ENOSYS, "the kernel does not have Landlock (Linux 5.13), or it is disabled (lsm=)"
         )
 
-    # An access that the kernel does not know makes the ruleset invalid.
+    # An access that the kernel does not know would make the ruleset invalid.
     every = _FILE_ACCESSES[min(abi, max(_FILE_ACCESSES))]
     attributes = struct.pack("Q", every)
     attributes += struct.pack("Q", _BIND_AND_CONNECT_TCP) if abi >= _ABI_OF_NETWORK else b""
@@ -183,7 +183,7 @@ def _add_rule(ruleset: int, path: str, accesses: int) -> None:
     except OSError:  # it does not exist here
         return
 
-    # The kernel refuses accesses of folders in the rule of a file.
+    # The kernel does not accept directory accesses in the rule of a file.
     allowed = accesses if os.path.isdir(path) else accesses & _OF_FILES
     _checked(
         f"landlock_add_rule of {path}",

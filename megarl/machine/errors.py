@@ -1,4 +1,4 @@
-"""The errors that explain themselves: the command line shows their message without a stack."""
+"""Self-explanatory errors: the command line shows their message without a traceback."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from megarl.machine.wording import counted
 
 
 class ConfigError(ValueError):
-    """What a user wrote cannot be run. Every problem found in one place, one line each, that says what to
-    change.
+    """A configuration or input cannot be used. The message lists all problems, one line each, with the fix.
 
     `source` is the file (or files) that the user would edit.
     """
@@ -28,14 +27,14 @@ class ConfigError(ValueError):
 
 
 class HintedError(Exception):
-    """An error that knows what helps against it.
+    """An error with a hint for the user.
 
     Attributes:
-        hint: What to try, one line each. `{key}` or `{key, key}` in a line is replaced by these settings of
-            the run, `{role.key}` by the setting in the section of the role that failed, and the name of a
-            fact by its value (`cli/run/hints.py` has them all). A class has the hint of all its errors; an
+        hint: Remedies, one line each. `{key}` or `{key, key}` in a line is replaced by these settings of the
+            run, `{role.key}` by the setting in the section of the role that failed, and the name of a fact by
+            its value (all are listed in `cli/run/hints.py`). A class has the hint of all its errors; an
             instance may have its own.
-        role: The role that the error is about, empty if only a failed call can tell.
+        role: The role that the error concerns; empty if only the failed call can tell.
     """
 
     hint: Sequence[str] = ()
@@ -43,11 +42,11 @@ class HintedError(Exception):
 
 
 class RunError(HintedError, RuntimeError):
-    """Something failed while running, and the message says what, where and why.
+    """A failure at run time. The message says what failed, where and why.
 
     Args:
-        message: What is shown without a traceback.
-        hint: What to try, where it is not the hint of the class.
+        message: Shown without a traceback.
+        hint: Replaces the hint of the class.
     """
 
     def __init__(self, message: str, *, hint: Sequence[str] | None = None) -> None:
@@ -57,18 +56,17 @@ class RunError(HintedError, RuntimeError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint cannot be written or read. One line: what is wrong, in which file, with which tensor, and
-    what to do."""
+    """A checkpoint cannot be written or read. The message is one line with the problem, the file, the tensor
+    and the fix."""
 
     hint = (
-        "see above for what is wrong and which older checkpoints are complete; none of them is used "
-        "automatically",
+        "see above for the problem and the older complete checkpoints; none of them is used automatically",
         "resume from an older one: the same command with checkpoint.resume=PATH (now {checkpoint.resume})",
-        "`megarl convert verify` compares a checkpoint's weights with another's",
+        "`megarl convert verify` compares the weights of two checkpoints",
     )
 
 
-# The hint where files of a run could not be written.
+# The hint for files of a run that could not be written.
 UNWRITTEN = (
     "fix the folder and run the same command: it resumes from the latest complete checkpoint",
     "or save elsewhere: {checkpoint.dir, trainer.output_dir}",
@@ -76,7 +74,7 @@ UNWRITTEN = (
 
 
 def hint_of(error: BaseException | None) -> Sequence[str]:
-    """Return the hint of the error, or of the first that has one among those it was raised from."""
+    """Return the hint of the error, or of the first one in its chain of causes that has a hint."""
     while error is not None:
         if isinstance(error, HintedError) and error.hint:
             return error.hint
@@ -85,6 +83,6 @@ def hint_of(error: BaseException | None) -> Sequence[str]:
 
 
 def one_line(error: BaseException) -> str:
-    """Of a library's message, at most 200 characters of it."""
+    """Return a library's message as one line of at most 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,8 +1,8 @@
-"""Files and folders that are there whole or not at all, also after a power cut: written beside, flushed to
-the disk, renamed.
+"""Atomic writes of files and folders, which are complete or absent even after a power failure: they are
+written to a temporary name, synced to disk, and renamed.
 
-What a killed process left beside a folder is cleaned up by the next one. JSON files of others are read with
-one line about what is wrong.
+Files left next to a folder by a killed process are removed by the next one. Errors in JSON files written by
+other programs are reported in one line.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from typing import Any
 
 
 def existing_folder(path: Path) -> Path:
-    """`path`, or the nearest above it that there is, as far as this user may look."""
+    """Return `path`, or its nearest existing parent that this user can see."""
     return next(each for each in (path.absolute(), *path.absolute().parents) if os.path.exists(each))
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Replaces `path` at once; a kill at any moment leaves the old content or the new. For one writer at a
-    time.
+    """Replace `path` atomically. A kill at any moment leaves the old content or the new. Only one writer may
+    do so at a time.
 
-    Raises OSError, and then leaves nothing beside `path`.
+    Raises:
+        OSError: The write failed. No temporary file remains.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -39,12 +40,12 @@ def write_whole(path: Path, content: bytes | str) -> None:
     finally:
         partial.unlink(missing_ok=True)
 
-    # The rename itself is only safe once the folder is on the disk.
+    # The rename is durable only once the folder is synced.
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Names that were made, renamed or removed in it survive a power cut."""
+    """Sync a folder, so that created, renamed and removed names survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -53,7 +54,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Everything below `folder`, contents and names."""
+    """Sync everything in `folder`, contents and names."""
     for parent, _, names in os.walk(folder):
         for name in names:
             # `fsync` needs no write access to the file.
@@ -67,11 +68,13 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder beside `folder`; when the block ends without an error it is on the disk and takes
-    the name, and what had the name is removed. Otherwise it is removed, and `folder` is as it was.
+    """Yield an empty folder next to `folder`. If the block ends without an error, it is synced to disk and
+    renamed to `folder`, replacing it. Otherwise it is removed, and `folder` is unchanged.
 
-    Raises FileExistsError where another process is writing the same folder, FileNotFoundError where what it
-    is to be in is not there, OSError.
+    Raises:
+        FileExistsError: Another process is writing the same folder.
+        FileNotFoundError: The parent folder does not exist.
+        OSError: The write failed.
     """
     folder = folder.absolute()
     clear_leftovers(folder)
@@ -85,7 +88,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         partial.mkdir()
         yield partial
         sync_tree(partial)
-        # A folder that is not empty cannot be replaced in one rename, so the old one is moved away first.
+        # A folder that is not empty cannot be replaced in one rename, so move the old one away first.
         if folder.exists():
             os.rename(folder, old)
         os.rename(partial, folder)
@@ -93,13 +96,13 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """What killed processes left of `folder`. One that was killed between its last two renames had written
-    all: it is completed."""
+    """Remove temporary folders of `folder` left by killed processes. If one was killed between its last two
+    renames, complete the second one, because everything had been written."""
     for scratch in folder.parent.glob(_prefix(folder) + "*"):
         with _locked(scratch):
             partial = scratch / "new"
             old = scratch / "old"
-            # Killed between the two renames: the new folder is whole, as it was synced before the first one.
+            # The new folder is complete, because it was synced before the first rename.
             if old.exists() and not folder.exists():
                 os.rename(partial if partial.exists() else old, folder)
             shutil.rmtree(scratch)
@@ -111,7 +114,7 @@ def _prefix(folder: Path) -> str:
 
 @contextmanager
 def _locked(scratch: Path) -> Iterator[None]:
-    """The system lets go of the lock when the process ends, however it ends."""
+    """Lock a folder. The kernel releases the lock when the process ends, however it ends."""
     descriptor = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,15 +126,20 @@ def _locked(scratch: Path) -> Iterator[None]:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Raises ValueError, with the problem but not the file, for what is no JSON, too deep, or no object;
-    OSError."""
+    """Read a JSON object from a file.
+
+    Raises:
+        ValueError: The content is not JSON, nested too deep, or not an object. The message does not contain
+            the file.
+        OSError: The file cannot be read.
+    """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
         raise ValueError(f"is not JSON: {error}") from error
     except RecursionError as error:
-        raise ValueError("is not JSON that can be read: it is nested too deep") from error
+        raise ValueError("is not readable JSON: it is nested too deep") from error
 
     if not isinstance(values, dict):
-        raise ValueError(f"must hold a JSON object, not {type(values).__name__}")
+        raise ValueError(f"must contain a JSON object, not {type(values).__name__}")
     return values

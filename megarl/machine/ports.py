@@ -1,5 +1,5 @@
-"""A free port of this node that nobody else is given before the one it is for listens on it, and listening at
-one address alone."""
+"""Reserves free ports of this node until the intended process listens on them, and listens at a single
+address."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import socket
 from pathlib import Path
 
 _SYSTEM_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-FIRST_PORT = 20_000  # Ray's workers have those from 10,002 to 19,999
+FIRST_PORT = 20_000  # Ray's workers use ports 10,002 to 19,999
 MOST_TRIED = 1_000
 
 
 def hold_port(host: str) -> socket.socket:
-    """`host`: an address of this node; empty for all of them.
+    """Reserve a free port and return its socket, which must stay open until the port is in use.
 
-    Bound and not listening, the socket keeps the port from others, as the near end of a connection too, and
-    lets those listen on it that set SO_REUSEADDR: `listen`, uvicorn. To be kept open until they do.
+    The socket is bound but not listening. It keeps other processes from using the port, also for outgoing
+    connections, while servers that set SO_REUSEADDR can listen on it: `listen`, uvicorn.
+
+    Args:
+        host: An address of this node; empty for all of them.
     """
     held = socket.socket(_family(host))
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -27,16 +30,16 @@ def hold_port(host: str) -> socket.socket:
 
 
 def hold_lasting_ports(host: str, count: int) -> list[socket.socket]:
-    """Hold ports that are likely to be free also some seconds after they are released. Nobody can listen on
-    them before.
+    """Reserve ports that are likely to stay free for some seconds after they are released. No process can
+    listen on them until then.
 
-    The system hands out ports of its own range to connections at any time, so these are below it, and above
-    those of Ray's workers. Where there is no room between the two, they are of the system's range.
+    The kernel assigns ports of its own range to connections at any time, so these ports are below that range,
+    and above those of Ray's workers. If there is no room between the two, they come from the kernel's range.
     """
     candidates = range(FIRST_PORT, max(int(_SYSTEM_RANGE.read_text().split()[0]), FIRST_PORT))
     held: list[socket.socket] = []
 
-    # Port 0 asks the system for any free port, for when the preferred range has none left.
+    # Port 0 requests any free port, for when the preferred range has none left.
     for port in [*random.SystemRandom().sample(candidates, min(len(candidates), MOST_TRIED)), *[0] * count]:
         if len(held) == count:
             break
@@ -45,7 +48,7 @@ def hold_lasting_ports(host: str, count: int) -> list[socket.socket]:
             each.bind((host, port))
         except OSError as error:
             each.close()
-            # A port that is taken is the only reason to try the next one.
+            # Try the next port only if this one is in use.
             if error.errno != errno.EADDRINUSE:
                 raise
         else:
@@ -55,8 +58,8 @@ def hold_lasting_ports(host: str, count: int) -> list[socket.socket]:
 
 
 def own_address(address: str) -> str:
-    """`address` where this machine has it; else, as where addresses are translated, the empty one, which
-    stands for all of them."""
+    """Return `address` if this machine has it. Otherwise, for example with address translation, return the
+    empty address, which means all of them."""
     try:
         hold_port(address).close()
     except OSError as error:
@@ -67,10 +70,14 @@ def own_address(address: str) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """For torch's TCPStore (master_listen_fd), which by itself listens at every address of the machine, for
-    whoever comes.
+    """Listen on a port, for torch's TCPStore (master_listen_fd), which would otherwise accept connections at
+    all addresses of the machine.
 
-    `address`: see own_address. Raises OSError where the port is taken.
+    Args:
+        address: See own_address.
+
+    Raises:
+        OSError: The port is in use.
     """
     return socket.create_server((own_address(address), port), family=_family(address))
 

@@ -1,5 +1,5 @@
-"""Which processors a process may use: how many of this machine's cores, and whether a GPU, without asking a
-driver or importing torch."""
+"""Detects the processors that a process may use: the number of cores of this machine, and whether it has a
+GPU, without a driver call or importing torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ZEN_5 = ("AuthenticAMD", "26")
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, in microseconds of each period
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the container, in microseconds per period
 
 
 def processor_family(information: Path = Path("/proc/cpuinfo")) -> tuple[str, str]:
-    """The processor's maker and its family, as it names them; nothing where it does not, as on ARM."""
+    """Return the processor's vendor and family as it reports them; empty if it does not, as on ARM."""
     lines = information.read_text().splitlines() if information.is_file() else []
     maker, family = (
         next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
@@ -23,7 +23,7 @@ def processor_family(information: Path = Path("/proc/cpuinfo")) -> tuple[str, st
 
 
 def usable_cores(quota: Path = _QUOTA) -> int:
-    """Those that the process may run on, or fewer where its container has not so much time."""
+    """Return the number of cores that the process may use, considering its affinity and container quota."""
     cores = len(os.sched_getaffinity(0))
     if quota.is_file():
         time, period = quota.read_text().split()
@@ -34,13 +34,13 @@ def usable_cores(quota: Path = _QUOTA) -> int:
 
 
 def threads_setting() -> str:
-    """What the threads of a run on a CPU, and with them the last bits of its numbers, depend on beside its
-    configuration."""
+    """Describe the thread count of a run on a CPU. Besides the configuration, it affects the last bits of the
+    results."""
     return os.environ.get("OMP_NUM_THREADS") or f"{usable_cores()} cores"
 
 
 def torch_cuda() -> str | None:
-    """The CUDA that torch is built for; None without torch, or with one that is built without."""
+    """Return the CUDA version that torch is built for; None without torch or without CUDA support."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -48,8 +48,8 @@ def torch_cuda() -> str | None:
 
 
 def has_gpu(devices: Path = Path("/dev")) -> bool:
-    """Return whether this process may see a device of NVIDIA's driver, and torch can use it. In WSL 2 the
-    device is `dxg`."""
+    """Return whether this process can see an NVIDIA device and torch can use it. In WSL 2 the device is
+    `dxg`."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
     return (
         not hidden
@@ -59,10 +59,10 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
 
 
 def waited_for_core_s(pid: int) -> float:
-    """Return the seconds that a process's main thread has been ready to run without a core, which is what a
-    busy machine costs it.
+    """Return the seconds that a process's main thread was ready to run without getting a core, which is its
+    delay by a busy machine.
 
-    0 for a process that has ended, and on kernels that do not count it (CONFIG_SCHED_INFO).
+    The result is 0 for a process that has ended, and on kernels that do not count it (CONFIG_SCHED_INFO).
     """
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9

@@ -1,24 +1,24 @@
-"""The Ray cluster that RAY_ADDRESS names, read in one place."""
+"""The Ray cluster named by RAY_ADDRESS."""
 
 from __future__ import annotations
 
 import os
 
 VARIABLE = "RAY_ADDRESS"
-AUTO = "auto"  # Ray's word for the cluster that runs on this machine
-_LOCAL = "local"  # Ray's word for a cluster of this process's own
+AUTO = "auto"  # Ray's name for the cluster running on this machine
+_LOCAL = "local"  # Ray's name for a cluster of this process only
 _MAX_PORT = 2**16 - 1
 
 
 def cluster_address() -> str | None:
-    """Returns the cluster to join, None where a run starts a Ray of its own: without RAY_ADDRESS, or with
+    """Return the cluster to join, or None if the run starts its own Ray: without RAY_ADDRESS, or with
     RAY_ADDRESS=local."""
     address = os.environ.get(VARIABLE, "").strip()
     return None if address in ("", _LOCAL) else address
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Splits HOST:PORT. Raises ValueError for an address of another form, saying what to give instead."""
+    """Split HOST:PORT. Raises ValueError for an address of another form, with the valid forms."""
     if "://" in address:
         raise ValueError(
             f"{VARIABLE}={address}: megarl's driver must run inside the cluster and does not connect as a "
@@ -30,8 +30,9 @@ def host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= _MAX_PORT:
         raise ValueError(
-            f"{VARIABLE}={address} is not of the form HOST:PORT (HEAD:6379); give that, auto, or local for "
-            f"a Ray of its own"
+            f"{VARIABLE}={address} is not of the form HOST:PORT (HEAD:6379); set it to that form, to auto, "
+            f"or "
+            f"to local to start a Ray of its own"
         )
 
     return host.removeprefix("[").removesuffix("]"), int(port)

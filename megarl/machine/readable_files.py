@@ -1,5 +1,5 @@
-"""Which files a confined process may read: what Python's standard library needs, and nothing that was
-installed beside it."""
+"""The files that a confined process may read: those that Python's standard library needs, without installed
+packages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PYTHON = os.path.realpath(sys.executable)
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _SYSTEM = ("/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types", "/usr/share/zoneinfo")
 _LIBRARY_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
-# The standard library's entries whose names are no module's.
+# Entries of the standard library that are not named after a module.
 _BESIDE_MODULES = {"lib-dynload", "__pycache__"}
-# Loads every compiled module of the standard library, and prints the files that are then mapped: shared
-# libraries. libgcc_s is loaded by the C library when a thread exits.
+# A program that loads every compiled module of the standard library and prints the files mapped afterwards,
+# which are shared libraries. The C library loads libgcc_s when a thread exits.
 _PROBE = """
 import ctypes, importlib, os, sys
 for name in ("libgcc_s.so.1",):
@@ -39,8 +39,8 @@ print("\\n".join(file for file in sorted(files) if file.startswith("/") and os.p
 def for_programs() -> tuple[str, ...]:
     """Return the files of the standard library and the shared libraries that it uses.
 
-    Folders of installed packages lie inside of the standard library's, and Landlock cannot exclude a part of
-    a folder. So the standard library's modules are named one by one.
+    Installed packages are in subfolders of the standard library's folder, and Landlock cannot exclude parts
+    of a folder, so the modules of the standard library are listed one by one.
     """
     folder = os.path.dirname(os.path.realpath(os.__file__))
     with os.scandir(folder) as entries:
@@ -54,8 +54,8 @@ def for_programs() -> tuple[str, ...]:
 
 
 def for_functions() -> tuple[str, ...]:
-    """Return what a user's function may read: also the installed packages and the system's shared libraries,
-    which it may import."""
+    """Return the files that a user's function may read, which also include the installed packages and the
+    system's shared libraries."""
     packages = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
     return (*for_programs(), *sorted(packages), *_LIBRARY_FOLDERS)
 

@@ -1,15 +1,15 @@
-"""Ends what a dead process has left behind, its grandchildren included. Standard library only: it also runs
-as a script.
+"""Ends the processes left by a dead process, including grandchildren. This module uses only the standard
+library, because it also runs as a script.
 
-Ray ends the processes that it started; it knows nothing of those that they started (inference servers, reward
-sandboxes), and when the driver is killed its daemons die before they could tidy up. So every driver and every
-worker has a small process that sleeps on its pidfd until it ends, however it ends. What belongs to it is
-known by an environment variable, which children inherit through any number of generations, and for a worker
-also by its process group. Some processes overwrite their environment with their title (Ray's agents do):
-those can be named.
+Ray ends the processes that it started, but not those that they started in turn (inference servers, reward
+sandboxes), and when the driver is killed, Ray's daemons die before they can clean up. Therefore every driver
+and worker has a small process that waits on its pidfd until it ends, however it ends. The processes that
+belong to it are identified by an environment variable, which children inherit through all generations, and
+for a worker also by its process group. Processes that overwrite their environment with their title, such as
+Ray's agents, can be named explicitly.
 
-Named semaphores of multiprocessing stay in /dev/shm when their maker and the process that tracks them are
-killed. The owner's have a prefix of their own, by which they are removed.
+Named semaphores of multiprocessing remain in /dev/shm when their creator and the process that tracks them are
+killed. Those of the owner have a prefix of their own, by which they are removed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-OWNER = "MEGARL_PROCESS_OWNER"  # a worker's value begins with its driver's
+OWNER = "MEGARL_PROCESS_OWNER"  # the value of a worker begins with that of its driver
 
 
 @contextmanager
 def owned_processes() -> Iterator[str]:
-    """End every process that is started in the block, and all their descendants, when the block ends or this
+    """End every process that is started in the block, and all its descendants, when the block ends or this
     process is killed.
 
-    Yields the mark by which they are known (see `end_processes_of`). Blocks may be nested, also across
+    Yields the mark that identifies the processes (see `end_processes_of`). Blocks may be nested, also across
     processes.
     """
-    # multiprocessing's tracker must outlive this process's last semaphore, or it complains. It ends with this
-    # process by itself.
+    # multiprocessing's tracker must outlive the last semaphore of this process, or it prints a warning. It
+    # ends by itself with this process.
     from multiprocessing import resource_tracker
 
     resource_tracker.ensure_running()
@@ -57,26 +57,27 @@ def owned_processes() -> Iterator[str]:
 
 
 def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> int:
-    """Start a process that watches over this one, and return its pid.
+    """Start a process that watches this one, and return its pid.
 
     Args:
         owner: The mark in the environment of the processes that end with this one.
-        whole_group: All of this process's group ends with it, if it is the leader (Ray sees to that).
-        named: Processes that end with this one whatever their environment is.
+        whole_group: End all of this process's group, if this process is its leader (as Ray ensures).
+        named: Processes that end with this one, whatever their environment.
     """
-    # here: the script, of which each process of a run starts one, begins in half the time without these
+    # Imported here, because the script, which every process of a run starts, loads in half the time without
+    # them.
     import hashlib
     import multiprocessing
     import subprocess
 
-    # Only a leader may end its group; the group of another contains its parents.
+    # Only a leader may end its group, because the group of another process contains its parents.
     group = os.getpid() if whole_group and os.getpgid(0) == os.getpid() else 0
 
-    # what their names begin with, which the system puts `sem.` before
+    # The prefix of their names, before which the kernel puts `sem.`.
     semaphores = f"mp-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
-    # There is no other way.
+    # multiprocessing has no public setting for the prefix.
     multiprocessing.current_process()._config["semprefix"] = f"/{semaphores}"  # type: ignore[attr-defined]
-    # The reaper must not bear the mark, or it would end itself with the others.
+    # The reaper must not have the mark, or it would end itself with the others.
     environment = {key: value for key, value in os.environ.items() if key != OWNER}
     arguments = [str(number) for number in (os.getpid(), group, *named)]
     command = [sys.executable, "-I", "-S", __file__, owner, semaphores, *arguments]
@@ -93,22 +94,22 @@ def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> in
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, their children, and so on."""
+    """Return the pids of all descendants of a process."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            with contextlib.suppress(OSError):  # it ended while we looked
+            with contextlib.suppress(OSError):  # the process has ended
                 children.setdefault(int(_status(entry)[1]), []).append(int(entry))
 
     found = list(children.get(pid, []))
-    for child in found:  # grows while it is read
+    for child in found:  # grows during the iteration
         found += children.get(child, [])
     return found
 
 
 def hold(pids: Iterable[int]) -> list[int]:
-    """Process descriptors: they stay with their processes when a pid is used again. Those that have ended are
-    left out."""
+    """Open process descriptors, which stay valid when a pid is reused. Processes that have ended are left
+    out."""
     descriptors = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -118,14 +119,14 @@ def hold(pids: Iterable[int]) -> list[int]:
 
 
 def has_ended(descriptor: int) -> bool:
-    """The process that is held by it."""
+    """Return whether the process of a descriptor has ended."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def name_of(pid: int) -> str:
-    """As the kernel calls its program, at most 15 characters; empty where it has ended."""
+    """Return the kernel's name of a process's program, at most 15 characters; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
@@ -133,7 +134,7 @@ def name_of(pid: int) -> str:
 
 
 def end_held(descriptors: Iterable[int]) -> None:
-    """Kills them and closes the descriptors."""
+    """Kill the processes of the descriptors, and close these."""
     for descriptor in descriptors:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -141,16 +142,16 @@ def end_held(descriptors: Iterable[int]) -> None:
 
 
 def processes_of(owner: str, group: int = 0) -> list[int]:
-    """Living processes that `owner` or one whose name begins with it has started, or of process group
-    `group`."""
-    # The leading zero byte keeps another variable whose name ends alike from matching.
+    """Return the living processes that `owner`, or an owner whose name begins with it, has started, or that
+    belong to process group `group`."""
+    # The leading zero byte excludes other variables whose names end in the same way.
     mark = f"\0{OWNER}={owner}".encode()
     found = []
 
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
-        with contextlib.suppress(OSError):  # it ended while we looked, or belongs to someone else
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             in_group = group and os.getpgid(int(entry)) == group
             if (in_group or mark in b"\0" + Path(f"/proc/{entry}/environ").read_bytes()) and not _is_zombie(
                 entry
@@ -161,8 +162,8 @@ def processes_of(owner: str, group: int = 0) -> list[int]:
 
 
 def end_processes_of(owner: str, group: int = 0, limit_s: float = 10.0) -> list[int]:
-    """Kills them until none is left, since one may start another meanwhile. Returns those that resisted for
-    `limit_s`."""
+    """Kill the processes of an owner until none is left, because they may start others in the meantime.
+    Returns the processes that still exist after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while (left := processes_of(owner, group)) and time.monotonic() < deadline:
         for pid in left:
@@ -178,14 +179,14 @@ def _is_zombie(pid: str) -> bool:
 
 
 def _status(pid: str) -> list[str]:
-    """State, parent, ...: what follows the name in /proc/PID/stat."""
+    """Return the fields after the name in /proc/PID/stat: state, parent, ..."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _watch(owner: str, semaphores: str, pid: int, group: int, *named: int) -> None:
     held = hold(named)
     # A process descriptor becomes readable when its process ends.
-    for descriptor in hold([pid]):  # none when it has ended already
+    for descriptor in hold([pid]):  # empty if it has ended already
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         poll.poll()
@@ -197,10 +198,10 @@ def _watch(owner: str, semaphores: str, pid: int, group: int, *named: int) -> No
 
 
 if __name__ == "__main__":
-    # Not a child of the watched process: Ray kills the children of a worker that ends.
+    # The reaper is not a child of the watched process, because Ray kills the children of a worker that ends.
     if reaper := os.fork():
         print(reaper)
     else:
         os.setsid()
-        os.dup2(0, 1)  # closes the pipe to the watched process, which reads until nobody has it open
+        os.dup2(0, 1)  # closes the pipe to the watched process, which reads until the end of the stream
         _watch(sys.argv[1], sys.argv[2], *(int(number) for number in sys.argv[3:]))

@@ -1,10 +1,10 @@
-"""Runs programs that a model wrote in a process that can do no harm: without network and other processes,
-with a few readable files, and with limits of time, memory and output.
+"""Runs programs written by a model in a sandbox: without network and other processes, with few readable
+files, and with limits on time, memory and output.
 
-What that process gives up by itself is in megarl/machine/confined.py. Where the machine allows it, the
-process also gets its own namespaces, from bubblewrap, which shows it a file system of its own with a `/tmp`
-to write to, or from `unshare`. A level is used where a trial shows that it works: a container may forbid
-namespaces, and a kernel may have no Landlock.
+megarl/machine/confined.py restricts the process itself. If the machine allows it, the process also gets its
+own namespaces: from bubblewrap, which provides a separate file system with a writable `/tmp`, or from
+`unshare`. A level is used only if a trial shows that it works, because a container may forbid namespaces, and
+a kernel may not have Landlock.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ from megarl.machine.reaper import OWNER
 from megarl.machine.sandbox_levels import Level, SandboxError, SandboxLimits, command_for, order_for
 from megarl.machine.sandbox_program import BEGUN, ENDED, PROCESSES
 
-START_LIMIT_S = 60.0  # until a program begins, on a busy machine; its own time counts from there
-_END_LIMIT_S = 10.0  # after which the kernel is asked to end what should end by itself
+START_LIMIT_S = 60.0  # for a program to start, on a busy machine; its own time limit begins then
+_END_LIMIT_S = 10.0  # after which processes that should end by themselves are killed
 
 
 class Finished(NamedTuple):
-    """What a program did. ended: by itself, or by which limit it was. status: as of a subprocess; below 0 the
-    signal's number."""
+    """The result of a program.
+
+    Attributes:
+        status: As for a subprocess; the negative number of the signal if it was killed.
+        ended: Whether it ended by itself, or which limit it exceeded.
+    """
 
     output: str
     errors: str
@@ -44,7 +48,7 @@ class Finished(NamedTuple):
 def run_program(program: str, level: Level, limits: SandboxLimits, stdin: str = "") -> Finished:
     """Run the text of a Python program with the standard library and an empty environment.
 
-    None of its processes and files is left when this returns, or raises.
+    None of its processes and files remain when this returns or raises.
 
     Raises:
         SandboxError: `level` does not work on this machine.
@@ -59,7 +63,7 @@ def run_program(program: str, level: Level, limits: SandboxLimits, stdin: str = 
 
 
 def _sealed_file(name: str, content: bytes) -> IO[bytes]:
-    """A file in memory at its beginning, which nobody can change: as one that is written to, it would be
+    """Return a sealed in-memory file, positioned at its beginning. If programs could write to it, it would be
     memory without a limit."""
     # The caller closes it.
     file = open(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")  # noqa: SIM115
@@ -72,7 +76,7 @@ def _sealed_file(name: str, content: bytes) -> IO[bytes]:
 
 
 class Said(NamedTuple):
-    """What has been read of a program's streams, and what ended the reading."""
+    """The output read from a program's streams so far, and what ended the reading."""
 
     output: bytes
     errors: bytes
@@ -80,9 +84,9 @@ class Said(NamedTuple):
 
 
 class StartedProgram:
-    """A program in the sandbox, whose output is read while it runs. Call `end` in any case.
+    """A program in the sandbox whose output is read while it runs. `end` must always be called.
 
-    The kernel ends it with the thread that made this.
+    The kernel ends the program with the thread that created this object.
 
     Args:
         stdin: A descriptor, or subprocess.PIPE.
@@ -94,12 +98,12 @@ class StartedProgram:
         self._has_begun = False
         self._status: int | None = None
 
-        # descriptors of the sandbox's processes: the program's, and those that are above it in the sandbox
+        # Descriptors of the sandbox's processes: the program's first, then those above it in the sandbox.
         self._held: list[int] = []
         self._ending = threading.Lock()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
-        # by which the reaper knows the processes
+        # The mark that identifies the processes to the reaper.
         owner = {OWNER: os.environ[OWNER]} if OWNER in os.environ else {}
         try:
             with (
@@ -121,12 +125,12 @@ class StartedProgram:
             raise
 
     def read(self, given: bytes = b"", until: bytes | None = None) -> Said:
-        """Read until `until` was printed, the program has ended, too much was printed, or the time is over.
+        """Read until `until` is printed, the program ends, it prints too much, or the time is over.
 
-        The time counts from here, or from when the program begins.
+        The time is measured from this call, or from when the program begins.
 
         Args:
-            given: What is written to its standard input meanwhile.
+            given: Written to its standard input in the meantime.
         """
         process = self.process
         limits = self._limits
@@ -142,7 +146,7 @@ class StartedProgram:
             streams.register(process.stdout, selectors.EVENT_READ, output)
             streams.register(process.stderr, selectors.EVENT_READ, errors)
             streams.register(self._channel, selectors.EVENT_READ)
-            # A write that blocks while the program waits for its output to be read would deadlock.
+            # A blocking write would deadlock while the program waits for its output to be read.
             if given:
                 assert process.stdin is not None
                 os.set_blocking(process.stdin.fileno(), False)
@@ -150,7 +154,7 @@ class StartedProgram:
             while streams.get_map() and ended == "itself":
                 is_enough = until is not None and until in output
                 ready = streams.select(0 if is_enough else max(0.0, deadline - time.monotonic()))
-                if is_enough and not ready:  # nor is there anything more on the other stream
+                if is_enough and not ready:  # the other stream is empty too
                     break
                 for key, _ in ready:
                     if key.fileobj is self._channel:
@@ -176,7 +180,7 @@ class StartedProgram:
         return Said(bytes(output), bytes(errors), ended)
 
     def _receive(self) -> bytes:
-        """Take one message from the sandbox; empty where all who could send one have ended."""
+        """Receive one message from the sandbox; empty if all processes that could send one have ended."""
         message, descriptors, _, _ = socket.recv_fds(self._channel, 64, 3)
         if message == PROCESSES:
             self._held = descriptors
@@ -188,8 +192,8 @@ class StartedProgram:
         return message
 
     def kill(self) -> None:
-        """End the program. Any thread may call this. What is above the program in the sandbox then ends by
-        itself."""
+        """End the program. This is thread-safe. Processes above the program in the sandbox then end by
+        themselves."""
         with self._ending:
             if self._held:
                 with contextlib.suppress(ProcessLookupError):
@@ -198,7 +202,7 @@ class StartedProgram:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """End the program where it runs, wait until none of the sandbox's processes is left, and return the
+        """End the program if it runs, wait until all processes of the sandbox have ended, and return the
         program's status."""
         self.kill()
         try:
@@ -207,7 +211,7 @@ class StartedProgram:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
-        # Messages that were not yet read may hold the process descriptors and the status.
+        # Unread messages may contain the process descriptors and the status.
         with contextlib.suppress(OSError):
             self._channel.setblocking(False)
             while self._receive():
@@ -225,7 +229,7 @@ class StartedProgram:
         return self.process.returncode if self._status is None else self._status
 
     def finished(self, said: Said, status: int) -> Finished:
-        """Raises SandboxError where the program did not begin."""
+        """Build the result. Raises SandboxError if the program did not begin."""
         room = self._limits.output_kb * 1024
         output, errors = (stream[:room].decode(errors="replace") for stream in (said.output, said.errors))
         finished = Finished(output, errors, status, said.ended)
@@ -239,8 +243,8 @@ class StartedProgram:
 
 
 def _end_held(descriptor: int) -> None:
-    """Wait until the process of a process descriptor has ended, killing it where it does not do so by itself;
-    then close it."""
+    """Wait until the process of a descriptor has ended, killing it if it does not end by itself, and close
+    the descriptor."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
 
@@ -253,14 +257,15 @@ def _end_held(descriptor: int) -> None:
 
 
 def _written(descriptor: int, data: bytes) -> int:
-    """How much of it; all where nobody reads any more, which the end of the other streams tells."""
+    """Write data and return the number of bytes written. If the pipe is closed, all bytes count as written;
+    the end of the other streams shows that the program has ended."""
     try:
         return os.write(descriptor, data)
     except BrokenPipeError:
         return len(data)
 
 
-# ---- which level a machine has
+# ---- selection of a level
 
 _PROBE = """
 import os, socket
@@ -278,7 +283,7 @@ for name, attempt in attempts.items():
 
 @functools.cache
 def why_not(level: Level) -> str:
-    """Why it is not used here, in one line; empty where a program was seen not to get out of it."""
+    """Return why a level is not used here, in one line; empty if a test program could not escape from it."""
     with tempfile.NamedTemporaryFile("w", suffix=".canary") as canary:
         os.chmod(canary.name, 0o644)
         try:
@@ -286,17 +291,17 @@ def why_not(level: Level) -> str:
         except SandboxError as error:
             return str(error)
 
-    # The probe prints each way out that it finds, so silence and status 0 mean that the level holds.
+    # The probe prints each escape that it finds, so silence and status 0 mean that the level works.
     got_out = (
         finished.output or finished.errors or ("" if finished.status == 0 else f"status {finished.status}")
     )
-    return f"the sandbox {level.value} does not hold here: {' '.join(got_out.split())}" if got_out else ""
+    return f"the sandbox {level.value} is not effective here: {' '.join(got_out.split())}" if got_out else ""
 
 
 def strongest() -> Level:
-    """Raises SandboxError where none holds."""
+    """Return the strongest level that works here. Raises SandboxError if none does."""
     reasons = []
-    # The last level is a bare process, which holds nothing back.
+    # The last level is a bare process without isolation.
     for level in list(Level)[:-1]:
         if not (reason := why_not(level)):
             return level

@@ -17,7 +17,7 @@ _MAX_THREADS = 128
 WRITABLE = ("/dev/null",)
 _PACKAGE = Path(megarl.__file__).absolute().parent
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types")
-# Folders in which bubblewrap's processes start Python. The program itself may read what readable_files names.
+# Folders from which bubblewrap's processes start Python. The program itself may read only readable_files.
 _PYTHONS = tuple(
     sorted(
         {
@@ -31,23 +31,31 @@ _SHOWN = (*_SYSTEM, *_PYTHONS, str(_PACKAGE / "__init__.py"), str(_PACKAGE / "ma
 
 
 class Level(str, Enum):
-    """The levels of isolation, the strongest first. The last is none, and is only used if it is named."""
+    """The levels of isolation, strongest first. The last one has no isolation and is used only if it is set
+    explicitly."""
 
-    bubblewrap = "bubblewrap"  # namespaces and a file system of its own, by `bwrap`
-    namespaces = "namespaces"  # of processes, network and mounts, by `unshare`; files by Landlock
-    landlock = "landlock"  # files by Landlock, all else by seccomp: nothing has to be installed or allowed
+    bubblewrap = "bubblewrap"  # namespaces and a separate file system, with `bwrap`
+    namespaces = "namespaces"  # of processes, network and mounts, with `unshare`; files by Landlock
+    landlock = "landlock"  # files by Landlock, all else by seccomp; needs no installation or permission
     process = "process"  # limits of memory and time only
 
 
 class SandboxError(RuntimeError):
-    """No sandbox works on this machine, or the level that was asked for does not; the message says why, and
-    what to change."""
+    """No sandbox works on this machine, or the requested level does not. The message contains the reason and
+    the fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """memory_mb: of address space. cpu_s, wall_s: seconds of the processor and of the clock. output_kb: of
-    what it prints, on both streams together. disk_mb: of what it writes to /tmp, where it has one."""
+    """The limits of a program.
+
+    Attributes:
+        memory_mb: Address space.
+        cpu_s: CPU time in seconds.
+        wall_s: Wall-clock time in seconds.
+        output_kb: Output on both streams together.
+        disk_mb: Files in /tmp, if it has one.
+    """
 
     memory_mb: int = 512
     cpu_s: int = 10
@@ -79,7 +87,7 @@ def command_for(level: Level, order: int) -> list[str]:
     if level not in (Level.bubblewrap, Level.namespaces):
         return python
 
-    # of the outermost process: the innermost says it for itself
+    # Set the death signal of the outermost process; the innermost sets its own.
     around = [_tool("setpriv", level), "--pdeathsig", "KILL"]
     if level is Level.namespaces:
         around += [
@@ -96,11 +104,11 @@ def command_for(level: Level, order: int) -> list[str]:
         around += [] if os.geteuid() == 0 else ["--map-root-user"]
     else:
         around += [_tool("bwrap", level), "--unshare-all", "--die-with-parent", "--new-session"]
-        # which the order's process gives up once it has a /tmp
+        # The sandboxed process drops this capability once it has mounted /tmp.
         around += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
         around += ["--proc", "/proc", "--dir", "/tmp"]
-        # Not `--dev`: for users other than root it adds a user namespace in which that capability does not
-        # cover the mounts.
+        # `--dev` cannot be used: for users other than root it adds a user namespace in which that capability
+        # does not apply to the mounts.
         for path in readable_files.DEVICES:
             around += ["--dev-bind", path, path]
         for path in _SHOWN:

@@ -1,12 +1,12 @@
-"""Runs inside of a sandbox: confines a process, runs one program in it, and watches it from the process
-above.
+"""Runs inside a sandbox: confines a process, runs one program in it, and supervises it from its parent
+process.
 
-`megarl.machine.sandbox` starts it with an order. The process splits in two: the child gives up what it may do
-and runs the program; the parent bounds the child's threads, ends it when the caller has gone, and tells the
-caller how it ended.
+`megarl.machine.sandbox` starts it with an order. The process forks: the child confines itself and runs the
+program; the parent limits the child's threads, ends it when the caller has gone, and reports to the caller
+how it ended.
 
-This module runs at the start of every sandboxed program, so it imports only what loads quickly: not typing,
-nor collections.
+This module runs at the start of every sandboxed program, so it imports only modules that load quickly, which
+excludes typing and collections.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import NoReturn
 
-NAME = "<program>"  # of the program, in tracebacks
-# messages to the caller
+NAME = "<program>"  # file name of the program in tracebacks
+# Messages to the caller.
 PROCESSES = b"processes"
 BEGUN = b"begun"
 ENDED = b"ended "
-_TEMPORARY_FILES = 1024  # each takes memory of the kernel that no other limit counts
+_TEMPORARY_FILES = 1024  # each uses kernel memory that no other limit counts
 _SUPERVISION_CPU_S = 10
 _NOSUID_NODEV = 2 | 4
 
 
 class Order:
-    """What to run, and how.
+    """The program to run, and how to run it.
 
     Args:
         program: The text of a Python program.
-        limits: The arguments of ProcessLimits, in their order.
+        limits: The arguments of ProcessLimits, in order.
         readable, writable: See confine.
         is_confined: False to set limits only.
         has_own_init: Whether process 1 belongs to the sandbox, as in a process namespace.
-        temporary_mb: The size of the /tmp to make; 0 for none.
+        temporary_mb: The size of the /tmp to create; 0 for none.
         channel: The descriptor of a socket for messages to the caller.
     """
 
@@ -85,16 +85,17 @@ class Order:
 
 
 def run(descriptor: int) -> None:
-    """Run the order in the file `descriptor`. Returns in the child process, when the program has ended."""
+    """Run the order in the file `descriptor`. This returns in the child process, after the program has
+    ended."""
     with open(descriptor, "rb") as file:
         order = Order(**marshal.load(file))
     channel = _socket.socket(fileno=order.channel)
     end_with(os.getppid())
-    # The folder must be mounted while this process still has the capability.
+    # Mount the folder while this process still has the capability.
     if order.temporary_mb:
         _make_temporary_folder(order.temporary_mb)
 
-    # Split into the supervisor and the process of the program.
+    # Fork into the supervisor and the process of the program.
     to_child, to_supervisor = _socket.socketpair()
     supervisor = os.getpid()
     child = os.fork()
@@ -111,8 +112,8 @@ def run(descriptor: int) -> None:
     except ConfinementError as failure:
         sys.exit(str(failure))
 
-    # Run the program, which finds nothing of what started it. `exit` and `quit` come from the module site,
-    # which -S leaves out.
+    # Run the program, hiding the code that started it. `exit` and `quit` come from the module site, which -S
+    # skips.
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     os.environ.clear()
     sys.path_importer_cache.pop(sys.path.pop(0), None)
@@ -123,7 +124,7 @@ def run(descriptor: int) -> None:
 def _confine_program(
     order: Order, channel: _socket.socket, to_supervisor: _socket.socket, supervisor: int
 ) -> None:
-    """Confine this process, and tell the caller when it is done."""
+    """Confine this process, and notify the caller when this is done."""
     # The caller waits on these descriptors, which do not depend on the pid namespace.
     processes = [os.getpid(), supervisor, *([1] if order.has_own_init else [])]
     send_descriptors(channel, PROCESSES, [os.pidfd_open(process) for process in processes])
@@ -137,15 +138,15 @@ def _confine_program(
     channel.send(BEGUN)
     channel.close()
     to_supervisor.close()
-    # Nothing that the program inherits may lead out of the sandbox.
+    # The program must not inherit a descriptor that leads out of the sandbox.
     close_descriptors_from(3)
 
 
 def send_thread_calls(to_supervisor: _socket.socket) -> None:
-    """Let the process at the other end of the socket answer this process's calls that start threads.
+    """Let the process at the other end of the socket decide this process's calls that start threads.
 
     Raises:
-        ConfinementError: A process above this one already answers calls for it, which only one can.
+        ConfinementError: A process above this one already decides its calls, and only one can.
     """
     try:
         listener = notify_of_threads()
@@ -162,7 +163,7 @@ def send_thread_calls(to_supervisor: _socket.socket) -> None:
 
 
 def _supervise(child: int, order: Order, channel: _socket.socket, to_child: _socket.socket) -> NoReturn:
-    # The program's streams end with the program. What it makes the supervisor do is bounded too.
+    # The program's streams must close with the program. The supervisor's CPU time is limited too.
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(nowhere, stream)
@@ -185,8 +186,8 @@ def _supervise(child: int, order: Order, channel: _socket.socket, to_child: _soc
 
 
 def _make_temporary_folder(megabytes: int) -> None:
-    """Mount a /tmp with a bounded number of files, which bubblewrap cannot, and give up the privilege for
-    it."""
+    """Mount a /tmp with a limited number of files, which bubblewrap does not support, and drop the capability
+    to do so."""
     options = f"size={megabytes}m,nr_inodes={_TEMPORARY_FILES},mode=700".encode()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"tmpfs", b"/tmp", b"tmpfs", _NOSUID_NODEV, options) < 0:
@@ -195,13 +196,13 @@ def _make_temporary_folder(megabytes: int) -> None:
 
 
 class _ExceptionPrinter:
-    """An excepthook that shows the lines of the program, and none of this module's."""
+    """An excepthook that shows the lines of the program, without those of this module."""
 
     def __init__(self, program: str) -> None:
         self._program = program
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        import linecache  # here: they take as long to load as everything else together
+        import linecache  # imported here, because these take as long to load as everything else together
         import traceback
 
         linecache.cache[NAME] = (len(self._program), None, self._program.splitlines(keepends=True), NAME)

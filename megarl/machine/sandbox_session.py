@@ -1,5 +1,5 @@
-"""An interpreter in the sandbox that stays: programs run in it one after the other, each with what those
-before it have left."""
+"""A persistent interpreter in the sandbox: programs run in it one after another, each with the state left by
+the previous ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import NamedTuple
 from megarl.machine.sandbox import Finished, StartedProgram
 from megarl.machine.sandbox_levels import Level, SandboxLimits
 
-# Commands come by a descriptor that programs do not read by chance; where one ends, a mark says so.
+# Commands arrive on a descriptor that programs do not read by accident. A mark indicates the end of a
+# program.
 _LOOP = """
 import json, linecache, os, sys, traceback
 commands, streams = os.fdopen(os.dup(0)), (sys.stdout, sys.stderr)
@@ -35,17 +36,24 @@ for number, command in enumerate(commands, 1):
 
 
 class Ran(NamedTuple):
-    """finished: of one program; its status is 0, or 1 where it raised. is_alive: what it has left is there
-    for the next."""
+    """The result of a program in a session.
+
+    Attributes:
+        finished: The result. The status is 0, or 1 if the program raised.
+        is_alive: Whether its state is available to the next program.
+    """
 
     finished: Finished
     is_alive: bool
 
 
 class SandboxSession:
-    """limits: output_kb and wall_s are of one program, all else of all together. `run` is called by one
-    thread, which must live as long as the session: the kernel ends the process with it. `interrupt` and
-    `close` may be called by another, and meanwhile."""
+    """A session of an interpreter. In `limits`, output_kb and wall_s apply to one program, all others to all
+    programs together.
+
+    `run` must always be called by the same thread, which must live as long as the session, because the kernel
+    ends the process with it. `interrupt` and `close` may be called by other threads, also during `run`.
+    """
 
     def __init__(self, level: Level, limits: SandboxLimits) -> None:
         self._level = level
@@ -62,14 +70,18 @@ class SandboxSession:
         return self._running.locked()
 
     def run(self, program: str) -> Ran:
-        """Where an earlier one has ended the process, a new one begins, which remembers nothing. Raises
-        SandboxError where the level does not work here, RuntimeError after `close`."""
+        """Run a program. If an earlier one has ended the process, a new process without state starts.
+
+        Raises:
+            SandboxError: The level does not work here.
+            RuntimeError: The session is closed.
+        """
         with self._running:
             started = self._start()
             mark = f" {self._mark}\n".encode()
             said = started.read(json.dumps(program).encode() + b"\n", until=mark)
             output, is_whole, _ = said.output.partition(mark)
-            # The character before the mark tells whether the program ended without an exception.
+            # The character before the mark shows whether the program ended without an exception.
             if is_whole and said.ended == "itself":
                 return Ran(
                     started.finished(said._replace(output=output[:-1]), int(output[-1:] != b"0")), True
@@ -78,13 +90,13 @@ class SandboxSession:
             return Ran(started.finished(said, started.end()), False)
 
     def interrupt(self) -> None:
-        """Ends the program that runs, and what those before it have left."""
+        """End the running program, and discard the state of the previous ones."""
         with self._starting:
             if self._started is not None:
                 self._started.kill()
 
     def close(self) -> None:
-        """Nothing of it is left. A program that runs is ended."""
+        """End the session, including a running program."""
         with self._starting:
             self._is_closed = True
         self.interrupt()

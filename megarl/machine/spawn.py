@@ -1,8 +1,8 @@
-"""Processes that begin with nothing of the one that starts them, which may have threads and a GPU: its script
-is not run in them either.
+"""Starts processes that inherit nothing from the process that starts them, which may have threads and a GPU,
+and that do not run its script either.
 
-multiprocessing's own begin with the script, so that one without `if __name__ == "__main__":` would start
-itself again in each.
+multiprocessing's own processes begin by running the script, so a script without `if __name__ == "__main__":`
+would start itself again in each of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-_SCRIPT = ("__file__", "__spec__")  # of `__main__`: by which of both it is known to multiprocessing
+_SCRIPT = ("__file__", "__spec__")  # attributes of `__main__` by which multiprocessing finds the script
 _launching = Lock()
 
 
@@ -32,23 +32,23 @@ class FreshProcess(SpawnProcess):
 
 
 class FreshContext(SpawnContext):
-    """What runs in its processes must be importable: not of the script."""
+    """A context whose processes do not import the script, so they can only run importable code."""
 
     Process = FreshProcess
 
 
 class BareProcess(FreshProcess):
-    """`launcher`: what is executed in the place of Python, and executes it."""
+    """A process started through `launcher`, an executable that executes Python."""
 
     launcher: str
 
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802
         assert isinstance(process_obj, BareProcess)
-        resource_tracker.ensure_running()  # it is everybody's, and begins like any other
+        resource_tracker.ensure_running()  # shared by all processes, so it must start without the launcher
 
         with _launching, _without_script():
-            # multiprocessing keeps the executable in a global, so it is set for this one start.
+            # multiprocessing keeps the executable in a global, so it is set for this start only.
             usual = spawn.get_executable()
             spawn.set_executable(process_obj.launcher)
             try:
@@ -58,12 +58,15 @@ class BareProcess(FreshProcess):
 
 
 class BareContext(SpawnContext):
-    """Its processes begin with these variables and no other, and not with those of this process: what they
-    were not given, nothing that runs in them can find. Raises PermissionError where nothing can be executed
-    in the folder of temporary files."""
+    """A context whose processes have only the given environment variables, so code in them cannot find the
+    variables of this process.
+
+    Raises:
+        PermissionError: Nothing can be executed in the folder of temporary files.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        # as long as the context is there
+        # The folder exists as long as the context.
         self._folder = tempfile.TemporaryDirectory(prefix="megarl-launcher-")
         self.launcher = Path(self._folder.name, "python")
         given = shlex.join(f"{name}={value}" for name, value in environment.items())
@@ -78,7 +81,7 @@ class BareContext(SpawnContext):
                 f"TMPDIR to a folder that is not"
             )
 
-    # Multiprocessing's name.
+    # The method name of multiprocessing.
     def Process(self, *arguments: Any, **named: Any) -> BareProcess:  # type: ignore[override]  # noqa: N802
         process = BareProcess(*arguments, **named)
         process.launcher = str(self.launcher)

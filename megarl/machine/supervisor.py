@@ -1,10 +1,10 @@
-"""Bounds the threads of a confined process, and waits for its end.
+"""Limits the threads of a confined process, and waits for its end.
 
-No limit of the kernel binds the threads of one process for root and for other users alike. So each call that
-starts a thread waits for an answer from this side (seccomp_unotify(2)), which counts the threads that live.
+No kernel limit applies to the threads of one process for root and other users alike. Therefore every call
+that starts a thread waits for a decision by this side (seccomp_unotify(2)), which counts the living threads.
 
-This module runs at the start of every sandboxed program, so it imports only what loads quickly: not typing,
-nor collections.
+This module runs at the start of every sandboxed program, so it imports only modules that load quickly, which
+excludes typing and collections.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def send_descriptors(to: _socket.socket, message: bytes, descriptors: list[int])
 
 
 def receive_descriptors(of: _socket.socket, limit_bytes: int = 64) -> tuple[bytes, list[int]]:
-    """Return one message, and the descriptors that came with it."""
+    """Return one message, and the descriptors sent with it."""
     message, ancillary, _, _ = of.recvmsg(limit_bytes, _socket.CMSG_SPACE(8 * 4), _socket.MSG_CMSG_CLOEXEC)
     data = b"".join(
         data for level, kind, data in ancillary if (level, kind) == (_socket.SOL_SOCKET, _SCM_RIGHTS)
@@ -44,7 +44,7 @@ def receive_descriptors(of: _socket.socket, limit_bytes: int = 64) -> tuple[byte
 
 
 class ThreadLimit:
-    """Answers the calls of a process that start threads: at most `most` of its threads live at the same
+    """Decides the calls of a process that start threads. At most `most` of its threads may exist at a
     time."""
 
     def __init__(self, process: int, most: int) -> None:
@@ -52,17 +52,17 @@ class ThreadLimit:
         self._most = most
 
     def answer(self, listener: int) -> None:
-        """Answer one call that waits at `listener`, the descriptor that notify_of_threads returned."""
+        """Answer one call waiting at `listener`, the descriptor returned by notify_of_threads."""
         notification = bytearray(_NOTIFICATION_BYTES)
         try:
             fcntl.ioctl(listener, _RECEIVE, notification)
             number = struct.unpack_from("Q", notification)[0]
-            # The link count of the folder of tasks is that of the threads, plus two.
+            # The link count of the task folder is the number of threads plus two.
             is_allowed = os.stat(self._tasks).st_nlink - 2 < self._most
             answer = (number, 0, 0, _CONTINUE) if is_allowed else (number, 0, -errno.EAGAIN, 0)
             fcntl.ioctl(listener, _SEND, struct.pack("QqiI", *answer))
         except OSError as error:
-            # the thread or the process has ended, or was interrupted
+            # The thread or the process has ended, or the call was interrupted.
             if error.errno not in (errno.ENOENT, errno.EINTR):
                 raise
 
@@ -70,14 +70,15 @@ class ThreadLimit:
 def supervise(
     process: int, most_threads: int, listener_source: _socket.socket, also: Mapping[int, Callable[[], bool]]
 ) -> int:
-    """Answer the calls of the child `process` that start threads, until it ends.
+    """Decide the calls of the child `process` that start threads, until it ends.
 
     Args:
         process: A child of this process.
         most_threads: See ThreadLimit.
-        listener_source: A socket by which the child sends the descriptor from notify_of_threads. Closed here.
-        also: Further descriptors, with functions that are called when one can be read or was closed at its
-            other end. A descriptor is no longer watched once its function returns False.
+        listener_source: A socket on which the child sends the descriptor from notify_of_threads. It is closed
+            here.
+        also: Further descriptors, with functions that are called when one is readable or closed at its other
+            end. A descriptor is no longer watched once its function returns False.
 
     Returns:
         The child's status, as from os.waitpid.
@@ -99,7 +100,7 @@ def supervise(
                 _, listeners = receive_descriptors(listener_source)
                 poll.unregister(listener_source.fileno())
                 listener_source.close()
-                # Calls that wait for an answer wake this loop from here on.
+                # From now on, calls that wait for an answer wake this loop.
                 for listener in listeners:
                     poll.register(listener, select.POLLIN)
             for descriptor in ready.keys() & callbacks.keys():

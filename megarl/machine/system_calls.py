@@ -1,11 +1,11 @@
-"""The system calls that a confined process may make: an allow-list, which the kernel enforces (seccomp).
+"""The system calls that a confined process may make: an allowlist, enforced by the kernel (seccomp).
 
-Python, its standard library, threads and numerical libraries work. Every other call is refused: starting
+Python, its standard library, threads and numerical libraries work. All other calls are refused: starting
 programs and processes, signals to others, sockets, shared memory, message queues, locks, and everything that
 mounts, loads or traces. Some calls are allowed with certain arguments only, see `CHECKED_CALLS`.
 
-This module runs at the start of every sandboxed program, so it imports only what loads quickly: not typing,
-nor collections.
+This module runs at the start of every sandboxed program, so it imports only modules that load quickly, which
+excludes typing and collections.
 
 Sources: seccomp(2), seccomp_unotify(2), bpf(4), include/uapi/linux/{seccomp,filter,audit,prctl}.h and
 include/uapi/asm-generic/ of Linux.
@@ -22,9 +22,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# The name of each call with its number on x86_64 and on aarch64; "-" where the architecture does not have it.
+# Each call with its number on x86_64 and on aarch64; "-" if the architecture does not have it.
 ALLOWED_CALLS = {
-    "files, as far as Landlock allows them": """
+    "files, restricted by Landlock": """
         read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69,
         pwritev 296 70, preadv2 327 286, pwritev2 328 287, open 2 -, openat 257 56, openat2 437 437,
         creat 85 -, close 3 57, close_range 436 436, lseek 8 62, stat 4 -, fstat 5 80, lstat 6 -,
@@ -90,14 +90,14 @@ _SOCK_STREAM = 1
 _SOCK_TYPE = 0xF
 _WHOLE = 0xFFFFFFFF
 
-# Instructions of the filter: code, how many to skip where the comparison holds, where it does not, operand.
+# Instructions of the filter: code, instructions to skip if the comparison is true, if it is false, operand.
 Instruction = tuple[int, int, int, int]
 _LOAD = 0x20
 _AND = 0x54
 _EQUAL = 0x15
 _AT_LEAST = 0x35
 _RETURN = 0x06
-# offsets in struct seccomp_data; an argument has 8 bytes, the lower half first
+# Offsets in struct seccomp_data. An argument has 8 bytes, the lower half first.
 _NUMBER = 0
 _ARCHITECTURE = 4
 _ARGUMENTS = 16
@@ -106,7 +106,7 @@ _REFUSE: Instruction = (_RETURN, 0, 0, 0x00050000 | errno.EPERM)
 _ABSENT: Instruction = (_RETURN, 0, 0, 0x00050000 | errno.ENOSYS)
 _NOTIFY: Instruction = (_RETURN, 0, 0, 0x7FC00000)
 _KILL: Instruction = (_RETURN, 0, 0, 0x80000000)
-# A condition: 32 bits at an offset, which are masked, must have one of these values.
+# A condition: 32 bits at an offset, after a mask, must have one of these values.
 Condition = tuple[int, int, tuple[int, ...]]
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -119,24 +119,25 @@ def numbers_of(calls: str, column: int) -> dict[str, int]:
 
 
 def allow_only_harmless_calls() -> None:
-    """Install the allow-list in this process, for good. Raises OSError."""
+    """Install the allowlist in this process permanently. Raises OSError."""
     column = _own_column()
     _install(_program(column, os.getpid()), flags=0)
 
 
 def notify_of_threads() -> int:
-    """Stop every call that starts a thread until somebody answers it, see ThreadLimit.
+    """Suspend every call that starts a thread until it is answered, see ThreadLimit.
 
     Returns:
-        The descriptor by which the calls are answered. Give it to another process and close it before
+        The descriptor on which the calls are answered. Pass it to another process and close it before
         untrusted code runs.
 
     Raises:
-        OSError: EBUSY where a process above this one already answers calls for it.
+        OSError: EBUSY if a process above this one already answers its calls.
     """
-    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # without which only root may install a filter
+    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # otherwise, only root may install a filter
     column = _own_column()
-    # Only `clone` is stopped: the allow-list answers `clone3` as absent, so that libraries fall back to it.
+    # Only `clone` is suspended: the allowlist reports `clone3` as absent, so that libraries fall back to
+    # `clone`.
     clone = numbers_of(CHECKED_CALLS, column)["clone"]
     program = [*_load_number(column), (_EQUAL, 0, 1, clone), _NOTIFY, _ALLOW]
 
@@ -176,7 +177,7 @@ def _program(column: int, process: int) -> list[Instruction]:
     ):
         program += [(_EQUAL, 0, 1, number), _ALLOW]
 
-    # Add the calls that are harmless with some arguments only.
+    # Add the calls that are harmless with certain arguments only.
     for number, block in _rules(numbers_of(CHECKED_CALLS, column), process):
         assert len(block) < 256, "a jump of the filter is a byte"
         program += [(_EQUAL, 0, len(block), number), *block]
@@ -185,7 +186,8 @@ def _program(column: int, process: int) -> list[Instruction]:
 
 
 def _load_number(column: int) -> list[Instruction]:
-    """Kill the process where the call is of another architecture; else load the call's number."""
+    """Return instructions that kill the process if the call is of another architecture, and otherwise load
+    the call's number."""
     return [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[column]),
@@ -216,12 +218,12 @@ def _rules(numbers: dict[str, int], process: int) -> Iterator[tuple[int, list[In
 
 
 def _one_of(*alternatives: list[Condition]) -> list[Instruction]:
-    """Instructions that allow a call which meets all conditions of one of the alternatives, and refuse it
-    else."""
+    """Return instructions that allow a call if it meets all conditions of one of the alternatives, and refuse
+    it otherwise."""
     block: list[Instruction] = []
     for conditions in alternatives:
         tail: list[Instruction] = [_ALLOW]
-        # Built from the last condition, since a mismatch jumps over all that follow it.
+        # Build from the last condition, because a mismatch jumps over all that follow it.
         for offset, mask, values in reversed(conditions):
             compare = [(_EQUAL, len(values) - 1 - place, 0, value) for place, value in enumerate(values)]
             compare[-1] = (_EQUAL, 0, len(tail), values[-1])

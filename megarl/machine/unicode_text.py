@@ -1,5 +1,5 @@
-"""Text that no encoder can write: lone surrogates, the halves of a character that JSON escapes such as
-"\\ud83d" can spell."""
+"""Handling of lone surrogates, which cannot be encoded: halves of a character that JSON escapes such as
+"\\ud83d" can produce."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ PROBLEM = "half of a character (a lone surrogate), which no tokenizer or file ca
 
 
 def lone_surrogate(value: Any) -> str | None:
-    """Returns where in a nested value of mappings, lists and texts the first lone surrogate is, or None if
-    there is none.
+    """Return the location of the first lone surrogate in a nested value of mappings, lists and strings, or
+    None.
 
-    The place is a path such as "[1].tool_calls[0].function.arguments.item", and "" for a text itself.
+    The location is a path such as "[1].tool_calls[0].function.arguments.item", and "" for a plain string.
     """
     left: list[tuple[str, Any]] = [("", value)]
     while left:
@@ -28,7 +28,7 @@ def lone_surrogate(value: Any) -> str | None:
                 )
             ) is not None:
                 return f"the key {unwritable!r}" + (f" of {place}" if place else "")
-            # Pushed in reverse, so that the first place in reading order is found first.
+            # Push in reverse, so that the first location in reading order is found first.
             left += [
                 (f"{place}.{key}" if place else str(key), inner)
                 for key, inner in reversed(list(each.items()))
@@ -40,7 +40,7 @@ def lone_surrogate(value: Any) -> str | None:
 
 
 def is_encodable(text: str) -> bool:
-    """Returns whether UTF-8 can write `text`."""
+    """Return whether `text` can be encoded as UTF-8."""
     if text.isascii():
         return True
     try:
@@ -52,7 +52,7 @@ def is_encodable(text: str) -> bool:
 
 
 def replace_surrogates(value: Any) -> Any:
-    """Returns `value` with U+FFFD instead of each lone surrogate in its texts and keys. Two halves that meet
+    """Return `value` with U+FFFD instead of each lone surrogate in its strings and keys. Two adjacent halves
     become their character."""
     if isinstance(value, str):
         return (

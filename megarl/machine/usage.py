@@ -1,5 +1,5 @@
-"""What work takes, seconds on a device and memory at its peak, measured by the kernel or by torch; and giving
-freed memory back."""
+"""Measures the device time and peak memory of work, as counted by the kernel or torch, and returns freed
+memory to the system."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from types import TracebackType
 import torch
 
 _PROCESS = Path("/proc/self")
-# of glibc's malloc.h
+# Constants of glibc's malloc.h.
 _TRIM_THRESHOLD = -1
 _MMAP_MAX = -4
 _KEPT = 2**30
 
 
 class PeakMemory:
-    """Measures from its construction on. One at a time in a process: the kernel keeps one peak, which this
-    resets."""
+    """Measures peak memory from its construction on. Only one may be used in a process at a time, because the
+    kernel keeps a single peak, which this resets."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -33,8 +33,8 @@ class PeakMemory:
             self._before = _status("VmRSS")
 
     def extra_bytes(self) -> int:
-        """Of GPU memory on a GPU, else of resident memory, shared memory that the process has mapped
-        included."""
+        """Return the peak minus the memory at construction: GPU memory on a GPU, else resident memory
+        including mapped shared memory."""
         peak = (
             torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _status("VmHWM")
         )
@@ -49,17 +49,19 @@ def _status(field: str) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Up to 1 GiB of freed blocks stays for the next ones, until `trim_heap`. By itself glibc gives it back
-    as soon as it is the last of the heap, and blocks of more than 32 MiB always: the tensors of the next pass
-    begin with pages that the system has to make again."""
+    """Keep up to 1 GiB of freed blocks for later allocations, until `trim_heap`.
+
+    By default, glibc returns freed memory at the end of the heap immediately, and blocks of more than 32 MiB
+    always, so the tensors of the next pass would cause page faults again.
+    """
     if (mallopt := _of_c_library("mallopt")) is not None:
-        mallopt(_MMAP_MAX, 0)  # no block apart from the heap, however large
+        mallopt(_MMAP_MAX, 0)  # allocate all blocks from the heap, however large
         mallopt(_TRIM_THRESHOLD, _KEPT)
 
 
 def trim_heap() -> None:
-    """glibc keeps freed blocks that lie between used ones until it is asked; other C libraries have no such
-    call."""
+    """Return freed blocks between used ones to the system, which glibc does only on request. Other C
+    libraries have no such call."""
     if (trim := _of_c_library("malloc_trim")) is not None:
         trim(0)
 
@@ -69,8 +71,8 @@ def _of_c_library(function: str) -> Callable[..., int] | None:
 
 
 class Stopwatch:
-    """Adds up the times of all blocks that it is entered for. On a GPU each is measured by two events in the
-    current stream: host clocks around asynchronous work would measure how long it takes to ask for it."""
+    """Sums the times of all blocks that it is entered for. On a GPU, each is measured by two events in the
+    current stream, because a host clock would only measure the launch of asynchronous work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -95,7 +97,7 @@ class Stopwatch:
             self._seconds += time.perf_counter() - self._start_s
 
     def seconds(self) -> float:
-        """So far. On a GPU it waits until what was measured has ended."""
+        """Return the total so far. On a GPU, this waits until the measured work has finished."""
         for start, stop in self._events:
             stop.synchronize()
             self._seconds += start.elapsed_time(stop) / 1e3

@@ -1,5 +1,4 @@
-"""Functions that a user writes: one is loaded from its file, and a mistake in it is an error before the run
-starts."""
+"""Loads functions from user files, and reports mistakes in them before the run starts."""
 
 from __future__ import annotations
 
@@ -17,14 +16,22 @@ from typing import Any
 
 
 class UserFunctionError(ValueError):
-    """A function cannot be used; the message names the file, the function and what to change."""
+    """A function cannot be used. The message names the file, the function and the fix."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """what: begins the errors. key: of the configuration, where its name is set. example: its `def` line.
-    keywords: that it is called with, optional: also with these where it names them; positional: how many
-    values before them. error: what is raised."""
+    """The expected form of a user function.
+
+    Attributes:
+        what: The beginning of errors.
+        key: The configuration key of its name.
+        example: Its `def` line.
+        keywords: The keyword arguments that it is called with.
+        optional: Keyword arguments that are passed only if it has these parameters.
+        positional: The number of positional arguments.
+        error: The exception to raise.
+    """
 
     what: str
     key: str
@@ -36,10 +43,10 @@ class Expected:
 
 
 def load_function(path: str, name: str, expected: Expected) -> Callable[..., Any]:
-    """The function `name` of the Python file `path`, which is run once.
+    """Return the function `name` of the Python file `path`, which is run once.
 
-    Raises `expected.error` for a file that is absent or cannot be run, and for a name that is absent, is not
-    a plain function (a coroutine, for instance) or does not take what it is called with.
+    Raises `expected.error` if the file does not exist or cannot be run, or the name does not exist, is not a
+    plain function (for example a coroutine function), or does not accept the arguments.
     """
     what = expected.what
     error = expected.error
@@ -49,7 +56,7 @@ def load_function(path: str, name: str, expected: Expected) -> Callable[..., Any
         kind = "a coroutine function" if callable(function) else f"a {type(function).__name__}"
         raise error(f"{what} {name!r} in {path!r} is {kind}, expected a plain function: {expected.example}")
 
-    # A function with the wrong parameters must fail now, not at the first call within the run.
+    # A function with wrong parameters must fail now, and not at the first call during the run.
     signature = inspect.signature(function)
     try:
         named = (*expected.keywords, *(name for name in expected.optional if name in signature.parameters))
@@ -69,8 +76,8 @@ def load_function(path: str, name: str, expected: Expected) -> Callable[..., Any
 
 
 def load_name(path: str, name: str, expected: Expected) -> Any:
-    """What the Python file `path`, which is run once, calls `name`. Raises `expected.error` where there is no
-    such file or name, or the file cannot be run."""
+    """Return the value `name` of the Python file `path`, which is run once. Raises `expected.error` if the
+    file or name does not exist, or the file cannot be run."""
     what = expected.what
     error = expected.error
     if not os.path.isfile(path):
@@ -89,8 +96,8 @@ def _module_name(path: str) -> str:
 
 
 def companion(path: str, function: Callable[..., Any], name: str) -> Callable[..., Any] | None:
-    """Return the function `name` that stands beside one that `load_function` loaded from `path`: in that
-    file, or in the module that the file imported the function from. None: there is none."""
+    """Return the function `name` defined next to one that `load_function` loaded from `path`: in that file,
+    or in the module from which the file imported the function. None if there is none."""
     for namespace in (vars(sys.modules[_module_name(path)]), getattr(function, "__globals__", {})):
         if callable(found := namespace.get(name)):
             return found
@@ -103,12 +110,12 @@ def _run_file(path: str, expected: Expected) -> ModuleType:
     if spec is None or spec.loader is None:
         raise expected.error(f"{expected.what} file {path!r} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look their module up there
+    sys.modules[module_name] = module  # dataclasses and pickle look up their module there
 
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as problem:  # noqa: BLE001  (the user's code may raise anything)
-        # A later import must not find the half-executed module.
+        # A later import must not find the partially executed module.
         del sys.modules[module_name]
         raise expected.error(
             f"{expected.what} file {path!r} cannot be run: {last_line(problem)}"
@@ -118,11 +125,11 @@ def _run_file(path: str, expected: Expected) -> ModuleType:
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of the traceback, with the place that raised: `ZeroDivisionError: division by zero
+    """Return the last line of the traceback with its location: `ZeroDivisionError: division by zero
     (reward.py:12)`."""
     line = traceback.format_exception_only(error)[-1].strip()
 
-    # A `__getattr__` that refuses an attribute is named by the line that asked for it.
+    # Attribute an error in `__getattr__` to the line that accessed the attribute.
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.name != "__getattr__"]
     if isinstance(error, SyntaxError) and error.filename is not None:
         place = f"{Path(error.filename).name}:{error.lineno}"

@@ -236,7 +236,7 @@ MISTAKES: dict[str, Mistake] = {
         "the folder's tokenizer cannot be loaded", prepare=text("policy/tokenizer.json", "{}")
     ),
     "a tokenizer's settings as a list": Mistake(
-        "must hold a JSON object, not list", prepare=text("policy/tokenizer_config.json", "[]")
+        "must contain a JSON object, not list", prepare=text("policy/tokenizer_config.json", "[]")
     ),
     "a token that the model lacks": Mistake(
         "the tokenizer has 1 tokens that the model lacks", prepare=with_token

@@ -90,7 +90,7 @@ PRICE = {
         ),
         (
             {"messages": tool_chat(json.dumps({"item": HALF}))},
-            "column 'messages': message 1: .*item holds half of a character",
+            "column 'messages': message 1: .*item has half of a character",
         ),
         (
             {"messages": user("a") + assistant("b", reasoning_content=HALF)},
@@ -137,11 +137,11 @@ def test_in_what_a_caller_renders(tokenizer: PreTrainedTokenizerBase) -> None:
     ("arguments", "said"),
     [
         ({"item": float("nan")}, "a call of 'price' has the arguments .*with NaN or an infinity"),
-        ('{"item": NaN}', "message 1: found the text .*, which is not JSON .NaN is no number of JSON"),
+        ('{"item": NaN}', "message 1: found the text .*, which is not JSON .NaN is not a JSON number"),
         ({"item": [{"of": float("-inf")}]}, "with NaN or an infinity, which JSON does not have"),
         (
             '{"item": 1, "item": 2}',
-            "message 1: found the text .*, which is not JSON .the key 'item' stands in it twice",
+            "message 1: found the text .*, which is not JSON .the key 'item' occurs twice",
         ),
     ],
 )
@@ -155,5 +155,5 @@ def test_a_key_that_a_row_has_twice(tmp_path: Path, tokenizer: PreTrainedTokeniz
     file = tmp_path / "rows.jsonl"
     text = json.dumps({"messages": tool_chat({"item": "b"})})
     file.write_text(text + "\n" + text.replace('{"item": "b"}', '{"item": "b", "item": "c"}') + "\n")
-    with pytest.raises(DataError, match="rows.jsonl, line 2: is not JSON .the key 'item' stands in it twice"):
+    with pytest.raises(DataError, match="rows.jsonl, line 2: is not JSON .the key 'item' occurs twice"):
         SFTDataset([str(file)], character_tokenizer(TOOLS_TEMPLATE), SFTDataConfig(max_length=200))

@@ -355,10 +355,10 @@ def test_messages_as_json_text_are_messages(tmp_path: Path) -> None:
         (json.dumps(QUESTION[1]), "one chat message; write a list of them, or its JSON text"),
         (
             '[{"role": "user", "content": "a", "role": "system"}]',
-            "it is not JSON .the key 'role' stands in it twice",
+            "it is not JSON .the key 'role' occurs twice",
         ),
         ('[{"from": "human", "value": "a"}]', "message 0 is dict .*expected role and content as strings"),
-        ('[{"role": "user", "content": "\\ud800"}]', "it is not JSON .* holds half of a character"),
+        ('[{"role": "user", "content": "\\ud800"}]', "it is not JSON .* has half of a character"),
     ],
 )
 def test_a_text_that_should_have_been_messages(tmp_path: Path, text: str, said: str) -> None:

@@ -387,7 +387,7 @@ def test_a_level_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp
 def test_the_strongest_that_holds_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that lets a program out does not count, as limits alone show."""
     reason = why_not(Level.process)
-    assert reason.startswith("the sandbox process does not hold here: a program could read a file")
+    assert reason.startswith("the sandbox process is not effective here: a program could read a file")
     reasons = {Level.bubblewrap: "no bwrap", Level.namespaces: "forbidden", Level.landlock: ""}
     monkeypatch.setattr(sandbox, "why_not", lambda level: reasons[level])
     assert strongest() is Level.landlock

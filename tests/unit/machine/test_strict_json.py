@@ -39,8 +39,8 @@ def test_replaced_text_can_be_encoded_and_other_text_is_unchanged():
     [
         ('{"a": NaN}', "NaN is no number"),
         ('{"a": -Infinity}', "-Infinity is no number"),
-        ('{"a": {"b": 1, "c": 2, "b": 3}}', "the key 'b' stands in it twice"),
-        ('{"a": ["\\ud83d"]}', r"a\[0\] holds half of a character"),
+        ('{"a": {"b": 1, "c": 2, "b": 3}}', "the key 'b' occurs twice"),
+        ('{"a": ["\\ud83d"]}', r"a\[0\] has half of a character"),
     ],
 )
 def test_what_is_no_json(text, said):
