@@ -40,10 +40,10 @@ def place_scores(scores: Sequence[float] | Tensor, response_mask: Column) -> Col
 
     per_row = torch.as_tensor(scores, dtype=torch.float32)
     rows = as_rows(response_mask)
-    # Without gaps, a row's last valid token is its last token.
+    # If there are no gaps, a row's last valid token is its last token.
     last = rows.lengths.cumsum(0) - 1
 
-    # With gaps, the last valid token of a row may come earlier.
+    # If there are gaps, the last valid token of a row may come earlier.
     if not leaves_nothing_out(rows):
         for block in token_blocks(rows):
             assert block.mask is not None

@@ -103,7 +103,7 @@ def with_prompt_rows(columns: Mapping[str, Column]) -> dict[str, Column]:
             f"`prompt_attention_mask`, (B, P) and padded on the left; it has {sorted(columns)}"
         )
 
-    # With padding on the left only, the lengths determine the whole mask.
+    # If padding is only on the left, the lengths determine the whole mask.
     lengths = mask.bool().sum(1)
     expected = torch.arange(mask.shape[1], device=mask.device) >= mask.shape[1] - lengths[:, None]
 

@@ -30,7 +30,7 @@ from megarl.checkpoints.torch_dist import COMMON_FILE, METADATA_FILE, StoredChun
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import write_whole
 
-# In bytes. torch uses the same alignment for a tensor within its item, so that it can be memory-mapped.
+# Bytes. torch uses the same alignment for a tensor within its item, so that it can be memory-mapped.
 _ALIGNMENT = 64
 _PART_BYTES = 2**20  # small enough to stay in a core's cache while it is hashed and written
 

@@ -263,7 +263,7 @@ def check_stored(file: ReadableFile, source: str, tensors: Mapping[str, StoredTe
     """
     with _damage_named(source), zipfile.ZipFile(file) as archive:
         assert archive.fp is not None
-        # With entries sorted by position, a bisection finds the one that contains a tensor.
+        # Entries are sorted by position, so a bisection finds the one that contains a tensor.
         entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
         headers = [entry.header_offset for entry in entries]
         read = set()

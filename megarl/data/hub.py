@@ -132,7 +132,7 @@ def _data_file(key: str, name: str, fetch: bool) -> str:
     folder = folder or _fetched(key, name, "dataset", wanted)
     files = sorted(file for file in folder.rglob("*") if file.suffix in FORMATS)
 
-    # With several files, only the user can decide which ones to read.
+    # If there are several files, only the user can decide which ones to read.
     if len(files) != 1:
         listed = ", ".join(map(str, files)) or "none"
         raise _NotFoundError(

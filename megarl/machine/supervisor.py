@@ -1,6 +1,6 @@
 """Limits the threads of a confined process, and waits for its end.
 
-No kernel limit applies to the threads of one process for root and other users alike. Therefore every call
+No kernel limit applies to the threads of one process for both root and other users. Therefore every call
 that starts a thread waits for a decision by this side (seccomp_unotify(2)), which counts the living threads.
 
 This module runs at the start of every sandboxed program, so it imports only modules that load quickly, which
@@ -100,7 +100,7 @@ def supervise(
                 _, listeners = receive_descriptors(listener_source)
                 poll.unregister(listener_source.fileno())
                 listener_source.close()
-                # From now on, calls that wait for an answer wake this loop.
+                # Calls that wait for an answer wake this loop from now on.
                 for listener in listeners:
                     poll.register(listener, select.POLLIN)
             for descriptor in ready.keys() & callbacks.keys():

@@ -196,7 +196,7 @@ def score(request: ScoreRequest) -> Outcome:
         total += function.config.weight * score
         parts.append(score)
         answers.append(answer)
-        # With several functions, each number is named after its function.
+        # If there are several functions, each number is named after its function.
         if len(_functions) > 1:
             numbers[name] = score
             values = {f"{name}/{key}": value for key, value in values.items()}

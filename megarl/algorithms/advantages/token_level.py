@@ -60,7 +60,7 @@ def gae(
         if slots is not None:
             steps = to_front(steps, slots)
             next_values = to_front(kept_values, slots)
-        # With lam = 1 the bootstrap term is 0, which saves a pass over the tokens.
+        # If lam = 1, the bootstrap term is 0, which saves a pass over the tokens.
         if lam != 1.0:
             steps[:, :-1].add_(next_values[:, 1:], alpha=gamma * (1.0 - lam))
         sums = discounted_suffix_sums(steps, gamma * lam)

@@ -41,7 +41,7 @@ class PolicyInputs:
             old_log_probs: None: use the current log-probs, so that every ratio is exactly 1 but has a
                 gradient.
         """
-        # With 0 in masked slots every ratio there is 1, and no NaN reaches a gradient.
+        # Masked slots are 0, so every ratio there is 1 and no NaN reaches a gradient.
         log_probs = masked(log_probs, mask)
         return cls(
             log_probs=log_probs,

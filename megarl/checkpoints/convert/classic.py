@@ -60,7 +60,7 @@ def open_classic(
         )
 
     stages = _stages(folder, _rank_files(folder), architecture)
-    # With virtual stages, several of the entries are in the same file.
+    # If there are virtual stages, several of the entries are in the same file.
     files = list({stage.file.path: stage.file for stage in stages}.values())
     head = _head(stages)
     found: dict[str, list[StoredPiece]] = {}
