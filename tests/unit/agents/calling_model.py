@@ -1,5 +1,5 @@
-"""A tiny model that was taught to call tools: asked for an item it calls `price`, also where there is only
-`cost`, and answers with what it is told, or with ? for an error."""
+"""A tiny model trained to call tools: asked for an item, it calls `price`, even if the tool is named `cost`,
+and answers with the result, or with ? for an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ TEMPLATE = (
 
 
 def save_calling_model(folder: Path) -> None:
-    """A call is one token, so that an episode is short. It computes for about a second."""
+    """Train and save the model, which takes about a second. A call is one token, so that episodes are
+    short."""
     pieces = [*_SPECIAL, CALL, *string.printable]
     vocabulary = Tokenizer(
         models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token="<pad>")

@@ -1,5 +1,5 @@
-"""An episode: what is asked for in which order, whose tokens are whose, and events that come late, twice, or
-never."""
+"""The state machine of an episode: the order of requests, the authors of tokens, and events that are late,
+duplicated, or missing."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_turn_has_a_limit_of_its_own() -> None:
 
 def test_an_answer_that_takes_too_long_ends_an_episode_with_what_the_model_wrote() -> None:
     played = episode()
-    assert not played.timed_out(TurnPosition(0, 0))  # nobody is asked yet
+    assert not played.timed_out(TurnPosition(0, 0))  # nothing was requested yet
     write(played, [10])
     assert not played.timed_out(TurnPosition(0, 1))
     assert played.timed_out(TurnPosition(0, 0))
@@ -132,16 +132,16 @@ def test_a_lost_environment_begins_anew_with_the_same_seeds_until_it_is_given_up
     late = played.next
     assert late is not None
     assert played.lost_environment(0)
-    assert not played.lost_environment(0)  # said twice
-    assert not played.answered(late.place, TurnAnswer([20]))  # of the environment that is gone
+    assert not played.lost_environment(0)  # a duplicate
+    assert not played.answered(late.place, TurnAnswer([20]))  # from the lost environment
     assert played.next == WriteTurn(TurnPosition(1, 0), PROMPT, limits.max_tokens, seeds[0])
     with pytest.raises(EpisodeDroppedError, match="lost 2 times, in turn 0"):
         played.lost_environment(1)
 
 
 def test_in_every_order_of_events_an_episode_ends_and_its_row_is_whole() -> None:
-    """What is late or doubled changes nothing; ids that were sent are sent again, with what was drawn and the
-    bridge behind them."""
+    """Late and duplicate events change nothing. Later requests repeat earlier token ids, followed by what was
+    sampled and the bridge."""
     ends = set()
     for seed in range(400):
         draw = random.Random(seed)

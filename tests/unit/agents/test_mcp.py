@@ -1,4 +1,4 @@
-"""Tools of MCP servers: a real one over HTTP, and a real one behind pipes."""
+"""Tools of MCP servers, with real servers over HTTP and over pipes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shop() -> MCPServer:
 
 @contextmanager
 def running(port: int = 0) -> Iterator[int]:
-    """Over HTTP, at a port of this machine."""
+    """Start a server over HTTP on a port of this machine."""
     socket = listen("127.0.0.1", port)
     server = uvicorn.Server(
         uvicorn.Config(shop().streamable_http_app(), log_level="critical", timeout_graceful_shutdown=1)
@@ -101,19 +101,19 @@ def test_tools_of_a_server_over_http_with_an_error_and_a_time_out() -> None:
     with pytest.raises(
         BrokenToolError, match=rf"the MCP server 'http://127.0.0.1:{port}/mcp' cannot be reached: "
     ):
-        respond(tools, price)  # no text for the model: it is not to blame
+        respond(tools, price)  # ends the run instead of sending text to the model
 
     with pytest.raises(ValueError, match="does not list its tools"):
         McpServer(f"http://127.0.0.1:{port}/mcp").tool("price")
     with running(port):
-        assert respond(tools, price).messages[0]["content"] == "42"  # on a new connection
+        assert respond(tools, price).messages[0]["content"] == "42"  # over a new connection
 
 
 def test_tools_of_a_server_that_is_started(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(PROGRAM)
     tool = McpServer([sys.executable, str(tmp_path / "server.py")], time_limit_s=30).tool("count")
 
-    for _ in range(2):  # one process answers both
+    for _ in range(2):  # one process answers both calls
         reply = respond([tool], ToolCall("count", {"letter": "r", "text": "strawberry"}))
         assert (reply.messages[0]["content"], list(reply.errors)) == ("3", [])
 

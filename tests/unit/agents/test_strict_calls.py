@@ -1,4 +1,4 @@
-"""Calls in a text: what is one, and what is said of what should have been one."""
+"""The strict parser of calls: well-formed calls, and the errors of malformed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model drafts while it thinks is no call, and what it mentions there is no slip."""
+"""Tool calls inside thinking are drafts, and tags mentioned there are not errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def call(item: str) -> str:
 
 
 def read(text: str, calls_in_thinking: CallsInThinking, *, opens_thinking: bool = False) -> list[str]:
-    """The items of the calls, and the kinds of errors."""
+    """Return the items of the calls, and the kinds of the errors."""
     parse = call_parser(AgentConfig(calls_in_thinking=calls_in_thinking), None, opens_thinking=opens_thinking)
     return [
         each.kind.value if isinstance(each, CallError) else each.arguments["item"] for each in parse(text)

@@ -1,4 +1,4 @@
-"""Tools: functions with their schemas, the six ways in which a call fails, and the tools that ship."""
+"""Tools: functions with their schemas, the six ways in which a call fails, and the built-in tools."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def stuck() -> None:
 
 
 async def deaf() -> str:
-    """Does not care that it is cancelled."""
+    """Ignores its cancellation."""
     while not HANG.is_set():
         try:
             await asyncio.sleep(0.01)
@@ -190,7 +190,7 @@ def test_each_failure_has_its_line_and_its_kind_and_costs_no_other_call() -> Non
     ]
     start_s = time.monotonic()
     reply = respond("".join(calls), price, stuck, deaf, max_parallel=8, time_limit_s=1.0)
-    assert time.monotonic() - start_s < 30  # nothing waits for what hangs
+    assert time.monotonic() - start_s < 30  # nothing waits for the hanging tool
     lines = [message["content"] for message in reply.messages]
     assert lines[7] == "42"
     expected = [
@@ -226,7 +226,7 @@ def raise_half() -> str:
 
 
 class _Chat:
-    """An environment that says what it was given."""
+    """An environment that replies with the given messages."""
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         self.messages = messages
@@ -240,7 +240,7 @@ class _Chat:
 
 
 def answered(environment: Environment, text: str, template: str = CHATML) -> str:
-    """The text of the bridge behind a turn of `text`."""
+    """Return the text of the bridge after a turn with `text`."""
     tokenizer = tokenizer_of(template, "<|im_end|>")
     is_tools = isinstance(environment, ToolEnvironment)
     turns = TurnTemplate(tokenizer, [function_schema(echo)] if is_tools else None)
@@ -252,7 +252,7 @@ def answered(environment: Environment, text: str, template: str = CHATML) -> str
         await responder.start()
         written = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         answer, reply = await responder.answer(AnswerTurn(TurnPosition(0, 0), written, is_last=False))
-        assert str(reply.messages).encode()  # it can be printed, and written to a file
+        assert str(reply.messages).encode()  # it can be encoded
         await responder.close()
         return str(tokenizer.decode(answer.token_ids))
 
@@ -311,7 +311,7 @@ def test_a_tool_that_ends_its_program_or_cancels_itself_ends_its_call_alone() ->
     ]
 
 
-# ---- that ship
+# ---- built-in tools
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_the_calculator_refuses(expression: str) -> None:
 def run_turns(
     tools: list[Tool | SessionTool], *turns: list[ToolCall], time_limit_s: float = 30.0
 ) -> list[Reply]:
-    """Of one episode, which is closed."""
+    """Run the turns of one episode, which is then closed."""
     environment = ToolEnvironment(Toolbox(tools), CallLimits(max_parallel=9, time_limit_s=time_limit_s))
 
     async def play() -> list[Reply]:
@@ -432,10 +432,10 @@ def test_a_session_of_python_is_an_episodes_own_and_ends_with_it() -> None:
         programs("print(sum(kept))", LONG),
         programs("print(kept)"),
     )
-    assert texts_of(first)[2] == "[1, 2]"  # one after the other, in their order
+    assert texts_of(first)[2] == "[1, 2]"  # one after another, in order
     assert texts_of(second)[0] == "3"
 
-    # what was ended took all along
+    # The terminated program took the interpreter's state with it.
     assert texts_of(third)[0].endswith("NameError: name 'kept' is not defined")
     (other,) = run_turns([tool], programs("print(kept)"))
     assert texts_of(other)[0].endswith("NameError: name 'kept' is not defined")
@@ -476,7 +476,9 @@ def test_search_over_a_folder(tmp_path: Path) -> None:
     search = FolderSearch(tmp_path, num_results=1, name="look")
     assert search.schema["function"]["name"] == "look"
     found = asyncio.run(search.call({"query": 'egg" OR *'}, TASK))
-    assert found == "a.txt: A hen sits on eggs, and eggs are warm."  # twice the word, in fewer words
+    assert (
+        found == "a.txt: A hen sits on eggs, and eggs are warm."
+    )  # two occurrences of the word in a shorter paragraph
     assert asyncio.run(search.call({"query": "zebra"}, TASK)) == "nothing was found"
     (tmp_path / "many.txt").write_text("\n\n".join(f"Paragraph {number} of eggs." for number in range(2000)))
     hasty = FolderSearch(tmp_path, name="hasty", time_limit_s=0)
@@ -504,11 +506,11 @@ class _Pages(BaseHTTPRequestHandler):
 
         self.send_response(200 if self.path != "/none" else 404)
         self.end_headers()
-        with suppress(BrokenPipeError):  # who reads has enough, or waits no longer
+        with suppress(BrokenPipeError):  # the client has read enough, or has timed out
             self.wfile.write(b"x" * 5000 if self.path == "/long" else b"a page")
 
     def log_message(self, *arguments: object) -> None:
-        """Says nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -558,7 +560,7 @@ def test_pages_over_http(host: str) -> None:
     ]
 
 
-# ---- that a user names
+# ---- user tools
 
 TOOLS = """
 def price(item: str) -> str:

@@ -1,4 +1,4 @@
-"""The first turn that an environment answers before a run, in this process."""
+"""The first turn of a tool or environment, tried in this process before a run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""examples/verifiers_environment.py, with a stub for an environment of that package, which is not among the
-pinned ones."""
+"""examples/verifiers_environment.py, with a stub for an environment of that package, which is not one of the
+pinned packages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Guess(VerifiersEnvironment):
 
 
 class MultiTurn:
-    """As MultiTurnEnv of verifiers 0.1.8 has them: the methods, and what of the state they read and write."""
+    """A stub with the methods of MultiTurnEnv of verifiers 0.1.8 and the state that they read and write."""
 
     def __init__(self) -> None:
         self.rubric = SimpleNamespace(score_rollout=self._score)
@@ -103,7 +103,7 @@ def test_turns_are_answered_and_the_episode_is_scored_with_its_last(tmp_path: Pa
     no = [{"role": "user", "content": "no, 6 is nearer than 3"}]
     assert play(row, "3", "7") == [Reply(messages=no), Reply(is_done=True, reward=0.9)]
 
-    # the last turn that it may have
+    # The last allowed turn.
     assert play(row, "3", "4", max_turns=2) == [Reply(messages=no), Reply(reward=-0.1)]
     assert [(reply.is_done, reply.reward) for reply in play(row, "1", "2", "3")] == [
         (False, 0),

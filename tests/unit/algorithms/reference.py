@@ -1,10 +1,10 @@
-"""Slow references in plain Python: one row and one token at a time, floats only."""
+"""Slow reference implementations in plain Python: one row and one token at a time, floats only."""
 
 import math
 
 
 def gae_row(rewards, values, mask, gamma, lam):
-    """Advantages and returns of one row by the backward recursion, over the valid tokens only."""
+    """Return advantages and returns of one row by the backward recursion over the valid tokens."""
     valid = [t for t, keep in enumerate(mask) if keep]
     advantages = [0.0] * len(mask)
     returns = [0.0] * len(mask)
@@ -53,11 +53,13 @@ def aggregate(rows, masks, kind, norm_tokens=None):
 
 
 def policy_row(kind, new, at, old, advantages, mask, selected, config):
-    """Losses of one row's tokens. `at`: the new log-probs that parts without a gradient are taken at; a
-    dictionary t -> loss.
+    """Return the losses of one row's tokens, as a dictionary t -> loss.
 
     As a function of `new`, with `at` fixed, its derivative at new = at is the gradient that the loss should
     have.
+
+    Args:
+        at: The new log-probs at which parts without a gradient are evaluated.
     """
     valid = [t for t, keep in enumerate(mask) if keep]
     mean_log_ratio = sum(at[t] - old[t] for t in valid) / max(len(valid), 1)

@@ -1,5 +1,5 @@
-"""The advantage estimators in plain Python: one row and one token at a time, floats only, groups found by
-comparing uids."""
+"""Reference implementations of the advantage estimators in plain Python: one row and one token at a time,
+floats only, with groups found by comparing uids."""
 
 import math
 import statistics
@@ -10,7 +10,7 @@ EPSILON = 1e-6
 
 
 def advantages(kind, batch, config):
-    """Advantages and returns, lists of lists. batch: a dictionary of lists by the names of
+    """Return advantages and returns as lists of lists. `batch` is a dictionary of lists with the names of
     AdvantageInputs."""
     rewards = batch["token_level_rewards"]
     mask = batch["response_mask"]
@@ -77,7 +77,7 @@ def normalised(scores, group, i, by_std):
 
 
 def pass_k(scores, group, i, by_std):
-    """What the best score of the group loses without sample i."""
+    """Return the reduction of the group's best score without sample i."""
     others = [scores[j] for j in group if j != i]
     gain = max(scores[j] for j in group) - max(others) if others else 0.0
     return gain / (deviation_of([scores[j] for j in group]) + EPSILON if by_std else 1.0)

@@ -1,4 +1,4 @@
-"""Random batches for the property tests: masks with holes and rows of every length."""
+"""Random batches for property tests: masks with gaps and rows of any length."""
 
 import torch
 from hypothesis import strategies as st
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 @st.composite
 def masks(draw, min_rows=1, max_rows=5, max_tokens=9):
-    """(B, R) bool; a row may have holes or be empty."""
+    """Generate masks (B, R) bool; a row may have gaps or be empty."""
     num_rows = draw(st.integers(min_rows, max_rows))
     num_tokens = draw(st.integers(1, max_tokens))
     row = st.lists(st.booleans(), min_size=num_tokens, max_size=num_tokens)
@@ -14,10 +14,10 @@ def masks(draw, min_rows=1, max_rows=5, max_tokens=9):
 
 
 def normal(mask, seed, dtype=torch.float64):
-    """Standard normal numbers of the mask's shape."""
+    """Return standard normal numbers in the shape of the mask."""
     return torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def poison(x, mask, value=float("nan")):
-    """x with `value` in the masked slots."""
+    """Return x with `value` in the masked slots."""
     return torch.where(mask, x, value)

@@ -25,7 +25,7 @@ INPUTS_OF = {
     "score_parts": ("score_parts",),
     "old_log_probs": ("old_log_probs",),
     "sum_pi_squared": ("sum_pi_squared",),
-}  # of each need that is not of the samples
+}  # the inputs of each need, except those of the samples
 FRACTIONS = st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0])
 
 
@@ -40,7 +40,7 @@ def test_gae_by_hand():
 
 
 def test_gae_skips_a_hole():
-    """Tool output between two turns: the result is that of the row without the hole."""
+    """The gap is tool output between two turns; the result equals that of the row without it."""
     whole = gae(
         torch.tensor([[0.0, 1.0, 2.0]]),
         torch.tensor([[0.3, 0.2, 0.1]]),
@@ -79,7 +79,7 @@ def test_gae_stays_accurate_over_long_rows_in_float32():
     exact, _ = gae_row(rewards[1].tolist(), values[1].tolist(), mask[1].tolist(), 1.0, 1.0)
     advantages, _ = gae(rewards.float(), values.float(), mask, 1.0, 1.0)
     assert advantages.dtype == torch.float32
-    np.testing.assert_allclose(advantages[1].numpy(), exact, atol=1e-4)  # sums of 3000 numbers of size 1
+    np.testing.assert_allclose(advantages[1].numpy(), exact, atol=1e-4)  # sums of 3000 numbers of magnitude 1
 
 
 def test_returns_without_discount_are_rewards_to_go():
@@ -89,7 +89,7 @@ def test_returns_without_discount_are_rewards_to_go():
 
 
 def test_a_long_row_is_summed_in_blocks():
-    """More than a block of blocks, not a multiple of either, with and without a discount."""
+    """The lengths exceed a block of blocks and are a multiple of neither, with and without a discount."""
     mask = torch.ones(2, 1100, dtype=torch.bool)
     rewards = normal(mask, 0)
 
@@ -101,7 +101,7 @@ def test_a_long_row_is_summed_in_blocks():
 
 
 def inputs_of(scores, uid, lengths=None, **others):
-    """Rows with an outcome on their last token; two tokens each where no lengths are given."""
+    """Build rows with an outcome on their last token, by default of two tokens each."""
     lengths = [2] * len(scores) if lengths is None else lengths
     mask = torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]
     rewards = torch.full(mask.shape, NAN, dtype=torch.float64).masked_fill(mask, 0.0)
@@ -114,7 +114,7 @@ def inputs_of(scores, uid, lengths=None, **others):
 
 
 def per_row(kind, inputs, **config):
-    """The advantage of each row's first token, which is that of all."""
+    """Return the advantage of each row's first token, which equals that of all its tokens."""
     advantages, _ = ADVANTAGE_ESTIMATORS[kind](inputs, AdvantageConfig(estimator=kind, **config))
     mask = inputs.response_mask
     assert torch.equal(advantages, torch.where(mask, advantages[:, :1], 0.0))
@@ -219,8 +219,8 @@ def test_optimal_token_baseline_by_hand():
 
 
 def batch_of(mask, seed):
-    """Random inputs of every estimator by name, with few outcomes so that groups have equal ones; groups of
-    uneven sizes."""
+    """Generate random inputs of all estimators by name. There are few outcomes, so that groups have equal
+    ones, and groups differ in size."""
     generator = torch.Generator().manual_seed(seed)
     rewards = torch.randint(-1, 3, mask.shape, generator=generator).double()
     uid = np.array(
@@ -316,8 +316,8 @@ def test_a_row_without_a_token_changes_nothing_for_the_others(kind, mask, seed):
 @pytest.mark.parametrize("kind", COMPARING)
 @pytest.mark.parametrize(("scores", "uid"), [([0.7] * 3, "aaa"), ([0.1, 0.2, 0.3], "abc"), ([5.0], "a")])
 def test_equal_outcomes_and_groups_of_one_have_no_advantage(kind, scores, uid):
-    """Exactly 0, so that rounding is not divided by itself; the optimal token baseline divides by nothing of
-    the kind."""
+    """The advantages are exactly 0, so that rounding errors are not normalized. The optimal token baseline
+    does not normalize."""
     size = torch.tensor(scores, dtype=torch.float64)
     others = {"score_parts": size[:, None].expand(-1, 2), "sum_pi_squared": torch.full((len(scores), 2), 0.5)}
     inputs = inputs_of(scores, uid, **others, old_log_probs=torch.full((len(scores), 2), -1.0))
@@ -352,7 +352,7 @@ def test_a_batch_without_a_valid_token_is_all_zero(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_response_that_fills_its_length_is_like_any_other(kind):
-    """Its last token needs no padding after it."""
+    """The last token of the row is not followed by padding."""
     full = batch_of(torch.ones(3, 4, dtype=torch.bool), 0)
     padded = {
         key: torch.nn.functional.pad(x, (0, 2)) if key in (*PER_TOKEN, "response_mask") else x
@@ -416,8 +416,8 @@ def test_registry_covers_every_estimator():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_estimator_declares_whether_it_compares_samples(kind):
-    """Those that do, and only those, give 0 to every prompt's only sample: an undeclared one would train on
-    zeros with `rollout.n` 1."""
+    """Exactly the estimators that compare samples assign 0 to a prompt's only sample. An undeclared one would
+    train on zeros with `rollout.n` 1."""
     batch = batch_of(torch.ones(3, 2, dtype=torch.bool), 1) | {"uid": np.array(["a", "b", "c"], dtype=object)}
     advantages, _ = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**batch), AdvantageConfig(estimator=kind))
     assert advantages.any() == (not kind.needs.compares_samples)
@@ -425,7 +425,7 @@ def test_an_estimator_declares_whether_it_compares_samples(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_estimator_declares_what_it_reads(kind):
-    """It works with that and nothing else, and says so where a part of it is missing."""
+    """An estimator works with exactly its declared inputs, and reports a missing one."""
     declared = [name for need, names in INPUTS_OF.items() if getattr(kind.needs, need) for name in names]
     assert {field.name for field in fields(kind.needs)} == {"compares_samples", *INPUTS_OF}
     batch = batch_of(torch.ones(3, 2, dtype=torch.bool), 1)

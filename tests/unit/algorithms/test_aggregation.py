@@ -9,7 +9,7 @@ from tests.unit.algorithms import reference
 from tests.unit.algorithms.strategies import masks, normal, poison
 
 KINDS = list(Aggregation)
-NORM_TOKENS = 4  # read by sequence_mean_token_sum_norm only
+NORM_TOKENS = 4  # used by sequence_mean_token_sum_norm only
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_estimators_by_hand():
 
 
 def test_k1_and_k3_are_unbiased():
-    """The expectation over the policy's own distribution is the exact KL divergence."""
+    """Their expectation over the policy's own distribution is the exact KL divergence."""
     policy = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     reference = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
     exact = float((policy * (policy / reference).log()).sum())
@@ -64,8 +64,8 @@ def test_k3_is_cut_at_ten_and_has_no_gradient_beyond():
 
 
 def test_k3_unclamped_is_bounded_only_where_it_would_overflow():
-    """At log q/p = -21 it is e^-21 - 1 + 21, with the gradient 1 - e^-21: the reference pulls back a token
-    that it finds impossible."""
+    """At log q/p = -21 the value is e^-21 - 1 + 21, with the gradient 1 - e^-21: the reference still pulls
+    back a token that it considers impossible."""
     log_ratio = [-21.0, -29.0, -80.0, 21.0, 500.0]
     log_probs = torch.zeros(5, requires_grad=True)
     kl = KL_ESTIMATORS[KLEstimator.k3_unclamped](log_probs, torch.tensor(log_ratio))
@@ -89,7 +89,8 @@ def test_masked_nan_reaches_neither_value_nor_gradient(kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in KLEstimator if "straight_through" in kind.name])
 def test_straight_through_has_the_gradient_of_the_divergence(kind):
-    """Its expectation over the policy's own distribution is d KL / d logits; k1's is 0."""
+    """The expectation of the gradient over the policy's own distribution is d KL / d logits; that of k1 is
+    0."""
     reference = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64).log()
     gradients = {}
 

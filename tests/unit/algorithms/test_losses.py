@@ -134,7 +134,7 @@ def test_critic_loss_by_hand():
 
 @pytest.mark.parametrize("aggregation", list(Aggregation))
 def test_the_value_loss_is_aggregated_as_the_policy_loss_is(aggregation):
-    """Rows of 3, 1 and 0 tokens, in two micro-batches."""
+    """The rows have 3, 1 and 0 tokens, in two micro-batches."""
     mask = torch.tensor([[True, True, True], [False, True, False], [False, False, False]])
     new = torch.tensor([[1.0, 2.0, 3.0], [9.0, 4.0, 9.0], [9.0] * 3])
     rows = {"values": torch.zeros(3, 3), "returns": torch.zeros(3, 3)}
@@ -242,8 +242,8 @@ def ppo_token(new, old, advantage):
     aggregation=st.sampled_from(Aggregation),
 )
 def test_rows_in_any_order_and_cut_add_up_in_loss_gradient_and_metrics(name, mask, seed, cut, aggregation):
-    """With NaN in masked slots: over micro-batches, over replicas, and in another order, it is the same
-    mini-batch."""
+    """The mini-batch is the same over micro-batches, over replicas, and in another order, with NaN in masked
+    slots."""
     outputs, rows = inputs(mask, seed)
     outputs = {key: poison(value, mask) for key, value in outputs.items()}
     rows = {key: poison(value, mask) if value.is_floating_point() else value for key, value in rows.items()}
@@ -272,7 +272,7 @@ def test_rows_in_any_order_and_cut_add_up_in_loss_gradient_and_metrics(name, mas
 @pytest.mark.parametrize("name", ["actor", "kl k3", "critic", "sft"])
 @pytest.mark.parametrize("aggregation", list(Aggregation))
 def test_gradcheck_of_a_whole_loss(name, aggregation):
-    """With respect to every output that it reads, the entropy and its bonus included."""
+    """The check covers every output that the loss reads, including the entropy and its bonus."""
     mask = torch.tensor([[True, True, False], [True, False, True]])
     outputs, rows = inputs(mask, 1)
     loss_function = losses(mask, aggregation)[name]
@@ -297,4 +297,4 @@ def test_losses_travel_to_workers(name):
     loss_function = losses(torch.ones(1, 2).bool(), Aggregation.token_mean)[name]
     travelling = pickle.dumps(loss_function)
     assert pickle.loads(travelling) == loss_function
-    assert len(travelling) < 4096  # every replica gets it with every mini-batch
+    assert len(travelling) < 4096  # sent to every replica with every mini-batch

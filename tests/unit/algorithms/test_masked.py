@@ -30,7 +30,7 @@ def test_moments_by_hand():
 
 
 def test_what_is_read_is_not_written():
-    """Also of float64, in which moments are summed."""
+    """This includes float64 inputs, the dtype in which moments are summed."""
     x = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
     mask = torch.ones(1, 2, dtype=torch.bool)
     whiten(x, mask)

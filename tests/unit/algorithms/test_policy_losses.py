@@ -1,4 +1,5 @@
-"""Every policy loss: by hand, beside a slow reference in value and gradient, and whole or cut."""
+"""Policy losses: worked examples, comparison with a slow reference in value and gradient, and splits into
+micro-batches."""
 
 import math
 
@@ -20,7 +21,7 @@ KINDS = list(PolicyLossKind)
 
 
 def config_of(kind, **changes):
-    """Bounds that some tokens of standard normal log-ratios reach and others do not."""
+    """Return a config with bounds that some standard normal log-ratios reach and others do not."""
     bounds = (
         {"clip_low": 0.05, "clip_high": 0.03}
         if kind.name.startswith("dppo")
@@ -33,7 +34,7 @@ def config_of(kind, **changes):
 
 
 def losses_of(config, ratios, advantages, old=None, selected=None):
-    """TokenLosses of rows without a masked token. old: probabilities, 0.1 where not given."""
+    """Return the TokenLosses of rows without masked tokens. `old` are probabilities, by default 0.1."""
     ratios = torch.tensor(ratios)
     old = torch.full_like(ratios, 0.1).log() if old is None else torch.tensor(old).log()
     advantages = torch.tensor(advantages)
@@ -50,8 +51,8 @@ def test_registry_covers_every_kind():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_declares_its_dual_clip_and_its_ratio(kind):
-    """`clip_dual` changes it, or would be refused; the old log-probs change it, or more than one update would
-    be."""
+    """A loss declares `clip_dual` if that changes it, and a ratio if the old log-probs change it, because
+    more than one update per batch is refused otherwise."""
     ratios = [[1.0, 1.5, 0.5, 10.0]]
     advantages = [[2.0, 2.0, -2.0, -2.0]]
     plain, dual = (
@@ -162,7 +163,7 @@ def test_dppo_by_hand():
 @settings(max_examples=15, deadline=None)
 @given(mask=masks(), seed=st.integers(0, 1000))
 def test_value_and_gradient_match_the_reference(kind, clip_dual, mask, seed):
-    """The gradient is that of the reference by differences, with what has no gradient held fixed."""
+    """The gradient equals that of the reference by finite differences, with stop-gradient parts fixed."""
     config = config_of(kind, clip_dual=clip_dual)
     old = -0.1 - normal(mask, seed).abs()
     new = (old + 0.5 * normal(mask, seed + 1)).clamp(max=-0.05)
@@ -193,7 +194,7 @@ def test_value_and_gradient_match_the_reference(kind, clip_dual, mask, seed):
     "kind", [kind for kind in KINDS if kind.name not in ("gspo", "cispo", "dppo_tv", "dppo_kl")]
 )
 def test_gradcheck(kind):
-    """Those that hold nothing fixed; the others are checked beside the reference."""
+    """This covers losses without stop-gradient parts; the others are compared with the reference."""
     mask = torch.tensor([[True, True, False], [True, True, True]])
     new, old, advantages = (normal(mask, k) for k in range(3))
     selected = torch.tensor([[True, False, False], [False, True, False]])
@@ -211,8 +212,8 @@ def test_gradcheck(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_policy_gradient(kind):
-    """Of every kind, as none of its limits is in force at a ratio of 1; those of a whole response spread it
-    over its tokens."""
+    """This holds for every kind, because no limit is active at a ratio of 1. Losses of a whole response
+    spread the gradient over its tokens."""
     mask = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
     leaf = poison(normal(mask, 0), mask).requires_grad_()
     advantages = torch.tensor([[2.0], [-1.0], [5.0]]).expand(3, 3)

@@ -1,4 +1,4 @@
-"""Weights, rejections and diagnostics of the rollout's log-probs: by hand, beside loops, and on exact
+"""Weights, rejections and diagnostics of rollout log-probs: worked examples, comparison with loops, and exact
 expectations."""
 
 import itertools
@@ -128,8 +128,8 @@ def test_diagnostics_by_hand():
 
 
 def test_estimates_have_the_expectations_that_they_claim():
-    """Over all tokens of a distribution, each as often as the rollout draws it (10 rows stand for 10
-    draws)."""
+    """The expectation is over all tokens of a distribution, each as often as the rollout samples it (10 rows
+    represent 10 draws)."""
     rollout = torch.tensor([0.5, 0.3, 0.2])
     trainer = torch.tensor([0.2, 0.5, 0.3])
     token = torch.tensor([0] * 5 + [1] * 3 + [2] * 2)[:, None]

@@ -1,4 +1,4 @@
-"""Over-long shaping, groups with signal, and what k samples achieve."""
+"""Overlong shaping, groups with signal, and metrics of k samples."""
 
 import itertools
 import statistics
@@ -67,8 +67,8 @@ def test_group_metrics_by_hand():
 
 
 def test_samples_whose_scoring_failed_are_compared_with_no_other():
-    """a: one of two failed; b: the failed one is not why they differ; c: all failed. Of prompts with a score,
-    a and d are flat."""
+    """a: one of two failed; b: the failed one is not why they differ; c: all failed. Of the prompts with a
+    score, a and d are flat."""
     scores = torch.tensor([1.0, 0.0, 1.0, 0.5, 0.0, 0.0, 0.0, 1.0])
     is_scored = torch.tensor([True, False, True, True, False, False, False, True])
     names = uids("aabbbccd")
@@ -133,7 +133,8 @@ def all_subsets(number, k):
 
 
 def majority_of(answers, scores):
-    """The mean over the answers that most give, each with the mean score of all samples that give it."""
+    """Return the mean over the most frequent answers, each with the mean score of all samples that give
+    it."""
     votes = Counter(answers)
     winners = [answer for answer, count in votes.items() if count == max(votes.values())]
     return statistics.fmean(scores[winner] for winner in winners)
@@ -170,11 +171,11 @@ def test_a_k_that_the_samples_do_not_allow_is_refused(k):
 
 
 def test_errors_over_prompts_by_hand():
-    """1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14, so 14 / 3 / 4 under the root; less 1, 1, 3,
-    3: 0, 1, 0, 3."""
+    """For 1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14, so sqrt(14 / 3 / 4). Minus 1, 1, 3, 3:
+    0, 1, 0, 3."""
     assert mean_over_prompts([1, 2, 3, 6]) == (3, pytest.approx((14 / 12) ** 0.5))
     assert mean_difference([1, 2, 3, 6], [1, 1, 3, 3]) == (1, pytest.approx((6 / 12) ** 0.5))
-    assert mean_difference([5, 7], [1, 3]) == (4, 0)  # however much prompts differ
+    assert mean_difference([5, 7], [1, 3]) == (4, 0)  # independent of the variance between prompts
     assert mean_over_prompts([2]) == Estimate(2, None)
     with pytest.raises(ValueError, match="at least one prompt"):
         mean_over_prompts([])

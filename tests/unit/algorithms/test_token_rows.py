@@ -1,5 +1,4 @@
-"""The maths of a batch gives the same of rows of tokens as of padded tensors, with NaN where nobody may
-look."""
+"""Ragged rows and padded tensors give the same results, with NaN wherever values must not be read."""
 
 from __future__ import annotations
 
@@ -48,8 +47,8 @@ WIDTH = 7
 
 
 class Case:
-    """lengths: of responses; `written` are the tokens that the model wrote, of which each response has one.
-    Rows lie in any order in the values, as they do after a batch was scored."""
+    """A batch of responses with `lengths`. `written` marks the tokens that the model generated, at least one
+    per response. Rows are in arbitrary order in the values, as after scoring a batch."""
 
     def __init__(self, lengths: list[int], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -89,7 +88,7 @@ CASES = st.builds(Case, st.lists(st.integers(1, WIDTH), min_size=1, max_size=9),
 
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks() -> None:
-    """So that there are several."""
+    """Reduce the block size, so that there are several blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ragged, "_CACHED_ELEMENTS", 12)
         yield
@@ -162,8 +161,8 @@ def test_penalties_metrics_and_corrections(case: Case) -> None:
 
 
 def test_columns_of_other_tokens_are_refused() -> None:
-    """A padded tensor beside rows of tokens, and rows of other lengths: values would be taken for those of
-    other tokens."""
+    """A padded tensor together with ragged rows, and rows of other lengths, would assign values to the wrong
+    tokens."""
     mask = RaggedTensor.constant(True, torch.tensor([2, 3]), torch.bool)
     padded_column = torch.zeros(2, 3)
     other = RaggedTensor.constant(1.0, torch.tensor([3, 2]), torch.float32)
@@ -176,8 +175,8 @@ def test_columns_of_other_tokens_are_refused() -> None:
 
 
 def test_a_function_of_the_user_gets_tensors(tmp_path: Path) -> None:
-    """As wide as the longest response, False in the mask beyond a row's tokens; what it gives there is
-    dropped."""
+    """The tensors are as wide as the longest response, with a False mask beyond a row's tokens; values
+    returned there are dropped."""
     (tmp_path / "own.py").write_text(
         "from megarl.algorithms.advantages import Advantages\n"
         "def own(inputs, config):\n"

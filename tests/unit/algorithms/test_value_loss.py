@@ -53,7 +53,7 @@ def test_value_loss_gradcheck(clip):
 
 
 def test_rounding_is_not_clipping() -> None:
-    """Values that moved by less than the bound, many of which are not old value + difference to the bit."""
+    """Values that moved by less than the bound often do not equal old value + difference bitwise."""
     generator = torch.Generator().manual_seed(0)
     values, old, returns = 0.1 * (2 * torch.rand(3, 1, 1000, generator=generator) - 1)
     assert (old + (values - old) != values).sum() > 50

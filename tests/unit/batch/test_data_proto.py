@@ -26,7 +26,7 @@ def make_batch(num_rows: int = 4, **meta_info: object) -> DataProto:
 
 
 def rows_of(batch: DataProto) -> list[str]:
-    """The uids, after checking that every other column stands in the same order."""
+    """Return the uids, after checking that all other columns are in the same order."""
     numbers = [int(uid[1:]) for uid in batch.non_tensor_batch["uid"]]
     assert batch.batch["ids"].tolist() == [[2 * n, 2 * n + 1] for n in numbers]
     assert batch.batch["score"].tolist() == [n / 2 for n in numbers]
@@ -76,7 +76,7 @@ def test_a_batch_without_columns_keeps_its_rows() -> None:
     emptied = make_batch().select([], [])
     popped = make_batch(step=1)
     popped.pop(["ids", "score"])
-    assert (len(popped), popped.batch) == (4, None)  # the arrays say it
+    assert (len(popped), popped.batch) == (4, None)  # the arrays determine the number of rows
     popped.pop([], ["uid", "turns"])
 
     for batch in (

@@ -1,4 +1,4 @@
-"""Memory of columns that is kept: by what its bytes are and who holds them."""
+"""The cache of large memory blocks: which blocks are reused, and when."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_memory_is_lent_again_only_when_nobody_holds_it() -> None:
     assert row.view(torch.uint8).tolist() == [1] * 8
     del row
     assert memory.num_kept >= SIZE
-    again = memory.lend(SIZE - 9)  # columns of steps differ a little
+    again = memory.lend(SIZE - 9)  # columns differ slightly between steps
     assert (again.ctypes.data, len(again), memory.num_kept) == (place, SIZE - 9, 0)
 
 
@@ -31,10 +31,10 @@ def test_no_more_is_kept_than_was_in_use_at_a_time() -> None:
     columns = [memory.lend(SIZE) for _ in range(4)]
     del columns[:]
     assert memory.num_kept >= 4 * SIZE
-    larger = memory.lend(3 * SIZE)  # none of them fits
+    larger = memory.lend(3 * SIZE)  # no kept block is large enough
     assert len(larger) == 3 * SIZE
     assert memory.num_kept <= SIZE * 9 // 8
-    smaller = memory.lend(SIZE // 2)  # a whole column would be too much for it
+    smaller = memory.lend(SIZE // 2)  # a kept block would be too large
     assert len(smaller) == SIZE // 2
 
 

@@ -1,5 +1,4 @@
-"""Metrics come together as they say, over micro-batches, replicas and updates: against numbers worked out by
-hand."""
+"""Reduction of metrics over micro-batches, replicas and updates, compared with worked examples."""
 
 from __future__ import annotations
 
@@ -13,18 +12,18 @@ from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
 
 NAN = math.nan
 
-# Of one token each number; a step of two updates, on two replicas, of two micro-batches each. In the first
-# update the second replica has no token in its first micro-batch, in the second update none at all.
+# One number per token: a step of two updates, on two replicas, with two micro-batches each. The second replica
+# has no token in its first micro-batch of the first update, and none at all in the second update.
 TOKENS = [
     [[[1.0, 2.0, 3.0], [6.0]], [[], [-2.0, 8.0]]],
     [[[4.0], [0.5, 1.5]], [[], []]],
 ]
-COUNTS = [6, 3]  # of each update, known before it is cut
+COUNTS = [6, 3]  # per update, known before the split
 GRAD_NORMS = [0.25, 0.75]
 
 
 def micro_batch_metrics(tokens: list[float], count: int) -> dict[str, Metric]:
-    """A row of four places, with garbage where there is no token."""
+    """Return the metrics of a row with four slots, with garbage where there is no token."""
     mask = torch.arange(4) < len(tokens)
     values = torch.tensor([*tokens, *[NAN] * (4 - len(tokens))])
     metrics = {
@@ -43,7 +42,7 @@ def updates() -> list[dict[str, Metric]]:
         of_replicas = []
         for micro_batches in replicas:
             metrics = merge_metrics([micro_batch_metrics(tokens, count) for tokens in micro_batches])
-            arrived = pickle.loads(pickle.dumps(metrics))  # as from a worker
+            arrived = pickle.loads(pickle.dumps(metrics))  # as received from a worker
             of_replicas.append(arrived | {"same": Metric.same(grad_norm)})
         merged.append(merge_metrics(of_replicas))
 
@@ -73,7 +72,7 @@ def test_a_mean_weighs_parts_by_their_counts_and_updates_alike() -> None:
 
 def test_what_no_token_speaks_for_is_no_metric() -> None:
     nothing = merge_metrics([micro_batch_metrics([], 1), micro_batch_metrics([], 1)])
-    assert values_of(nothing) == over_updates([nothing, nothing]) == {"sum": 0.0}  # of nothing a sum is 0
+    assert values_of(nothing) == over_updates([nothing, nothing]) == {"sum": 0.0}  # the sum of nothing is 0
     assert over_updates([nothing, merge_metrics([{"sum": Metric.sum(4.0)}])]) == {"sum": 2.0}
     assert merge_metrics([]) == merge_metrics([{}]) == values_of({}) == over_updates([{}]) == {}
 
@@ -93,7 +92,7 @@ def parts_of(kind: str, numbers: list[float]) -> list[dict[str, Metric]]:
 @pytest.mark.parametrize("kind", ["sum", "mean", "max", "min"])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_nan_is_not_lost(kind: str, place: int) -> None:
-    """Comparisons with it are all false, so that the order would matter."""
+    """Comparisons with NaN are all false, so a naive result would depend on the order."""
     numbers = [1.0, 2.0, 3.0]
     numbers[place] = NAN
     assert math.isnan(values_of(merge_metrics(parts_of(kind, numbers)))["x"])

@@ -1,4 +1,5 @@
-"""Rows of tokens against the padded tensors that they stand for, with NaN where nobody may look."""
+"""Ragged rows compared with the padded tensors that they represent, with NaN wherever values must not be
+read."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ NAN = float("nan")
 
 
 def padded_rows(lengths: list[int], width: int = 6, beyond: float = 0.0, on_left: bool = False) -> Tensor:
-    """(B, width): row b has the values 10 b + 1, 10 b + 2, ..."""
+    """Return (B, width): row b has the values 10 b + 1, 10 b + 2, ..."""
     rows = torch.full((len(lengths), width), beyond)
     for row, length in enumerate(lengths):
         rows[row, width - length if on_left else 0 :][:length] = 10.0 * row + torch.arange(1.0, length + 1)
@@ -105,7 +106,7 @@ def test_blocks_fit_the_cache() -> None:
 
 
 def test_what_rows_share_is_sent_once() -> None:
-    """Samples of a prompt share its tokens, and a value that stands everywhere is there once."""
+    """Samples of a prompt share its tokens, and a constant column stores its values once."""
     prompts = RaggedTensor.of_rows([[1, 2, 3], [4, 5]], torch.int32, padding=9, on_left=True)
     batch = DataProto.from_dict(
         {"prompts": prompts, "ones": RaggedTensor.constant(1, torch.tensor([2, 4]), torch.int32)},
@@ -187,7 +188,7 @@ def test_padded_views_have_the_documented_shapes_and_dtypes() -> None:
 def test_what_is_padded_cannot_be_written_in_vain() -> None:
     with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
         tokens().tensors["values"][0, 0] = 1.0
-    tokens().tensors["score"][0] = 1.0  # a column of its own
+    tokens().tensors["score"][0] = 1.0  # stored as a tensor, so it can be written
 
 
 @pytest.mark.parametrize(("shape", "lengths"), [((2, 3), [1, 4]), ((2, 3), [1]), ((2, 3, 1), [1, 1])])
@@ -218,14 +219,14 @@ PADDED = {
     "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]]),
     "response_mask": torch.tensor([[True, False], [True, False]]),
     "advantages": torch.tensor([[1.0, 2.0], [3.0, NAN]]),
-    "values": torch.tensor([[0.5, 1.5, NAN], [2.5, NAN, NAN]]),  # of any width that holds the responses
+    "values": torch.tensor([[0.5, 1.5, NAN], [2.5, NAN, NAN]]),  # any width that fits the responses
     "score": torch.tensor([1.0, 2.0]),
 }
 
 
 def test_columns_that_a_user_has_padded_become_rows_of_tokens() -> None:
-    """A mask and advantages of the user's own beside rows of tokens, in whatever order the batch gets them;
-    the mask has a gap, and is shorter than the response."""
+    """A user mask and user advantages, together with ragged rows, are converted in whatever order the batch
+    gets them. The mask has a gap, and is shorter than the response."""
     own = {key: PADDED[key] for key in ("response_mask", "advantages")}
     for batch in (
         tokens().union(DataProto.from_dict(own)),
@@ -251,7 +252,7 @@ def test_columns_that_a_user_has_padded_become_rows_of_tokens() -> None:
 
 
 def test_a_batch_that_a_user_has_padded_becomes_rows_of_tokens() -> None:
-    """What follows from the tokens is left out, and comes back in the padded view."""
+    """Columns that follow from the tokens are dropped, and provided by the padded view."""
     following = {"position_ids": torch.full((2, 4), 5), "responses": torch.full((2, 2), 5)}
     batch = DataProto.from_dict({**PADDED, **following})
     assert listed(batch) == ROWS
@@ -303,7 +304,7 @@ def test_padded_responses_may_be_empty() -> None:
 
 
 def test_tensors_without_tokens_beside_them_stay_as_they_are() -> None:
-    """Nobody knows yet how long the responses are."""
+    """The lengths of the responses are still unknown."""
     batch = DataProto.from_dict({"advantages": PADDED["advantages"], "values": torch.zeros(2)})
     assert not batch.ragged
     assert batch.columns.keys() == {"advantages", "values"}

@@ -1,4 +1,4 @@
-"""Bytes, files and pickles of a batch: what goes in comes out, and nothing else does."""
+"""Bytes, files and pickles of a batch round-trip, and anything else is refused."""
 
 import json
 import pickle
@@ -110,7 +110,7 @@ def _document(**changes: object) -> torch.Tensor:
 
 
 def _places(starts: list[int], lengths: list[int]) -> dict[str, torch.Tensor]:
-    """Of rows of three values."""
+    """Return row positions for rows of three values."""
     return {"values/x": torch.zeros(3), "starts/x": torch.tensor(starts), "lengths/x": torch.tensor(lengths)}
 
 
@@ -143,7 +143,7 @@ def test_shared_read_only_memory_is_copied_on_arrival() -> None:
     batch = DataProto.from_dict({"a": torch.zeros(4), "b": torch.zeros(4, dtype=torch.bfloat16)})
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
-    shared = [bytes(buffer.raw()) for buffer in buffers]  # immutable, as what Ray gives
+    shared = [bytes(buffer.raw()) for buffer in buffers]  # immutable, like Ray's buffers
     first, second = (pickle.loads(stream, buffers=shared) for _ in range(2))
     first.batch["a"] += 1
     first.batch["b"] += 1

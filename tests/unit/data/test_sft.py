@@ -175,7 +175,8 @@ def test_tools_and_calls_of_another_form_are_refused(tmp_path, arguments, tools,
 def test_a_template_that_knows_no_tools_is_refused(tmp_path, more):
     silent = character_tokenizer(TEMPLATE.replace("message.role == 'tool'", "false"))
     with pytest.raises(
-        DataError, match="row 0, column 'messages': the chat template leaves out 'price': it does not support tools"
+        DataError,
+        match="row 0, column 'messages': the chat template leaves out 'price': it does not support tools",
     ):
         dataset(tmp_path, [price_chat({"item": "xy"}, **more)], silent)
 
