@@ -1,4 +1,4 @@
-"""A distributed checkpoint that PyTorch wrote, read as plain files; and what is said of damaged ones."""
+"""A distributed checkpoint written by PyTorch, read as plain files, and the errors for damaged ones."""
 
 import json
 import os
@@ -36,7 +36,7 @@ DESCRIPTION = Description(head="lm", dtype="bfloat16", layout=LAYOUT, step=7)
 
 
 class Opens:
-    """What a pickle of someone who wants to run code looks like."""
+    """A malicious pickle that runs code."""
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
         return os.system, ("true",)
@@ -125,7 +125,7 @@ def truncated(folder: Path) -> None:
 
 def another_shape(folder: Path) -> None:
     with (folder / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)  # our own
+        metadata = pickle.load(file)  # written by this test
     metadata.state_dict_metadata["decoder.bias"].size = torch.Size([5, 1])
     metadata.state_dict_metadata["decoder.bias"].chunks[0].sizes = torch.Size([5, 1])
     with (folder / ".metadata").open("wb") as file:
@@ -258,7 +258,7 @@ def test_a_checksum_is_missing(folder: Path) -> None:
 def test_metadata_of_megatron_core_0_15_which_has_a_class_of_its_own(folder: Path) -> None:
     path = folder / ".metadata"
     with path.open("rb") as file:
-        content = pickle.dumps(pickle.load(file), protocol=2)  # our own
+        content = pickle.dumps(pickle.load(file), protocol=2)  # written by this test
     names = (
         b"ctorch.distributed.checkpoint.metadata\nMetadata\n",
         b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n",
@@ -285,7 +285,7 @@ def tensor_slice(*bounds: tuple[int, int]) -> TensorSlice:
             (2, 4),
             [tensor_slice((0, 2), (0, 2)), tensor_slice((0, 1), (2, 4)), tensor_slice((1, 2), (2, 4))],
             True,
-        ),  # slices that no group of layers holds
+        ),  # slices that do not match any group of layers
         ((2, 4), [tensor_slice((0, 1), (0, 4)), tensor_slice((1, 2), (0, 2))], False),
         (
             (2, 4),

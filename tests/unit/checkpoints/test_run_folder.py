@@ -1,5 +1,5 @@
-"""The folder of checkpoints: whatever a kill leaves, a whole checkpoint is found, and nothing that is not
-ours is removed."""
+"""The checkpoint folder: whatever a kill leaves, a complete checkpoint is found, and foreign files are not
+removed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_checkpoint_appears_with_all_of_it(folder: CheckpointFolder) -> None:
     assert (folder.path / "latest").read_text() == "step_00000005\n"
     description = check_files(folder.path / "step_00000005")
 
-    # the role's own manifest has the rest
+    # The role's own manifest has the rest.
     assert sorted(description["files"]) == ["huggingface/config.json", "trainer.json"]
     assert (description["step"], description["versions"]) == (5, {"megarl": "1"})
     assert nbytes == sum(path.stat().st_size for path in folder.path.glob("step_*/**/*") if path.is_file())
@@ -84,7 +84,7 @@ def test_going_back_gives_up_what_came_after(folder: CheckpointFolder) -> None:
         add(folder, step)
     folder.point_at(folder.path / "step_00000002")
     assert folder.latest() == folder.path / "step_00000002"
-    assert len(folder.whole()) == 3  # until something new is whole
+    assert len(folder.whole()) == 3  # until a new one is complete
     add(folder, 4, "another future")
     assert (folder.path / "step_00000004" / "trainer.json").read_text() == "another future"
     folder.remove_old(keep=2)
@@ -94,7 +94,8 @@ def test_going_back_gives_up_what_came_after(folder: CheckpointFolder) -> None:
 def test_a_kill_between_the_renames_leaves_a_latest_one(folder: CheckpointFolder) -> None:
     begin(folder, 2)
     folder.seal(2, {"roles": ["actor"], "versions": {}})
-    os.rename(folder.path / ".step_00000002.partial", folder.path / "step_00000002")  # and then killed
+    # The process is killed after this rename.
+    os.rename(folder.path / ".step_00000002.partial", folder.path / "step_00000002")
     assert folder.latest() == folder.path / "step_00000002"
     add(folder, 4)
     begin(folder, 6)
@@ -170,8 +171,8 @@ FILE_CALLS = {
 
 
 def save_while_the_folder_goes_away(folder: CheckpointFolder, before_call: int) -> Exception | None:
-    """The error of a save of step 6 when the folder is renamed before that call of the save to the file
-    system; None without one."""
+    """Return the error of a save of step 6 if the folder is renamed before its n-th file system call; None if
+    it succeeds."""
     best = BestCheckpoint(2, "val/loss", 0.5)
     num_calls = 0
 
@@ -249,8 +250,8 @@ def test_the_best_is_named_where_it_is_there_and_stays(folder: CheckpointFolder)
 def test_a_run_that_goes_on_while_the_name_is_read(
     folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, reads: Reader
 ) -> None:
-    """Between the name and the look at the checkpoint the run has written the next one and removed this one,
-    twice."""
+    """Between reading the name and checking the checkpoint, the run has written the next one and removed this
+    one, twice."""
     add(folder, 2)
     folder.point_at_best(BestCheckpoint(2, "val/loss", 0.5))
     is_file = Path.is_file

@@ -1,5 +1,5 @@
-"""Files of torch.save, looked at without running them: where every tensor's elements lie, and that nothing in
-them is called."""
+"""Files of torch.save, read without running them: the location of every tensor's elements, and that no code
+in them is called."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megarl.machine.errors import CheckpointError
 
 
 class Leaves:
-    """Makes a file where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -73,7 +73,7 @@ def test_what_is_no_contiguous_tensor_has_no_place(tmp_path: Path) -> None:
         None,
         None,
     ]
-    assert stored_tensor(torch.ones(3)) is None  # of no file
+    assert stored_tensor(torch.ones(3)) is None  # not stored in a file
 
 
 def test_objects_are_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_objects_are_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
     arguments = read_outline_with_objects(tmp_path / "data.pt")["args"]
 
-    # the real one where Megatron is imported, which takes it for safe
+    # The real class if Megatron is imported, which registers it as safe.
     assert isinstance(arguments, Inert | Namespace)
     assert vars(arguments)["num_layers"] == 2
     assert type(vars(arguments)["attention"]) is Inert

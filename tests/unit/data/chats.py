@@ -13,7 +13,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 
-# Of a model that is told of tools and calls them, each call with the argument `item`.
+# The template of a model that is shown tools and calls them, each call with the argument `item`.
 TOOLS_TEMPLATE = (
     "{% if tools %}<|start|>system\n{% for tool in tools %}{{ tool.function.name }}.{% endfor %}<|end|>\n{% "
     "endif %}"
@@ -22,7 +22,8 @@ TOOLS_TEMPLATE = (
     "}}{% endfor %}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
-# A thinking part ends with +. The last answer gets one where it has none; that of earlier ones is left out.
+# Thinking ends with +. The template adds thinking to a last answer without any, and drops it from earlier
+# ones.
 THINKING_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}\n"
     "{% if message.role != 'assistant' %}{{ message.content }}{% elif not loop.last %}{{ "

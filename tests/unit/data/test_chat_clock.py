@@ -1,4 +1,4 @@
-"""A chat template that reads the clock gets one time for a run, and data are known by what their rows say."""
+"""A chat template that reads the clock gets one time per run, and data are identified by their rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHATS = [{"messages": user("a") + assistant("b")}, {"messages": user("c") + assi
 
 
 def tokenizer_on(day: datetime, template: str = DATED) -> PreTrainedTokenizerBase:
-    """Of a process that is started then."""
+    """Return the tokenizer of a process that is started at that time."""
     tokenizer = character_tokenizer(template)
     set_chat_time(tokenizer, day)
     return tokenizer
@@ -63,7 +63,7 @@ def test_a_run_is_resumed_on_another_day_with_the_prompts_that_it_had(tmp_path: 
     next(begun)
     state = json.loads(json.dumps(begun.state_dict()))
 
-    # As `megarl train` and `megarl sft` restore it, before they read the data.
+    # restored like in `megarl train` and `megarl sft`, before the data is read
     tuesday = tokenizer_on(TUESDAY)
     set_chat_time(tuesday, saved_chat_time(state))
     second = data_set(tmp_path, kind, tuesday)

@@ -1,5 +1,5 @@
-"""Conversations for a reward model: what its own template and tokenizer make of them, what is left off, and
-what is refused."""
+"""Conversations for a reward model: rendering with its own template and tokenizer, truncation, and refused
+conversations."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_all_turns_are_rendered_and_the_answer_is_closed(tokenizer: Any) -> None
 
 
 def test_only_padding_at_the_end_is_left_off(tokenizer: Any) -> None:
-    """As Hugging Face looks for the last token that is not padding: an end token that is also the pad token
-    is not scored."""
+    """Hugging Face searches for the last token that is not padding, so an end token that is also the pad
+    token is not scored."""
     tokenizer = character_tokenizer("{% for message in messages %}{{ message.content }}<|end|>{% endfor %}")
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     kept, left_off = (
@@ -76,7 +76,7 @@ def test_too_long_is_refused_or_loses_its_oldest_tokens(tokenizer: Any) -> None:
 
 
 def test_an_answer_that_spells_a_special_token_is_told(tokenizer: Any) -> None:
-    """The pattern is the tokens' text, letter by letter: `<.end.>` is not one."""
+    """The pattern matches the tokens' text literally: `<.end.>` is not one."""
     assert encoder(tokenizer).encode("a", user("1"), "2<|end|>").spells_special
     assert not encoder(tokenizer).encode("a", user("<|end|>"), "2<.end.>").spells_special
     assert not encoder(tokenizer).encode("a", user("1"), "").spells_special
@@ -97,7 +97,8 @@ def test_what_cannot_be_read_is_refused(tokenizer: Any) -> None:
 
 
 def test_chats_that_can_never_be_read_are_known_before(tokenizer: Any) -> None:
-    """The longest in the policy's tokens, of any roles, and one of each sequence of roles."""
+    """The checked chats are the longest one in the policy's tokens, of any roles, and one of each sequence of
+    roles."""
 
     def prompt(messages: list[dict[str, Any]], length: int) -> Prompt:
         return Prompt(
@@ -117,7 +118,7 @@ def test_chats_that_can_never_be_read_are_known_before(tokenizer: Any) -> None:
 
 
 def test_a_batch_asks_for_the_value_after_the_last_token() -> None:
-    """Row 0 has three tokens, row 1 has one; the token after them is one that nobody reads."""
+    """Row 0 has three tokens, row 1 has one; the token after them is never used."""
     conversations = [Conversation([7, 8, 9], False, False), Conversation([5], False, False)]
     batch = conversation_batch(conversations, [1, 0, 1])
     assert [row.tolist() for row in batch["prompts"].each()] == [[5], [7, 8, 9], [5]]

@@ -1,5 +1,5 @@
-"""Data files of every format give the same rows, and each kind of damage is one line with the file and the
-row."""
+"""Data files of all formats give the same rows, and each kind of damage is reported in one line with the file
+and the row."""
 
 import csv
 import json
@@ -20,7 +20,7 @@ COLUMNS = PromptColumnsConfig(prompt="question", ground_truth="answer", data_sou
 
 
 def save_to_disk(folder, rows, num_files=2):
-    """As `datasets` does: Arrow streams in several files, named in state.json."""
+    """Save a data set like `datasets`: Arrow streams in several files, named in state.json."""
     folder.mkdir(parents=True)
     table = pa.Table.from_pylist(rows)
     names = [f"data-{number:05d}-of-{num_files:05d}.arrow" for number in range(num_files)]
@@ -37,7 +37,7 @@ def save_to_disk(folder, rows, num_files=2):
 
 
 def every_format(folder):
-    # with a mark, as spreadsheets write it
+    # with a byte-order mark, as written by spreadsheets
     with (folder / "sums.csv").open("w", newline="", encoding="utf-8-sig") as file:
         writer = csv.DictWriter(file, list(ROWS[0]))
         writer.writeheader()
@@ -99,7 +99,7 @@ def test_prompt_and_answer_of_two_columns_are_a_chat(tmp_path):
 
 
 def corrupt_page(folder):
-    """A byte of a compressed page is another."""
+    """Change a byte of a compressed page."""
     path = folder / "page.parquet"
     pq.write_table(
         pa.table({"prompt": [f"{number}" * 50 for number in range(500)]}),
@@ -219,7 +219,8 @@ def test_a_column_that_is_named_must_be_there(tmp_path):
 
 
 def test_a_column_of_ground_truths_is_found_by_itself(tmp_path):
-    """In each format and for each file by itself; where there is a mapping, that is read."""
+    """The column is detected in each format and for each file separately. If there is a mapping, it is
+    used."""
     tokenizer = character_tokenizer()
     row = {"prompt": "a", "data_source": "sums"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"ground_truth": "5"}) + "\n")
@@ -238,7 +239,7 @@ def test_a_column_of_ground_truths_is_found_by_itself(tmp_path):
 
 
 def test_text_that_is_lost_may_be_allowed(tmp_path):
-    """Blanks and capitals that a tokenizer's own normalizer takes away are not lost."""
+    """Whitespace and case removed by a tokenizer's own normalizer do not count as lost."""
     file = write(tmp_path / "a.parquet", [prompt_row("how many? \u00e9")])
     tokenizer = character_tokenizer()
 
@@ -250,7 +251,7 @@ def test_text_that_is_lost_may_be_allowed(tmp_path):
 
     assert len(PromptDataset([file], tokenizer, DataConfig(lossy=LossyText.allow))) == 1
     spaced = character_tokenizer()
-    spaced.backend_tokenizer.decoder = None  # puts a blank between tokens
+    spaced.backend_tokenizer.decoder = None  # inserts a space between tokens
     assert (
         len(PromptDataset([write(tmp_path / "b.parquet", [prompt_row("2 + 3")])], spaced, DataConfig())) == 1
     )

@@ -1,4 +1,4 @@
-"""Data sets are known by what their rows say."""
+"""Data sets are identified by the contents of their rows."""
 
 from megarl.data.tables import Fingerprint
 

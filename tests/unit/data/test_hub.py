@@ -1,4 +1,4 @@
-"""Models and data sets by their names on a hub: one that answers over HTTP on this machine, and none."""
+"""Models and data sets named by hub names, with an HTTP hub on this machine and without any."""
 
 import json
 import re
@@ -32,7 +32,7 @@ FILES = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What the hub's library asks for: a revision, its tree, files."""
+    """A stub of the hub with the requests that its library makes: a revision, its tree, files."""
 
     asked: list[str] = []
 
@@ -64,7 +64,7 @@ class Hub(BaseHTTPRequestHandler):
         self.asked.append(name)
         self.answer(FILES[repository if repository.startswith("datasets/") else f"models/{repository}"][name])
 
-    do_HEAD = do_GET  # noqa: N815  (the server's name for it)
+    do_HEAD = do_GET  # noqa: N815  (http.server's name)
 
     def answer(self, content: bytes) -> None:
         self.send_response(200)
@@ -89,7 +89,7 @@ def oid(content: bytes) -> str:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Its address; the cache is empty, and the current folder too."""
+    """Start the hub and return its address, with an empty cache and an empty working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -108,7 +108,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def run(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of a model on the hub, with data that are here."""
+    """Return a run with a model on the hub and local data."""
     save_policy(tmp_path / "policy")
     policy = {file.name: file.read_bytes() for file in (tmp_path / "policy").iterdir()}
     monkeypatch.setitem(FILES, "models/maker/policy", policy)
@@ -170,7 +170,7 @@ def test_every_name_that_the_hub_does_not_give_is_one_line_with_how_to_download_
 
 
 def test_commands_know_its_models_and_data(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those that need no weights say what a run would fetch; the others fetch it."""
+    """Commands that need no weights report what a run would download; the others download it."""
     about_weights = "model.path: maker/policy is on the hub; `megarl train` fetches its weights"
     for command in (["check", "--fast"], ["check"], ["plan"]):
         assert main([*command, run]) == 0
@@ -183,7 +183,7 @@ def test_commands_know_its_models_and_data(run: str, capsys: pytest.CaptureFixtu
     assert subject.all_models_known
     assert "model.safetensors" not in Hub.asked
 
-    # the tokenizer's
+    # Files of the tokenizer.
     assert [found.status for found in check(subject) if found.check in (MODELS, TOKENIZERS)] == [Status.ok]
 
     assert main(["generate", "maker/policy", "1+1=", "--max-tokens", "4"]) == 0

@@ -175,7 +175,7 @@ def test_the_order_of_a_mix_by_hand_and_its_refusals():
 
 
 def test_the_same_rows_may_become_other_tokens(caplog):
-    """A new version of a library may render one blank otherwise: that is no reason not to resume."""
+    """A new version of a library may render a space differently, which must not prevent resuming."""
     state = json.loads(
         json.dumps(BatchLoader(Numbers(8, tokens="before"), 2, shuffle=True, seed=0).state_dict())
     )
@@ -206,7 +206,7 @@ def test_a_checkpoint_that_knows_rows_by_their_tokens_is_resumed(caplog):
     ):
         BatchLoader(Numbers(8, tokens="others"), 2, shuffle=True, seed=0).load_state_dict(state)
 
-    # A template that reads the clock has made other tokens of the same rows, so that there is nothing to
+    # A template that reads the clock has rendered other tokens for the same rows, so there is nothing to
     # compare.
     dated = BatchLoader(Numbers(8, tokens=None), 2, shuffle=True, seed=0)
     dated.load_state_dict(state)

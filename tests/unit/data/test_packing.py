@@ -22,7 +22,7 @@ def real_rows(rank):
 
 
 def prompts_of(lengths, num_samples):
-    """Of rows so many at a time, as long as the shortest of them."""
+    """Return prompts, each shared by a number of consecutive rows, as long as the shortest of them."""
     if num_samples is None:
         return None
     groups = [lengths[row // num_samples * num_samples :][:num_samples] for row in range(len(lengths))]
@@ -30,8 +30,7 @@ def prompts_of(lengths, num_samples):
 
 
 def computed(rows, lengths, prompts, measure=int):
-    """What rows of one micro-batch add up to, by the `measure` of so many tokens, a prompt that they share
-    counted once."""
+    """Return the sum of `measure` over the rows of one micro-batch, counting a shared prompt once."""
     own = [measure(lengths[row]) - (measure(prompts[row].length) if prompts else 0) for row in rows]
     return sum(own) + sum(map(measure, dict(prompts[row] for row in rows).values()) if prompts else ())
 
@@ -67,13 +66,13 @@ def test_every_plan_is_valid(lengths, dp_size, limits, multiple_of, num_samples,
     for micro_batch in micro_batches:
         assert micro_batch.rows
         assert len(micro_batch.rows) <= limits.get("sequences", len(lengths))
-        if "max_tokens" in limits:  # of each rank that shares it, with what pads its parts
+        if "max_tokens" in limits:  # per rank that shares it, including the padding of its parts
             rows = micro_batch.rows
             parts = [lengths[row] - (prompts[row].length if prompts else 0) for row in rows]
             parts += dict(prompts[row] for row in rows).values() if prompts else ()
             assert sum(padded_length(part, context) for part in parts) <= limits["max_tokens"] * context
 
-    # only where there are not enough rows to go round
+    # Fillers are used only if there are not enough rows.
     if any(micro_batch.is_filler for micro_batch in micro_batches):
         assert all(len(micro_batch.rows) == 1 for micro_batch in micro_batches)
 
@@ -96,7 +95,8 @@ def test_local_micro_batches_index_the_rows_of_the_rank():
 
 
 def test_ranks_that_share_rows_take_a_row_as_long_as_all_their_budgets():
-    """Of 4 ranks with 10 tokens each one has 4 x 8 of 30 tokens, and not 4 x 16 of the two."""
+    """With 4 ranks and 10 tokens each, a micro-batch can have 4 x 8 tokens of the row with 30, but not 4 x 16
+    of both."""
     plan = plan_micro_batches([30, 30], 1, max_tokens=10, context_parallel_size=4)
     assert [m.rows for m in plan.ranks[0].micro_batches] == [(0,), (1,)]
 
@@ -107,7 +107,7 @@ def test_ranks_that_share_rows_take_a_row_as_long_as_all_their_budgets():
 
 
 def test_by_hand():
-    """Longest first: 8 to rank 0, 6 to rank 1, 5 to rank 1, 3 to rank 0 (11 each); the largest micro-batch
+    """Longest first: 8 to rank 0, 6 to rank 1, 5 to rank 1, 3 to rank 0 (11 each). The largest micro-batch
     runs first."""
     plan = plan_micro_batches([3, 8, 5, 6], 2, sequences=1)
     assert [[m.rows for m in rank.micro_batches] for rank in plan.ranks] == [[(1,), (0,)], [(3,), (2,)]]
@@ -115,7 +115,8 @@ def test_by_hand():
 
 
 def test_samples_of_a_prompt_stay_together():
-    """8 rows of two prompts and 2 alone: by tokens of their own they would be dealt in turns."""
+    """There are 8 rows of two prompts, and 2 single rows. By their own tokens, they would be distributed in
+    turns."""
     lengths = [12] * 4 + [11] * 4 + [30, 30]
     prompts = [RowPrompt(0, 8)] * 4 + [RowPrompt(4, 8)] * 4 + [RowPrompt(8, 5), RowPrompt(9, 5)]
     plan = plan_micro_batches(lengths, 2, max_tokens=60, prompts=prompts)
@@ -124,12 +125,12 @@ def test_samples_of_a_prompt_stay_together():
         (4, 5, 6, 7, 9),
     ]
     apart = plan_micro_batches(lengths, 2, max_tokens=60)
-    assert apart.num_micro_batches == 2  # 152 tokens, where shared prompts leave 104
+    assert apart.num_micro_batches == 2  # 152 tokens, compared with 104 with shared prompts
 
 
 def test_a_prompt_is_split_where_work_or_room_wants_it():
-    """One prompt of 10 tokens with 8 responses of 30: half for each rank; and of what a rank has no two fit
-    into 60 tokens with it."""
+    """One prompt of 10 tokens has 8 responses of 30. Each rank gets half of them, and two of a rank's
+    responses do not fit into 60 tokens with the prompt."""
     lengths = [40] * 8
     prompts = [RowPrompt(0, 10)] * 8
     plan = plan_micro_batches(lengths, 2, max_tokens=130, prompts=prompts)
@@ -140,7 +141,7 @@ def test_a_prompt_is_split_where_work_or_room_wants_it():
 
 @pytest.mark.parametrize("num_prompts", [256, 32])
 def test_replicas_have_equal_work_although_prompts_are_shared(num_prompts):
-    """Log-normal lengths, 8 samples of a prompt, 8 ranks. Few prompts are computed twice for it."""
+    """Lengths are log-normal, with 8 samples per prompt and 8 ranks. Few prompts are computed twice."""
     rng = np.random.default_rng(0)
     prompt_lengths = np.clip(rng.lognormal(6.2, 0.6, num_prompts), 16, 4096).astype(int).repeat(8)
     lengths = (
@@ -155,7 +156,8 @@ def test_replicas_have_equal_work_although_prompts_are_shared(num_prompts):
 
 
 def test_one_prompt_with_thousands_of_samples_is_planned_at_once():
-    """Looking at each of its rows again for every micro-batch took 0.7 s of a processor, and 0.03 s now."""
+    """Examining each of its rows again for every micro-batch took 0.7 s of CPU time, compared with 0.03 s
+    now."""
     lengths = (64 + np.clip(np.random.default_rng(0).lognormal(5.5, 0.8, 4096), 1, 1984).astype(int)).tolist()
     begin = time.process_time()
     plan = plan_micro_batches(lengths, 1, max_tokens=2048, prompts=[RowPrompt(0, 64)] * len(lengths))
@@ -172,16 +174,15 @@ def test_fewer_rows_than_ranks_are_filled_up_with_the_shortest_row():
 
 
 def test_short_rows_are_moved_before_a_filler_is_used():
-    """Rank 0 has its fill of work with one long row, but its second micro-batch gets a real row, not a
-    repeated one."""
+    """Rank 0 is filled by one long row, but its second micro-batch gets a real row instead of a filler."""
     plan = plan_micro_batches([8000] + [100] * 10, 2, sequences=5)
     assert plan.num_micro_batches == 2
     assert not any(m.is_filler for rank in plan.ranks for m in rank.micro_batches)
 
 
 def test_long_rows_weigh_more_than_their_tokens():
-    """One row of 40k tokens and eight of 5k: the same tokens, but the long row's attention costs more, so it
-    stands alone."""
+    """One row of 40k tokens and eight of 5k have the same number of tokens, but the attention of the long row
+    costs more, so it is alone."""
     lengths = [40_000] + [5_000] * 16
     plan = plan_micro_batches(lengths, 2, max_tokens=80_000)
     costs = rank_costs(plan, lengths)

@@ -7,7 +7,7 @@ from megarl.data.files import DataError
 from megarl.data.prompts import PromptDataset
 from tests.unit.data.chats import prompt_row, user, write
 
-FRAME = len("<user\n>\n<assistant\n")  # tokens that the template adds, a special token counting as one
+FRAME = len("<user\n>\n<assistant\n")  # tokens added by the template; a special token counts as one
 
 
 def dataset(files, tokenizer, max_prompt_length=40, overlong=Overlong.refuse, **changes):

@@ -30,7 +30,8 @@ def test_only_the_answer_and_its_end_token_are_trained(tmp_path, tokenizer):
     examples = dataset(tmp_path, [chat("2 + 3", "5"), chat("a", "bcd")], tokenizer)
     batch = examples.batch([0, 1], ["0", "1"]).tensors
     trained = [tokenizer.decode(batch["responses"][row][batch["response_mask"][row]]) for row in range(2)]
-    assert trained == ["5<|end|>", "bcd<|end|>"]  # the line break after the end token is the template's
+    # The line break after the end token is added by the template.
+    assert trained == ["5<|end|>", "bcd<|end|>"]
     whole = [
         tokenizer.decode(batch["input_ids"][row][batch["attention_mask"][row].bool()]) for row in range(2)
     ]
@@ -51,7 +52,7 @@ def test_only_the_answer_and_its_end_token_are_trained(tmp_path, tokenizer):
 
 
 def spelt(tokenizer, example):
-    """The response, with what is trained in square brackets."""
+    """Return the response, with trained parts in square brackets."""
     text = ""
     for number, (token, is_trained) in enumerate(zip(example.response_ids, example.is_trained, strict=True)):
         before = number > 0 and example.is_trained[number - 1]
@@ -89,7 +90,7 @@ def test_an_answer_of_weight_zero_is_not_trained(tmp_path, tokenizer):
     assert spelt(tokenizer, first) == "[b<|end|>]"
     assert spelt(tokenizer, of(1, 0, 1)).count("[b<|end|>]") == 2
     assert spelt(tokenizer, of(1, 0, 1)).count("b<|end|>") == 3
-    assert spelt(tokenizer, of(1, None, 0)).count("b<|end|>") == 2  # nothing behind the last that is trained
+    assert spelt(tokenizer, of(1, None, 0)).count("b<|end|>") == 2  # nothing follows the last trained answer
     with pytest.raises(DataError, match="a weight of 0, but at least one must"):
         of(0, 0)
     with pytest.raises(DataError, match=r"has the weight 0.5, expected 1 .trained, as without one. or 0"):
@@ -97,8 +98,8 @@ def test_an_answer_of_weight_zero_is_not_trained(tmp_path, tokenizer):
 
 
 def test_turns_are_trained_as_they_were_written_whatever_the_template_makes_of_them_later(tmp_path, caplog):
-    """One that leaves out earlier thinking: the ids are prompt, answer, bridge, answer, and it is said how
-    many chats that is."""
+    """The template drops earlier thinking. The ids are prompt, answer, bridge, answer, and the number of such
+    chats is reported."""
     thinking = character_tokenizer(THINKING_TEMPLATE)
     rows = [
         {"messages": user("a") + assistant("t+b") + user("c") + assistant("d")},
@@ -182,7 +183,7 @@ def test_a_template_that_knows_no_tools_is_refused(tmp_path, more):
 
 
 def test_a_template_that_does_not_close_an_earlier_answer_is_refused(tmp_path):
-    """As those do that write a blank in front of the end token."""
+    """The template writes a space before the end token."""
     blank = character_tokenizer(
         TEMPLATE.replace("{{ message.content }}", "{{ message.content }}{{ '' if loop.last else ' ' }}")
     )
@@ -212,7 +213,7 @@ def test_a_chat_without_an_answer_is_refused(tmp_path, tokenizer):
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused(tmp_path):
-    """As templates do that open a thinking part for generation and leave it out of a finished chat."""
+    """The template opens thinking for generation and omits it from a finished chat."""
     thinking = character_tokenizer(TEMPLATE.replace("assistant\n{% endif", "assistant\nthink{% endif"))
     with pytest.raises(
         DataError,

@@ -42,7 +42,7 @@ def test_a_template_that_refuses_says_why(tokenizer):
 
 
 def test_a_token_by_itself_keeps_its_space():
-    """SentencePiece's mark for a space goes where the first word is decoded; half of a character is no
+    """SentencePiece's space marker is lost when the first word is decoded, and part of a character is not
     text."""
     vocabulary = [("<unk>", 0.0), ("\u2581two", -1.0), ("words", -1.0), ("\u2581", -2.0), ("<0xC3>", -3.0)]
     backend = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))

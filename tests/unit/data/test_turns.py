@@ -1,5 +1,5 @@
-"""What stands between two answers: it is what the template writes, behind tokens that nobody renders or
-tokenises again."""
+"""Bridges between two answers: they are what the template writes, after tokens that are never rendered or
+tokenized again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.data.chats import TEMPLATE, TOOLS_TEMPLATE, assistant, character
 PRICE = {"type": "function", "function": {"name": "price", "parameters": {"type": "object"}}}
 _TOLD = "{% if tools %}{% for tool in tools %}{{ tool.function.name }};{% endfor %}{% endif %}"
 
-# In the manner of ChatML: results are user messages, several at once in one of them; calls are text.
+# Similar to ChatML: results are user messages, several results share one message, and calls are text.
 CHATML = (
     "{% if tools %}<|im_start|>system\n" + _TOLD + "<|im_end|>\n{% endif %}"
     "{% for message in messages %}{% if message.role == 'tool' %}"
@@ -28,7 +28,7 @@ CHATML = (
     "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# In the manner of Llama 3: the tools stand in the first question, and a result is JSON.
+# Similar to Llama 3: the tools are in the first question, and a result is JSON.
 LLAMA = (
     "<|begin_of_text|>{% for message in messages %}<|start_header_id|>{{ 'ipython' if message.role == "
     "'tool' else message.role }}"
@@ -36,8 +36,7 @@ LLAMA = (
     "{{ message.content | tojson if message.role == 'tool' else message.content }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-# In the manner of Qwen3: of answers before the last question the thinking part is left out, the last message
-# has one.
+# Similar to Qwen3: answers before the last question lose their thinking, and the last message has one.
 THINKING = CHATML.replace(
     "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}",
     "{% elif message.role == 'assistant' %}<|im_start|>assistant\n"
@@ -45,8 +44,8 @@ THINKING = CHATML.replace(
     "{{ message.content if loop.last else message.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n"
     "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}",
 )
-# In the manner of Qwen3.5: thinking is opened for generation, and earlier answers have it left out, or empty
-# behind the last question.
+# Similar to Qwen3.5: thinking is opened for generation; earlier answers lose it, or have it empty after the
+# last question.
 OPENING = CHATML.replace(
     "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}",
     "{% elif message.role == 'assistant' %}<|im_start|>assistant\n"
@@ -55,8 +54,7 @@ OPENING = CHATML.replace(
     "{{ message.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n"
     "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}",
 ).replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
-# In the manner of R1's distilled models: no tools, thinking is opened for generation and left out of every
-# answer.
+# Similar to R1's distilled models: no tools; thinking is opened for generation and dropped from every answer.
 R1 = (
     "<|begin_of_text|>{% for message in messages %}"
     "{% if message.role == 'user' %}<|start_header_id|>{{ message.content }}<|end_header_id|>"
@@ -71,7 +69,7 @@ FAMILIES = {
 
 
 def tokenizer_of(template: str, end: str, forgets_case: bool = False) -> PreTrainedTokenizerFast:
-    """A token for each character; `forgets_case`: what it decodes is not what it was made of."""
+    """Return a tokenizer with a token per character. With `forgets_case`, decoding changes the text."""
     characters = Tokenizer(
         models.WordLevel({"<unk>": 0} | {c: 1 + i for i, c in enumerate(string.printable)}, unk_token="<unk>")
     )
@@ -117,7 +115,7 @@ def test_a_conversation_that_grows_is_the_one_that_is_rendered_whole(family: str
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_that_were_written_stay_whatever_their_text_would_become(family: str) -> None:
-    """Here no text is tokenised as it was written, and thinking parts are left out when a chat is
+    """In this test, tokenizing a text never restores its tokens, and thinking is dropped when a chat is
     rendered."""
     tokenizer = tokenizer_of(*FAMILIES[family], forgets_case=True)
     template = TurnTemplate(tokenizer, [PRICE])
@@ -128,7 +126,7 @@ def test_tokens_that_were_written_stay_whatever_their_text_would_become(family: 
     assert template.read(written) == "<think>AB</think>\n\nAB"
     assert template.bridge_from(written, [result("x")]) == template.bridge([result("x")])
 
-    # A turn that another token ended is closed as the template closes it.
+    # A turn ended by another token is closed with the template's end token.
     other = [*upper, tokenizer.convert_tokens_to_ids("<|other|>")]
     assert template.bridge_from(other, [result("x")]) == [
         tokenizer.eos_token_id,
@@ -143,8 +141,8 @@ def test_tokens_that_were_written_stay_whatever_their_text_would_become(family: 
 def test_templates_that_open_the_thinking_of_each_turn(
     template: str, end: str, tools: list[dict[str, object]] | None
 ) -> None:
-    """What the model wrote stays behind the thinking that was opened for it, and the next turn begins in
-    thinking too."""
+    """The model's output follows the thinking that was opened for it, and the next turn also starts with
+    thinking."""
     tokenizer = tokenizer_of(template, end)
     turns = TurnTemplate(tokenizer, tools)
     turns.check()
@@ -157,7 +155,7 @@ def test_templates_that_open_the_thinking_of_each_turn(
     assert grown.endswith("<think>\n")
     assert f"<think>\nso</think>4{end}" in grown
 
-    # But for the thinking it is what the template writes.
+    # Except for thinking, it is what the template writes.
     rendered = tokenizer.decode(
         render_chat(tokenizer, user("price?") + assistant("4") + [message], for_generation=True, tools=tools)
     )
@@ -205,7 +203,7 @@ def test_templates_that_do_not_append_are_refused(template: str, said: str) -> N
 
 
 def test_without_tools_the_environment_speaks_as_a_user() -> None:
-    TurnTemplate(character_tokenizer(TEMPLATE)).check()  # which refuses messages of tools
+    TurnTemplate(character_tokenizer(TEMPLATE)).check()  # this template refuses tool messages
     with pytest.raises(ValueError, match="leaves out 'price'"):
         TurnTemplate(character_tokenizer(TEMPLATE), [PRICE]).check()
     TurnTemplate(character_tokenizer(TOOLS_TEMPLATE), [PRICE]).check()

@@ -1,5 +1,4 @@
-"""Half of a character is refused wherever it is in the data, with file, row and field, before anything reads
-it."""
+"""Lone surrogates are refused anywhere in the data, with file, row and field, before anything reads them."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ HALF = "a\ud800b"
 
 
 def json_lines(path: Path, *rows: dict[str, Any]) -> str:
-    # which escapes what it cannot write
+    # JSON escapes them.
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 

@@ -1,7 +1,7 @@
-"""What a program that a model wrote might try. Each prints OUT where it got what it wanted; what is between
-braces is filled in.
+"""Attempts of a malicious program to escape the sandbox. Each prints OUT if it succeeds. Text in braces is
+replaced by values.
 
-None does harm where it succeeds, so that they can be run without a sandbox too.
+None does harm if it succeeds, so they can also be run without a sandbox.
 """
 
 ATTACKS = {
@@ -137,7 +137,7 @@ ATTACKS = {
     "sleep for ever": "time.sleep(3600)",
     "print without end": "while True: print('x' * 4096, flush=True)",
 }
-# System calls that a kernel may lack or refuse to everybody.
+# System calls that a kernel may not have or may refuse to all users.
 OF_KERNEL = {
     "use io_uring",
     "handle its own page faults (userfaultfd)",
@@ -158,7 +158,7 @@ OF_ROOT = {  # that only root could do without a sandbox
     "change the machine's name",
     "make a device",
 }
-BY_LIMITS = ("compute for ever", "sleep for ever", "print without end")  # which do not end by themselves
+BY_LIMITS = ("compute for ever", "sleep for ever", "print without end")  # these do not end by themselves
 
 HEAD = """
 import ctypes, fcntl, os, resource, signal, socket, struct, subprocess, sys, threading, time

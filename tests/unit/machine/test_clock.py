@@ -1,4 +1,4 @@
-"""A clock that is set while something is timed changes only when that began."""
+"""If the wall clock is adjusted during a measurement, only the start time is affected."""
 
 from __future__ import annotations
 

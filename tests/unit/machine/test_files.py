@@ -1,4 +1,4 @@
-"""A file and a folder that are replaced whole: whenever the writer is killed, readers find the old one or the
+"""Atomic replacement of files and folders: whenever the writer is killed, readers find the old version or the
 new one."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 
 from megarl.machine.files import whole_folder, write_whole
 
-# Ends itself with SIGKILL before, between, or after the renames; the argument is how many are done before. Or
-# stays in the block.
+# A program that kills itself with SIGKILL before, between, or after the renames; the argument is the number
+# of renames before. It can also stay in the block.
 _WRITER = """
 import os, signal, sys, time
 from pathlib import Path
@@ -45,7 +45,7 @@ if str(renamed) == moment:
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
-# Ends itself with SIGKILL when the new content is on the disk and has not the name yet.
+# A program that kills itself with SIGKILL when the new content is on disk but not yet renamed.
 _FILE_WRITER = """
 import os, signal, sys
 from pathlib import Path
@@ -97,13 +97,13 @@ def test_a_file_whose_writer_is_killed(tmp_path: Path) -> None:
         == -signal.SIGKILL
     )
     assert path.read_text() == "old"
-    write_whole(path, "newer")  # what the killed one left is in nobody's way
+    write_whole(path, "newer")  # the file left by the killed writer does not matter
     assert path.read_text() == "newer"
     assert [path.name for path in tmp_path.iterdir()] == ["summary"]
 
 
 def test_a_file_on_a_full_disk(tmp_path: Path) -> None:
-    """/dev/full gives the kernel's own error to whoever writes."""
+    """/dev/full produces the kernel's own error for any writer."""
     path = tmp_path / "summary"
     path.write_text("old")
     (tmp_path / ".summary.partial").symlink_to("/dev/full")
@@ -131,8 +131,8 @@ def test_an_error_leaves_the_old_one(folder: Path) -> None:
     ("moment", "found", "recovered"),
     [
         ("writing", "old", "old"),
-        ("0", "old", "old"),  # all is written, and nothing renamed
-        ("1", None, "new"),  # the old one is away, and the new one has not the name yet: it is completed
+        ("0", "old", "old"),  # everything is written, nothing renamed
+        ("1", None, "new"),  # the old folder is moved away; recovery renames the new one
         ("2", "new", "new"),
     ],
 )
@@ -140,13 +140,13 @@ def test_a_kill(folder: Path, moment: str, found: str | None, recovered: str) ->
     assert start(folder, moment).wait(60) == -signal.SIGKILL
     assert ((folder / "content").read_text() if folder.exists() else None) == found
 
-    write_in_vain(folder)  # recovers what the killed one left before it begins
+    write_in_vain(folder)  # this recovers the files left by the killed writer first
     assert (folder / "content").read_text() == recovered
     assert [path.name for path in folder.parent.iterdir()] == ["export"]
 
 
 def test_an_old_one_without_its_successor_comes_back(folder: Path) -> None:
-    """As where a clean-up was killed itself, or someone has removed what it needs."""
+    """This happens if a clean-up was itself killed, or if its files were removed."""
     assert start(folder, "1").wait(60) == -signal.SIGKILL
     (scratch,) = folder.parent.glob(".export.partial-*")
     shutil.rmtree(scratch / "new")
@@ -155,8 +155,8 @@ def test_an_old_one_without_its_successor_comes_back(folder: Path) -> None:
 
 
 def test_two_writers(folder: Path) -> None:
-    """The second is refused while the first lives; what the first leaves when it is killed does not stop the
-    next."""
+    """The second writer is refused while the first lives. Files left by a killed writer do not block the next
+    one."""
     writer = start(folder, "stay")
     assert writer.stdout is not None
     assert writer.stdout.readline() == "here\n"

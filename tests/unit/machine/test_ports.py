@@ -1,4 +1,5 @@
-"""A port that is held is nobody else's, and whom it is for listens on it, at one address."""
+"""A reserved port cannot be used by other processes, and its intended server listens on it, at one
+address."""
 
 from __future__ import annotations
 
@@ -30,14 +31,14 @@ def test_who_listens_at_one_address_is_not_reached_at_another() -> None:
 
 def test_an_address_that_no_interface_has_stands_for_all_of_them() -> None:
     assert own_address("127.0.0.1") == "127.0.0.1"
-    assert own_address("203.0.113.7") == ""  # for documentation only, so nobody's
+    assert own_address("203.0.113.7") == ""  # an address reserved for documentation
     with hold_port(own_address("203.0.113.7")) as held, listen("203.0.113.7", port := held.getsockname()[1]):
         socket.create_connection(("127.0.0.2", port)).close()
 
 
 def test_lasting_ports_are_none_that_the_system_hands_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's agents listen on ports that were chosen seconds before; a connection that gets one of them
-    meanwhile ends the node."""
+    """Ray's agents listen on ports chosen seconds before. If a connection gets one of them in the meantime,
+    the node fails."""
     first_of_system = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     held = hold_lasting_ports("127.0.0.1", 4)
     chosen = [each.getsockname()[1] for each in held]
@@ -46,8 +47,8 @@ def test_lasting_ports_are_none_that_the_system_hands_out(monkeypatch: pytest.Mo
     monkeypatch.setattr(ports, "FIRST_PORT", min(chosen))
     monkeypatch.setattr(ports, "MOST_TRIED", first_of_system)
     again = hold_lasting_ports("127.0.0.1", 200)
-    assert not {each.getsockname()[1] for each in again} & set(chosen)  # they are in use
-    monkeypatch.setattr(ports, "FIRST_PORT", first_of_system)  # no room below the system's range
+    assert not {each.getsockname()[1] for each in again} & set(chosen)  # the chosen ports are in use
+    monkeypatch.setattr(ports, "FIRST_PORT", first_of_system)  # no ports are left below the system's range
     others = hold_lasting_ports("127.0.0.1", 2)
     assert all(each.getsockname()[1] >= first_of_system for each in others)
     for each in [*held, *again, *others]:

@@ -1,4 +1,4 @@
-"""How many cores a process may use, and what is taken for a GPU."""
+"""The number of cores that a process may use, and the detection of GPUs."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def test_a_gpu_is_a_device_that_may_be_seen_and_a_torch_that_can_use_it(
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(processors, "torch_cuda", lambda: "13.0")
-    (tmp_path / "nvidiactl").touch()  # of a driver without devices
+    (tmp_path / "nvidiactl").touch()  # a driver without devices
     assert not processors.has_gpu(tmp_path)
-    (tmp_path / "dxg").touch()  # of WSL 2
+    (tmp_path / "dxg").touch()  # the device in WSL 2
     assert processors.has_gpu(tmp_path)
     (tmp_path / "dxg").unlink()
     (tmp_path / "nvidia3").touch()

@@ -1,5 +1,5 @@
-"""Nothing outlives its owner: children, and grandchildren in sessions of their own. Plain processes, no
-Ray."""
+"""No process outlives its owner, including children and grandchildren in their own sessions. These are plain
+processes, without Ray."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def start_owner(owner: str, kind: str) -> tuple[subprocess.Popen, psutil.Process
 
 
 def test_children_end_with_a_killed_owner() -> None:
-    for kind in ("mark", "group", "named"):  # only the first can be told by its environment
+    for kind in ("mark", "group", "named"):  # only the first can be identified by its environment
         owner, child = start_owner(uuid.uuid4().hex, kind)
         os.kill(owner.pid, signal.SIGKILL)
         owner.wait()
@@ -54,7 +54,7 @@ time.sleep(600)
 
 
 def test_semaphores_go_with_a_killed_owner_whose_tracker_is_killed_too() -> None:
-    """Ray kills the children of a worker that ends, of which the tracker is one."""
+    """Ray kills the children of a worker that ends, and the tracker is one of them."""
     owner = subprocess.Popen(
         [sys.executable, "-c", SEMAPHORE_SCRIPT, uuid.uuid4().hex], stdout=subprocess.PIPE, text=True
     )
@@ -79,7 +79,7 @@ def test_only_the_owners_processes_are_found() -> None:
     assert processes_of(name + "/0.2/") == []
     assert end_processes_of(name) == []
     assert gone_within([child], limit_s=10) == []
-    assert owner.poll() is None  # its own environment was marked after it had started
+    assert owner.poll() is None  # its own environment was marked after it started
     owner.kill()
     owner.wait()
 

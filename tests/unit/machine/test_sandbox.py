@@ -1,5 +1,5 @@
-"""Programs that try to get out of the sandbox, on every level; docs/sandbox.md has the table of what
-happened, which a test writes.
+"""Programs that try to escape from the sandbox, at every level. A test writes the table of results in
+docs/sandbox.md.
 
 MEGARL_WRITE_PAGES=1 python -m pytest tests/unit/machine/test_sandbox.py
 """
@@ -38,14 +38,15 @@ LIMITS = SandboxLimits(memory_mb=256, cpu_s=0, wall_s=4.0, output_kb=16)
 
 
 def needs(level: Level) -> None:
-    """Where tests decide what lands, every level has to be there."""
+    """Skip a test if the level is unavailable. In CI, where this decides what is merged, every level must be
+    available."""
     if level is not Level.process and (reason := why_not(level)):
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
-    """What the attacks are after."""
+    """Create the targets of the attacks."""
     run = tmp_path_factory.mktemp("run")
     (run / "secret.txt").write_text("hunter2")
     os.environ["MEGARL_TEST_SECRET"] = "hunter2"
@@ -89,7 +90,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
 
 @contextmanager
 def system_v_objects() -> Iterator[dict[str, int]]:
-    """Shared memory, a message queue and a semaphore of this process."""
+    """Create shared memory, a message queue and a semaphore of this process."""
     libc = ctypes.CDLL(None, use_errno=True)
     made = {
         "shm": libc.shmget(0, 4096, 0o1600),
@@ -139,21 +140,21 @@ def test_no_attack_gets_out(level: Level, attack: str, outcomes: dict[Level, dic
     assert not got_out(finished), finished
     assert finished.status != 0
 
-    # the kernel ends it, which bubblewrap and unshare tell in their own ways
+    # The kernel kills it, which bubblewrap and unshare report in different ways.
     if attack == "compute for ever":
         assert finished.ended in ("time", "itself"), finished
     elif attack in BY_LIMITS:
         assert finished.ended == ("output" if attack == "print without end" else "time"), finished
     else:
         assert finished.ended == "itself", finished
-        assert re.search(r"Error\b", finished.errors), finished  # it was refused, and went no further
+        assert re.search(r"Error\b", finished.errors), finished  # refused, and no further
 
 
 def test_the_attacks_are_none_where_nothing_is_in_their_way(
     outcomes: dict[Level, dict[str, Finished]],
 ) -> None:
-    """Else they would prove nothing. Root may do more than others; and a limit of memory holds without a
-    sandbox."""
+    """Otherwise they would prove nothing. Root may do more than other users, and a memory limit works without
+    a sandbox."""
     stopped = {attack for attack, finished in outcomes[Level.process].items() if not got_out(finished)}
     always = {
         "read an inherited variable",
@@ -164,7 +165,7 @@ def test_the_attacks_are_none_where_nothing_is_in_their_way(
         "write to the file that is its standard input",
         *BY_LIMITS,
     }
-    by_chance = {  # depends on descriptors, on the kernel, and on the limit of memory
+    by_chance = {  # depends on descriptors, the kernel, and the memory limit
         "write to a descriptor of the parent",
         "read it by its handle",
         "raise its own limits",
@@ -185,7 +186,7 @@ def test_nothing_is_left(target: dict[str, object], outcomes: dict[Level, dict[s
         "dgram",
     }
     left = sandbox_processes()
-    deadline = time.monotonic() + 10  # what outlived a call without a sandbox ends by itself
+    deadline = time.monotonic() + 10  # processes that outlive a call without a sandbox end by themselves
 
     while (
         any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in left)
@@ -199,7 +200,8 @@ def test_nothing_is_left(target: dict[str, object], outcomes: dict[Level, dict[s
 
 
 def sandbox_processes() -> list[psutil.Process]:
-    """Those of this copy of the package; another one may be tested on this machine at the same time."""
+    """Return the sandbox processes of this copy of the package, because another one may be tested on this
+    machine at the same time."""
     package = repr(str(Path(megarl.__file__).absolute().parents[1]))
     return [
         process
@@ -210,7 +212,7 @@ def sandbox_processes() -> list[psutil.Process]:
 
 @pytest.mark.parametrize("level", STRONG)
 def test_a_program_that_does_all_to_stay_is_gone_when_the_call_returns(level: Level) -> None:
-    """It loses no time on what is refused, closes everything and waits beyond its time."""
+    """The program ignores refusals, closes all descriptors and exceeds its time."""
     needs(level)
     program = """
 import ctypes, os, time
@@ -236,8 +238,7 @@ time.sleep(600)
 
 
 def ancestors(process: psutil.Process) -> set[int]:
-    """Return this process, and process 1 where it has lost its parent; empty for one that has ended
-    meanwhile."""
+    """Return this process, or process 1 if it has lost its parent; empty if it has ended in the meantime."""
     try:
         orphaned = {1} if process.ppid() == 1 else set()
         return orphaned | ({os.getpid()} & {parent.pid for parent in process.parents()})
@@ -273,8 +274,8 @@ def test_the_page_has_what_happened(outcomes: dict[Level, dict[str, Finished]]) 
 
 @pytest.mark.parametrize("level", Level)
 def test_a_program_works(level: Level) -> None:
-    """Standard library, threads, an event loop, standard input, an error with its line, a status of its
-    own."""
+    """This covers the standard library, threads, an event loop, standard input, an error with its line, and
+    an exit status."""
     needs(level)
     program = """
 import asyncio, fractions, json, random, sys, threading, zoneinfo
@@ -320,9 +321,9 @@ def test_a_session_keeps_what_programs_leave_until_one_is_ended(
         assert run("kept += 1; double(1 / 0)") == ("", "ZeroDivisionError: division by zero", True)
         assert run("print(kept); raise SystemExit(3)") == ("5\n", "SystemExit: 3", True)
         assert run("def f(:")[1:] == ("SyntaxError: invalid syntax", True)
-        # orders come by another way
+        # Orders arrive on another descriptor.
         assert run("print(len(input()))")[1:] == ("EOFError: EOF when reading a line", True)
-        assert run(f"print(len('{'a' * 200_000}'))") == ("200000\n", "", True)  # longer than a pipe holds
+        assert run(f"print(len('{'a' * 200_000}'))") == ("200000\n", "", True)  # longer than a pipe's buffer
         if level is not Level.process:
             refused = run(f"print(open('{target['run']}/secret.txt').read())")
             assert refused[:1] + refused[2:] == ("", True)
@@ -336,7 +337,7 @@ def test_a_session_keeps_what_programs_leave_until_one_is_ended(
         assert time.monotonic() - start_s < 30
         assert session.run("import os; os._exit(4)") == (Finished("", "", 4, "itself"), False)
         assert run("print(1)")[0] == "1\n"
-        with ThreadPoolExecutor(1) as pool:  # closed meanwhile, and in a thread that ends
+        with ThreadPoolExecutor(1) as pool:  # closed in the meantime, and in a thread that ends
             hanging = pool.submit(session.run, "while True: pass")
             while not session.is_running:
                 time.sleep(0.01)
@@ -354,7 +355,7 @@ def test_bubblewrap_gives_a_folder_to_write_to() -> None:
         "import os; print(os.getcwd(), os.path.exists('kept')); open('kept', 'w').write('x'); "
         "print(open('kept').read())"
     )
-    for _ in range(2):  # the second does not see what the first wrote
+    for _ in range(2):  # the second run does not see files of the first
         assert run_program(program, Level.bubblewrap, SandboxLimits()).output == "/tmp False\nx\n"
 
 
@@ -385,7 +386,7 @@ def test_a_level_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_the_strongest_that_holds_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that lets a program out does not count, as limits alone show."""
+    """A level that lets a program escape does not count, as with limits only."""
     reason = why_not(Level.process)
     assert reason.startswith("the sandbox process is not effective here: a program could read a file")
     reasons = {Level.bubblewrap: "no bwrap", Level.namespaces: "forbidden", Level.landlock: ""}
@@ -401,7 +402,7 @@ def test_the_strongest_that_holds_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_numbers_of_allowed_calls_are_those_of_the_kernel() -> None:
-    """For both processors, compared with the headers of this machine."""
+    """The tables of both processors are compared with the headers of this machine."""
     header = Path("/usr/include/asm-generic/unistd.h")
     own = next(Path("/usr/include").glob("*/asm/unistd_64.h"), None)
     if own is None or not header.exists():
@@ -416,8 +417,8 @@ def test_the_numbers_of_allowed_calls_are_those_of_the_kernel() -> None:
 
 
 def test_every_level_holds_for_another_user_than_root() -> None:
-    """Without root's privileges a filter of system calls and mounts need more preparation."""
-    interpreter = shutil.which("python3", path="/usr/bin:/bin")  # one that every user can run
+    """Filters and mounts need more preparation without root's privileges."""
+    interpreter = shutil.which("python3", path="/usr/bin:/bin")  # an interpreter that every user can run
     if (
         os.geteuid()
         or interpreter is None

@@ -1,5 +1,5 @@
-"""Processes that begin with nothing of the one that starts them: not even its variables, wherever a program
-would look for them."""
+"""Processes that inherit nothing from the one that starts them, not even its environment variables, wherever
+a program could look for them."""
 
 import os
 import re
@@ -12,15 +12,15 @@ import pytest
 
 from megarl.machine.spawn import BareContext, FreshContext
 
-PARTS = ("hun", "ter2", "xyz")  # of what is looked for, which must not stand in the program that looks
+PARTS = ("hun", "ter2", "xyz")  # parts of the secret, which the searching program must not contain itself
 
 
 def times_in_memory() -> int:
-    """That the three parts stand behind each other in this process's memory."""
+    """Count the places in this process's memory where the three parts are adjacent."""
     first, second, third = (part.encode() for part in PARTS)
     count = 0
 
-    # at once: what is read makes new ones, which would be read in their turn
+    # Compute all counts in one pass, because reading memory creates new copies that would be counted in turn.
     regions = Path("/proc/self/maps").read_text().splitlines()
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         for line in regions:
@@ -45,7 +45,7 @@ def looked(context: SpawnContext) -> tuple[int, list[str], list[str]]:
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=look, args=(there,))
     process.start()
-    there.close()  # so that a process that fails ends the wait
+    there.close()  # ensures that a failing process ends the wait
     found = here.recv()
     process.join()
 
@@ -57,11 +57,12 @@ def test_a_bare_process_has_the_variables_that_it_is_given_and_finds_no_other(
 ) -> None:
     monkeypatch.setenv("MY_SECRET", "".join(PARTS))
     count, names, _ = looked(FreshContext())
-    assert count >= 1  # so it would be found
+    assert count >= 1  # the search works
     assert "MY_SECRET" in names
     count, names, kernels = looked(BareContext({"NAMED": "it's $HOME", "PATH": "/usr/bin"}))
     assert count == 0
-    assert set(names) <= {"NAMED", "PATH", "PWD", "LC_CTYPE"}  # the last two are the shell's and Python's own
+    # The last two are set by the shell and by Python itself.
+    assert set(names) <= {"NAMED", "PATH", "PWD", "LC_CTYPE"}
     assert {"NAMED=it's $HOME", "PATH=/usr/bin"} <= set(kernels)
 
 

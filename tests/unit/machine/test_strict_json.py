@@ -1,5 +1,4 @@
-"""Text that cannot be encoded, and JSON that is not JSON: what is refused, replaced, and written all the
-same."""
+"""Strings that cannot be encoded, and invalid JSON: what is refused, replaced, and written anyway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses with programs, their tests, and the share of the tests that each passes: (name, response, tests,
+"""Responses with programs, their tests, and the fraction of tests that each passes: (name, response, tests,
 score)."""
 
 ADD = "def add(left, right):\n    return left + right\n"
@@ -11,7 +11,7 @@ def fenced(program, language="python"):
     return f"```{language}\n{program}\n```"
 
 
-# Where the program is in the response.
+# Location of the program in the response.
 BLOCKS = [
     ("bare code", ADD, FIVE, 1),
     ("one block", f"Here:\n{fenced(ADD)}\nDone.", FIVE, 1),
@@ -84,7 +84,7 @@ BLOCKS = [
     ("a NUL", f"x = '\0'\n{ADD}", FIVE, 0),
 ]
 
-# What ends a call or the whole program.
+# Ways to end a call or the whole program.
 EXITS = [
     ("exit at the end", fenced(f"{SUM}\nexit()"), SEVEN, 1),
     ("quit at the end", fenced(f"{SUM}\nquit(0)"), SEVEN, 1),
@@ -112,7 +112,7 @@ EXITS = [
     ("too much memory", fenced("def f():\n    return bytes(2**30)"), ["assert not f()", "assert f() is None"], 0),
 ]  # fmt: skip
 
-# Failures that are no values.
+# Results that are not values.
 FAILURES = [
     (
         "raises, and None is expected",
@@ -193,7 +193,7 @@ VALUES = [
     ("half a character", fenced("def f(): return '\\ud800'"), ["assert f() == 'x'"], 0),
 ]  # fmt: skip
 
-# Assertions as MBPP and its relatives write them.
+# Assertions in the style of MBPP and similar data sets.
 ASSERTS = [
     ("true", fenced("def f(x): return [x]"), ["assert f(1)", "assert f(0)"], 1),
     ("true or not", fenced("def f(x): return x > 1"), ["assert f(2)", "assert not f(1)", "assert f(1)", "assert not f(2)"], 0.5),
@@ -218,7 +218,7 @@ ASSERTS = [
     ("isinstance", fenced("def f(): return 3"), ["assert isinstance(f(), int)", "assert isinstance(f(), str)"], 0.5),
 ]  # fmt: skip
 
-# What is printed.
+# Printed output.
 STREAMS = [
     (
         "spaces at the ends of lines",
@@ -238,7 +238,7 @@ STREAMS = [
     ("prints nothing", fenced("x = 1"), [{"stdin": "", "stdout": "hunter2"}], 0),
 ]
 
-# Programs that try to be taken for right.
+# Programs that try to pass without solving the task.
 ALL_EQUAL = (
     "class All:\n    def __eq__(self, other): return True\n    def __ne__(self, other): return True\n    "
     "def __hash__(self): return 0\n"

@@ -1,4 +1,4 @@
-"""A reward file with everything that can happen in one. `solution_str` says what happens."""
+"""A reward file that covers all outcomes of a function. `solution_str` selects the outcome."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         case "sleep":
             time.sleep(1000)
         case "sleep with children":
-            for number in range(2):  # one in this process's group, one in a session of its own
+            for number in range(2):  # one in this process's group, one in its own session
                 child = subprocess.Popen(["sleep", "1000"], start_new_session=bool(number))
                 with open(extra_info["pids"], "a") as file:
                     file.write(f"{child.pid}\n")
@@ -51,7 +51,7 @@ def length(solution_str, **kwargs):
 
 
 def keys_of(solution_str, **kwargs):
-    """Returns the keys that the sample names, as JSON."""
+    """Return the keys that the sample specifies as JSON."""
     return {"score": 1.0, **json.loads(solution_str)}
 
 

@@ -1,5 +1,5 @@
-"""A reward function that runs what the model wrote, which is what a sandbox is for. It is loaded once, where
-it sees its variables."""
+"""A reward function that runs the model's output, which requires a sandbox. It reads its environment
+variables when it is loaded, once."""
 
 import os
 

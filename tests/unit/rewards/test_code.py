@@ -1,4 +1,4 @@
-"""Programs and their tests: who passes what, and that nothing but making the value passes."""
+"""Programs and their tests: which programs pass, and that a program passes only by computing the value."""
 
 import json
 import math
@@ -28,8 +28,8 @@ TESTS = [
 
 @pytest.fixture
 def little_cpu(monkeypatch):
-    """Ends loops after a second of the processor, and leaves programs that end enough time on a busy
-    machine."""
+    """Limit CPU time so that loops end after a second, while programs that terminate have enough time on a
+    busy machine."""
     monkeypatch.setattr(code, "LIMITS", replace(code.LIMITS, cpu_s=1, wall_s=60.0))
     monkeypatch.setattr(code, "sample_limit_s", lambda: 1000.0)
 
@@ -41,7 +41,7 @@ def test_the_score_is_the_share_that_passes():
 
 
 def test_a_score_does_not_depend_on_the_order_of_the_tests(little_cpu):
-    """Not even if the program patches its own process in one call."""
+    """This holds even if the program patches its own process in one call."""
     program = (
         "import builtins\ndef f(x):\n    if x == 2: builtins.abs = lambda x: 7\n    return x == 3 and "
         "1 / 0 or abs(x)"
@@ -61,7 +61,7 @@ def test_tests_that_take_long_are_tried_again_by_themselves(little_cpu, monkeypa
 
 
 def test_a_program_that_never_ends_takes_less_than_the_time_for_a_sample(monkeypatch):
-    """A sample that took longer would end the run."""
+    """A sample that exceeds the time limit would end the run."""
     monkeypatch.setattr(code, "sample_limit_s", lambda: 1.0)
     monkeypatch.setattr(code, "QUICK_WALL_S", 0.2)
     clock = iter(range(1000))
@@ -98,7 +98,7 @@ def test_the_last_block_is_the_program(response, program):
     "text", ["> - " * 9000, "```\n" * 9000, "<code>" * 9000, "- a\n" * 9000, "\n" + " " * 50_000 + "`"]
 )
 def test_odd_markdown_is_read_in_little_time(text):
-    """Each takes less than a second; the sum of a test's time is what would show another order of growth."""
+    """Each case takes less than a second. Superlinear growth would show in the sum of the test's time."""
     assert isinstance(program_of(text), str)
 
 

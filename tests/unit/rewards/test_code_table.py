@@ -1,5 +1,5 @@
-"""The table of programs (code_cases.py): each gets the score that its tests deserve, in the strongest sandbox
-of this machine."""
+"""The table of programs (code_cases.py): each gets the expected score, in the strongest sandbox of this
+machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.rewards.code_cases import CASES
 
 @pytest.fixture(autouse=True)
 def little_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends loops after a second of the processor, and leaves the tests after them enough time on a busy
+    """Limit CPU time so that loops end after a second, while later tests have enough time on a busy
     machine."""
     monkeypatch.setattr(code, "LIMITS", replace(code.LIMITS, cpu_s=1))
     monkeypatch.setattr(code, "sample_limit_s", lambda: 1000.0)

@@ -78,7 +78,8 @@ def test_what_a_sample_may_not_do_is_its_error(scorer, tmp_path):
 
 
 def test_what_its_program_says_itself_is_looked_at(scorer):
-    """It can forge its own sample's score, as it runs beside what scores it, and nothing else."""
+    """A program can forge the score of its own sample, because it runs in the process that scores it, but
+    nothing else."""
     say = (
         "import os\nfor number in range(3, 64):\n    try: os.write(number, {!r})\n    except OSError: "
         "pass\nos._exit(0)"
@@ -129,7 +130,7 @@ def test_a_kernel_without_landlock_is_said_before_anything_is_scored(monkeypatch
     monkeypatch.setattr(process, "start_reaper", lambda *_, **__: None)
     monkeypatch.setattr(process, "_load_error", None)
 
-    # it would hold for later tests in this process
+    # The patch would affect later tests in this process.
     monkeypatch.setattr(process, "set_sample_limit", lambda seconds: None)
     monkeypatch.setattr(process.os, "setpgid", lambda *_: None)
     monkeypatch.setattr(process.signal, "signal", lambda *_: None)
@@ -141,7 +142,7 @@ def test_a_kernel_without_landlock_is_said_before_anything_is_scored(monkeypatch
 
 
 def test_a_folder_of_temporary_files_that_nothing_is_executed_in_is_named_with_a_hint(monkeypatch):
-    """os.access says so of a file on such a mount."""
+    """os.access reports files on a noexec mount as not executable."""
     monkeypatch.setattr("megarl.machine.spawn.os.access", lambda path, mode: False)
     with pytest.raises(
         RewardFunctionError,
@@ -151,7 +152,8 @@ def test_a_folder_of_temporary_files_that_nothing_is_executed_in_is_named_with_a
 
 
 def test_functions_beside_it_work_as_ever(tmp_path):
-    """One with and one without a sandbox; the one without sees no other variables either."""
+    """One function has a sandbox and one does not; the one without sees no other environment variables
+    either."""
     plain = tmp_path / "plain.py"
     plain.write_text(
         "import os\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n    return "

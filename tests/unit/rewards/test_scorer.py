@@ -28,7 +28,7 @@ def requests(*solutions):
 
 @pytest.fixture(scope="module")
 def scorer():
-    """Lenient: errors are reported and not raised."""
+    """Return a lenient scorer, which reports errors without raising."""
     with RewardScorer([COMPUTE_SCORE], time_limit_s=1.0, max_error_rate=1.0, num_processes=2) as scorer:
         yield scorer
 
@@ -52,7 +52,7 @@ def test_numbers_truth_values_and_dicts_are_scores(scorer):
     report = scorer.score(requests("right", "equal", "dict", "wrong"))
     assert report.scores == [1.0, 1.0, 0.5, 0.0]
     assert report.errors == []
-    assert report.numbers == [{}, {}, {"format": 1.0}, {}]  # the score is no number beside itself
+    assert report.numbers == [{}, {}, {"format": 1.0}, {}]  # `score` itself is not among the numbers
     assert report.is_scored == [True] * 4
 
 
@@ -97,13 +97,13 @@ def test_the_run_stops_above_the_error_rate_and_shows_the_first_failures():
     with RewardScorer([COMPUTE_SCORE], time_limit_s=5.0, max_error_rate=0.25, num_processes=1) as scorer:
         assert len(scorer.score(requests("raise", "right", "right", "right")).errors) == 1
         with pytest.raises(RewardError) as caught:
-            # 3 of 9 is over a quarter: no sleeper is waited for
+            # 3 of 9 exceed a quarter, so the sleeping samples are not awaited
             scorer.score(requests("raise", "right", "nan", "text", *["sleep"] * 5))
         text = str(caught.value)
         assert "failed for at least 3 of 9 samples, more than reward.max_error_rate=0.25 allows" in text
         assert "sample 0 (uid u0): compute_score raised ZeroDivisionError" in text
         assert "sample 2 (uid u2): compute_score returned the float nan" in text
-        assert scorer.score(requests("right")).scores == [1.0]  # and can be used again
+        assert scorer.score(requests("right")).scores == [1.0]  # the scorer can be used again
 
 
 def test_a_failure_behind_a_slow_sample_ends_the_scoring():
@@ -127,7 +127,7 @@ def test_weights_combine_functions():
     assert report.scores == pytest.approx([2.0 * 1.0 - 0.1 * 5])
     assert report.numbers == [{"functions_under_test.compute_score": 1.0, "functions_under_test.length": 5.0}]
     assert of_dict[0]["functions_under_test.compute_score/format"] == 1.0
-    assert report.parts == [(1.0, 5.0)]  # before their weights
+    assert report.parts == [(1.0, 5.0)]  # before weights
     assert report.answers == [None]
 
 
@@ -142,7 +142,7 @@ def test_labels_of_functions_are_unique():
 
 
 def test_a_function_returns_answers_for_all_samples_of_a_data_source_or_for_none():
-    """Whether there is maj@k must not depend on a sample."""
+    """The existence of maj@k must not depend on a sample."""
     keys_of = RewardFunctionConfig(path=FILE, name="keys_of")
     samples = requests('{"answer": "5"}', '{"answer": null}', "{}", '{"answer": 5}', '{"model": 1}')
 
@@ -165,14 +165,14 @@ def test_a_function_returns_answers_for_all_samples_of_a_data_source_or_for_none
         said[2]
         == "keys_of returned 'model', but reward/model/mean is a metric of the reward model; give it another name"
     )
-    assert later.errors[0].message == said[0]  # of the next batch too
+    assert later.errors[0].message == said[0]  # also in the next batch
 
 
 def test_a_process_that_is_killed_while_idle_is_replaced(scorer):
     victim = process_ids(scorer).pop()
     os.kill(victim, signal.SIGKILL)
     assert scorer.score(requests(*["right"] * 10)).scores == [1.0] * 10
-    time.sleep(0.5)  # the pool has noticed by now, with nothing to do
+    time.sleep(0.5)  # the idle pool has noticed by now
     assert scorer.score(requests(*["right"] * 10)).scores == [1.0] * 10
     assert victim not in process_ids(scorer)
 
@@ -215,7 +215,7 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
     )
     pids = {int(pid) for pid in owner.stdout.readline().split()}
     family = pids | {child.pid for child in psutil.Process(owner.pid).children(recursive=True)}
-    time.sleep(0.3)  # the processes are in the middle of a sample
+    time.sleep(0.3)  # the processes are scoring a sample
     owner.kill()
     owner.wait()
     owner.stdout.close()

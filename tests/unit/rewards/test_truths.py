@@ -1,4 +1,4 @@
-"""Ground truths that are tried against themselves, in real reward processes."""
+"""Ground truths tried as responses, in real reward processes."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ def trials_of(
 
 
 def test_a_truth_is_scored_in_its_own_form(tmp_path: Path) -> None:
-    """5, 18] and 7 are right when they are boxed; ? has no form; "" and "odd" are refused before they are
-    scored."""
+    """5, 18] and 7 are correct when boxed; ? has no form; "" and "odd" are refused before they are scored."""
     trials = trials_of(tmp_path, NUMBERS + FORM, rows("5", "18]", "?", "", "odd", "7"))
     assert [trial.text for trial in trials] == ["[5]", "[18]]", None, None, None, "[7]"]
     assert [trial.gain for trial in trials] == [0.5, 0.5, None, None, None, 0.5]
@@ -70,7 +69,7 @@ def test_a_truth_is_scored_in_its_own_form(tmp_path: Path) -> None:
 
 
 def test_a_truth_that_cannot_be_matched_is_refused(tmp_path: Path) -> None:
-    """The function takes a bracket off, so that it never finds an answer that begins with one."""
+    """The function removes a bracket, so it never finds an answer that begins with one."""
     form = 'def answer_from_truth(ground_truth):\n    return f"[{ground_truth.lstrip(chr(91))}]"\n'
     (lines,) = refused(trials_of(tmp_path, NUMBERS + form, rows("5", "[5"))).values()
     assert lines == [
@@ -124,8 +123,8 @@ def test_a_truth_is_found_to_be_read_wherever_it_is() -> None:
 
 
 def test_imported_functions_have_their_own_forms(tmp_path: Path) -> None:
-    """The file imports the code reward, which reads tests and derives no program; its own functions would go
-    before."""
+    """The file imports the code reward, which reads tests and derives no program. Functions defined in the
+    file itself would have priority."""
     trials = trials_of(
         tmp_path, "from megarl.rewards.code import compute_score\n", rows(["assert f(1) == 1"], [], None)
     )

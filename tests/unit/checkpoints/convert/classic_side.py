@@ -1,5 +1,5 @@
-"""What runs inside the ranks of the tests: each saves its part of a real GPTModel as Megatron's own programs
-do, in both formats."""
+"""Code that runs in the ranks of the tests: each saves its part of a real GPTModel like Megatron's own
+programs, in both formats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _WITH_TRANSFORMER_ENGINE = {
 def save_classic(
     parallel: ParallelConfig, model: str, folder: Path, head: str, dtype: torch.dtype, engine_names: bool
 ) -> None:
-    """In a rank. engine_names: as with Transformer Engine, and with the extra states that its layers have."""
+    """Save the classic format in a rank. With `engine_names`, use the names and extra states of Transformer
+    Engine layers."""
     groups = start(parallel)
     engine = build(groups, model, head=head, dtype=dtype)
     states = [_renamed(chunk.state_dict()) if engine_names else chunk.state_dict() for chunk in engine.models]
@@ -57,7 +58,7 @@ def save_classic(
 def save_distributed(
     parallel: ParallelConfig, model: str, folder: Path, head: str, dtype: torch.dtype
 ) -> None:
-    """In a rank: by Megatron's own writer, with the arguments that its programs keep."""
+    """Save in a rank with Megatron's own writer, with the arguments that its programs store."""
     groups = start(parallel)
     engine = build(groups, model, head=head, dtype=dtype)
     from megatron.core import dist_checkpointing
@@ -75,8 +76,8 @@ def save_distributed(
 
 @contextmanager
 def _children_allowed() -> Iterator[None]:
-    """Megatron's writer starts processes, which a rank of the pool may not have, and a server for a queue
-    that one process uses."""
+    """Allow child processes, which ranks of the pool may not have but Megatron's writer starts, together with
+    a server for a queue used by one process."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]

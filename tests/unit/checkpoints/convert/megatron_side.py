@@ -1,5 +1,5 @@
-"""What runs inside the ranks of the tests of conversions: Megatron loads what was written, and an engine
-saves what is to be read."""
+"""Code that runs in the ranks of conversion tests: Megatron loads what was written, and an engine saves what
+is to be read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from tests.unit.engine.rank_side import Tensors, build, deal, hf_weights, join_r
 
 
 class Loaded(NamedTuple):
-    """wrong: parameters that are not as the engine itself loads them from the Hugging Face folder. outputs:
-    of the whole batch."""
+    """The result of loading.
+
+    Attributes:
+        wrong: Parameters that differ from those that the engine loads from the Hugging Face folder.
+        outputs: Outputs of the whole batch.
+    """
 
     wrong: list[str]
     outputs: Tensors
@@ -22,8 +26,8 @@ class Loaded(NamedTuple):
 
 
 def load_strictly(settings: Settings, folder: Path, batch: Tensors) -> Loaded:
-    """In a rank: Megatron's own loader fills the state dict of a real GPTModel, and finds neither too much
-    nor too little."""
+    """Load in a rank with Megatron's own loader, which fills the state dict of a real GPTModel and finds no
+    missing or unexpected tensors."""
     groups = start(settings.parallel)
     engine = build(groups, settings.folder, head=settings.head, dtype=settings.dtype)
     from megatron.core import dist_checkpointing
@@ -53,7 +57,8 @@ def load_strictly(settings: Settings, folder: Path, batch: Tensors) -> Loaded:
 
 
 def train_and_save_weights(settings: Settings, folder: Path) -> Tensors:
-    """In a rank: after a step, the engine's weights by their Hugging Face names, and a save of the same."""
+    """Train a step in a rank, and return the engine's weights by their Hugging Face names after saving
+    them."""
     engine = open_engine(settings)
     train(engine, 1)
     save_whole(engine, settings, folder)

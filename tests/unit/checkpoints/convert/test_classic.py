@@ -1,5 +1,5 @@
-"""Checkpoints that Megatron's own code wrote of real models, read back to the bit; and what is said of
-damaged classic ones."""
+"""Checkpoints of real models written by Megatron's own code are read back bitwise identical, and damage to
+classic ones is reported."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ from tests.unit.checkpoints.convert.test_source import everything
 from tests.unit.engine.models import save_critic, save_model
 from tests.unit.engine.rank_side import LAYOUTS
 
-# (family, layout, head, dtype, names as Transformer Engine gives them)
+# (family, layout, head, dtype, whether names are those of Transformer Engine)
 CASES = [
     ("qwen2", "TP1", "lm", torch.float32, False),
     ("qwen3-tied", "TP2", "lm", torch.bfloat16, True),
@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(
     rank_pool: RankPool, models: Path, folder: Path, case: tuple[str, str, str, torch.dtype, bool]
 ) -> Path:
-    """The Hugging Face folder of which `folder` becomes a checkpoint."""
+    """Save `folder` as a checkpoint, and return the corresponding Hugging Face folder."""
     family, layout, head, dtype, engine_names = case
     model = models / (family if head == "lm" else f"{family}-value")
     parallel = LAYOUTS[layout]
@@ -102,7 +102,7 @@ def test_a_distributed_checkpoint_by_megatron_s_writer(
 
 @pytest.fixture(scope="module")
 def written(rank_pool: RankPool, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tied, in TP2xPP2."""
+    """Write a checkpoint of a tied model in TP2xPP2."""
     folder = tmp_path_factory.mktemp("classic") / "release"
     saved(rank_pool, models, folder, CASES[2])
     return folder
@@ -115,7 +115,7 @@ def folder(written: Path, tmp_path: Path) -> Path:
 
 def rewrite(folder: Path, rank: str, change: Callable[[dict[str, Any]], None]) -> None:
     path = folder / rank / "model_optim_rng.pt"
-    content = torch.load(path, weights_only=False)  # our own
+    content = torch.load(path, weights_only=False)  # written by this test
     change(content)
     torch.save(content, path)
 

@@ -1,4 +1,4 @@
-"""Damaged folders given to the commands: one line that names file and tensor, status 2, and nothing at
+"""Damaged folders passed to the commands: one line that names the file and tensor, status 2, and nothing at
 --output."""
 
 import json
@@ -34,7 +34,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`hf`, in several files, and `megatron`, in four."""
+    """Write `hf`, in several files, and `megatron`, in four."""
     root = tmp_path_factory.mktemp("originals")
     save(random_model("llama"), root / "hf", max_shard_size="30KB")
     write_distributed(open_model(root / "hf"), root / "megatron", LAYOUT)
@@ -46,10 +46,10 @@ def copied(folder: Path, tmp_path: Path) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], command: str, folder: Path) -> str:
-    """What is said of `folder`, in one line."""
+    """Return the one-line error about `folder`."""
     assert main(["convert", command, "--input", str(folder), "--output", str(folder.parent / "output")]) == 2
 
-    # no output, and nothing half written beside it
+    # There is no output, and no partial output next to it.
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -145,7 +145,7 @@ def test_hugging_face(
 
 def metadata_says(folder: Path, change: Callable[[Any], None]) -> None:
     with (folder / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)  # our own
+        metadata = pickle.load(file)  # written by this test
     change(metadata)
     with (folder / ".metadata").open("wb") as file:
         pickle.dump(metadata, file)
@@ -164,7 +164,7 @@ def flip_in(folder: Path, key: str) -> None:
 
 
 def without_manifest(damage: Callable[[Path], Any]) -> Callable[[Path], None]:
-    """As Megatron's own programs leave a folder."""
+    """Remove the manifest, as in a folder of Megatron's own programs."""
 
     def both(folder: Path) -> None:
         (folder / "manifest.json").unlink()
@@ -174,7 +174,7 @@ def without_manifest(damage: Callable[[Path], Any]) -> Callable[[Path], None]:
 
 
 MEGATRON: list[tuple[str, Callable[[Path], Any], str, str]] = [
-    # (damage, done, said where there is a manifest, said where there is none)
+    # (damage, how it is done, error with a manifest, error without one)
     (
         "truncated file",
         lambda folder: truncate(folder / "__1_0.distcp", 9),
@@ -191,7 +191,7 @@ MEGATRON: list[tuple[str, Callable[[Path], Any], str, str]] = [
         "swapped files",
         lambda folder: swap(folder / "__0_0.distcp", folder / "__1_0.distcp"),
         r"__\d_0\.distcp: \S+ at bytes \d+ to \d+ is not what was written|__\d_0\.distcp: truncated",
-        "-",  # of one size, and items of one shape each: only checksums tell them apart
+        "-",  # files and items have equal sizes and shapes, so only checksums distinguish them
     ),
     (
         "wrong shape",
@@ -251,8 +251,8 @@ def test_megatron(
 def test_safetensors_have_no_checksums(
     originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A flipped bit in a weight is another weight to every reader; `verify` sees it beside a folder that was
-    converted before."""
+    """A flipped bit in a weight is a different weight to every reader. `verify` detects it by comparing with
+    a folder converted before."""
     folder = copied(originals / "hf", tmp_path)
     path = shard_of(folder, DOWN)
     flip(path, path.stat().st_size - 1)

@@ -1,4 +1,4 @@
-"""What a folder's model is said to be, and whether two folders have the same one."""
+"""The description of the model in a folder, and the comparison of two folders."""
 
 import io
 import json
@@ -44,7 +44,8 @@ def copy(hugging_face: Path, tmp_path: Path) -> Path:
 
 
 def change(folder: Path, **tensors: torch.Tensor | None) -> Path:
-    """Tensors of the folder's one file are replaced, or left out where None; names have __ for a point."""
+    """Replace tensors of the folder's single file, or remove those that are None. Names have __ instead of a
+    dot."""
     path = folder / "model.safetensors"
     stored = load_file(path)
 
@@ -126,7 +127,7 @@ def test_a_zero_of_another_sign_and_a_number_that_is_none(
 def test_the_same_model_in_another_dtype(
     tmp_path: Path, left: torch.dtype, right: torch.dtype, reason: str
 ) -> None:
-    """In the third case float16 rounds the smallest element of what bfloat16 holds."""
+    """In the third case, float16 rounds the smallest element of the bfloat16 tensor."""
     model = random_model("qwen2")
     with torch.no_grad():
         model.model.embed_tokens.weight[0, 0] = 1e-6
@@ -186,7 +187,7 @@ def test_what_a_folder_holds(model: PreTrainedModel, hugging_face: Path, tmp_pat
     assert description.tokenizer == "Qwen2Tokenizer (tokenizer.json), with a chat template"
     assert json.loads(json.dumps(description.as_json()))["architecture"]["num_hidden_layers"] == 4
     text = io.StringIO()
-    print_description(description, Console(file=text, width=60))  # narrow: nothing is cut off
+    print_description(description, Console(file=text, width=60))  # narrow, but nothing is truncated
     assert all(f" {name} " in text.getvalue() for name in state)
     (hugging_face / "tokenizer.json").unlink()
     assert describe(open_model(hugging_face)).tokenizer == "none"

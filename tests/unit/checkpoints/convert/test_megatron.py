@@ -1,5 +1,5 @@
-"""What a conversion writes is what Megatron's own loader wants, and what an engine saves can be converted: to
-the bit, in real ranks."""
+"""Megatron's own loader accepts what a conversion writes, and what an engine saves can be converted, bitwise
+identical, in real ranks."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def layout_of(parallel: ParallelConfig) -> Layout:
     )
 
 
-# (model, head, layout that is written, layout that loads it)
+# (model, head, written layout, loading layout)
 CASES = [
     ("qwen2", "lm", "TP2xPP2", "TP2xPP2"),
     ("qwen2-tied", "lm", "TP2", "PP2xVPP2"),
@@ -91,7 +91,7 @@ def test_megatron_loads_it_strictly_and_computes_what_hugging_face_does_after_th
 
 
 def model_part(index: TorchDistIndex) -> dict[str, torch.Tensor]:
-    """Every chunk of the weights, by key and place."""
+    """Return every chunk of the weights, by key and position."""
     return {
         f"{key} {chunk.offsets}": read_chunk(index, key, chunk)
         for key, tensor in index.tensors.items()
@@ -113,8 +113,8 @@ def model_part(index: TorchDistIndex) -> dict[str, torch.Tensor]:
 def test_what_an_engine_saved_is_converted_there_and_back(
     model: str, head: str, layout: str, dtype: torch.dtype, models: Path, rank_pool: RankPool, tmp_path: Path
 ) -> None:
-    """Back in the same layout it has the same keys, chunks and objects, key by key, but for optimizer and
-    random numbers."""
+    """Converted back in the same layout, it has the same keys, chunks and objects, except for the optimizer
+    and random states."""
     settings = Settings(ANY_LAYOUT[layout], str(models / model), head, dtype)
     role = tmp_path / "actor"
     weights = merge(
@@ -149,7 +149,7 @@ def test_what_an_engine_saved_is_converted_there_and_back(
 
     for place, value in one.items():
         rows = slice(None)
-        # rows of padding have no meaning
+        # Padding rows have no meaning.
         if "word_embeddings" in place or ("output_layer" in place and head == "lm"):
             rows = slice(max(0, 199 - int(place.split("(")[1].split(",")[0])))
         assert torch.equal(value[rows], other[place][rows]), place

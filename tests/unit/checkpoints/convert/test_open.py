@@ -1,4 +1,4 @@
-"""Every folder in which a model may lie, and what is said of one in which none does."""
+"""All folders that may contain a model, and the errors for folders that do not."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's checkpoints: step 5 with a critic too."""
+    """Write a run's checkpoints; step 5 has a critic too."""
     root = tmp_path_factory.mktemp("checkpoints")
     model = random_model("llama")
 

@@ -1,5 +1,5 @@
-"""Models as they lie in folders, read back as Hugging Face tensors; the distributed ones are made by slow
-loops and PyTorch."""
+"""Stored models read back as Hugging Face tensors; the distributed ones are written by slow loops and
+PyTorch."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ CANONICAL = {
 
 
 def everything(source: ModelSource) -> dict[str, torch.Tensor]:
-    """Copies: a block that lies in a file holds that open."""
+    """Return copies of all tensors, because a memory-mapped block keeps its file open."""
     return {
         name: tensor.block(TensorSlice.whole(tensor.hf.view), tensor.dtype).reshape(tensor.hf.shape).clone()
         for name, tensor in source.tensors.items()
@@ -48,9 +48,8 @@ def everything(source: ModelSource) -> dict[str, torch.Tensor]:
 
 
 def stacked(state: dict[str, torch.Tensor], family: str, tied: bool) -> dict[str, torch.Tensor]:
-    """Megatron's tensors of the whole model, those of the layers along a first dimension, but for a model
-    some of whose layers have experts and others not, and those of a layer's experts along the next; the
-    vocabulary has padding."""
+    """Return Megatron's tensors of the whole model. Layers are stacked along a first dimension, unless only
+    some of them have experts, and the experts of a layer along the next. The vocabulary is padded."""
     shards = slow_shards(
         state,
         architecture_of(family, tied=tied),
@@ -120,7 +119,7 @@ def test_a_block_of_a_tensor_in_another_dtype(tmp_path: Path) -> None:
     folder = write(stacked(model.state_dict(), "llama", False), tmp_path / "megatron")
     source = open_distributed(folder, companions=save(model, tmp_path / "hf"))
 
-    # rows of one group in every three of the stored tensor
+    # The rows of one query group, in groups of three rows of the stored tensor.
     tensor = source.tensors["model.layers.2.self_attn.k_proj.weight"]
     place = TensorSlice.whole(tensor.hf.view).along(0, 1, 3)
     rows = model.state_dict()[tensor.hf.name].view(tensor.hf.view)[1:3]

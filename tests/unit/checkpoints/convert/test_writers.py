@@ -1,5 +1,5 @@
-"""There and back between Hugging Face and Megatron, to the bit; and what stops a conversion leaves nothing
-behind."""
+"""Conversions between Hugging Face and Megatron and back are bitwise identical, and a conversion that fails
+leaves no files."""
 
 import json
 import os
@@ -43,7 +43,7 @@ from tests.unit.weights.models import VOCAB, architecture_of, config_of, random_
 
 FAMILIES = [(family, tied) for family in DENSE_FAMILIES for tied in (False, True)]
 FAMILIES += [(family, number % 2 == 1) for number, family in enumerate(SPARSE_FAMILIES)]
-# (TP, PP, VPP): most bytes of an item
+# (TP, PP, VPP): maximum size of an item in bytes
 LAYOUTS = {
     (1, 1, None): 2500,
     (2, 1, None): 10**6,
@@ -79,7 +79,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
 def test_there_and_back_is_the_same_to_the_bit(family: str, tied: bool, tmp_path: Path) -> None:
-    """The vocabulary has 199 rows. Small items and small files, so that tensors are cut."""
+    """The vocabulary has 199 rows. Items and files are small, so that tensors are split."""
     model = random_model(family, tied=tied).to(torch.bfloat16 if tied else torch.float32)
     source = open_model(save(model, tmp_path / "hf"))
     expected = stored_state(model)
@@ -97,8 +97,8 @@ def test_there_and_back_is_the_same_to_the_bit(family: str, tied: bool, tmp_path
 
 
 def test_a_published_configuration_with_experts_at_reduced_width(tmp_path: Path) -> None:
-    """Qwen3-30B-A3B's own config.json: its 128 experts, of which a token meets 8, and its heads, in two
-    layers; by published names."""
+    """The configuration is Qwen3-30B-A3B's own config.json, with its 128 experts, of which a token uses 8,
+    and its heads, in two layers, with published names."""
     published = json.loads((CONFIGS_DIR / "models" / "Qwen3-30B-A3B" / "config.json").read_text())
     narrow = {"hidden_size": 16, "head_dim": 2, "moe_intermediate_size": 4, "intermediate_size": 24}
     narrow |= {"vocab_size": 199, "num_hidden_layers": 2}
@@ -134,7 +134,7 @@ def test_a_published_configuration_with_experts_at_reduced_width(tmp_path: Path)
 
 
 def test_what_is_written_is_what_slow_loops_make(tmp_path: Path) -> None:
-    """Shapes, canonical names, and padding of zeros, against stacks of shards that were made row by row."""
+    """Shapes, canonical names, and zero padding are compared with stacks of shards built row by row."""
     model = random_model("qwen2")
     folder = write_distributed(
         open_model(save(model, tmp_path / "hf")), tmp_path / "m", layout_of(2, 2)
@@ -220,7 +220,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_critics_and_reward_models(kind: str, tmp_path: Path) -> None:
-    """transformers loads what comes back with nothing missing and nothing left over."""
+    """transformers loads the result of a round trip without missing or unexpected tensors."""
     config = config_of("qwen2")
     config.num_labels = 1
     model: PreTrainedModel = CLASSES[kind].from_config(config, dtype=torch.float32)
@@ -322,7 +322,7 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 def test_a_disk_that_fills_up_meanwhile(
     write: Callable[..., None], tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one thread, for a second one could write all the rest while the first fills the disk."""
+    """One thread writes, because a second one could write all the rest while the first fills the disk."""
     monkeypatch.setattr(streaming, "MAX_THREADS", 1)
 
     def fill(nbytes: int, total: int) -> None:
@@ -342,7 +342,7 @@ def test_a_disk_that_fills_up_meanwhile(
 
 @WRITERS
 def test_a_disk_without_permission(write: Callable[..., None], tmp_path: Path, llama: Path) -> None:
-    """Root may write where others may not, so it is one that nobody may write."""
+    """The folder is on a file system that nobody may write, because root ignores permissions."""
     with small_disk(tmp_path / "disk", "size=1m,ro") as disk:
         with pytest.raises(CheckpointError, match=r"disk\S*: Read-only file system$") as raised:
             write(open_model(llama), disk / "new")
