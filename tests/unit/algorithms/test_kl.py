@@ -64,7 +64,7 @@ def test_k3_is_cut_at_ten_and_has_no_gradient_beyond():
 
 
 def test_k3_unclamped_is_bounded_only_where_it_would_overflow():
-    """At log q/p = -21 the value is e^-21 - 1 + 21, with the gradient 1 - e^-21: the reference still pulls
+    """The value at log q/p = -21 is e^-21 - 1 + 21, with the gradient 1 - e^-21: the reference still pulls
     back a token that it considers impossible."""
     log_ratio = [-21.0, -29.0, -80.0, 21.0, 500.0]
     log_probs = torch.zeros(5, requires_grad=True)

@@ -107,7 +107,7 @@ def test_cispo_by_hand():
 
 
 def test_sapo_by_hand():
-    # At a ratio of 1 the gate is 4/tau x 1/2; at 1 + log(3)/tau the sigmoid is 3/4
+    # The gate at a ratio of 1 is 4/tau x 1/2; at 1 + log(3)/tau the sigmoid is 3/4
     sapo = SAPOConfig(temperature_positive=1.0, temperature_negative=2.0)
     config = PolicyLossConfig(kind=PolicyLossKind.sapo, sapo=sapo)
     result = losses_of(config, [[1.0, 1.0, 1 + math.log(3), 1 + math.log(3) / 2]], [[1.0, -1.0, 1.0, -1.0]])

@@ -171,7 +171,7 @@ def test_a_k_that_the_samples_do_not_allow_is_refused(k):
 
 
 def test_errors_over_prompts_by_hand():
-    """For 1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14, so sqrt(14 / 3 / 4). Minus 1, 1, 3, 3:
+    """1, 2, 3, 6: mean 3, squared deviations 4 + 1 + 0 + 9 = 14, so sqrt(14 / 3 / 4). Minus 1, 1, 3, 3:
     0, 1, 0, 3."""
     assert mean_over_prompts([1, 2, 3, 6]) == (3, pytest.approx((14 / 12) ** 0.5))
     assert mean_difference([1, 2, 3, 6], [1, 1, 3, 3]) == (1, pytest.approx((6 / 12) ** 0.5))

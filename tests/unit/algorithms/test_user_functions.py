@@ -91,7 +91,7 @@ def test_an_estimator_is_read_anew_for_the_next_run(file: str) -> None:
 
 
 def test_a_loss_takes_the_kinds_place_in_the_actors_loss(file: str) -> None:
-    """With clip_cov, its tokens are selected over the whole mini-batch, as for clip_cov itself."""
+    """The tokens of clip_cov are selected over the whole mini-batch, as for clip_cov itself."""
     policy = PolicyLossConfig(kind=PolicyLossKind.clip_cov, function=f"{file}:of_selected", clip_high=0.5)
     config = AlgorithmConfig(policy_loss=policy)
     try_functions(config)

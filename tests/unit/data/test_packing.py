@@ -95,7 +95,7 @@ def test_local_micro_batches_index_the_rows_of_the_rank():
 
 
 def test_ranks_that_share_rows_take_a_row_as_long_as_all_their_budgets():
-    """With 4 ranks and 10 tokens each, a micro-batch can have 4 x 8 tokens of the row with 30, but not 4 x 16
+    """Given 4 ranks and 10 tokens each, a micro-batch can have 4 x 8 tokens of the row with 30, but not 4 x 16
     of both."""
     plan = plan_micro_batches([30, 30], 1, max_tokens=10, context_parallel_size=4)
     assert [m.rows for m in plan.ranks[0].micro_batches] == [(0,), (1,)]

@@ -104,7 +104,7 @@ def test_a_field_that_the_template_does_not_write_is_refused(
     ):
         chats(tmp_path, tokenizer, row)
 
-    # In a prompt it is refused too, in an earlier answer and in the message to be answered.
+    # It is refused in a prompt too, in an earlier answer and in the message to be answered.
     for messages in (row["messages"] + user("and?"), [{**user("2 + 3")[0], field: value}]):
         if field != "content_2":  # this field's text is in the question
             with pytest.raises(

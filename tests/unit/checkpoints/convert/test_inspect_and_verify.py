@@ -127,7 +127,7 @@ def test_a_zero_of_another_sign_and_a_number_that_is_none(
 def test_the_same_model_in_another_dtype(
     tmp_path: Path, left: torch.dtype, right: torch.dtype, reason: str
 ) -> None:
-    """In the third case, float16 rounds the smallest element of the bfloat16 tensor."""
+    """float16 rounds the smallest element of the bfloat16 tensor in the third case."""
     model = random_model("qwen2")
     with torch.no_grad():
         model.model.embed_tokens.weight[0, 0] = 1e-6

@@ -342,7 +342,7 @@ def test_a_disk_that_fills_up_meanwhile(
 
 @WRITERS
 def test_a_disk_without_permission(write: Callable[..., None], tmp_path: Path, llama: Path) -> None:
-    """The folder is on a file system that nobody may write, because root ignores permissions."""
+    """The folder is on a file system that no user may write, because root ignores permissions."""
     with small_disk(tmp_path / "disk", "size=1m,ro") as disk:
         with pytest.raises(CheckpointError, match=r"disk\S*: Read-only file system$") as raised:
             write(open_model(llama), disk / "new")
