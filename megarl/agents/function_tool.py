@@ -67,7 +67,7 @@ def function_schema(
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(
-                f"{name} takes {parameter}, but a model gives arguments by name; name each of them"
+                f"{name} takes {parameter}, but a model passes arguments by name; declare each by name"
             )
         # The task comes from the episode, not from the model.
         if parameter.name == "task":

@@ -229,7 +229,7 @@ class RaggedTensor:
 
         while start < len(order):
             stop = start + 1
-            # Lengths are ascending, so the next row is the longest and determines the padded width of the block.
+            # Lengths are ascending, so the next row determines the padded width of the block.
             while stop < len(order) and lengths[stop] * (stop + 1 - start) <= _CACHED_ELEMENTS:
                 stop += 1
             yield order[start:stop]

@@ -32,7 +32,7 @@ def host_and_port(address: str) -> tuple[str, int]:
         raise ValueError(
             f"{VARIABLE}={address} is not of the form HOST:PORT (HEAD:6379); set it to that form, to auto, "
             f"or "
-            f"to local to start a Ray of its own"
+            f"to local to start its own Ray"
         )
 
     return host.removeprefix("[").removesuffix("]"), int(port)

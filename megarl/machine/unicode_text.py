@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-PROBLEM = "half of a character (a lone surrogate), which no tokenizer or file can write"
+PROBLEM = "half of a character (a lone surrogate), which no tokenizer or file can encode"
 
 
 def lone_surrogate(value: Any) -> str | None:

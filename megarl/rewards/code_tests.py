@@ -142,8 +142,7 @@ def _test(test: Any) -> CodeTest:
             return StreamTest(stdin, stdout)
 
     raise ValueError(
-        f"the test {str(test)[:100]!r} is none of {{call, returns}}, {{stdin, stdout}} and an assert "
-        f"statement"
+        f"the test {str(test)[:100]!r} must be {{call, returns}}, {{stdin, stdout}} or an assert statement"
     )
 
 
@@ -170,7 +169,7 @@ def _of_assert(text: str) -> CodeTest:
     split = _Split(named, imports)
     judged = [split.visit(condition) for condition in conditions]
     if not split.sources:
-        raise ValueError(f"the test {text[:100]!r} calls nothing of the program")
+        raise ValueError(f"the test {text[:100]!r} does not call the program")
 
     if len(judged) == 1 and (simple := _equality(judged[0], split.sources, split.used)) is not None:
         if holds_nan(simple.returns):

@@ -38,11 +38,11 @@ def calculator(expression: Annotated[str, "such as (3 + 4) * 2 or sqrt(2) ** 3"]
     """Calculates with + - * / // % **, parentheses, sqrt, exp, log, log2, log10, sin, cos, tan, floor, ceil,
     gcd, abs, round, min, max, pi and e."""
     if len(expression) > _MAX_LENGTH:
-        raise ValueError(f"the expression has {len(expression)} characters, at most {_MAX_LENGTH} are read")
+        raise ValueError(f"the expression has {len(expression)} characters, the maximum is {_MAX_LENGTH}")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, MemoryError, RecursionError) as error:
-        raise ValueError("it is no arithmetic expression") from error
+        raise ValueError("not an arithmetic expression") from error
 
     return str(_value(tree.body))
 
@@ -65,11 +65,13 @@ def _value(node: ast.expr) -> int | float:
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
             result = _FUNCTIONS[name](*map(_value, arguments))
         case _:
-            raise ValueError(f"{ast.unparse(node)[:60]!r} is no arithmetic")
+            raise ValueError(f"{ast.unparse(node)[:60]!r} is not supported arithmetic")
 
     if isinstance(result, complex) or _bits(result) > _MAX_BITS:
         raise ValueError(
-            "the number is too large" if not isinstance(result, complex) else "the result is no real number"
+            "the number is too large"
+            if not isinstance(result, complex)
+            else "the result is not a real number"
         )
 
     return result

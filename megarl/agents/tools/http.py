@@ -48,7 +48,8 @@ class HttpGet:
         # The host must match exactly, and a URL with credentials is refused.
         if url.scheme not in ("http", "https") or host not in self._allowed or url.userinfo:
             raise ValueError(
-                f"{host or arguments['url']!r} is not allowed; there are: {', '.join(sorted(self._allowed))}"
+                f"{host or arguments['url']!r} is not allowed; allowed hosts: "
+                f"{', '.join(sorted(self._allowed))}"
             )
 
         try:

@@ -85,7 +85,7 @@ def test_tools_of_a_server_over_http_with_an_error_and_a_time_out() -> None:
             ["item"],
             "string",
         )
-        with pytest.raises(ValueError, match="has no tool 'cost'; there are: price, wait"):
+        with pytest.raises(ValueError, match="has no tool 'cost'; it has: price, wait"):
             server.tool("cost")
         wait = ToolCall("wait", {"seconds": 60})
         reply = respond(

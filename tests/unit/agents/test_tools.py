@@ -546,7 +546,7 @@ def test_pages_over_http(host: str) -> None:
         f"http://elsewhere.test/?{host}",
         "page",
     ):
-        with pytest.raises(ValueError, match=f"not allowed; there are: {host}"):
+        with pytest.raises(ValueError, match=f"not allowed; allowed hosts: {host}"):
             read(url)
 
     slow, elsewhere = (
@@ -555,8 +555,8 @@ def test_pages_over_http(host: str) -> None:
     (reply,) = run_turns([HttpGet([host], time_limit_s=0.5)], [slow, elsewhere])
     assert texts_of(reply) == [
         f"tool error (timed out): http_get: {host} did not answer within 0.5 s",
-        f"tool error (raised): http_get raised ValueError: 'elsewhere.test' is not allowed; there are: "
-        f"{host}",
+        f"tool error (raised): http_get raised ValueError: 'elsewhere.test' is not allowed; allowed "
+        f"hosts: {host}",
     ]
 
 
