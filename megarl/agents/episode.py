@@ -1,5 +1,7 @@
-"""The state machine of an episode: the next action, and the effect of each event. It starts no work and reads
-no clock."""
+"""The state machine of an episode: the next action, and the effect of each event.
+
+It starts no work and reads no clock.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,10 @@ class TurnPosition(NamedTuple):
 
 
 class WriteTurn(NamedTuple):
-    """A request for the model to continue from `token_ids` by at most `max_new_tokens` tokens, sampled with
-    `seed`."""
+    """A request for a turn of the model.
+
+    The model continues from `token_ids` by at most `max_new_tokens` tokens, sampled with `seed`.
+    """
 
     place: TurnPosition
     token_ids: list[int]
@@ -137,8 +141,10 @@ class Episode:
         token_versions: np.ndarray,
         finish_reason: Literal["stop", "length"],
     ) -> bool:
-        """Record a turn of the model. A truncated turn ends the episode, because nothing can follow an
-        unfinished turn."""
+        """Record a turn of the model.
+
+        A truncated turn ends the episode, because nothing can follow an unfinished turn.
+        """
         awaited = self.next
         if not isinstance(awaited, WriteTurn) or awaited.place != place:
             return False
@@ -155,8 +161,10 @@ class Episode:
         return True
 
     def answered(self, place: TurnPosition, answer: TurnAnswer) -> bool:
-        """Record the environment's answer to a turn. The episode ends before the answer if the answer and one
-        more token do not fit."""
+        """Record the environment's answer to a turn.
+
+        The episode ends before the answer if the answer and one more token do not fit.
+        """
         awaited = self.next
         if not isinstance(awaited, AnswerTurn) or awaited.place != place:
             return False
@@ -186,8 +194,9 @@ class Episode:
         return True
 
     def lost_environment(self, attempt: int) -> bool:
-        """Restart the episode, with the same seeds, after the environment of `attempt` and its state were
-        lost.
+        """Restart the episode after its environment was lost.
+
+        The environment of `attempt` and its state are gone. The seeds stay the same.
 
         Raises:
             EpisodeDroppedError: The episode has been started `max_attempts` times.

@@ -67,8 +67,10 @@ class CallError(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """A call that the model wrote. `arguments` is any JSON value and has not been checked against the schema
-    of the tool."""
+    """A call that the model wrote.
+
+    `arguments` is any JSON value and has not been checked against the schema of the tool.
+    """
 
     name: str
     arguments: Any
@@ -161,5 +163,7 @@ class SessionTool(Protocol):
 
 
 class BrokenToolError(RunError):
-    """A resource that a tool depends on, such as its server, is lost. The run ends, because the model neither
-    caused this nor can respond to it."""
+    """A resource that a tool depends on, such as its server, is lost.
+
+    The run ends, because the model neither caused this nor can respond to it.
+    """

@@ -1,5 +1,8 @@
-"""Answers a model's turn: decodes it to text, asks the environment for a reply, and tokenizes the reply into
-the bridge to the next turn."""
+"""Answers the turns of a model.
+
+A turn is decoded to text, the environment replies, and the reply is tokenized into the bridge to the next
+turn.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,7 @@ class TurnTokens(Protocol):
 
 
 class EnvironmentFailedError(RunError):
-    """An environment raised an exception or returned an invalid reply, so the episode has no valid
-    continuation."""
+    """An environment raised an exception or returned an invalid reply, so the episode cannot continue."""
 
 
 class Responder:

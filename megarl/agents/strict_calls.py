@@ -1,5 +1,8 @@
-"""Strict parser of calls in the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen and
-Hermes models write them. A malformed call is reported to the model instead of being treated as an answer."""
+"""Strict parser of calls in the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+Qwen and Hermes models write calls in this form. A malformed call is reported to the model instead of being
+treated as an answer.
+"""
 
 from __future__ import annotations
 

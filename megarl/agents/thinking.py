@@ -1,5 +1,8 @@
-"""Tool calls inside thinking. Text between `<think>` and `</think>` is a draft and not a call, unless the run
-sets `agent.calls_in_thinking`."""
+"""Tool calls inside thinking.
+
+Text between `<think>` and `</think>` is a draft and not a call, unless the run sets
+`agent.calls_in_thinking`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ CallParser = Callable[[str], Sequence[ToolCall | CallError]]
 
 
 class CallTags(NamedTuple):
-    """The tags around calls of one format. Thinking tags between them are part of the call. Without `end`, a
-    call extends to the end of the turn."""
+    """The tags around calls of one format.
+
+    Thinking tags between them are part of the call. Without `end`, a call extends to the end of the turn.
+    """
 
     begin: str
     end: str = ""

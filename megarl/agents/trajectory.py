@@ -58,8 +58,9 @@ class Segment:
 
 @dataclass(kw_only=True)
 class Trajectory:
-    """The state of an episode: model turns and environment replies, alternating. In a finished episode, the
-    last segment is the model's.
+    """The state of an episode: model turns and environment replies, alternating.
+
+    In a finished episode, the last segment is the model's.
 
     Attributes:
         turn_rewards: The environment's reward for each turn of the model.

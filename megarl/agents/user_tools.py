@@ -1,5 +1,7 @@
-"""Loads the tools and environments that a config names: a function, an object or a class in a Python file, or
-a built-in tool."""
+"""Loads the tools and environments that a config names.
+
+They are functions, objects or classes in a Python file, or built-in tools.
+"""
 
 from __future__ import annotations
 

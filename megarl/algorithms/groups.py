@@ -1,5 +1,7 @@
-"""Groups of samples that share a prompt: vectorized reductions over groups, and which groups carry a learning
-signal."""
+"""Groups of samples that share a prompt.
+
+The module has vectorized reductions over groups, and determines which groups carry a learning signal.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,10 @@ class Groups:
         return self.sizes[self.index]
 
     def blocks(self, num_rows: int) -> Iterator[Tensor]:
-        """Yield the row numbers (b,), sorted by group, in blocks of whole groups. A block has `num_rows`
-        rows, or as many more as complete its last group."""
+        """Yield the row numbers (b,), sorted by group, in blocks of whole groups.
+
+        A block has `num_rows` rows, or as many more as complete its last group.
+        """
         # A stable sort keeps the rows of a group in the order of the batch.
         order = torch.argsort(self.index, stable=True)
         ends = self.sizes.cumsum(0)
@@ -66,13 +70,17 @@ class Groups:
         return self.sum(x) / self.size.to(x.dtype)
 
     def deviation(self, x: Tensor) -> Tensor:
-        """Return x (B,) minus its group's mean, (B,). The result is exactly 0 in groups with identical
-        values, independent of rounding."""
+        """Return x (B,) minus its group's mean, (B,).
+
+        The result is exactly 0 in groups with identical values, independent of rounding.
+        """
         return torch.where(self.spread(x) > 0, x - self.mean(x), 0.0)
 
     def standard_deviation(self, x: Tensor) -> Tensor:
-        """Return the unbiased standard deviation (divisor size - 1) of each row's group, (B,). It is 0 for
-        groups of size 1."""
+        """Return the unbiased standard deviation (divisor size - 1) of each row's group, (B,).
+
+        It is 0 for groups of size 1.
+        """
         return (self.sum(self.deviation(x).square()) / (self.size - 1).clamp(min=1).to(x.dtype)).sqrt()
 
     def maximum(self, x: Tensor) -> Tensor:
@@ -86,8 +94,9 @@ class Groups:
 
 
 def rows_with_signal(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = None) -> Tensor:
-    """Return whether the scores of the samples of each row's prompt differ, (B,) bool (DAPO, Yu et al. 2025,
-    arXiv 2503.14476, section 3.2).
+    """Return whether the scores of the samples of each row's prompt differ, (B,) bool.
+
+    This is the filter of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.2).
 
     All group-relative estimators assign zero advantage to groups without such a signal, and a group of size 1
     never has one.
@@ -111,8 +120,9 @@ def rows_with_signal(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None =
 
 
 def group_metrics(scores: Tensor, uid: np.ndarray, is_scored: Tensor | None = None) -> dict[str, float]:
-    """Return the fractions of prompts whose samples all have the same score. Samples whose scoring failed are
-    excluded, see rows_with_signal.
+    """Return the fractions of prompts whose samples all have the same score.
+
+    Samples whose scoring failed are excluded, see rows_with_signal.
 
     - `groups/without_signal`: all samples of the prompt have the same score.
     - `groups/at_best`, `groups/at_worst`: all samples have the largest, or smallest, score of the batch. Both

@@ -1,5 +1,6 @@
-"""KL divergence from the reference policy: per-token estimators, the KL penalty on rewards, and the
-controllers of its coefficient.
+"""KL divergence from the reference policy.
+
+The module has per-token estimators, the KL penalty on rewards, and the controllers of its coefficient.
 
 The estimators are those of Schulman, "Approximating KL divergence" (2020), for tokens sampled from the policy
 p, with the reference q. Log-probs are in nats.
@@ -83,14 +84,18 @@ KL_ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def kl_per_token(log_probs: Tensor, ref_log_prob: Tensor, mask: Tensor, estimator: KLEstimator) -> Tensor:
-    """Return the KL estimate of each token sampled from the policy, (B, R). Masked slots are ignored and get
-    0."""
+    """Return the KL estimate of each token sampled from the policy, (B, R).
+
+    Masked slots are ignored and get 0.
+    """
     return KL_ESTIMATORS[estimator](masked(log_probs, mask), masked(ref_log_prob, mask))
 
 
 def sequence_mean_kl(log_probs: Column, ref_log_prob: Column, mask: Column, estimator: KLEstimator) -> float:
-    """Return the KL estimate that a controller regulates: the mean over each row's valid tokens, then over
-    the rows that have any."""
+    """Return the KL estimate that a controller regulates.
+
+    It is the mean over each row's valid tokens, then over the rows that have any.
+    """
     return _mean_over_sequences(row_sums(KL_ESTIMATORS[estimator], mask, log_probs, ref_log_prob), mask)
 
 
@@ -137,8 +142,10 @@ def _mean_over_sequences(sums: Tensor, mask: Column) -> float:
 
 
 class KLController(Protocol):
-    """The controller of beta, the coefficient of the KL penalty. Its state is a plain dict, for
-    checkpoints."""
+    """The controller of beta, the coefficient of the KL penalty.
+
+    Its state is a plain dict, for checkpoints.
+    """
 
     coefficient: float
 

@@ -1,5 +1,6 @@
-"""Loss functions that a role sends to its workers. A loss maps the outputs and rows of one micro-batch to its
-share of the mini-batch loss.
+"""Loss functions that a role sends to its workers.
+
+A loss maps the outputs and rows of one micro-batch to its share of the mini-batch loss.
 
 The role creates the loss of a mini-batch on the driver, and the loss is sent with the rows, so workers and
 engines are independent of the algorithm. An engine calls `loss(outputs, rows)` for every micro-batch and sums
@@ -36,8 +37,10 @@ from megarl.config.schema import Aggregation, AlgorithmConfig, PolicyLossConfig,
 
 
 class LossShare(NamedTuple):
-    """The share of one micro-batch. `loss` is a scalar with its autograd graph; the shares add up to the loss
-    of the mini-batch."""
+    """The share of one micro-batch.
+
+    `loss` is a scalar with its autograd graph; the shares add up to the loss of the mini-batch.
+    """
 
     loss: Tensor
     metrics: dict[str, Metric]
@@ -238,7 +241,9 @@ class ValueLoss(NamedTuple):
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
 ) -> ValueLoss:
-    """Return 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) per token; 1/2 (V - R)^2 if `clip` is
+    """Return the clipped value loss per token.
+
+    The loss is 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), and 1/2 (V - R)^2 if `clip` is
     None.
 
     Args:

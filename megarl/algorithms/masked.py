@@ -15,8 +15,10 @@ from megarl.config.schema import Aggregation
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
-    """Return `x` with 0 where `mask` is False. Unlike `x * mask`, a masked NaN reaches neither the value nor
-    the gradient."""
+    """Return `x` with 0 where `mask` is False.
+
+    Unlike `x * mask`, a masked NaN reaches neither the value nor the gradient.
+    """
     return torch.where(mask, x, 0.0)
 
 
@@ -99,8 +101,10 @@ class TokenBlock(NamedTuple):
 
 
 def token_blocks(mask: Column, *columns: Column) -> Iterator[TokenBlock]:
-    """Yield all rows in order, in blocks small enough that a chain of operations on their tokens runs from
-    the cache."""
+    """Yield all rows in order, in blocks.
+
+    Blocks are small enough that a chain of operations on their tokens runs from the cache.
+    """
     rows_of_mask = as_rows(mask)
     rows_of_columns = rows_like(mask, columns)
     all_count = leaves_nothing_out(mask)
@@ -134,8 +138,9 @@ def map_tokens(
     dtype: torch.dtype | None = None,
     out: Column | None = None,
 ) -> Column:
-    """Apply an elementwise function to the tokens of columns, block by block, with 0 or False where the mask
-    is False.
+    """Apply an elementwise function to the tokens of columns, block by block.
+
+    The result is 0 or False where the mask is False.
 
     Args:
         function: Maps a block of tokens (n,) of each column to (n,). It must not mix tokens.
@@ -268,16 +273,21 @@ def whiten(x: Column, mask: Column, epsilon: float = 1e-8, out: Column | None = 
 
 
 def front_slots(mask: Tensor) -> Tensor | None:
-    """Return the index of each valid token of mask (b, R) after moving valid tokens to the front, (b, R)
-    int64; R for invalid tokens. None if all valid tokens are at the front already."""
+    """Return the index of each valid token after moving valid tokens to the front, (b, R) int64.
+
+    The index of invalid tokens of mask (b, R) is R. The result is None if all valid tokens are at the front
+    already.
+    """
     if not (mask[:, 1:] > mask[:, :-1]).any():
         return None
     return torch.where(mask, mask.cumsum(1) - 1, mask.shape[1])
 
 
 def to_front(x: Tensor, slots: Tensor) -> Tensor:
-    """Return x (b, R) with its valid tokens moved to the front, in order, followed by 0. Masked slots of x
-    must be 0."""
+    """Return x (b, R) with its valid tokens moved to the front, in order, followed by 0.
+
+    Masked slots of x must be 0.
+    """
     return x.new_zeros(x.shape[0], x.shape[1] + 1).scatter_(1, slots, x)[:, :-1]
 
 
@@ -287,8 +297,10 @@ def from_front(x: Tensor, slots: Tensor) -> Tensor:
 
 
 def denominator(response_mask: Column, kind: Aggregation) -> float:
-    """Return the loss denominator of the rows with this mask (B, R): the number of valid tokens for
-    `token_mean`, and the number of rows with a valid token for the sequence means.
+    """Return the loss denominator of the rows with this mask (B, R).
+
+    It is the number of valid tokens for `token_mean`, and the number of rows with a valid token for the
+    sequence means.
 
     Denominators of disjoint sets of rows add up. Rows without a valid token, which pad an uneven batch, do
     not count.

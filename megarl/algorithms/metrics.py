@@ -107,8 +107,9 @@ def _of_log_probs(rollout: Tensor, old: Tensor) -> Tensor:
 
 
 def age_metrics(batch: Mapping[str, Column], version: int) -> dict[str, float]:
-    """Return metrics of the token age: the number of weight versions between the one that sampled a token and
-    the trained one.
+    """Return metrics of the token age.
+
+    The age of a token is the number of weight versions between the one that sampled it and the trained one.
 
     - `rollout/age/{mean,max}`: `version` - `token_versions` (B, R), over valid tokens.
     - `training/rollout_log_probs_diff_mean/{current,older}`: as in data_metrics, over the tokens of age 0 and
@@ -164,8 +165,9 @@ def agent_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def reward_number_metrics(numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return `reward/<name>/{mean,max,min}` of the numbers that reward functions returned in addition to
-    their score.
+    """Return `reward/<name>/{mean,max,min}` of the further numbers that reward functions returned.
+
+    These are the numbers that they returned in addition to their score.
 
     Args:
         numbers: For each sample, its numbers by name (see rewards.process.Outcome). A sample without a number

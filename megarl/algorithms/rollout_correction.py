@@ -1,5 +1,6 @@
-"""Corrects for a rollout engine whose log-probs differ from the trainer's: importance weights, rejected
-responses, and diagnostics.
+"""Corrects for a rollout engine whose log-probs differ from the trainer's.
+
+The module computes importance weights, rejected responses, and diagnostics.
 
 A batch is sampled from the rollout engine's policy mu and trains the trainer's policy pi. Shapes: B samples,
 R padded response tokens. x_t = old_log_probs - rollout_log_probs = log pi_t - log mu_t. All estimates are
@@ -56,8 +57,9 @@ class Correction(NamedTuple):
 def correct(
     old_log_probs: Column, rollout_log_probs: Column, mask: Column, config: RolloutCorrectionConfig
 ) -> Correction:
-    """Compute importance weights and rejections from the log-probs (B, R) of the same tokens by the trainer
-    and by the rollout engine.
+    """Compute importance weights and rejections.
+
+    The inputs are the log-probs (B, R) of the same tokens by the trainer and by the rollout engine.
 
     Weights, by `level`:
 
@@ -107,8 +109,10 @@ def correct(
 def _log_ratios(
     old_log_probs: Column, rollout_log_probs: Column, mask: Column
 ) -> Iterator[tuple[TokenBlock, Tensor]]:
-    """Yield all rows in blocks, with x of each token (n,), clamped as in `diagnostics`, 0 where the mask is
-    False."""
+    """Yield all rows in blocks, with x of each token (n,).
+
+    x is clamped as in `diagnostics`, and 0 where the mask is False.
+    """
     for block in token_blocks(mask, old_log_probs, rollout_log_probs):
         yield block, block.only_valid(torch.sub(*block.columns)).clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -180,8 +184,9 @@ class _WeightTotals(NamedTuple):
 def correction_weights(
     old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, config: RolloutCorrectionConfig
 ) -> Tensor:
-    """Return only the weights of `correct`, (b, R), at any level except none. A row's weights depend on no
-    other row.
+    """Return only the weights of `correct`, (b, R), at any level except none.
+
+    A row's weights depend on no other row.
 
     This works without host-device synchronization, so NaN or infinite log-probs are not refused and propagate
     to the weights.
@@ -199,8 +204,9 @@ def correction_weights(
 
 
 def diagnostics(old_log_probs: Column, rollout_log_probs: Column, mask: Column) -> dict[str, float]:
-    """Return measures of the difference between the two policies from their log-probs (B, R); none for a
-    batch without a valid token.
+    """Return measures of the difference between the two policies from their log-probs (B, R).
+
+    There are no metrics for a batch without a valid token.
 
     Over tokens:
 

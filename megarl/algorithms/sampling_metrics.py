@@ -1,5 +1,7 @@
-"""Metrics of k samples of a prompt, such as pass@k: unbiased estimates from n >= k samples, as the mean over
-all subsets of size k."""
+"""Metrics of k samples of a prompt, such as pass@k.
+
+They are unbiased estimates from n >= k samples: the mean over all subsets of size k.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from typing import NamedTuple
 
 
 class Estimate(NamedTuple):
-    """An estimate with its standard error over prompts, that is, for another draw of prompts from the same
-    distribution. The error is None for a single prompt."""
+    """An estimate with its standard error over prompts.
+
+    The error refers to another draw of prompts from the same distribution. It is None for a single prompt.
+    """
 
     value: float
     standard_error: float | None
@@ -35,8 +39,10 @@ def mean_over_prompts(values: Sequence[float]) -> Estimate:
 
 
 def mean_difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
-    """Return the paired difference of two models on the same prompts, in the same order: the mean of `values`
-    minus `others`. Pairing removes the variance of prompt difficulty from the standard error.
+    """Return the paired difference of two models on the same prompts, in the same order.
+
+    This is the mean of `values` minus `others`. Pairing removes the variance of prompt difficulty from the
+    standard error.
 
     Raises:
         ValueError: The numbers of prompts differ.
@@ -45,8 +51,10 @@ def mean_difference(values: Sequence[float], others: Sequence[float]) -> Estimat
 
 
 def best_at_k(scores: Sequence[float], k: int) -> float:
-    """Return the expected maximum of k of the scores: sum over i of s_(i) C(i - 1, k - 1) / C(n, k), with
-    scores in ascending order and i from 1.
+    """Return the expected maximum of k of the scores.
+
+    The result is the sum over i of s_(i) C(i - 1, k - 1) / C(n, k), with scores in ascending order and i from
+    1.
 
     For scores of 0 and 1 this is pass@k, the probability that at least one of k samples is correct: 1 - C(n -
     c, k) / C(n, k), where c of n samples are correct (Chen et al. 2021, arXiv 2107.03374, eq. 1).
@@ -57,8 +65,9 @@ def best_at_k(scores: Sequence[float], k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable], scores: Sequence[float], k: int) -> float:
-    """Return the expected score of the most frequent answer of k samples, with ties broken uniformly at
-    random.
+    """Return the expected score of the most frequent answer of k samples.
+
+    Ties are broken uniformly at random.
 
     An answer with m samples wins j of the k votes in C(m, j) ways, times the ways in which the others share k
     - j votes with none above j. If t others tie with it, it gets 1 / (t + 1) of them.
@@ -86,8 +95,11 @@ def majority_at_k(answers: Sequence[Hashable], scores: Sequence[float], k: int) 
 
 
 def _ways_of_others(counts: Sequence[int], votes: int, most: int) -> Fraction:
-    """Return the number of ways to distribute `votes` votes over answers with these sample counts, none above
-    `most`, each divided by 1 + the number of answers that reach `most`."""
+    """Return the number of ways to distribute `votes` votes over answers with these sample counts.
+
+    No answer may get more than `most` votes. Each way is divided by 1 + the number of answers that reach
+    `most`.
+    """
     ways = {(0, 0): 1}  # (votes given, answers at `most`) -> ways
     # Dynamic programming: each answer extends the table of the previous ones.
     for count in counts:

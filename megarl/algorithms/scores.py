@@ -1,5 +1,8 @@
-"""Outcome scores: their position on the last generated token, the check that they are finite, and the
-overlong penalty."""
+"""Outcome scores of samples.
+
+The module places them on the last generated token, checks that they are finite, and adds the overlong
+penalty.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +79,9 @@ class ShapedScores(NamedTuple):
 
 
 def overlong_penalty(lengths: Tensor, max_response_length: int, config: OverlongConfig) -> Tensor:
-    """Return DAPO's soft overlong penalty, (B,), at most 0, for lengths (B,) in tokens (Yu et al. 2025, arXiv
-    2503.14476, eq. 13).
+    """Return DAPO's soft overlong penalty (Yu et al. 2025, arXiv 2503.14476, eq. 13).
+
+    The penalty (B,) of lengths (B,) in tokens is at most 0.
 
     The penalty is 0 up to max_response_length - buffer_tokens, then decreases linearly to -penalty at
     max_response_length. Without a buffer it is 0 everywhere.
@@ -93,8 +97,9 @@ def overlong_penalty(lengths: Tensor, max_response_length: int, config: Overlong
 def penalise_overlong(
     token_level_scores: Column, mask: Column, max_response_length: int, config: OverlongConfig
 ) -> ShapedScores:
-    """Add the overlong penalty to the scores (B, R), on each row's last valid token. The length of a response
-    counts the tokens that the model generated.
+    """Add the overlong penalty to the scores (B, R), on each row's last valid token.
+
+    The length of a response counts the tokens that the model generated.
 
     Metrics: `reward/overlong_penalty`, the mean over rows, at most 0; `reward/overlong_fraction`, the
     fraction of rows with a penalty.

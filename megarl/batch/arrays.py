@@ -1,5 +1,8 @@
-"""Helpers for rows and values of a batch: row indices, comparison of values of any type, and zero-copy
-conversion between tensors and numpy arrays."""
+"""Helpers for rows and values of a batch.
+
+They convert row indices, compare values of any type, and convert between tensors and numpy arrays without a
+copy.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ import torch
 
 
 def object_array(rows: np.ndarray | Sequence[Any]) -> np.ndarray:
-    """Return an object array (B,) with one element per row. An array with more dimensions is split into
-    sub-arrays."""
+    """Return an object array (B,) with one element per row.
+
+    An array with more dimensions is split into sub-arrays.
+    """
     if isinstance(rows, np.ndarray) and rows.dtype == object and rows.ndim == 1:
         return rows.copy()
     array = np.empty(len(rows), dtype=object)
@@ -119,24 +124,32 @@ _CARRIER = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch
 
 
 class TensorArray(NamedTuple):
-    """A tensor as a numpy array. `array` contains the bits of a tensor of `dtype` and shares memory with the
-    tensor if that is contiguous and on the host."""
+    """A tensor as a numpy array.
+
+    `array` contains the bits of a tensor of `dtype` and shares memory with the tensor if that is contiguous
+    and on the host.
+    """
 
     array: np.ndarray
     dtype: torch.dtype
 
 
 def tensor_to_array(tensor: torch.Tensor) -> TensorArray:
-    """Convert a tensor without its gradient. The data is copied only if the tensor is not contiguous or not
-    on the host."""
+    """Convert a tensor without its gradient.
+
+    The data is copied only if the tensor is not contiguous or not on the host.
+    """
     tensor = tensor.detach().cpu().contiguous()
     carrier = _CARRIER.get(tensor.dtype)
     return TensorArray((tensor if carrier is None else tensor.view(carrier)).numpy(), tensor.dtype)
 
 
 def array_to_tensor(packed: TensorArray) -> torch.Tensor:
-    """Return a tensor that shares memory with the array. PyTorch cannot mark a tensor read-only, so the
-    caller must ensure that a read-only array is not written through the tensor."""
+    """Return a tensor that shares memory with the array.
+
+    PyTorch cannot mark a tensor read-only, so the caller must ensure that a read-only array is not written
+    through the tensor.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensor = torch.from_numpy(packed.array)

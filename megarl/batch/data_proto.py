@@ -1,5 +1,7 @@
-"""DataProto, the batch exchanged between the driver and the workers: tensors, rows of tokens, object arrays
-and meta information."""
+"""DataProto, the batch exchanged between the driver and the workers.
+
+It contains tensors, rows of tokens, object arrays and meta information.
+"""
 
 from __future__ import annotations
 
@@ -168,8 +170,11 @@ class DataProto:
     # ---- rows
 
     def __getitem__(self, index: int | slice | Sequence[int] | np.ndarray | torch.Tensor) -> Any:
-        """Select rows. An int returns a DataProtoItem; a slice, or a list, array or tensor of ints or of B
-        bools, returns a DataProto."""
+        """Select rows.
+
+        An int returns a DataProtoItem; a slice, or a list, array or tensor of ints or of B bools, returns a
+        DataProto.
+        """
         if isinstance(index, (int, np.integer)):
             row = int(row_index([int(index)], len(self))[0])
             ragged = {
@@ -186,8 +191,11 @@ class DataProto:
         return self.select_idxs(index)
 
     def select_idxs(self, index: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor) -> DataProto:
-        """Select rows by number (repeats allowed, negative numbers count from the end) or by a mask of B
-        bools. The data is copied, except for rows of tokens."""
+        """Select rows by number or by a mask of B bools.
+
+        Numbers may repeat, and negative ones count from the end. The data is copied, except for rows of
+        tokens.
+        """
         return self._rows(row_index(index, len(self)))
 
     def _rows(self, index: slice | range | np.ndarray) -> DataProto:
@@ -221,8 +229,10 @@ class DataProto:
         return self
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
-        """Return B * times rows: each row `times` times in a row (interleave), or the whole batch `times`
-        times."""
+        """Return a batch with B * times rows.
+
+        With `interleave`, each row is repeated `times` times in a row; otherwise the whole batch is repeated.
+        """
         rows = np.arange(len(self))
         return self._rows(np.repeat(rows, times) if interleave else np.tile(rows, times))
 
@@ -277,8 +287,10 @@ class DataProto:
     def make_iterator(
         self, mini_batch_size: int, epochs: int = 1, seed: int | None = None
     ) -> Iterator[DataProto]:
-        """Yield mini-batches of equal size over `epochs` passes. With a seed, each pass has its own random
-        order, which is reproducible."""
+        """Yield mini-batches of equal size over `epochs` passes.
+
+        With a seed, each pass has its own random order, which is reproducible.
+        """
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ValueError(
                 f"make_iterator: {len(self)} rows are not a multiple of mini_batch_size={mini_batch_size}"
@@ -450,8 +462,10 @@ class DataProto:
         return cls.from_bytes(Path(path).read_bytes(), str(path))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle tensors as numpy arrays, which pickle protocol 5, and so Ray, transfers without a copy. They
-        arrive on the host. Rows of tokens include only the values that they use, shared values once."""
+        """Pickle tensors as numpy arrays, which pickle protocol 5, and so Ray, transfers without a copy.
+
+        They arrive on the host. Rows of tokens include only the values that they use, shared values once.
+        """
         tensors = {key: tensor_to_array(value) for key, value in self._dense.items()}
         packed = {key: column.packed() for key, column in self.ragged.items()}
         # The values are transferred as an array; an empty placeholder replaces them in the column.
@@ -476,8 +490,10 @@ class DataProto:
         meta_info: dict[str, Any],
         num_rows: int,
     ) -> DataProto:
-        """Build a batch from all columns. Without any column, an empty TensorDict stores the number of
-        rows."""
+        """Build a batch from all columns.
+
+        Without any column, an empty TensorDict stores the number of rows.
+        """
         tensors = {key: value for key, value in columns.items() if isinstance(value, torch.Tensor)}
         ragged = {key: value for key, value in columns.items() if isinstance(value, RaggedTensor)}
         is_needed = tensors or (num_rows and not arrays and not ragged)

@@ -15,8 +15,10 @@ _MOST_SPARE = 1.25  # a piece may be at most this many times larger than the req
 
 
 class KeptMemory:
-    """A cache of large memory blocks of this process. Released blocks are kept for later requests, because
-    the page faults of the first write to new memory take longer than the write itself.
+    """A cache of large memory blocks of this process.
+
+    Released blocks are kept for later requests, because the page faults of the first write to new memory take
+    longer than the write itself.
 
     Lent and kept memory together never exceed the most that was lent at one time.
     """
@@ -36,8 +38,11 @@ class KeptMemory:
             return sum(map(len, self._kept))
 
     def lend(self, size: int) -> np.ndarray:
-        """Return an uninitialized array, (size,) uint8. Its memory is returned when the array and all tensors
-        over it are gone. Other arrays over it do not count."""
+        """Return an uninitialized array, (size,) uint8.
+
+        Its memory is returned when the array and all tensors over it are gone. Other arrays over it do not
+        count.
+        """
         with self._lock:
             self._take_back()
             whole = self._fitting(size)
@@ -72,8 +77,11 @@ _memory = KeptMemory()
 
 
 def new_values(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialized tensor, (count,). Large tensors on the host use KeptMemory, which is allocated
-    by numpy, because numpy requests huge pages and torch does not."""
+    """Return an uninitialized tensor, (count,).
+
+    Large tensors on the host use KeptMemory, which is allocated by numpy, because numpy requests huge pages
+    and torch does not.
+    """
     if device.type != "cpu" or count * dtype.itemsize < _LARGE_BYTES:
         return torch.empty(count, dtype=dtype, device=device)
     return torch.from_numpy(_memory.lend(count * dtype.itemsize)).view(dtype)

@@ -1,5 +1,6 @@
-"""Reduction of distributed metrics. Each metric defines its own reduction, so that engine, workers and roles
-agree without knowing the metric.
+"""Reduction of distributed metrics.
+
+Each metric defines its own reduction, so that engine, workers and roles agree without knowing the metric.
 
 A loss returns the parts of a micro-batch. The parts of one update come from disjoint rows; they are merged
 over the micro-batches of a replica, then over replicas. The values of a step are taken over its updates:
@@ -54,8 +55,10 @@ class Metric:
 
     @classmethod
     def mean(cls, values: Tensor, mask: Tensor) -> Metric:
-        """Create a part of the mean over the True elements of all parts' masks, with equal weights. `values`
-        and `mask` have the same shape."""
+        """Create a part of the mean over the True elements of all parts' masks, with equal weights.
+
+        `values` and `mask` have the same shape.
+        """
         return cls(Reduction.mean, torch.where(mask, values.detach(), 0.0).sum(), mask.sum())
 
     @classmethod
@@ -65,14 +68,18 @@ class Metric:
 
     @classmethod
     def max(cls, values: Tensor, mask: Tensor) -> Metric:
-        """Create a part of the maximum over the True elements of all parts' masks. `values` and `mask` have
-        the same shape and are not empty."""
+        """Create a part of the maximum over the True elements of all parts' masks.
+
+        `values` and `mask` have the same shape and are not empty.
+        """
         return cls(Reduction.max, values.detach().masked_fill(~mask, -torch.inf).max(), mask.sum())
 
     @classmethod
     def min(cls, values: Tensor, mask: Tensor) -> Metric:
-        """Create a part of the minimum over the True elements of all parts' masks. `values` and `mask` have
-        the same shape and are not empty."""
+        """Create a part of the minimum over the True elements of all parts' masks.
+
+        `values` and `mask` have the same shape and are not empty.
+        """
         return cls(Reduction.min, values.detach().masked_fill(~mask, torch.inf).min(), mask.sum())
 
     @classmethod
@@ -105,8 +112,10 @@ def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def over_updates(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """Return the values of a step from the merged metrics of its updates. All updates have the same weight,
-    whatever their number of rows."""
+    """Return the values of a step from the merged metrics of its updates.
+
+    All updates have the same weight, whatever their number of rows.
+    """
     reductions = {name: metric.reduction for update in updates for name, metric in update.items()}
     by_update = [values_of(update) for update in updates]
     step = {}

@@ -1,5 +1,7 @@
-"""Ragged tensors: rows of tokens without padding, stored as one buffer of values with the start and length of
-each row."""
+"""Ragged tensors: rows of tokens without padding.
+
+They are stored as one buffer of values with the start and length of each row.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ _CACHED_ELEMENTS = 1 << 17
 
 @dataclass(frozen=True, eq=False)
 class RaggedTensor:
-    """A ragged tensor with B rows. Selecting, repeating and reordering rows returns another view of the same
-    values, so rows may share values.
+    """A ragged tensor with B rows.
+
+    Selecting, repeating and reordering rows returns another view of the same values, so rows may share
+    values.
 
     Like a tensor (B, R), it has a `shape`, where R is the length of the longest row, a `dtype`, and
     `x[rows]`, which returns a padded block of rows. Values received from another process are shared with
@@ -150,8 +154,10 @@ class RaggedTensor:
         return RaggedTensor(self.values, self.starts[rows], self.lengths[rows], self.padding, self.on_left)
 
     def flat(self) -> Tensor:
-        """Return the values of all rows in order, (num_tokens,). This is a view if the rows are packed, else
-        a copy."""
+        """Return the values of all rows in order, (num_tokens,).
+
+        This is a view if the rows are packed, else a copy.
+        """
         if self.is_packed:
             first = int(self.starts[0]) if len(self) else 0
             return self.values[first : first + self.num_tokens]
@@ -208,8 +214,10 @@ class RaggedTensor:
     # ---- blocks
 
     def blocks(self) -> Iterator[slice]:
-        """Yield all rows in order, in blocks small enough that a chain of operations on their tokens runs
-        from the cache."""
+        """Yield all rows in order, in blocks.
+
+        Blocks are small enough that a chain of operations on their tokens runs from the cache.
+        """
         ends = self.lengths.cumsum(0).tolist()
         start = 0
 
@@ -221,8 +229,10 @@ class RaggedTensor:
             start = stop
 
     def blocks_of_like_length(self) -> Iterator[Tensor]:
-        """Yield the numbers (b,) of all rows, in blocks of rows of similar length whose padded tensors fit
-        into the cache. Little of such a block is padding."""
+        """Yield the numbers (b,) of all rows, in blocks of rows of similar length.
+
+        The padded tensors of a block fit into the cache, and contain little padding.
+        """
         order = torch.argsort(self.lengths, stable=True)
         lengths = self.lengths[order].tolist()
         start = 0

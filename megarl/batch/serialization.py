@@ -1,5 +1,6 @@
-"""Safe serialization of a batch: safetensors for tensors, JSON for the rest, and a checksum. Pickle is never
-used.
+"""Safe serialization of a batch: safetensors for tensors, JSON for the rest, and a checksum.
+
+Pickle is never used.
 
 Layout: MAGIC, CRC32 of the body (4 bytes, little endian), body. The body is one safetensors document whose
 tensor `document` contains the JSON as UTF-8 bytes (safetensors limits its own header to 100 MB, which is too
@@ -29,8 +30,10 @@ _TAG = "__megarl__"  # key of JSON objects that encode values without a JSON typ
 
 
 class SerializationError(ValueError):
-    """A value cannot be stored safely, or bytes are not a complete batch. The message names the value or the
-    file."""
+    """A value cannot be stored safely, or bytes are not a complete batch.
+
+    The message names the value or the file.
+    """
 
 
 class BatchContents(NamedTuple):

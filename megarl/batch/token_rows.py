@@ -153,8 +153,9 @@ def _unpadded(key: str, column: Tensor, tokens: RaggedTensor) -> RaggedTensor:
 
 
 class PaddedView(Mapping[str, Tensor]):
-    """The tensors of a batch by key, with rows of tokens padded. P and R are the longest prompt and response;
-    ids are int64.
+    """The tensors of a batch by key, with rows of tokens padded.
+
+    P and R are the longest prompt and response; ids are int64.
 
     In addition to the stored columns, it provides those that follow from `prompts` and `responses`:
     `input_ids`, `attention_mask`, `position_ids` (B, P + R) and `prompt_attention_mask` (B, P).

@@ -1,5 +1,6 @@
-"""The manifest (`manifest.json`) of a role's folder in a checkpoint: the contents of its distributed
-checkpoint, with a checksum of each item.
+"""The manifest (`manifest.json`) of a role's folder in a checkpoint.
+
+It lists the contents of the distributed checkpoint, with a checksum of each item.
 
 It is written last, and verified before anything is loaded, because Megatron does not check what it reads.
 """
@@ -69,8 +70,10 @@ class Description:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleManifest:
-    """The contents of a manifest. `entries` are "tensors", "objects" and "files" as in the JSON, each item
-    with its checksum."""
+    """The contents of a manifest.
+
+    `entries` are "tensors", "objects" and "files" as in the JSON, each item with its checksum.
+    """
 
     description: Description
     entries: dict[str, Any]
@@ -82,8 +85,9 @@ def item_name(item: StoredItem) -> str:
 
 
 def item_checksums(folder: str | Path, files: Collection[str]) -> dict[str, str]:
-    """Return name -> xxh3_64 in hex of every item in `files` (file names in the folder of a complete
-    checkpoint).
+    """Return name -> xxh3_64 in hex of every item in `files`.
+
+    `files` are file names in the folder of a complete checkpoint.
 
     Ranks divide the work by files. The names are unique over all files.
 
@@ -176,8 +180,10 @@ def _entries(index: TorchDistIndex) -> dict[str, Any]:
 
 
 def read_manifest(folder: str | Path) -> RoleManifest:
-    """Read a manifest. Raises CheckpointError if it is missing (the folder is incomplete), damaged, or in
-    another format."""
+    """Read a manifest.
+
+    Raises CheckpointError if it is missing (the folder is incomplete), damaged, or in another format.
+    """
     path = Path(folder) / MANIFEST_FILE
     try:
         content = json.loads(path.read_text())

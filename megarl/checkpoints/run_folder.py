@@ -1,5 +1,7 @@
-"""The folder of a run's checkpoints: complete checkpoints, `latest`, and checkpoints being written or
-removed, whose names no reader accepts.
+"""The folder of a run's checkpoints.
+
+It contains complete checkpoints, `latest`, and checkpoints being written or removed, whose names no reader
+accepts:
 
 latest                     step_00000020
 best.json                  the best checkpoint by a validation metric, if the run keeps one
@@ -47,8 +49,10 @@ class CheckpointFolder:
         self.path = path
 
     def whole(self) -> list[Path]:
-        """Return the complete checkpoints, oldest step first. A folder gets its final name only when it is
-        complete."""
+        """Return the complete checkpoints, oldest step first.
+
+        A folder gets its final name only when it is complete.
+        """
         found = {
             int(match[1]): path for path, match in self._named(_STEP) if (path / DESCRIPTION_FILE).is_file()
         }
@@ -67,8 +71,10 @@ class CheckpointFolder:
         return self._named_by(pointer, lambda: pointer.read_bytes().decode(errors="backslashreplace").strip())
 
     def _named_by(self, pointer: Path, read: Callable[[], str]) -> Path:
-        """Return the checkpoint that a pointer file names. The name is read again if the run may have
-        replaced the checkpoint in the meantime."""
+        """Return the checkpoint that a pointer file names.
+
+        The name is read again if the run may have replaced the checkpoint in the meantime.
+        """
         name = read()
         while not (_STEP.fullmatch(name) and (self.path / name / DESCRIPTION_FILE).is_file()):
             before = name
@@ -85,8 +91,10 @@ class CheckpointFolder:
         return self.path / name
 
     def prepare(self) -> None:
-        """Create the folder, and remove partially written or removed checkpoints of a killed run. Raises
-        CheckpointError."""
+        """Create the folder, and remove partially written or removed checkpoints of a killed run.
+
+        Raises CheckpointError.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.remove_leftovers()
@@ -108,8 +116,10 @@ class CheckpointFolder:
                 path.unlink()
 
     def begin(self, step: int) -> Path:
-        """Create an empty folder for the checkpoint of `step`. Raises OSError, also if the folder that
-        `prepare` created no longer exists."""
+        """Create an empty folder for the checkpoint of `step`.
+
+        Raises OSError, also if the folder that `prepare` created no longer exists.
+        """
         partial = self._partial(step)
         if partial.exists():
             shutil.rmtree(partial)
@@ -118,8 +128,9 @@ class CheckpointFolder:
         return partial
 
     def seal(self, step: int, description: dict[str, Any]) -> int:
-        """Write the last file of a checkpoint that was begun, sync all of it to disk, and return its size in
-        bytes.
+        """Write the last file of a checkpoint that was begun, and return its size in bytes.
+
+        All of the checkpoint is synced to disk.
 
         The size and checksum of each file outside the folders of `description["roles"]` are added to
         `description`.
@@ -167,8 +178,10 @@ class CheckpointFolder:
             )
 
     def best(self) -> Path | None:
-        """Return the checkpoint that `best.json` names; None if there is no such file. Raises CheckpointError
-        if it names none."""
+        """Return the checkpoint that `best.json` names; None if there is no such file.
+
+        Raises CheckpointError if it names none.
+        """
         pointer = self.path / BEST_FILE
         if not pointer.is_file():
             return None
@@ -184,8 +197,9 @@ class CheckpointFolder:
         return self._named_by(pointer, read)
 
     def remove_old(self, keep: int, best: BestCheckpoint | None = None) -> None:
-        """Remove all checkpoints except `latest`, the `keep` - 1 newest before it, and the best one. `keep` 0
-        keeps all of these.
+        """Remove all checkpoints except `latest`, the `keep` - 1 newest before it, and the best one.
+
+        `keep` 0 keeps all of these.
 
         Checkpoints after `latest` are obsolete and always removed. Raises CheckpointError if no checkpoint
         exists although one was committed.
@@ -207,8 +221,11 @@ class CheckpointFolder:
                 self.remove(path)
 
     def remove(self, checkpoint: Path) -> None:
-        """Remove a checkpoint. It is renamed first, so that a kill leaves no incomplete checkpoint. Folders
-        that this class did not write are refused."""
+        """Remove a checkpoint.
+
+        It is renamed first, so that a kill leaves no incomplete checkpoint. Folders that this class did not
+        write are refused.
+        """
         read_description(checkpoint)
         removed = self.path / f".{checkpoint.name}.removed"
         if removed.exists():
@@ -217,8 +234,10 @@ class CheckpointFolder:
         shutil.rmtree(removed)
 
     def abandon(self, step: int) -> None:
-        """Remove the files of a failed save. A rank may still be writing; the next run's `prepare` then
-        removes the rest."""
+        """Remove the files of a failed save.
+
+        A rank may still be writing; the next run's `prepare` then removes the rest.
+        """
         shutil.rmtree(self._partial(step), ignore_errors=True)
 
     def _partial(self, step: int) -> Path:
@@ -237,8 +256,10 @@ def step_name(step: int) -> str:
 
 
 def read_description(checkpoint: Path) -> dict[str, Any]:
-    """Read `checkpoint.json`, with `step`, `roles` and `files` (see `seal`). Raises CheckpointError if it
-    does not exist, or is not in the format of this version."""
+    """Read `checkpoint.json`, with `step`, `roles` and `files` (see `seal`).
+
+    Raises CheckpointError if it does not exist, or is not in the format of this version.
+    """
     path = checkpoint / DESCRIPTION_FILE
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
@@ -291,8 +312,9 @@ def _is_name(part: object) -> bool:
 
 
 def check_files(checkpoint: Path) -> dict[str, Any]:
-    """Check that the files outside of the role folders are unchanged, and that the step matches the name of
-    the folder. Returns the description of the checkpoint.
+    """Check the files outside of the role folders, and return the description of the checkpoint.
+
+    The files must be unchanged, and the step must match the name of the folder.
 
     Raises:
         CheckpointError: Names the first file that is not.

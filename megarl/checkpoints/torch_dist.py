@@ -1,5 +1,6 @@
-"""Reads Megatron's distributed checkpoint (torch_dist) as plain files, without a process group and without
-running its pickles.
+"""Reads Megatron's distributed checkpoint (torch_dist) as plain files.
+
+No process group is needed, and no pickle is run.
 
 A folder contains `.metadata` (the file and byte range of every tensor chunk and object),
 `__<rank>_<n>.distcp` (concatenated items, each written by torch.save), `common.pt` and `metadata.json`.
@@ -107,8 +108,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredItem:
-    """An item written by one torch.save: bytes [position, position + nbytes) of `file`, a name in the
-    folder."""
+    """An item written by one torch.save.
+
+    The item consists of bytes [position, position + nbytes) of `file`, a name in the folder.
+    """
 
     file: str
     position: int
@@ -142,8 +145,10 @@ class DistributedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchDistIndex:
-    """The contents of a checkpoint. `objects` are not tensors, such as the RNG states
-    (`rng_state/shard_0.1_2.2`)."""
+    """The contents of a checkpoint.
+
+    `objects` are not tensors, such as the RNG states (`rng_state/shard_0.1_2.2`).
+    """
 
     folder: Path
     tensors: dict[str, DistributedTensor]
@@ -161,8 +166,9 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def read_index(folder: str | Path) -> TorchDistIndex:
-    """Read `.metadata`, and verify that the chunks of each tensor tile it and that each item lies inside a
-    file of the folder.
+    """Read and verify `.metadata`.
+
+    The chunks of each tensor must tile it, and each item must be inside a file of the folder.
 
     Raises:
         CheckpointError: Names the file and tensor.
@@ -286,8 +292,10 @@ def _chunk(
 
 
 def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | None:
-    """Check a tiling like `tiling_fault`, but fast for thousands of slices: those with the same extent along
-    the first dimension form one group (a layer)."""
+    """Check a tiling like `tiling_fault`, but fast for thousands of slices.
+
+    Slices with the same extent along the first dimension form one group (a layer).
+    """
     if not prod(shape):
         return None
     groups: dict[tuple[int, int], list[TensorSlice]] = defaultdict(list)
@@ -324,8 +332,9 @@ def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | N
 
 
 def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Tensor:
-    """Return a chunk of tensor `key` as a view of a private memory map, so that only accessed elements are
-    read.
+    """Return a chunk of tensor `key` as a view of a private memory map.
+
+    Only accessed elements are read.
 
     Raises:
         CheckpointError: The item is not that tensor: it is damaged, has another shape or dtype, or its pickle
@@ -355,8 +364,10 @@ def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Ten
 
 
 def check_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> None:
-    """Raise CheckpointError if the bytes of a chunk do not match the CRC-32 that torch.save computed, if
-    any."""
+    """Check the bytes of a chunk against the CRC-32 that torch.save computed, if any.
+
+    Raises CheckpointError if they differ.
+    """
     source = str(index.folder / chunk.file)
     name = f"{key} at {chunk.offsets}"
 

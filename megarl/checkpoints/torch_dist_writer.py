@@ -1,5 +1,7 @@
-"""Writes a distributed checkpoint (torch_dist): the items of a rank, each with torch.save, and the files that
-locate all of them."""
+"""Writes a distributed checkpoint (torch_dist).
+
+A rank writes its items, each with torch.save. Further files locate the items of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -90,8 +92,9 @@ class _HashedFile(io.RawIOBase):
 
 
 def write_items(path: Path, items: Iterable[ItemToWrite], report: Callable[[WrittenItem], None]) -> None:
-    """Write the items to a file, one after another, and sync it to disk. Each item is requested when the
-    previous one has been written.
+    """Write the items to a file, one after another, and sync it to disk.
+
+    Each item is requested when the previous one has been written.
 
     Raises:
         OSError: Contains the file's name.

@@ -95,8 +95,10 @@ DATA_NAMES = frozenset(
 
 
 class Inert:
-    """A placeholder for an object of a class that is not called. It has the attributes that the pickle
-    sets."""
+    """A placeholder for an object of a class that is not called.
+
+    It has the attributes that the pickle sets.
+    """
 
     def __new__(cls, *arguments: Any) -> Inert:  # not __init__, which a pickle may leave out
         return super().__new__(cls)
@@ -193,8 +195,9 @@ def refusal(source: str, name: str) -> str:
 
 
 def read_outline(file: ReadableFile, source: str) -> Any:
-    """Read a file with its tensors on the device `meta`, without elements. Objects of listed classes are
-    `Inert`.
+    """Read a file with its tensors on the device `meta`, without elements.
+
+    Objects of listed classes are `Inert`.
 
     Raises:
         CheckpointError: Contains `source`, see `refuse_code`.
@@ -212,8 +215,10 @@ def read_outline(file: ReadableFile, source: str) -> Any:
 
 
 def read_outline_with_objects(path: Path) -> Any:
-    """Read a file like `read_outline`, also with objects of listed classes, which become `Inert`. This is not
-    thread-safe."""
+    """Read a file like `read_outline`, also with objects of listed classes, which become `Inert`.
+
+    This is not thread-safe.
+    """
     names = refuse_code(path)
     with torch.serialization.safe_globals([(Inert, name) for name in names]):
         return read_outline(path, str(path))
@@ -233,8 +238,10 @@ class StoredTensor:
 
 
 def stored_tensor(value: object) -> StoredTensor | None:
-    """Return where the elements of an outline's tensor are stored; None if `value` is not a contiguous
-    tensor."""
+    """Return where the elements of an outline's tensor are stored.
+
+    The result is None if `value` is not a contiguous tensor.
+    """
     if (
         not isinstance(value, torch.Tensor)
         or value.layout != torch.strided
@@ -255,8 +262,10 @@ def stored_tensor(value: object) -> StoredTensor | None:
 
 
 def check_stored(file: ReadableFile, source: str, tensors: Mapping[str, StoredTensor]) -> None:
-    """Check that each tensor lies within one entry of the zip file and matches the CRC-32 that torch.save
-    computed, if any. Each entry is read once.
+    """Check the bytes of tensors in a file.
+
+    Each tensor must lie within one entry of the zip file and match the CRC-32 that torch.save computed, if
+    any. Each entry is read once.
 
     Raises:
         CheckpointError: Names the tensor.
@@ -305,8 +314,10 @@ def _is_intact(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
 
 
 def mapped(path: Path, position: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory-map elements of a file, so that only accessed elements are read. Raises CheckpointError if the
-    file cannot be read."""
+    """Memory-map elements of a file, so that only accessed elements are read.
+
+    Raises CheckpointError if the file cannot be read.
+    """
     count = prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)

@@ -1,5 +1,7 @@
-"""The time passed to chat templates. It is fixed for a whole run, so that prompts do not change from one day
-to the next."""
+"""The time passed to chat templates.
+
+It is fixed for a whole run, so that prompts do not change from one day to the next.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ _TIMES: WeakKeyDictionary[PreTrainedTokenizerBase, datetime] = WeakKeyDictionary
 
 
 def reads_clock(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the chat template may write the time, like those of Llama 3.2 and gpt-oss, which write
-    the date."""
+    """Return whether the chat template may write the time.
+
+    The templates of Llama 3.2 and gpt-oss write the date.
+    """
     template = tokenizer.chat_template
     sources = [template] if isinstance(template, str) else (template or {}).values()
     return any(_CLOCK in str(source) for source in sources)

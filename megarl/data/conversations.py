@@ -1,5 +1,8 @@
-"""The inputs of a reward model: a prompt's chat and the answer to it, as token ids of the reward model's own
-tokenizer and chat template."""
+"""The inputs of a reward model.
+
+They are a prompt's chat and the answer to it, as token ids of the reward model's own tokenizer and chat
+template.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ if TYPE_CHECKING:  # workers read no tables
 
 
 class ConversationError(ValueError):
-    """A conversation cannot be given to the reward model. The message says which one, why, and how to fix
-    it."""
+    """A conversation cannot be given to the reward model.
+
+    The message says which one, why, and how to fix it.
+    """
 
 
 class Conversation(NamedTuple):
@@ -38,8 +43,9 @@ class Conversation(NamedTuple):
 
 
 class ConversationEncoder:
-    """Renders a chat with the answer as its last message, including the end that the template gives it, and
-    no further tokens.
+    """Renders a chat with the answer as its last message.
+
+    The tokens include the end that the template gives the answer, and nothing after it.
 
     Trailing `pad_token_id` tokens are removed, because Hugging Face's classes score the last token that is
     not padding, by its id.
@@ -113,8 +119,9 @@ class ConversationEncoder:
 
 
 def check_chats(encoder: ConversationEncoder, prompts: Iterable[Prompt]) -> None:
-    """Encode one chat of each sequence of roles, and the longest chat of all (in the policy's tokens), with
-    an empty answer, so that unreadable chats are found before a run starts.
+    """Encode some chats with an empty answer, so that unreadable chats are found before a run starts.
+
+    They are one chat of each sequence of roles, and the longest chat of all in the policy's tokens.
 
     Raises:
         ConversationError: The reward model could not read a chat.

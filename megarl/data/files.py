@@ -1,5 +1,6 @@
-"""Reads data files of all formats as columns and rows: parquet, JSON lines, CSV, and folders saved by
-`datasets`.
+"""Reads data files of all formats as columns and rows.
+
+The formats are parquet, JSON lines, CSV, and folders saved by `datasets`.
 
 The suffix of a file determines its format. Damaged data is reported in one line, with the file and, if known,
 the row.
@@ -191,8 +192,10 @@ def _csv_records(path: str) -> Iterator[list[str]]:
 
 
 def _open_saved_to_disk(folder: Path, wanted: Sequence[str]) -> OpenTable:
-    """Open a folder saved by `datasets.Dataset.save_to_disk`, whose `state.json` lists Arrow files, each a
-    stream of batches."""
+    """Open a folder saved by `datasets.Dataset.save_to_disk`.
+
+    Its `state.json` lists Arrow files, each a stream of batches.
+    """
     if os.path.isfile(folder / SPLITS):
         splits = _read_object(folder / SPLITS).get("splits")
         raise DataError(

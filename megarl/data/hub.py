@@ -1,5 +1,7 @@
-"""Resolves Hugging Face hub names to local folders and files. They are downloaded once into the hub's own
-cache."""
+"""Resolves Hugging Face hub names to local folders and files.
+
+They are downloaded once into the hub's own cache.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +85,10 @@ def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
 
 
 def with_cached_models(config: Run) -> Run:
-    """Replace the names of models that are complete in the hub's cache by their folders, without contacting
-    the hub."""
+    """Replace the names of models that are complete in the hub's cache by their folders.
+
+    The hub is not contacted.
+    """
     for role in model_roles(config):
         if is_hub_name(role.path) and (folder := _whole_model(role.path)) is not None:
             config = _changed(config, role.path_key.split("."), str(folder))

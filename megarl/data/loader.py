@@ -1,5 +1,7 @@
-"""Data loaders: an endless, shuffled, resumable iterator over a data set for training, and a single ordered
-pass for validation."""
+"""Data loaders for training and validation.
+
+Training uses an endless, shuffled, resumable iterator over a data set, validation a single ordered pass.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 class RowSource(Protocol):
-    """A data set whose rows can be batched. `uids` identify each use of a row. `identity` covers all rows in
-    order."""
+    """A data set whose rows can be batched.
+
+    `uids` identify each use of a row. `identity` covers all rows in order.
+    """
 
     @property
     def identity(self) -> RowIdentity: ...
@@ -69,8 +73,10 @@ def parts_of(files: Sequence[str], weights: Sequence[float], row_files: Sequence
 
 
 class BatchLoader:
-    """Yields `batch_size` rows at a time, forever. Each epoch contains every row once. A batch may span the
-    end of an epoch, so no row is dropped and all batches are full.
+    """Yields `batch_size` rows at a time, forever.
+
+    Each epoch contains every row once. A batch may span the end of an epoch, so no row is dropped and all
+    batches are full.
 
     With `parts`, each part has its own epochs, and the next row comes from the part that is furthest below
     its weight, so any sequence of rows approximates the weights as closely as whole rows allow.
@@ -126,8 +132,10 @@ class BatchLoader:
         return self._dataset.batch(indices, uids)
 
     def _furthest_behind(self, num_served: Sequence[int]) -> int:
-        """Return the part whose next row is due first, where the rows of a part with weight w are due at
-        (1/2)/w, (3/2)/w, ...; ties go to the first part."""
+        """Return the part whose next row is due first.
+
+        The rows of a part with weight w are due at (1/2)/w, (3/2)/w, ... Ties go to the first part.
+        """
         due = [(served + 0.5) / part.weight for served, part in zip(num_served, self._parts, strict=True)]
         return due.index(min(due))
 
@@ -190,8 +198,10 @@ class BatchLoader:
         self._num_served = list(state["num_served"])
 
     def _with_known_rows(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Compare the tokens of the rows with the saved ones, and return the state with the fingerprint of
-        the rows themselves. Different tokens for the same rows cause a warning and do not prevent resuming.
+        """Compare the tokens of the rows with the saved ones.
+
+        Returns the state with the fingerprint of the rows themselves. Different tokens for the same rows
+        cause a warning and do not prevent resuming.
 
         Checkpoints of older versions contain the fingerprint of the tokens as `rows`.
         """

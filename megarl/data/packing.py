@@ -1,5 +1,6 @@
-"""Assigns rows to data-parallel ranks and micro-batches. The result is a pure plan, made before anything
-runs.
+"""Assigns rows to data-parallel ranks and micro-batches.
+
+The result is a pure plan, made before anything runs.
 
 Packed rows need no padding, so the work of a rank follows from the lengths of its rows alone. A plan assigns
 every rank the same number of micro-batches (the ranks synchronize in collectives and in the pipeline), each
@@ -28,15 +29,19 @@ _MOVES_PER_RANK = 8
 
 
 def row_cost(lengths: np.ndarray) -> np.ndarray:
-    """Return the work of rows of these lengths, in tokens of a short row: L + L^2 / BALANCED_LENGTH (linear
-    layers and attention)."""
+    """Return the work of rows of these lengths, in tokens of a short row.
+
+    The work is L + L^2 / BALANCED_LENGTH, for the linear layers and attention.
+    """
     return lengths + lengths.astype(np.float64) ** 2 / BALANCED_LENGTH
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchRows:
-    """The row numbers of a micro-batch in the batch. A filler repeats one row, so that a rank has something
-    to run; its loss has zero weight."""
+    """The row numbers of a micro-batch in the batch.
+
+    A filler repeats one row, so that a rank has something to run; its loss has zero weight.
+    """
 
     rows: tuple[int, ...]
     is_filler: bool = False
@@ -313,8 +318,11 @@ class _Move(NamedTuple):
 
 
 def _move(rows: list[int], sizes: _Sizes, giver: float, taker: float, has_prompt: bool) -> _Move:
-    """Choose as many rows of a group as possible, longest first, such that the giver keeps at least as much
-    work as the taker. The result may be empty."""
+    """Choose the rows of a group to move, longest first.
+
+    As many rows as possible are chosen such that the giver keeps at least as much work as the taker. The
+    result may be empty.
+    """
     prompt_cost = sizes.prompt_cost[rows[0]]
     taker += 0.0 if has_prompt else prompt_cost
     chosen = []
@@ -339,10 +347,10 @@ def _over_micro_batches(
 ) -> list[list[int]]:
     """Distribute the rows of a rank over micro-batches.
 
-    The most expensive group is placed first: with `spread` into the micro-batch with the least work that has
-    room for it, otherwise into the first one that has, so that there are few (first-fit decreasing). A group
-    that fits nowhere is split: the emptiest micro-batch takes as many of its rows as fit, and so on. If none
-    fits, a micro-batch is added.
+    The most expensive group is placed first. With `spread`, it goes into the micro-batch with the least work
+    that has room for it, otherwise into the first one that has room, so that there are few (first-fit
+    decreasing). A group that fits nowhere is split: the emptiest micro-batch takes as many rows as fit,
+    and so on. If none fits, a micro-batch is added.
     """
     most = sum(map(len, hand.values())) + num_micro_batches  # one micro-batch per row always suffices
     room = np.full(most, capacity, dtype=np.int64)
@@ -395,8 +403,10 @@ def _take_within(rows: list[int], sizes: _Sizes, room: int) -> list[int]:
 
 
 def _fill_empty(hands: list[list[list[int]]]) -> None:
-    """Move a row from a micro-batch with several rows into each empty one, as long as there are any. This
-    costs less than a filler."""
+    """Move a row from a micro-batch with several rows into each empty one, as long as there are any.
+
+    This costs less than a filler.
+    """
     full = [rows for hand in hands for rows in hand if len(rows) > 1]
     for rows in (rows for hand in hands for rows in hand if not rows):
         if not full:
@@ -407,8 +417,10 @@ def _fill_empty(hands: list[list[list[int]]]) -> None:
 
 
 def _rank_plan(hand: list[list[int]], sizes: _Sizes, filler: MicroBatchRows) -> ReplicaMicroBatches:
-    """Order micro-batches by cost, most expensive first, so that one that does not fit into memory fails
-    immediately. Fillers for empty ones come last."""
+    """Order micro-batches by cost, most expensive first, with fillers for empty ones last.
+
+    A micro-batch that does not fit into memory then fails immediately.
+    """
     by_cost = sorted(hand, key=lambda rows: -sizes.work(rows))
     return ReplicaMicroBatches(
         micro_batches=tuple(MicroBatchRows(rows=tuple(sorted(rows))) if rows else filler for rows in by_cost)

@@ -100,8 +100,11 @@ class PromptDataset:
         return self._prompts[index]
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
-        """Return `prompts` as rows of tokens, padded on the left, and the arrays `uid`, `messages` (the
-        rendered chat), `data_source`, `reward_model` and `extra_info`. Every row has its own dicts."""
+        """Return a batch with `prompts` as rows of tokens, padded on the left.
+
+        The arrays are `uid`, `messages` (the rendered chat), `data_source`, `reward_model` and `extra_info`.
+        Every row has its own dicts.
+        """
         rows = [self._prompts[index] for index in indices]
         prompts = RaggedTensor.of_rows(
             [row.token_ids for row in rows], torch.int32, padding=self._pad_id, on_left=True
@@ -127,8 +130,10 @@ def read_prompt_rows(files: Sequence[str], columns: PromptColumnsConfig) -> Iter
 
 
 def read_reward_rows(files: Sequence[str], columns: PromptColumnsConfig) -> Iterator[DataRow]:
-    """Yield rows with the columns of `read_reward_inputs`, without the prompts. Raises DataError, see
-    `read_rows`."""
+    """Yield rows with the columns of `read_reward_inputs`, without the prompts.
+
+    Raises DataError, see `read_rows`.
+    """
     for file in files:
         required, optional = columns_of(file, columns)
         yield from read_rows(

@@ -1,5 +1,6 @@
-"""Supervised data: chats that end with an assistant's answer, split into a prompt and a response, of which
-the assistant's tokens are trained.
+"""Supervised data: chats that end with an assistant's answer.
+
+A chat is split into a prompt and a response, and the assistant's tokens of the response are trained.
 
 The keys are those of RL batches, so an engine sees a single format: the loss applies to `response_mask`.
 """
@@ -46,8 +47,10 @@ _OTHER_NAMES_OF_TOOLS = (
 
 
 class Example(NamedTuple):
-    """A chat in the form that an engine trains on. `is_trained` marks the tokens of the response that the
-    assistant wrote."""
+    """A chat in the form that an engine trains on.
+
+    `is_trained` marks the tokens of the response that the assistant wrote.
+    """
 
     prompt_ids: list[int]
     response_ids: list[int]  # from the first trained answer to the end token of the last one
@@ -59,9 +62,10 @@ class Example(NamedTuple):
 
 
 class SFTDataset:
-    """The chats of `files`, read according to `data`. The last message is the assistant's. All of the
-    assistant's text is trained, except messages with a `weight` of 0. `max_length` limits prompt and response
-    together.
+    """The chats of `files`, read according to `data`.
+
+    The last message is the assistant's. All of the assistant's text is trained, except messages with a
+    `weight` of 0. `max_length` limits prompt and response together.
 
     `num_filtered` is the number of rows dropped because they are too long.
 
@@ -119,8 +123,10 @@ class SFTDataset:
         return self._examples[index]
 
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
-        """Return `prompts`, `responses` and `response_mask` (True for trained tokens) as rows of tokens, and
-        the array `uid`."""
+        """Return a batch with `prompts`, `responses` and `response_mask` as rows of tokens.
+
+        The mask is True for trained tokens. There is one array, `uid`.
+        """
         rows = [self._examples[index] for index in indices]
         tensors = {
             "prompts": RaggedTensor.of_rows(
@@ -230,8 +236,10 @@ def _is_trained(row: DataRow, column: str, message: dict[str, Any]) -> bool:
 def _answer(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Tools
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids of the chat up to the start of its last message, and of that message including its
-    end token. Raises ValueError."""
+    """Return the token ids of the chat up to the start of its last message, and of that message.
+
+    The message includes its end token. Raises ValueError.
+    """
     prompt = rendered_chat(tokenizer, messages[:-1], for_generation=True, tools=tools)
     chat = rendered_chat(tokenizer, messages, for_generation=False, tools=tools)
     prompt_ids = encode_rendered(tokenizer, prompt)
@@ -259,8 +267,10 @@ def _answer(
 
 
 def _not_a_prefix(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], full_ids: list[int]) -> str:
-    """Explain why the answer's tokens cannot be separated from the prompt's: the first difference between the
-    two renderings."""
+    """Explain why the answer's tokens cannot be separated from the prompt's.
+
+    The explanation is the first difference between the two renderings.
+    """
     pairs = enumerate(zip(prompt_ids, full_ids, strict=False))
     parting = next((i for i, (a, b) in pairs if a != b), min(len(prompt_ids), len(full_ids)))
     prompt, full = (tokenizer.decode(ids[parting : parting + 8]) for ids in (prompt_ids, full_ids))

@@ -1,5 +1,7 @@
-"""Detects and escapes special tokens in texts. Only a chat template may write real special tokens, so that no
-text of a user or a tool can end a turn."""
+"""Detects and escapes special tokens in texts.
+
+Only a chat template may write real special tokens, so that no text of a user or a tool can end a turn.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 
 def escaped(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
-    """Return a nested value of mappings, lists and texts in which each special token is broken by a space
-    after its first character, so that the tokenizer encodes it as plain text."""
+    """Return a nested value of mappings, lists and texts with all special tokens escaped.
+
+    A space after its first character breaks a special token, so that the tokenizer encodes it as plain text.
+    """
     if isinstance(value, str):
         pattern = _pattern(tokenizer)
         # A replacement may form another special token, so repeat until there is none.
@@ -36,8 +40,10 @@ def spelled(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> str | N
 
 @lru_cache(maxsize=16)
 def _pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return a pattern of the special tokens, longest first. Tokens of one character cannot be broken and are
-    not included."""
+    """Return a pattern of the special tokens, longest first.
+
+    Tokens of one character cannot be broken and are not included.
+    """
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     longest_first = sorted((text for text in special if len(text) > 1), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # the latter matches nothing

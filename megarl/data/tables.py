@@ -1,5 +1,6 @@
-"""Reads rows of data sets with selected columns. Errors name the file, row and column, the problem, and the
-fix.
+"""Reads rows of data sets with selected columns.
+
+Errors name the file, row and column, the problem, and the fix.
 
 Rows with too many tokens are dropped and counted, or refused; they are never truncated. A data set is
 identified by the contents of its rows, in order, wherever its files are.
@@ -87,8 +88,9 @@ def _refuse_absent(file: str, required: Sequence[str], columns: Sequence[str], h
 
 
 def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -> list[dict[str, Any]]:
-    """Return the messages of a row, each a dict with `role` and `content` as strings. Assistant messages may
-    also have `tool_calls`, and `content` may then be null.
+    """Return the messages of a row, each a dict with `role` and `content` as strings.
+
+    Assistant messages may also have `tool_calls`, and `content` may then be null.
 
     A plain text is one user message, unless it is the JSON text of messages. `system_prompt` precedes a chat
     that does not begin with its own. Null fields, which parquet adds if other messages have them, are
@@ -156,8 +158,10 @@ def _messages_in(row: DataRow, column: str, text: str) -> list[Any] | None:
 
 
 def _with_calls(row: DataRow, column: str, index: int, message: Any) -> Any:
-    """Return a message with calls in the form of chat templates, and with content; other messages
-    unchanged."""
+    """Return a message with calls in the form of chat templates, and with content.
+
+    Other messages are unchanged.
+    """
     if not isinstance(message, dict) or message.get("role") != "assistant" or not message.get("tool_calls"):
         return message
     try:

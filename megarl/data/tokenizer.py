@@ -100,8 +100,11 @@ def _read_tokenizer(path: str, trust_remote_code: bool, key: str) -> PreTrainedT
 
 
 def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) -> None:
-    """Refuse a tokenizer of another model. A model may have more embeddings than its tokenizer has tokens,
-    because sizes are rounded up, but not fewer."""
+    """Refuse a tokenizer of another model.
+
+    A model may have more embeddings than its tokenizer has tokens, because sizes are rounded up, but not
+    fewer.
+    """
     # A tokenizer can load without a vocabulary, and then encodes all texts to the same tokens.
     files = sorted(tokenizer.vocab_files_names.values())
     if not any(os.path.isfile(folder / name) for name in files):
@@ -267,8 +270,10 @@ def _short(text: str) -> str:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> dict[int, str]:
-    """Return the text of each token by itself, including a leading space. A part of a character is the
-    replacement character."""
+    """Return the text of each token by itself, including a leading space.
+
+    A part of a character is the replacement character.
+    """
     texts = {}
     for number, token in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True):
         text = str(tokenizer.decode([number], skip_special_tokens=False))
@@ -302,8 +307,10 @@ def decode_turns(
 
 
 def decode_rows(tokenizer: PreTrainedTokenizerBase, ids: RaggedTensor, mask: RaggedTensor) -> list[str]:
-    """Return the texts of the tokens of `ids` where `mask`, of the same lengths, is True, without special
-    tokens."""
+    """Return the texts of the tokens of `ids` where `mask`, of the same lengths, is True.
+
+    Special tokens are omitted.
+    """
     return [
         str(tokenizer.decode(row[kept], skip_special_tokens=True))
         for row, kept in zip(ids.each(), mask.each(), strict=True)

@@ -1,5 +1,6 @@
-"""Tools in the columns of data sets: the schemas shown to the model, and the calls in its messages, in the
-form of chat templates.
+"""Tools in the columns of data sets, in the form of chat templates.
+
+They are the schemas shown to the model, and the calls in its messages.
 
 The form is OpenAI's: {"type": "function", "function": {"name", "description", "parameters"}}, and in
 assistant messages "tool_calls": [{"type": "function", "function": {"name", "arguments"}}], with arguments as
@@ -19,8 +20,10 @@ _CALL = "{'type': 'function', 'function': {'name': 'price', 'arguments': {'item'
 
 
 def schemas_of(value: Any) -> list[dict[str, Any]] | None:
-    """Parse a value of the tools column, a list or JSON text. Returns None for no tools (in CSV an empty
-    text). Raises ValueError."""
+    """Parse a value of the tools column, a list or JSON text.
+
+    Returns None for no tools (in CSV an empty text). Raises ValueError.
+    """
     tools = None if value == "" else _parsed(value)
     if tools is None or tools == []:
         return None
@@ -41,8 +44,10 @@ def schemas_of(value: Any) -> list[dict[str, Any]] | None:
 
 
 def looks_like_tools(value: Any) -> bool:
-    """Return whether a value of any column is a list of tools, or its JSON text, in OpenAI's form or as bare
-    functions."""
+    """Return whether a value of any column is a list of tools, or its JSON text.
+
+    The tools are in OpenAI's form or bare functions.
+    """
     try:
         tools = _parsed(value)
     except ValueError:
@@ -107,8 +112,10 @@ def _parsed(value: Any) -> Any:
 
 
 def holds_null(value: Any) -> bool:
-    """Return whether `value` contains a null. Column formats fill a field with null if only other rows have
-    it, and the model would be shown that null."""
+    """Return whether `value` contains a null.
+
+    Column formats fill a field with null if only other rows have it, and the model would be shown that null.
+    """
     return any(each is None for each in _leaves(value))
 
 

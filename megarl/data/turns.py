@@ -69,16 +69,19 @@ class TurnTemplate:
         )
 
     def bridge_from(self, token_ids: Sequence[int], messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the bridge after these tokens of the model, preceded by the end token if they ended with
-        another one."""
+        """Return the bridge after these tokens of the model.
+
+        It is preceded by the end token if they ended with another one.
+        """
         end: list[int] = (
             [] if token_ids[-1] == self._tokenizer.eos_token_id else [self._tokenizer.eos_token_id]
         )
         return end + self.bridge(messages)
 
     def bridge(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the token ids of the messages that follow an answer, from after its end token to where the
-        next answer begins.
+        """Return the token ids of the messages that follow an answer.
+
+        They begin after its end token and extend to where the next answer begins.
 
         Special tokens in the messages' texts are escaped with a space, so that no text ends a turn.
 
@@ -88,8 +91,10 @@ class TurnTemplate:
         return encode_rendered(self._tokenizer, self._after(messages))[1:]
 
     def _after(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Return the text of `bridge`, preceded by the end token, because some tokenizers treat the beginning
-        of a text differently."""
+        """Return the text of `bridge`, preceded by the end token.
+
+        Some tokenizers treat the beginning of a text differently.
+        """
         short = [
             message | {"content": self._shortened(text)} if (text := _text(message)) else message
             for message in messages
@@ -199,8 +204,7 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token with which the chat template ends an answer, or None if it writes none after
-    it."""
+    """Return the special token with which the chat template ends an answer, or None."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         rendered = rendered_chat(tokenizer, chat, for_generation=False)
@@ -215,8 +219,10 @@ def closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def refuse_silent_template(names: Sequence[str], rendered: str) -> None:
-    """Check that all tools that are shown to the model, or called, are rendered. Raises ValueError
-    otherwise."""
+    """Check that all tools that are shown to the model, or called, are rendered.
+
+    Raises ValueError otherwise.
+    """
     if unsaid := [name for name in names if name not in rendered]:
         raise ValueError(
             f"the chat template leaves out {unsaid[0]!r}: it does not support tools; use the template of a "

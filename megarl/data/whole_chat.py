@@ -1,5 +1,6 @@
-"""Renders the chats of a data set to token ids, and refuses a chat if the template leaves out any of its
-content.
+"""Renders the chats of a data set to token ids.
+
+A chat is refused if the template leaves out any of its content.
 
 Chat templates silently ignore fields that they do not know, such as `reasoning_content` or `function_call`.
 """
@@ -75,8 +76,9 @@ def render_whole(
 def refuse_unsaid_answer(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], prompt: str, answer: str
 ) -> None:
-    """Check that the rendered answer contains all texts of the last message, and that none of its content is
-    rendered as thinking.
+    """Check that the rendered answer contains all texts of the last message.
+
+    None of its content may be rendered as thinking.
 
     Args:
         prompt: The rendered chat up to the start of the answer. It may open the answer's thinking.
@@ -102,8 +104,10 @@ def refuse_unsaid_answer(
 
 
 def spelled_special(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a special token in a message that is not the assistant's, which is therefore escaped with a
-    space, or None."""
+    """Return a special token in a message that is not the assistant's, or None.
+
+    It will be escaped with a space.
+    """
     return spelled(
         tokenizer,
         (text for message in messages if message["role"] != "assistant" for _, text in _said(message)),
@@ -111,8 +115,10 @@ def spelled_special(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
 
 
 def rendering_identity(tokenizer: PreTrainedTokenizerBase, tokens: Fingerprint) -> tuple[str | None, str]:
-    """Return `tokens` and `chat_time` of a RowIdentity. If the template reads the clock, tokens do not
-    identify rows."""
+    """Return `tokens` and `chat_time` of a RowIdentity.
+
+    If the template reads the clock, tokens do not identify rows.
+    """
     return None if reads_clock(tokenizer) else tokens.hex(), chat_time(tokenizer).isoformat()
 
 
@@ -129,8 +135,10 @@ def _refuse_turn_tokens(tokenizer: PreTrainedTokenizerBase, index: int, message:
 
 @lru_cache(maxsize=16)
 def _turn_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return the special tokens that the template writes around an answer, and the begin, end and pad
-    tokens."""
+    """Return the special tokens that the template writes around an answer.
+
+    The begin, end and pad tokens are included.
+    """
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
     ids = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
     with suppress(ValueError):  # a template may refuse such a short chat
@@ -188,8 +196,10 @@ def _hint(tokenizer: PreTrainedTokenizerBase, key: str) -> str:
 
 
 def _said(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the texts of a message that a model should read, each with the name of its field. Blank texts are
-    skipped."""
+    """Yield the texts of a message that a model should read, each with the name of its field.
+
+    Blank texts are skipped.
+    """
     for key, value in message.items():
         if key == "tool_calls" and message["role"] == "assistant":
             yield from ((key, name) for name in names_of(value))

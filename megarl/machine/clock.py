@@ -1,5 +1,7 @@
-"""Measures durations and times. Durations use the monotonic clock, because the wall clock may be adjusted in
-the meantime."""
+"""Measures durations and times.
+
+Durations use the monotonic clock, because the wall clock may be adjusted in the meantime.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Confines a process permanently before it runs a program written by a model: files, network, other
-processes, memory and time.
+"""Confines a process permanently before it runs a program written by a model.
+
+The confinement covers files, network, other processes, memory and time.
 
 This needs neither privileges nor installed packages. It uses kernel limits (setrlimit), Landlock (Linux 5.13)
 for files, and an allowlist of system calls for everything else (megarl/machine/system_calls.py).
@@ -79,8 +80,10 @@ def confine(limits: ProcessLimits, readable: Iterable[str], writable: Iterable[s
 
 
 def limit(limits: ProcessLimits) -> None:
-    """Set the limits that every kernel supports: memory, CPU time and sizes. Raising them again requires a
-    privilege."""
+    """Set the limits that every kernel supports: memory, CPU time and sizes.
+
+    Raising them again requires a privilege.
+    """
     megabyte = 2**20
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()

@@ -56,8 +56,10 @@ class RunError(HintedError, RuntimeError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint cannot be written or read. The message is one line with the problem, the file, the tensor
-    and the fix."""
+    """A checkpoint cannot be written or read.
+
+    The message is one line with the problem, the file, the tensor and the fix.
+    """
 
     hint = (
         "see above for the problem and the older complete checkpoints; none of them is used automatically",

@@ -1,5 +1,7 @@
-"""Atomic writes of files and folders, which are complete or absent even after a power failure: they are
-written to a temporary name, synced to disk, and renamed.
+"""Atomic writes of files and folders.
+
+They are complete or absent even after a power failure, because they are written to a temporary name, synced
+to disk, and renamed.
 
 Files left next to a folder by a killed process are removed by the next one. Errors in JSON files written by
 other programs are reported in one line.
@@ -24,8 +26,9 @@ def existing_folder(path: Path) -> Path:
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Replace `path` atomically. A kill at any moment leaves the old content or the new. Only one writer may
-    do so at a time.
+    """Replace `path` atomically.
+
+    A kill at any moment leaves the old content or the new. Only one writer may do so at a time.
 
     Raises:
         OSError: The write failed. No temporary file remains.
@@ -68,8 +71,10 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder next to `folder`. If the block ends without an error, it is synced to disk and
-    renamed to `folder`, replacing it. Otherwise it is removed, and `folder` is unchanged.
+    """Yield an empty folder next to `folder`.
+
+    If the block ends without an error, it is synced to disk and renamed to `folder`, replacing it. Otherwise
+    it is removed, and `folder` is unchanged.
 
     Raises:
         FileExistsError: Another process is writing the same folder.
@@ -96,8 +101,11 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove temporary folders of `folder` left by killed processes. If one was killed between its last two
-    renames, complete the second one, because everything had been written."""
+    """Remove temporary folders of `folder` left by killed processes.
+
+    If one was killed between its last two renames, complete the second one, because everything had been
+    written.
+    """
     for scratch in folder.parent.glob(_prefix(folder) + "*"):
         with _locked(scratch):
             partial = scratch / "new"

@@ -1,5 +1,7 @@
-"""Reserves free ports of this node until the intended process listens on them, and listens at a single
-address."""
+"""Reserves and listens on ports of this node.
+
+A free port is reserved until the intended process listens on it. Listening is at a single address.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ def hold_port(host: str) -> socket.socket:
 
 
 def hold_lasting_ports(host: str, count: int) -> list[socket.socket]:
-    """Reserve ports that are likely to stay free for some seconds after they are released. No process can
-    listen on them until then.
+    """Reserve ports that are likely to stay free for some seconds after they are released.
+
+    No process can listen on them until then.
 
     The kernel assigns ports of its own range to connections at any time, so these ports are below that range,
     and above those of Ray's workers. If there is no room between the two, they come from the kernel's range.
@@ -58,8 +61,10 @@ def hold_lasting_ports(host: str, count: int) -> list[socket.socket]:
 
 
 def own_address(address: str) -> str:
-    """Return `address` if this machine has it. Otherwise, for example with address translation, return the
-    empty address, which means all of them."""
+    """Return `address` if this machine has it.
+
+    Otherwise, for example with address translation, return the empty address, which means all of them.
+    """
     try:
         hold_port(address).close()
     except OSError as error:
@@ -70,8 +75,9 @@ def own_address(address: str) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen on a port, for torch's TCPStore (master_listen_fd), which would otherwise accept connections at
-    all addresses of the machine.
+    """Listen on a port, for torch's TCPStore (master_listen_fd).
+
+    The store would otherwise accept connections at all addresses of the machine.
 
     Args:
         address: See own_address.

@@ -1,5 +1,8 @@
-"""Detects the processors that a process may use: the number of cores of this machine, and whether it has a
-GPU, without a driver call or importing torch."""
+"""Detects the processors that a process may use.
+
+These are the number of cores of this machine, and whether it has a GPU, without a driver call or importing
+torch.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,10 @@ def usable_cores(quota: Path = _QUOTA) -> int:
 
 
 def threads_setting() -> str:
-    """Describe the thread count of a run on a CPU. Besides the configuration, it affects the last bits of the
-    results."""
+    """Describe the thread count of a run on a CPU.
+
+    Besides the configuration, it affects the last bits of the results.
+    """
     return os.environ.get("OMP_NUM_THREADS") or f"{usable_cores()} cores"
 
 
@@ -48,8 +53,10 @@ def torch_cuda() -> str | None:
 
 
 def has_gpu(devices: Path = Path("/dev")) -> bool:
-    """Return whether this process can see an NVIDIA device and torch can use it. In WSL 2 the device is
-    `dxg`."""
+    """Return whether this process can see an NVIDIA device and torch can use it.
+
+    In WSL 2 the device is `dxg`.
+    """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
     return (
         not hidden
@@ -59,8 +66,9 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
 
 
 def waited_for_core_s(pid: int) -> float:
-    """Return the seconds that a process's main thread was ready to run without getting a core, which is its
-    delay by a busy machine.
+    """Return the seconds that a process's main thread was ready to run without getting a core.
+
+    This is its delay by a busy machine.
 
     The result is 0 for a process that has ended, and on kernels that do not count it (CONFIG_SCHED_INFO).
     """

@@ -11,8 +11,10 @@ _MAX_PORT = 2**16 - 1
 
 
 def cluster_address() -> str | None:
-    """Return the cluster to join, or None if the run starts its own Ray: without RAY_ADDRESS, or with
-    RAY_ADDRESS=local."""
+    """Return the cluster to join, or None if the run starts its own Ray.
+
+    A run starts its own Ray without RAY_ADDRESS, or with RAY_ADDRESS=local.
+    """
     address = os.environ.get(VARIABLE, "").strip()
     return None if address in ("", _LOCAL) else address
 

@@ -1,5 +1,7 @@
-"""The files that a confined process may read: those that Python's standard library needs, without installed
-packages."""
+"""The files that a confined process may read.
+
+They are those that Python's standard library needs, without installed packages.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,10 @@ def for_programs() -> tuple[str, ...]:
 
 
 def for_functions() -> tuple[str, ...]:
-    """Return the files that a user's function may read, which also include the installed packages and the
-    system's shared libraries."""
+    """Return the files that a user's function may read.
+
+    They include the installed packages and the system's shared libraries.
+    """
     packages = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
     return (*for_programs(), *sorted(packages), *_LIBRARY_FOLDERS)
 

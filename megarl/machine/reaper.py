@@ -1,5 +1,6 @@
-"""Ends the processes left by a dead process, including grandchildren. This module uses only the standard
-library, because it also runs as a script.
+"""Ends the processes left by a dead process, including grandchildren.
+
+This module uses only the standard library, because it also runs as a script.
 
 Ray ends the processes that it started, but not those that they started in turn (inference servers, reward
 sandboxes), and when the driver is killed, Ray's daemons die before they can clean up. Therefore every driver
@@ -29,8 +30,9 @@ OWNER = "MEGARL_PROCESS_OWNER"  # the value of a worker begins with that of its 
 
 @contextmanager
 def owned_processes() -> Iterator[str]:
-    """End every process that is started in the block, and all its descendants, when the block ends or this
-    process is killed.
+    """End all processes that are started in the block, and their descendants, with the block.
+
+    They also end when this process is killed.
 
     Yields the mark that identifies the processes (see `end_processes_of`). Blocks may be nested, also across
     processes.
@@ -108,8 +110,10 @@ def descendants(pid: int) -> list[int]:
 
 
 def hold(pids: Iterable[int]) -> list[int]:
-    """Open process descriptors, which stay valid when a pid is reused. Processes that have ended are left
-    out."""
+    """Open process descriptors, which stay valid when a pid is reused.
+
+    Processes that have ended are left out.
+    """
     descriptors = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -142,8 +146,10 @@ def end_held(descriptors: Iterable[int]) -> None:
 
 
 def processes_of(owner: str, group: int = 0) -> list[int]:
-    """Return the living processes that `owner`, or an owner whose name begins with it, has started, or that
-    belong to process group `group`."""
+    """Return the living processes of an owner.
+
+    They were started by `owner` or an owner whose name begins with it, or belong to process group `group`.
+    """
     # The leading zero byte excludes other variables whose names end in the same way.
     mark = f"\0{OWNER}={owner}".encode()
     found = []

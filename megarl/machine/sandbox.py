@@ -1,5 +1,6 @@
-"""Runs programs written by a model in a sandbox: without network and other processes, with few readable
-files, and with limits on time, memory and output.
+"""Runs programs written by a model in a sandbox.
+
+The sandbox has no network or other processes, few readable files, and limits on time, memory and output.
 
 megarl/machine/confined.py restricts the process itself. If the machine allows it, the process also gets its
 own namespaces: from bubblewrap, which provides a separate file system with a writable `/tmp`, or from
@@ -63,8 +64,10 @@ def run_program(program: str, level: Level, limits: SandboxLimits, stdin: str = 
 
 
 def _sealed_file(name: str, content: bytes) -> IO[bytes]:
-    """Return a sealed in-memory file, positioned at its beginning. If programs could write to it, it would be
-    memory without a limit."""
+    """Return a sealed in-memory file, positioned at its beginning.
+
+    If programs could write to it, it would be memory without a limit.
+    """
     # The caller closes it.
     file = open(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b")  # noqa: SIM115
     file.write(content)
@@ -192,8 +195,10 @@ class StartedProgram:
         return message
 
     def kill(self) -> None:
-        """End the program. This is thread-safe. Processes above the program in the sandbox then end by
-        themselves."""
+        """End the program.
+
+        This is thread-safe. Processes above the program in the sandbox then end by themselves.
+        """
         with self._ending:
             if self._held:
                 with contextlib.suppress(ProcessLookupError):
@@ -202,8 +207,10 @@ class StartedProgram:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """End the program if it runs, wait until all processes of the sandbox have ended, and return the
-        program's status."""
+        """End the program if it runs, and return its status.
+
+        This waits until all processes of the sandbox have ended.
+        """
         self.kill()
         try:
             self.process.wait(_END_LIMIT_S)
@@ -243,8 +250,10 @@ class StartedProgram:
 
 
 def _end_held(descriptor: int) -> None:
-    """Wait until the process of a descriptor has ended, killing it if it does not end by itself, and close
-    the descriptor."""
+    """Wait until the process of a descriptor has ended, and close the descriptor.
+
+    A process that does not end by itself is killed.
+    """
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
 
@@ -257,8 +266,11 @@ def _end_held(descriptor: int) -> None:
 
 
 def _written(descriptor: int, data: bytes) -> int:
-    """Write data and return the number of bytes written. If the pipe is closed, all bytes count as written;
-    the end of the other streams shows that the program has ended."""
+    """Write data and return the number of bytes written.
+
+    If the pipe is closed, all bytes count as written; the end of the other streams shows that the program has
+    ended.
+    """
     try:
         return os.write(descriptor, data)
     except BrokenPipeError:

@@ -31,8 +31,10 @@ _SHOWN = (*_SYSTEM, *_PYTHONS, str(_PACKAGE / "__init__.py"), str(_PACKAGE / "ma
 
 
 class Level(str, Enum):
-    """The levels of isolation, strongest first. The last one has no isolation and is used only if it is set
-    explicitly."""
+    """The levels of isolation, strongest first.
+
+    The last one has no isolation and is used only if it is set explicitly.
+    """
 
     bubblewrap = "bubblewrap"  # namespaces and a separate file system, with `bwrap`
     namespaces = "namespaces"  # of processes, network and mounts, with `unshare`; files by Landlock
@@ -41,8 +43,10 @@ class Level(str, Enum):
 
 
 class SandboxError(RuntimeError):
-    """No sandbox works on this machine, or the requested level does not. The message contains the reason and
-    the fix."""
+    """No sandbox works on this machine, or the requested level does not.
+
+    The message contains the reason and the fix.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

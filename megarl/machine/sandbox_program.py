@@ -1,5 +1,6 @@
-"""Runs inside a sandbox: confines a process, runs one program in it, and supervises it from its parent
-process.
+"""Runs one program inside a sandbox.
+
+A process confines itself and runs the program; its parent process supervises it.
 
 `megarl.machine.sandbox` starts it with an order. The process forks: the child confines itself and runs the
 program; the parent limits the child's threads, ends it when the caller has gone, and reports to the caller
@@ -85,8 +86,10 @@ class Order:
 
 
 def run(descriptor: int) -> None:
-    """Run the order in the file `descriptor`. This returns in the child process, after the program has
-    ended."""
+    """Run the order in the file `descriptor`.
+
+    This returns in the child process, after the program has ended.
+    """
     with open(descriptor, "rb") as file:
         order = Order(**marshal.load(file))
     channel = _socket.socket(fileno=order.channel)
@@ -186,8 +189,10 @@ def _supervise(child: int, order: Order, channel: _socket.socket, to_child: _soc
 
 
 def _make_temporary_folder(megabytes: int) -> None:
-    """Mount a /tmp with a limited number of files, which bubblewrap does not support, and drop the capability
-    to do so."""
+    """Mount a /tmp with a limited number of files, and drop the capability to do so.
+
+    bubblewrap does not support such a limit.
+    """
     options = f"size={megabytes}m,nr_inodes={_TEMPORARY_FILES},mode=700".encode()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"tmpfs", b"/tmp", b"tmpfs", _NOSUID_NODEV, options) < 0:

@@ -1,5 +1,7 @@
-"""A persistent interpreter in the sandbox: programs run in it one after another, each with the state left by
-the previous ones."""
+"""A persistent interpreter in the sandbox.
+
+Programs run in it one after another, each with the state left by the previous ones.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,9 @@ class Ran(NamedTuple):
 
 
 class SandboxSession:
-    """A session of an interpreter. In `limits`, output_kb and wall_s apply to one program, all others to all
-    programs together.
+    """A session of an interpreter.
+
+    In `limits`, output_kb and wall_s apply to one program, all others to all programs together.
 
     `run` must always be called by the same thread, which must live as long as the session, because the kernel
     ends the process with it. `interrupt` and `close` may be called by other threads, also during `run`.

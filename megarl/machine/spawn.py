@@ -1,5 +1,6 @@
-"""Starts processes that inherit nothing from the process that starts them, which may have threads and a GPU,
-and that do not run its script either.
+"""Starts processes that inherit nothing from the process that starts them.
+
+That process may have threads and a GPU. Its script is not run in the new processes either.
 
 multiprocessing's own processes begin by running the script, so a script without `if __name__ == "__main__":`
 would start itself again in each of them.
@@ -58,8 +59,9 @@ class BareProcess(FreshProcess):
 
 
 class BareContext(SpawnContext):
-    """A context whose processes have only the given environment variables, so code in them cannot find the
-    variables of this process.
+    """A context whose processes have only the given environment variables.
+
+    Code in them cannot find the variables of this process.
 
     Raises:
         PermissionError: Nothing can be executed in the folder of temporary files.

@@ -1,5 +1,8 @@
-"""Standard-conforming JSON. Python's parser also accepts NaN, keeps the last of two equal keys, and creates
-strings that cannot be encoded."""
+"""Standard-conforming JSON.
+
+Python's parser also accepts NaN, keeps the last of two equal keys, and creates strings that cannot be
+encoded.
+"""
 
 from __future__ import annotations
 

@@ -44,8 +44,10 @@ def receive_descriptors(of: _socket.socket, limit_bytes: int = 64) -> tuple[byte
 
 
 class ThreadLimit:
-    """Decides the calls of a process that start threads. At most `most` of its threads may exist at a
-    time."""
+    """Decides the calls of a process that start threads.
+
+    At most `most` of its threads may exist at a time.
+    """
 
     def __init__(self, process: int, most: int) -> None:
         self._tasks = f"/proc/{process}/task"

@@ -186,8 +186,10 @@ def _program(column: int, process: int) -> list[Instruction]:
 
 
 def _load_number(column: int) -> list[Instruction]:
-    """Return instructions that kill the process if the call is of another architecture, and otherwise load
-    the call's number."""
+    """Return instructions that load the call's number.
+
+    They kill the process if the call is of another architecture.
+    """
     return [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, _AUDIT_ARCHITECTURES[column]),
@@ -218,8 +220,10 @@ def _rules(numbers: dict[str, int], process: int) -> Iterator[tuple[int, list[In
 
 
 def _one_of(*alternatives: list[Condition]) -> list[Instruction]:
-    """Return instructions that allow a call if it meets all conditions of one of the alternatives, and refuse
-    it otherwise."""
+    """Return instructions that allow a call if it meets all conditions of one of the alternatives.
+
+    They refuse it otherwise.
+    """
     block: list[Instruction] = []
     for conditions in alternatives:
         tail: list[Instruction] = [_ALLOW]

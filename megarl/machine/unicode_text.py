@@ -1,5 +1,7 @@
-"""Handling of lone surrogates, which cannot be encoded: halves of a character that JSON escapes such as
-"\\ud83d" can produce."""
+"""Handling of lone surrogates, which cannot be encoded.
+
+They are halves of a character that JSON escapes such as "\\ud83d" can produce.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ PROBLEM = "half of a character (a lone surrogate), which no tokenizer or file ca
 
 
 def lone_surrogate(value: Any) -> str | None:
-    """Return the location of the first lone surrogate in a nested value of mappings, lists and strings, or
-    None.
+    """Return the location of the first lone surrogate in a nested value, or None.
+
+    The value consists of mappings, lists and strings.
 
     The location is a path such as "[1].tool_calls[0].function.arguments.item", and "" for a plain string.
     """
@@ -52,8 +55,10 @@ def is_encodable(text: str) -> bool:
 
 
 def replace_surrogates(value: Any) -> Any:
-    """Return `value` with U+FFFD instead of each lone surrogate in its strings and keys. Two adjacent halves
-    become their character."""
+    """Return `value` with U+FFFD instead of each lone surrogate in its strings and keys.
+
+    Two adjacent halves become their character.
+    """
     if isinstance(value, str):
         return (
             value

@@ -1,5 +1,7 @@
-"""Measures the device time and peak memory of work, as counted by the kernel or torch, and returns freed
-memory to the system."""
+"""Measures the device time and peak memory of work, and returns freed memory to the system.
+
+The kernel or torch counts the memory.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ _KEPT = 2**30
 
 
 class PeakMemory:
-    """Measures peak memory from its construction on. Only one may be used in a process at a time, because the
-    kernel keeps a single peak, which this resets."""
+    """Measures peak memory from its construction on.
+
+    Only one may be used in a process at a time, because the kernel keeps a single peak, which this resets.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -33,8 +37,10 @@ class PeakMemory:
             self._before = _status("VmRSS")
 
     def extra_bytes(self) -> int:
-        """Return the peak minus the memory at construction: GPU memory on a GPU, else resident memory
-        including mapped shared memory."""
+        """Return the peak minus the memory at construction.
+
+        This is GPU memory on a GPU, else resident memory including mapped shared memory.
+        """
         peak = (
             torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else _status("VmHWM")
         )
@@ -60,8 +66,10 @@ def keep_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Return freed blocks between used ones to the system, which glibc does only on request. Other C
-    libraries have no such call."""
+    """Return freed blocks between used ones to the system, which glibc does only on request.
+
+    Other C libraries have no such call.
+    """
     if (trim := _of_c_library("malloc_trim")) is not None:
         trim(0)
 
@@ -71,8 +79,11 @@ def _of_c_library(function: str) -> Callable[..., int] | None:
 
 
 class Stopwatch:
-    """Sums the times of all blocks that it is entered for. On a GPU, each is measured by two events in the
-    current stream, because a host clock would only measure the launch of asynchronous work."""
+    """Sums the times of all blocks that it is entered for.
+
+    On a GPU, each is measured by two events in the current stream, because a host clock would only measure
+    the launch of asynchronous work.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

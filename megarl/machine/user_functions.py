@@ -76,8 +76,10 @@ def load_function(path: str, name: str, expected: Expected) -> Callable[..., Any
 
 
 def load_name(path: str, name: str, expected: Expected) -> Any:
-    """Return the value `name` of the Python file `path`, which is run once. Raises `expected.error` if the
-    file or name does not exist, or the file cannot be run."""
+    """Return the value `name` of the Python file `path`, which is run once.
+
+    Raises `expected.error` if the file or name does not exist, or the file cannot be run.
+    """
     what = expected.what
     error = expected.error
     if not os.path.isfile(path):
@@ -96,8 +98,10 @@ def _module_name(path: str) -> str:
 
 
 def companion(path: str, function: Callable[..., Any], name: str) -> Callable[..., Any] | None:
-    """Return the function `name` defined next to one that `load_function` loaded from `path`: in that file,
-    or in the module from which the file imported the function. None if there is none."""
+    """Return the function `name` defined next to one that `load_function` loaded from `path`, or None.
+
+    It is searched in that file, and in the module from which the file imported the function.
+    """
     for namespace in (vars(sys.modules[_module_name(path)]), getattr(function, "__globals__", {})):
         if callable(found := namespace.get(name)):
             return found
@@ -125,8 +129,10 @@ def _run_file(path: str, expected: Expected) -> ModuleType:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of the traceback with its location: `ZeroDivisionError: division by zero
-    (reward.py:12)`."""
+    """Return the last line of the traceback with its location.
+
+    An example is `ZeroDivisionError: division by zero (reward.py:12)`.
+    """
     line = traceback.format_exception_only(error)[-1].strip()
 
     # Attribute an error in `__getattr__` to the line that accessed the attribute.

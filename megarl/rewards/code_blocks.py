@@ -69,20 +69,27 @@ def _blocks(response: str) -> list[_Block]:
 
 
 def _dedent(text: str) -> str:
-    """Dedent a text that begins with whitespace. Other texts are unchanged, because `textwrap.dedent` also
-    empties lines of spaces, even in strings."""
+    """Dedent a text that begins with whitespace.
+
+    Other texts are unchanged, because `textwrap.dedent` also empties lines of spaces, even in strings.
+    """
     return textwrap.dedent(text) if text[:1].isspace() else text
 
 
 def _without_closing_fence(text: str) -> str:
-    """Remove a closing fence that is not one in Markdown, because it does not begin its line or matches no
-    opening fence."""
+    """Remove a closing fence that is not one in Markdown.
+
+    Such a fence does not begin its line, or matches no opening fence.
+    """
     return _CLOSING_FENCE.sub("", text)
 
 
 def _best_untagged(texts: Sequence[str]) -> str | None:
-    """Return the last text that defines something, or else that performs an action, or else that compiles,
-    as printed output may too."""
+    """Return the last text that defines something.
+
+    Without one, it is the last text that performs an action, and then the last that compiles, as printed
+    output may too.
+    """
     found = [(text, tree) for text in reversed(texts) if (tree := _tree(text)) is not None]
     # Apply the strictest criterion to all blocks before the next one.
     for is_wanted in (_defines, _does, bool):

@@ -117,8 +117,10 @@ class Value(NamedTuple):
 
 
 class SandboxedInterpreter:
-    """A Python interpreter in the sandbox that has run `setup`. It is restarted when its process has
-    ended."""
+    """A Python interpreter in the sandbox that has run `setup`.
+
+    It is restarted when its process has ended.
+    """
 
     def __init__(self, setup: str, level: Level, limits: SandboxLimits) -> None:
         self._setup = "\n".join((inspect.getsource(code_values), _IMPORTS, setup))
@@ -126,8 +128,10 @@ class SandboxedInterpreter:
         self._is_ready = False
 
     def ask(self, expression: str) -> tuple[Any, Literal["value", "time", "died"], bool]:
-        """Return the JSON that the expression prints, how the evaluation ended, and whether the process was
-        fresh."""
+        """Return the JSON that the expression prints.
+
+        The result also contains how the evaluation ended, and whether the process was fresh.
+        """
         was_fresh = not self._is_ready
         # A fresh process must run the setup first.
         program = expression if self._is_ready else f"{self._setup}\n{expression}"

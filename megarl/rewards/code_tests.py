@@ -1,5 +1,6 @@
-"""Parses the tests of a program, and splits each assertion into the part that the program computes and the
-part that judges it.
+"""Parses the tests of a program.
+
+Each assertion is split into the part that the program computes and the part that judges it.
 
 In `assert math.isclose(f(1), 0.3)` the program computes only `f(1)`. The rest, including the expected value,
 is evaluated in a process that never runs the program.
@@ -221,8 +222,7 @@ def _statements(text: str) -> tuple[dict[str, str], list[ast.expr]]:
 
 
 def _equality(condition: ast.expr, sources: Sequence[str], imports: Mapping[str, str]) -> CallTest | None:
-    """Return a test that needs no judge, if the condition compares one value of the program with a
-    literal."""
+    """Return a test without a judge if the condition compares one value of the program with a literal."""
     match condition:
         case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
             # The literal may be on either side.
@@ -237,8 +237,9 @@ def _equality(condition: ast.expr, sources: Sequence[str], imports: Mapping[str,
 
 
 def _names_of_program(text: str, conditions: Sequence[ast.expr], imports: Mapping[str, str]) -> set[str]:
-    """Return the names that an assertion takes from the program: those that neither Python, an import nor the
-    test itself defines.
+    """Return the names that an assertion takes from the program.
+
+    They are the names that neither Python, an import nor the test itself defines.
 
     A test may call a function that is also built into Python (`assert sum(10, 15) == 6`). If an assertion has
     no other name, the tested function is the one built-in function that it calls, apart from those that
@@ -284,8 +285,10 @@ def _free_names(node: ast.AST, bound: frozenset[str]) -> Iterator[str]:
 
 
 def _bound_by(node: ast.AST) -> frozenset[str]:
-    """Return the names that an expression binds itself: the targets of a comprehension, the parameters of a
-    lambda."""
+    """Return the names that an expression binds itself.
+
+    These are the targets of a comprehension and the parameters of a lambda.
+    """
     match node:
         case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
             return frozenset(

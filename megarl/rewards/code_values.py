@@ -36,8 +36,10 @@ _CONSTRUCTED = {
 
 
 class Opaque:
-    """A value whose type cannot be encoded. It equals only itself, and its truth value is the one that the
-    program reported."""
+    """A value whose type cannot be encoded.
+
+    It equals only itself, and its truth value is the one that the program reported.
+    """
 
     def __init__(self, truth: bool, call: Callable[..., Any] | None = None) -> None:
         self._truth = truth

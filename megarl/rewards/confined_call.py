@@ -1,5 +1,6 @@
-"""Calls a reward function for one sample in a separate, confined process that ends with the call, so that
-samples cannot see or affect each other.
+"""Calls a reward function for one sample in a separate, confined process.
+
+The process ends with the call, so that samples cannot see or affect each other.
 
 The process is forked from the one that has loaded the function, so a call costs a few milliseconds and no
 imports.

@@ -1,5 +1,7 @@
-"""The code of a reward process: it loads the functions once and scores one sample at a time. It does not
-import torch."""
+"""The code of a reward process: it loads the functions once and scores one sample at a time.
+
+It does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,9 @@ class RewardFunctionError(HintedError, UserFunctionError):
 
 
 def load_reward_function(path: str, name: str) -> RewardFunction:
-    """Load a function that is called with the four keywords of ARGUMENTS, and with TURNS if it has that
-    parameter.
+    """Load a reward function.
+
+    It will be called with the four keywords of ARGUMENTS, and with TURNS if it has that parameter.
 
     Raises:
         RewardFunctionError: See load_function.
@@ -77,8 +80,9 @@ class ScoreRequest(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of all functions for one sample. With an `error`, the score is a meaningless 0 and all other
-    fields are empty.
+    """The result of all functions for one sample.
+
+    With an `error`, the score is a meaningless 0 and all other fields are empty.
 
     Attributes:
         score: The weighted sum of the functions' scores.
@@ -122,8 +126,10 @@ _load_error: str | None = None
 
 
 def start(configs: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig, time_limit_s: float) -> None:
-    """Initialize a process of the pool. This never raises, because the pool would then start processes
-    forever; see `load_error`."""
+    """Initialize a process of the pool.
+
+    This never raises, because the pool would then start processes forever; see `load_error`.
+    """
     global _limits, _load_error
     _die_with_parent()
     set_sample_limit(time_limit_s)
@@ -154,8 +160,10 @@ def start(configs: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig,
 
 
 def _die_with_parent() -> None:
-    """Let the kernel send SIGKILL to this process when the thread that started it ends, and so whenever the
-    owner of the pool ends."""
+    """Let the kernel send SIGKILL to this process when the thread that started it ends.
+
+    This happens whenever the owner of the pool ends.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         parent = multiprocessing.parent_process()
@@ -209,8 +217,11 @@ def score(request: ScoreRequest) -> Outcome:
 
 
 def function_labels(configs: Sequence[RewardFunctionConfig]) -> list[str]:
-    """Return the name of each function in messages and metrics: its own name, or `<file>.<name>` if there are
-    several functions, followed by its position if that is not unique."""
+    """Return the name of each function in messages and metrics.
+
+    If there are several functions, the name is `<file>.<name>`, followed by its position if that is not
+    unique.
+    """
     if len(configs) == 1:
         return [configs[0].name]
     labels = [f"{Path(config.path).stem}.{config.name}" for config in configs]
@@ -305,8 +316,10 @@ def _number(value: Any) -> float | None:
 
 
 def _shown(value: Any) -> str:
-    """Return the beginning of the value's text. Python does not print integers with more than a few thousand
-    digits."""
+    """Return the beginning of the value's text.
+
+    Python does not print integers with more than a few thousand digits.
+    """
     if isinstance(value, int) and value.bit_length() > 1000:
         return f"of {value.bit_length()} bits"
     return repr(value)[:60]

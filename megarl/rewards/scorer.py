@@ -49,8 +49,10 @@ class ScoreError:
 
 
 class ScoreReport(NamedTuple):
-    """The scores of a batch, in the order of the requests; see Outcome. A sample with an error scores 0, also
-    for each function."""
+    """The scores of a batch, in the order of the requests; see Outcome.
+
+    A sample with an error scores 0, also for each function.
+    """
 
     scores: list[float]
     numbers: list[dict[str, float]]
@@ -80,8 +82,10 @@ class BegunScore(NamedTuple):
 
 
 class RewardError(RunError):
-    """More samples of a batch failed than `reward.max_error_rate` allows. The message shows the first of
-    them."""
+    """More samples of a batch failed than `reward.max_error_rate` allows.
+
+    The message shows the first of them.
+    """
 
     hint = FIX_THE_FUNCTION
 
@@ -165,8 +169,9 @@ class RewardScorer:
         ]
 
     def run(self, function: Callable[[ScoreRequest], Result], request: ScoreRequest) -> Future[Result]:
-        """Call a function of megarl in a process that has loaded the reward functions, within the time limit
-        of a sample.
+        """Call a function of megarl in a process that has loaded the reward functions.
+
+        The call has the time limit of a sample.
 
         The future raises TimeoutError if the call takes too long, and ProcessExpired if its process dies.
         """
@@ -244,8 +249,10 @@ class RewardScorer:
         return pool
 
     def _is_done_in_time(self, loading: Future[str | None]) -> bool:
-        """Wait for the first load, for at most `start_time_limit_s` seconds, not counting time in which no
-        process could get a core."""
+        """Wait for the first load, for at most `start_time_limit_s` seconds.
+
+        Time in which no process could get a core does not count.
+        """
         start_s = time.monotonic()
         while not wait([loading], timeout=_LOOK_S).done:
             workers = [
@@ -268,8 +275,11 @@ class RewardScorer:
         outcomes: dict[int, Outcome],
         errors: list[ScoreError],
     ) -> list[int]:
-        """Fill in outcomes and errors. Returns the samples that the pool did not reach because it broke, for
-        example because an idle process was killed."""
+        """Fill in outcomes and errors.
+
+        Returns the samples that the pool did not reach because it broke, for example because an idle process
+        was killed.
+        """
         new = [index for index in waiting if index not in begun]
         futures = {**begun, **dict(zip(new, self.begin([requests[index] for index in new]), strict=True))}
         unscored = []
@@ -294,10 +304,10 @@ class RewardScorer:
         return unscored
 
     def _consistent(self, request: ScoreRequest, outcome: Outcome) -> Outcome:
-        """Return the outcome, or an error if a function returned an `answer` for this sample but not for
-        others of its data source, or vice versa.
+        """Return the outcome, or an error if its `answer` is inconsistent within its data source.
 
-        `maj@k` is computed for functions that return answers, so this must not depend on the sample.
+        A function must return an answer for all samples of a data source or for none. `maj@k` is computed for
+        functions that return answers, so this must not depend on the sample.
         """
         # The first sample of a data source decides for all of them.
         declared = self._has_answer.setdefault(request.data_source, outcome.has_answer)

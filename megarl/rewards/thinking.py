@@ -7,8 +7,9 @@ CLOSES = "</think>"
 
 
 def outside_thinking(response: str) -> str:
-    """Return the text after the last `</think>`, which closes what the response or its chat template has
-    opened.
+    """Return the text after the last `</think>`.
+
+    That tag closes the thinking that the response or its chat template has opened.
 
     The result is empty if the response starts thinking and does not finish.
     """

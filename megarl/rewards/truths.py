@@ -122,8 +122,10 @@ class Trial(NamedTuple):
 
     @property
     def gain(self) -> float | None:
-        """The score of the ground truth minus that of an empty response, from the function whose form it has;
-        None if it is unknown."""
+        """The score of the ground truth minus that of an empty response; None if it is unknown.
+
+        The score is that of the function whose form the response has.
+        """
         outcome = self.outcome
         empty = self.empty
         if outcome is None or outcome.error or isinstance(empty, Unfinished) or empty.error:
@@ -202,8 +204,10 @@ def is_null(truth: Any) -> bool:
 
 
 def reads_truth(function: Callable[..., Any]) -> bool:
-    """Return whether the code of a function uses its argument `ground_truth`; True if that cannot be
-    determined."""
+    """Return whether the code of a function uses its argument `ground_truth`.
+
+    The result is True if that cannot be determined.
+    """
     code = getattr(function, "__code__", None)
     if code is None or "ground_truth" not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
         return True  # one of its keyword arguments
@@ -264,8 +268,10 @@ def _result_of(future: Future[Any], scorer: RewardScorer) -> Any:
 
 
 def refused(trials: Iterable[Trial]) -> dict[str, list[str]]:
-    """Return the reasons why ground truths are refused, by file: a line for each row. Scoring failures are
-    not included."""
+    """Return the reasons why ground truths are refused, by file: a line for each row.
+
+    Scoring failures are not included.
+    """
     lines: dict[str, list[str]] = {}
     for trial in trials:
         if (refusal := _refusal_of(trial)) is not None:
@@ -293,8 +299,9 @@ def _refusal_of(trial: Trial) -> str | None:
 
 
 def problem_with(trial: Trial, full_marks: float) -> str | None:
-    """Return a line about a ground truth that does not get the full score as a response, or whose empty
-    response scores above 0; None if there is no problem.
+    """Return a line about a problem with a ground truth, or None.
+
+    The ground truth does not get the full score as a response, or its empty response scores above 0.
 
     A ground truth from which no response can be derived must only be readable.
     """
@@ -314,8 +321,7 @@ def _line(trial: Trial, problem: str) -> str:
 
 
 def worthless(trials: Iterable[Trial]) -> list[Trial]:
-    """Return the trials in which the plain text of the ground truth scores no better than an empty
-    response."""
+    """Return the trials in which the text of the ground truth scores no better than an empty response."""
     return [
         trial
         for trial in trials
@@ -341,8 +347,10 @@ def keys_by_source(trials: Iterable[Trial]) -> dict[str, RewardKeys]:
 
 
 def mixed_answers(trials: Iterable[Trial]) -> dict[str, tuple[str, str]]:
-    """Return the data sources for which functions return the key "answer" for only some samples, each with a
-    sample that has it and one that does not."""
+    """Return the data sources for which functions return the key "answer" for only some samples.
+
+    Each is returned with a sample that has it and one that does not.
+    """
     seen: dict[str, dict[tuple[bool, ...], str]] = {}
     for trial in trials:
         for outcome, what in ((trial.outcome, "ground truth"), (trial.empty, "empty response")):

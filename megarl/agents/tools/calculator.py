@@ -35,8 +35,11 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 def calculator(expression: Annotated[str, "such as (3 + 4) * 2 or sqrt(2) ** 3"]) -> str:
-    """Calculates with + - * / // % **, parentheses, sqrt, exp, log, log2, log10, sin, cos, tan, floor, ceil,
-    gcd, abs, round, min, max, pi and e."""
+    """Calculates an arithmetic expression.
+
+    It may contain + - * / // % **, parentheses, sqrt, exp, log, log2, log10, sin, cos, tan, floor, ceil, gcd,
+    abs, round, min, max, pi and e.
+    """
     if len(expression) > _MAX_LENGTH:
         raise ValueError(f"the expression has {len(expression)} characters, the maximum is {_MAX_LENGTH}")
     try:

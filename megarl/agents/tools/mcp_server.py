@@ -163,15 +163,19 @@ class McpServer:
             raise self._gone(error) from error
 
     def _leave(self, connection: asyncio.Task[None]) -> None:
-        """End a connection and any server that it started. A newer connection made by another call stays
-        open."""
+        """End a connection and any server that it started.
+
+        A newer connection made by another call stays open.
+        """
         connection.cancel()
         if self._connection is connection:
             self._connection = None
 
     async def _hold(self, connected: asyncio.Future[Client]) -> None:
-        """Open the connection and keep it until this task is cancelled, because a connection must be closed
-        by the task that opened it."""
+        """Open the connection and keep it until this task is cancelled.
+
+        A connection must be closed by the task that opened it.
+        """
         try:
             async with self._new_client() as client:
                 connected.set_result(client)

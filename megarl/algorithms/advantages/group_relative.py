@@ -1,5 +1,7 @@
-"""Group-relative estimators, which compare the outcomes of the samples of a prompt. All tokens of a sample
-get the same advantage. The outcome of a sample is the sum of its rewards."""
+"""Group-relative estimators, which compare the outcomes of the samples of a prompt.
+
+All tokens of a sample get the same advantage. The outcome of a sample is the sum of its rewards.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def grpo_pass_k(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """Leave-one-out baseline of the max@k objective: max over the group - max over the others of the group
-    (Tang et al. 2025, arXiv 2503.19595). k is the size of the group.
+    """Leave-one-out baseline of the max@k objective (Tang et al. 2025, arXiv 2503.19595).
+
+    The advantage is the max over the group - the max over the others of the group. k is the size of the
+    group.
 
     The advantage is 0 for all samples except a unique best one, and so for all samples if two share the best
     outcome. With `normalize_by_std` it is divided by the group's standard deviation + 1e-6, which the paper
@@ -62,9 +66,9 @@ def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """OPO: outcome - sum(length x outcome) / sum(length) over the samples with the same uid (Hao et al. 2025,
-    arXiv 2505.23585). This baseline has minimal variance if the squared norm of the gradient grows with the
-    length.
+    """OPO: outcome - sum(length x outcome) / sum(length) over the group (Hao et al. 2025, arXiv 2505.23585).
+
+    This baseline has minimal variance if the squared norm of the gradient grows with the length.
 
     The length counts valid tokens. A group of size 1 is its own baseline and gets zero advantage.
     """
@@ -77,8 +81,9 @@ def opo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def gpg(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """GPG: alpha (outcome - mean of the group), with alpha = B / (B - M) (Chu et al. 2025, arXiv 2504.02546,
-    with F_norm = 1). Use it with the policy loss gpg.
+    """GPG: alpha (outcome - mean of the group), alpha = B / (B - M) (Chu et al. 2025, arXiv 2504.02546).
+
+    F_norm is 1. Use it with the policy loss gpg.
 
     M is the number of samples in groups with identical outcomes, which contribute to the denominator of the
     gradient but not to the gradient itself. A group of size 1 counts as such and gets zero advantage. If all
@@ -94,9 +99,11 @@ def gpg(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """REINFORCE++-baseline: outcome - mean of the prompt's samples, then whitened over all valid tokens of
-    the batch (Hu 2025, arXiv 2501.03262, the variant for several samples per prompt). Groups of size 1 are 0
-    before whitening."""
+    """REINFORCE++-baseline: outcome - mean of the group, then whitened (Hu 2025, arXiv 2501.03262).
+
+    This is the paper's variant for several samples per prompt. The whitening is over all valid tokens of the
+    batch. Groups of size 1 are 0 before it.
+    """
     centred = inputs.groups.deviation(inputs.outcomes)
     # The outcome applies to each token of its sample, so lengths weight the mean and the variance.
     lengths = inputs.lengths
@@ -108,8 +115,10 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AdvantageConfi
 
 
 def gdpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """GDPO: sum_k w_k (s_k - mean of s_k) / (standard deviation of s_k + 1e-6) over the group, then the same
-    normalization over all samples of the batch (Liu et al. 2026, arXiv 2601.05242).
+    """Normalize the score of each reward function separately: GDPO (Liu et al. 2026, arXiv 2601.05242).
+
+    The advantage is sum_k w_k (s_k - mean of s_k) / (standard deviation of s_k + 1e-6) over the group,
+    followed by the same normalization over all samples of the batch.
 
     It reads `score_parts`, not the rewards, so a KL penalty must be part of the loss. The second
     normalization is over samples, as in the paper, not over tokens. Groups of size 1 are 0 before it; samples

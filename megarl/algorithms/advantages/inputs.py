@@ -65,8 +65,10 @@ class AdvantageInputs:
         return Groups.of(self.uid, self.lengths > 0)
 
     def on_every_token(self, per_row: Tensor) -> Advantages:
-        """Assign the advantage of each row (B,) to its valid tokens, and 0 elsewhere. Without a critic, the
-        returns are the advantages."""
+        """Assign the advantage of each row (B,) to its valid tokens, and 0 elsewhere.
+
+        Without a critic, the returns are the advantages.
+        """
         advantages = on_every_token(per_row, self.response_mask)
         return Advantages(advantages, advantages)
 

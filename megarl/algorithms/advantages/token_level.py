@@ -72,8 +72,10 @@ def gae(
 
 
 def whitened_gae(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """PPO for language models: GAE advantages whitened over the valid tokens of the whole batch; the returns
-    are not whitened (Ouyang et al. 2022)."""
+    """PPO for language models: whitened GAE advantages (Ouyang et al. 2022).
+
+    The whitening is over the valid tokens of the whole batch. The returns are not whitened.
+    """
     values = needed(inputs.values, "gae", "the critic's `values`", "use grpo to train without a critic")
     advantages, returns = gae(
         inputs.token_level_rewards, values, inputs.response_mask, config.gamma, config.lam
@@ -82,8 +84,9 @@ def whitened_gae(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """REINFORCE++: discounted rewards-to-go, whitened over all valid tokens of the batch (Hu 2025, arXiv
-    2501.03262).
+    """REINFORCE++: discounted rewards-to-go, whitened over the batch (Hu 2025, arXiv 2501.03262).
+
+    The whitening is over all valid tokens of the batch.
 
     With the KL penalty in the reward, as in the paper, the return of a token includes its own penalty and
     those of later tokens. Returns are the rewards-to-go before whitening.
@@ -113,8 +116,9 @@ def remax(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """Optimal token baseline: G_t - B_t, with B_t = sum_i G_it W_it / sum_i W_it over the samples of a prompt
-    that have a token t (Li et al. 2026, arXiv 2602.07078).
+    """Optimal token baseline: G_t - B_t (Li et al. 2026, arXiv 2602.07078).
+
+    B_t = sum_i G_it W_it / sum_i W_it over the samples of a prompt that have a token t.
 
     G are the rewards-to-go, which are also the returns. W_it = sum over j <= t of 1 - 2 p_ij + sum_v p_ijv^2,
     the squared norm of the gradient with respect to the logits, accumulated along the response.
@@ -143,8 +147,10 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> 
 def _of_whole_groups(
     rewards: Tensor, mask: Tensor, log_probs: Tensor, squares: Tensor, index: Tensor
 ) -> _Block:
-    """Compute a block of whole groups. `index` (b,) is the group number of each row, ascending from 0; the
-    other arguments are (b, R)."""
+    """Compute a block of whole groups.
+
+    `index` (b,) is the group number of each row, ascending from 0; the other arguments are (b, R).
+    """
     slots = front_slots(mask)
     num_groups = int(index[-1]) + 1
     returns = _rewards_to_go(masked(rewards, mask), slots, gamma=1.0)
@@ -239,8 +245,10 @@ def discounted_suffix_sums(x: Tensor, discount: float) -> Tensor:
 
 
 def _suffix_sums_by_doubling(x: Tensor, discount: float) -> Tensor:
-    """Compute discounted_suffix_sums of x, overwriting x. Each pass doubles the number of tokens in the sum
-    of a token."""
+    """Compute discounted_suffix_sums of x, overwriting x.
+
+    Each pass doubles the number of tokens in the sum of a token.
+    """
     sums = x
     longer = torch.empty_like(x)
     span = 1

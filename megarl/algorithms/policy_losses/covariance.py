@@ -1,5 +1,7 @@
-"""Policy losses that treat tokens with a high covariance of log-prob and advantage separately, because these
-reduce the policy's entropy the most (Cui et al. 2025, arXiv 2505.22617)."""
+"""Policy losses that treat tokens with a high covariance of log-prob and advantage separately.
+
+These tokens reduce the policy's entropy the most (Cui et al. 2025, arXiv 2505.22617).
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,10 @@ def clip_cov(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 def select_for_clip_cov(
     columns: Mapping[str, Column], mask: Column, config: PolicyLossConfig, seed: int
 ) -> dict[str, Column]:
-    """Select tokens for clip_cov: `covariance.share` of the mini-batch's tokens, drawn uniformly from those
-    whose covariance is between `covariance.low` and `covariance.high`.
+    """Select tokens for clip_cov.
+
+    `covariance.share` of the mini-batch's tokens are drawn uniformly from those whose covariance is between
+    `covariance.low` and `covariance.high`.
 
     Returns:
         `selected_tokens`, (B, R) bool.
@@ -57,8 +61,9 @@ def select_for_clip_cov(
 
 
 def kl_cov(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """KL-Cov: -ratio A, plus kl_coefficient |new - old| for the selected tokens. The distance is that of the
-    authors' code.
+    """KL-Cov: -ratio A, plus kl_coefficient |new - old| for the selected tokens.
+
+    The distance is that of the authors' code.
 
     The ratio is not clipped. `bounded` marks the selected tokens.
     """
@@ -70,8 +75,9 @@ def kl_cov(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 def select_for_kl_cov(
     columns: Mapping[str, Column], mask: Column, config: PolicyLossConfig, seed: int
 ) -> dict[str, Column]:
-    """Select tokens for kl_cov: the `covariance.share` of the mini-batch's tokens with the largest
-    covariance.
+    """Select tokens for kl_cov.
+
+    The selected tokens are the `covariance.share` of the mini-batch's tokens with the largest covariance.
 
     Returns:
         `selected_tokens`, (B, R) bool.
@@ -91,8 +97,10 @@ def _selected(tokens: Tensor, mask: Column) -> dict[str, Column]:
 
 
 def token_covariance(columns: Mapping[str, Column], mask: Column) -> Column:
-    """Return (log p - mean log p) (A - mean A) of `old_log_probs` and `advantages`, (B, R), with means over
-    the valid tokens of the mini-batch; 0 in masked slots.
+    """Return (log p - mean log p) (A - mean A) of each token, (B, R).
+
+    log p are the `old_log_probs` and A the `advantages`, with means over the valid tokens of the mini-batch.
+    Masked slots are 0.
 
     Its mean is the covariance of log-prob and advantage. A policy gradient step reduces the entropy in
     proportion to it.

@@ -17,8 +17,10 @@ from megarl.config.schema import PolicyLossConfig
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyInputs:
-    """The inputs of a policy loss, all (b, R), with 0 (or False) in masked slots. Use `of` to create it,
-    which ensures this."""
+    """The inputs of a policy loss, all (b, R), with 0 (or False) in masked slots.
+
+    Use `of` to create it, which ensures this.
+    """
 
     log_probs: Tensor  # of the trained policy, with the autograd graph
     old_log_probs: Tensor
@@ -62,8 +64,10 @@ class PolicyInputs:
         return exp_ratio(self.log_ratio)
 
     def row_mean(self, x: Tensor) -> Tensor:
-        """Return the mean of x, which is 0 in masked slots, over each row's valid tokens, (b, 1); 0 for a row
-        without any."""
+        """Return the mean of x over each row's valid tokens, (b, 1).
+
+        x must be 0 in masked slots. The mean is 0 for a row without valid tokens.
+        """
         return x.sum(dim=1, keepdim=True) / self.mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 

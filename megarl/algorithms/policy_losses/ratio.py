@@ -1,5 +1,8 @@
-"""Policy losses based on the ratio of new to old probability, clipped per token, averaged over a response, or
-limited in another way; and the loss gpg, which has no ratio."""
+"""Policy losses based on the ratio of new to old probability.
+
+The ratio is clipped per token, averaged over a response, or limited in another way. The loss gpg has no
+ratio.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,9 @@ def ppo_clip(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 
 
 def gspo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """GSPO: the PPO surrogate with s = exp(mean over the response's tokens of new - old) instead of each
-    token's ratio (Zheng et al. 2025, arXiv 2507.18071, eqs. 5 to 7). With the aggregation
+    """GSPO: the PPO surrogate with a ratio per response (Zheng et al. 2025, arXiv 2507.18071, eqs. 5 to 7).
+
+    The ratio is s = exp(mean over the response's tokens of new - old). With the aggregation
     sequence_mean_token_mean, the loss of a row is the paper's.
 
     The implementation is GSPO-token (eqs. 13 and 14), s_t = sg[s] exp(new_t - sg[new_t]). It has the same
@@ -51,8 +55,10 @@ def gspo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 
 
 def gmpo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """GMPO: -A exp(mean over the response's tokens of the clipped log-ratio), for each of its tokens (Zhao et
-    al. 2025, arXiv 2507.20673). With the aggregation sequence_mean_token_mean this is the paper's loss.
+    """GMPO: the geometric mean of the clipped ratios of a response (Zhao et al. 2025, arXiv 2507.20673).
+
+    The loss of each token is -A exp(mean over the response's tokens of the clipped log-ratio). With the
+    aggregation sequence_mean_token_mean this is the paper's loss.
 
     The log-ratio is at most clip_high if A > 0 and at least -clip_low if A < 0 (0.4 for both in the paper). A
     is the response's: the mean of its tokens' advantages. `bounded` marks tokens whose log-ratio is clipped,
@@ -70,8 +76,9 @@ def gmpo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 
 
 def cispo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """CISPO: -sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A log p (MiniMax 2025, arXiv 2506.13585; sg is
-    stop-gradient).
+    """CISPO: -sg[clip(ratio, 1 - clip_low, 1 + clip_high)] A log p (MiniMax 2025, arXiv 2506.13585).
+
+    sg is stop-gradient.
 
     The paper has no lower bound, which corresponds to a clip_low near 1. `bounded` marks tokens whose weight
     is clipped.
@@ -96,15 +103,19 @@ def sapo(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
 
 
 def dppo_tv(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """DPPO with the total variation |p_new - p_old| of the binary distribution "the sampled token or another"
-    as the distance, see `_dppo`."""
+    """DPPO with the total variation |p_new - p_old| as the distance, see `_dppo`.
+
+    The total variation is that of the binary distribution "the sampled token or another".
+    """
     distance = (inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()).abs()
     return _dppo(inputs, config, distance)
 
 
 def dppo_kl(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """DPPO with KL(old || new) of the binary distribution "the sampled token or another" as the distance, see
-    `_dppo`."""
+    """DPPO with KL(old || new) as the distance, see `_dppo`.
+
+    The divergence is that of the binary distribution "the sampled token or another".
+    """
     new = inputs.log_probs.detach()
     old = inputs.old_log_probs
     others = _log_of_others(old)
@@ -142,8 +153,10 @@ def _dppo(inputs: PolicyInputs, config: PolicyLossConfig, distance: Tensor) -> T
 
 
 def gpg(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """GPG: -A log p, without a ratio (Chu et al. 2025, arXiv 2504.02546). It is correct for one update per
-    batch. No token is `bounded`."""
+    """GPG: -A log p, without a ratio (Chu et al. 2025, arXiv 2504.02546).
+
+    It is correct for one update per batch. No token is `bounded`.
+    """
     return TokenLosses(-inputs.advantages * inputs.log_probs, torch.zeros_like(inputs.mask))
 
 

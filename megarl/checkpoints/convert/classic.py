@@ -1,5 +1,6 @@
-"""Reads Megatron's classic checkpoint, which has one file per tensor- and pipeline-parallel rank, as a
-`ModelSource`.
+"""Reads Megatron's classic checkpoint as a `ModelSource`.
+
+The checkpoint has one file per tensor- and pipeline-parallel rank:
 
 mp_rank_01/model_optim_rng.pt          tensor-parallel rank 1
 mp_rank_01_002/model_optim_rng.pt      tensor-parallel rank 1 of pipeline stage 2
@@ -100,8 +101,10 @@ def open_classic(
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """A virtual pipeline stage on one tensor-parallel rank. `names` maps names in the tables, with global
-    layer numbers, to names in the file."""
+    """A virtual pipeline stage on one tensor-parallel rank.
+
+    `names` maps names in the tables, with global layer numbers, to names in the file.
+    """
 
     file: RankFile
     chunk: int
@@ -323,8 +326,10 @@ def _open(stage: _Stage, weight: Weight, view: tuple[int, ...], slices: tuple[sl
 
 
 def _check_copies(stages: Sequence[_Stage], architecture: Architecture, head: Head) -> None:
-    """Check that weights stored by several ranks are equal: norms, a value head, and the tied embedding on
-    the last stage."""
+    """Check that weights stored by several ranks are equal.
+
+    These are norms, a value head, and the tied embedding on the last stage.
+    """
     first: dict[tuple[str, tuple[int, ...]], tuple[_Stage, Weight, torch.Tensor]] = {}
     for stage in stages:
         for weight in held_weights(architecture, stage.layout, head):

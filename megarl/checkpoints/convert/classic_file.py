@@ -1,5 +1,7 @@
-"""Reads one rank's file of Megatron's classic checkpoint (`mp_rank_00_001/model_optim_rng.pt`) without
-running its pickle."""
+"""Reads one rank's file of Megatron's classic checkpoint without running its pickle.
+
+An example is `mp_rank_00_001/model_optim_rng.pt`.
+"""
 
 from __future__ import annotations
 

@@ -43,8 +43,9 @@ _BEFORE_EXPERTS = "pre_mlp_layernorm.weight"  # a separate module if experts fol
 
 
 class StoredSlice(NamedTuple):
-    """The location of a weight in the checkpoint: index `leading` of the first dimensions of the tensor
-    `key`, whose sizes are `sizes`.
+    """The location of a weight in the checkpoint.
+
+    The weight is at index `leading` of the first dimensions of the tensor `key`, whose sizes are `sizes`.
 
     Identical layers are stacked along a first dimension, and the experts of a layer along the next.
     """
@@ -117,8 +118,9 @@ def _without_training_state(index: TorchDistIndex) -> dict[str, DistributedTenso
 def open_distributed(
     folder: Path, companions: Path, trust_remote_code: bool = False, check_contents: bool = True
 ) -> ModelSource:
-    """Open a distributed checkpoint. If the folder has megarl's manifest, `check_contents` also compares
-    checksums.
+    """Open a distributed checkpoint.
+
+    If the folder has megarl's manifest, `check_contents` also compares checksums.
 
     Raises:
         CheckpointError: Names the file and tensor.
@@ -179,8 +181,11 @@ def open_distributed(
 
 
 def _check_unlisted(index: TorchDistIndex, keys: Iterable[str]) -> None:
-    """Check a folder without a manifest: the weights against the checksums that torch.save computed, and
-    `common.pt` for code."""
+    """Check a folder without a manifest.
+
+    The weights are compared with the checksums that torch.save computed, and `common.pt` must not contain
+    code.
+    """
     if (index.folder / COMMON_FILE).exists():
         refuse_code(index.folder / COMMON_FILE)
     chunks = [(key, chunk) for key in sorted(keys) for chunk in index.tensors[key].chunks]
@@ -191,8 +196,10 @@ def _check_unlisted(index: TorchDistIndex, keys: Iterable[str]) -> None:
 def _find(
     folder: Path, architecture: Architecture, model: dict[str, DistributedTensor], prefix: str, weight: Weight
 ) -> StoredSlice:
-    """Return where a weight is stored. Layers may be stacked or separate, and norms may be named without
-    Transformer Engine."""
+    """Return where a weight is stored.
+
+    Layers may be stacked or separate, and norms may be named without Transformer Engine.
+    """
     candidates = [stored_slice(architecture, weight)]
     if weight.layer is not None:
         stacked, own = _places(architecture, weight)
@@ -281,8 +288,10 @@ def _check_shape(
 def view_regions(
     view: tuple[int, ...], shape: tuple[int, ...], tensor_slice: TensorSlice
 ) -> Iterator[TensorSlice]:
-    """Yield the slices of a view that correspond to a slice of a tensor of `shape`, in row order. `view`
-    splits the rows."""
+    """Yield the slices of a view that correspond to a slice of a tensor of `shape`, in row order.
+
+    `view` splits the rows.
+    """
     num_leading = len(view) - len(shape) + 1
     for leading in range_slices(view[:num_leading], tensor_slice.starts[0], tensor_slice.stops[0]):
         yield TensorSlice(

@@ -190,8 +190,11 @@ class PlannedItem:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedFile:
-    """A file written by one thread. `objects` are the keys of the extra states that Megatron stores with the
-    tensors of a layer, which are empty, in this order."""
+    """A file written by one thread.
+
+    `objects` are the keys of the extra states that Megatron stores with the tensors of a layer, which are
+    empty, in this order.
+    """
 
     name: str
     items: tuple[PlannedItem, ...]
@@ -205,8 +208,10 @@ def plan_distributed(
     dtype: torch.dtype,
     max_item_bytes: int = MAX_ITEM_BYTES,
 ) -> tuple[PlannedFile, ...]:
-    """Plan the files of each tensor-parallel rank of each pipeline stage. Raises ValueError if the layout
-    cannot divide the model."""
+    """Plan the files of each tensor-parallel rank of each pipeline stage.
+
+    Raises ValueError if the layout cannot divide the model.
+    """
     ranks = model_layouts(
         architecture,
         tensor_parallel_size=layout.tensor_parallel_size,
@@ -306,8 +311,11 @@ def _slices(weight: Weight, layout: ShardLayout, max_volume: int) -> Iterator[Te
 def _place(
     architecture: Architecture, weight: Weight, layout: ShardLayout, tensor_slice: TensorSlice
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of the whole tensor, the position of the slice's first element in it, and the shape of
-    the slice's chunk."""
+    """Return the location of a slice in the whole tensor.
+
+    The result contains the shape of the whole tensor, the position of the slice's first element in it, and
+    the shape of the slice's chunk.
+    """
     size, rank = layout.cut_of(weight)
     view = shard_view(weight, layout)
     num_trailing = len(weight.tensors[0].shape) - 1

@@ -1,5 +1,8 @@
-"""Reads a Hugging Face folder as a `ModelSource` with memory-mapped safetensors, and writes one with index,
-configuration, tokenizer and chat template."""
+"""Reads and writes Hugging Face folders.
+
+Reading returns a `ModelSource` with memory-mapped safetensors. Writing adds index, configuration, tokenizer
+and chat template.
+"""
 
 from __future__ import annotations
 

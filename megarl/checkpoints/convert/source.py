@@ -18,8 +18,10 @@ from megarl.weights.tensors import TensorSlice
 
 @dataclass(frozen=True, kw_only=True)
 class StoredPiece:
-    """The elements `place` of a tensor in the view `HFTensor.view`. `open` memory-maps them, so only accessed
-    elements are read."""
+    """The elements `place` of a tensor in the view `HFTensor.view`.
+
+    `open` memory-maps them, so only accessed elements are read.
+    """
 
     place: TensorSlice
     open: Callable[[], torch.Tensor]
@@ -38,8 +40,10 @@ class SourceTensor:
         return prod(self.hf.shape) * self.dtype.itemsize
 
     def fill(self, target: torch.Tensor, place: TensorSlice) -> None:
-        """Copy the elements `place` into `target` (place.shape), converting them to its dtype. Raises
-        CheckpointError if the dtype cannot represent them."""
+        """Copy the elements `place` into `target` (place.shape), converting them to its dtype.
+
+        Raises CheckpointError if the dtype cannot represent them.
+        """
         for piece in self.pieces:
             if (common := piece.place.intersect(place)) is not None:
                 source = piece.open()[common.relative_to(piece.place.starts).index]
@@ -53,8 +57,9 @@ class SourceTensor:
     def block(
         self, place: TensorSlice, dtype: torch.dtype, room: Callable[..., torch.Tensor] = torch.empty
     ) -> torch.Tensor:
-        """Return the elements `place`, contiguous. They are memory-mapped if they are stored that way, else
-        copied into `room(shape, dtype=...)`.
+        """Return the elements `place`, contiguous.
+
+        They are memory-mapped if they are stored that way, else copied into `room(shape, dtype=...)`.
 
         Raises:
             CheckpointError: See `fill`.
@@ -126,8 +131,10 @@ def checked_tensors(
     dtypes: Mapping[str, torch.dtype],
     pieces: Mapping[str, list[StoredPiece]],
 ) -> dict[str, SourceTensor]:
-    """Build the tensors of a model. Raises CheckpointError unless the pieces contain each element exactly
-    once."""
+    """Build the tensors of a model.
+
+    Raises CheckpointError unless the pieces contain each element exactly once.
+    """
     tensors = {}
     for weight in weights_of(architecture, head):
         if weight.is_copy:

@@ -1,5 +1,8 @@
-"""The mechanics of a conversion: several threads copy blocks with little memory until all are done or one
-fails. The target folder is new and complete, or does not exist, and disk errors are reported in one line."""
+"""The mechanics of a conversion.
+
+Several threads copy blocks with little memory until all are done or one fails. The target folder is new and
+complete, or does not exist, and disk errors are reported in one line.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +48,10 @@ def bytes_of(block: torch.Tensor) -> memoryview:
 
 
 def in_turns(jobs_of_files: Iterable[Iterable[Job]]) -> list[Job]:
-    """Interleave the jobs of several files, because threads that write the same file block each other in the
-    kernel."""
+    """Interleave the jobs of several files.
+
+    Threads that write the same file block each other in the kernel.
+    """
     return [job for jobs in zip_longest(*jobs_of_files) for job in jobs if job is not None]
 
 
@@ -64,8 +69,10 @@ class Workers:
         self._own = threading.local()
 
     def check(self) -> None:
-        """End the calling job if another has failed or the user has interrupted. Jobs call this between
-        blocks."""
+        """End the calling job if another has failed or the user has interrupted.
+
+        Jobs call this between blocks.
+        """
         if self._stop.is_set():
             raise _Stopped
 
@@ -113,8 +120,9 @@ class Written:
 
 @contextmanager
 def new_folder(folder: Path, nbytes: int) -> Iterator[Path]:
-    """Yield an empty folder next to `folder`, which is renamed to `folder` if the block ends without an
-    error, and removed otherwise.
+    """Yield an empty folder next to `folder`, which becomes `folder`.
+
+    It is renamed if the block ends without an error, and removed otherwise.
 
     Raises:
         CheckpointError: `folder` is not empty, fewer than `nbytes` bytes are free, or the disk refuses a

@@ -168,8 +168,10 @@ class _Tally:
 
 
 def _narrower(left: torch.dtype, right: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Return the dtypes in which two tensors are compared. Neither of float16 and bfloat16 contains the
-    other, so either may have been converted from the other."""
+    """Return the dtypes in which two tensors are compared.
+
+    Neither of float16 and bfloat16 contains the other, so either may have been converted from the other.
+    """
     if left.itemsize == right.itemsize:
         return (left,) if left == right else (left, right)
     return (min(left, right, key=lambda dtype: dtype.itemsize),)
