@@ -24,7 +24,7 @@ def test_calls_in_their_order_with_and_without_line_breaks() -> None:
         ("<tool_call>[1]</tool_call>", "expected"),
         ('<tool_call>{"name": 3}</tool_call>', "expected"),
         ('<tool_call>{"name": "price", "parameters": {}}</tool_call>', "'parameters' is not allowed next to"),
-        ('<tool_call>{"name": "price", "arguments": {"item": NaN}}</tool_call>', "NaN is no number"),
+        ('<tool_call>{"name": "price", "arguments": {"item": NaN}}</tool_call>', "NaN is not a JSON number"),
         ('<tool_call>{"name": "price", "arguments": {"item": 1, "item": 2}}</tool_call>', "twice"),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "it is not JSON"),
         ('<tool_call>{"name": "price"}', "</tool_call> is missing"),

@@ -264,7 +264,7 @@ def test_no_text_of_a_tool_or_of_the_model_ends_the_run_because_it_cannot_be_enc
     environment = ToolEnvironment(tools, CallLimits())
     spelled = call("echo", '{"text": "\\ud83d"}')
     assert (
-        "unreadable): the call could not be read: it is not JSON (arguments.text holds half of a"
+        "unreadable): the call could not be read: it is not JSON (arguments.text has half of a"
         in answered(environment, spelled)
     )
     assert "ValueError: c<unk>" in answered(environment, call("raise_half"))

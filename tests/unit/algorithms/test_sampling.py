@@ -166,7 +166,7 @@ def test_sixty_four_samples_of_many_answers_are_no_burden():
 @pytest.mark.parametrize("k", [0, 5])
 def test_a_k_that_the_samples_do_not_allow_is_refused(k):
     for call in (lambda: best_at_k([0.0] * 4, k), lambda: majority_at_k("abcd", [0.0] * 4, k)):
-        with pytest.raises(ValueError, match=f"k is {k}, but must be between 1 and the 4 samples"):
+        with pytest.raises(ValueError, match=f"k is {k}, but must be between 1 and 4"):
             call()
 
 

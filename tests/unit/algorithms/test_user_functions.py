@@ -140,7 +140,7 @@ def test_a_loss_takes_the_kinds_place_in_the_actors_loss(file: str) -> None:
         (
             "no_gradient",
             "policy_loss",
-            "own.py:no_gradient: the loss has no gradient; make it of inputs.log_probs",
+            "own.py:no_gradient: the loss has no gradient; compute it from inputs.log_probs",
         ),
         (
             "divides",

@@ -46,8 +46,8 @@ def test_construction_keeps_rows_that_are_lists_as_rows() -> None:
 @pytest.mark.parametrize(
     ("tensors", "arrays", "message"),
     [
-        ({"a": torch.zeros(4, 2), "b": torch.zeros(3)}, {}, r"'b' has 3 rows where 'a' has 4"),
-        ({"a": torch.zeros(4)}, {"uid": ["x"]}, r"'uid' has 1 rows where 'a' has 4"),
+        ({"a": torch.zeros(4, 2), "b": torch.zeros(3)}, {}, r"'b' has 3 rows but 'a' has 4"),
+        ({"a": torch.zeros(4)}, {"uid": ["x"]}, r"'uid' has 1 rows but 'a' has 4"),
         ({"a": torch.tensor(1.0)}, {}, r"'a' is a scalar"),
         ({"a": torch.zeros(1)}, {"a": ["x"]}, r"\['a'\] are given both as tensors and as arrays"),
     ],
@@ -58,7 +58,7 @@ def test_inconsistent_rows_are_refused_by_name(tensors: dict, arrays: dict, mess
 
 
 def test_the_constructor_checks_too() -> None:
-    with pytest.raises(ValueError, match="'uid' has 3 rows where 'a' has 2"):
+    with pytest.raises(ValueError, match="'uid' has 3 rows but 'a' has 2"):
         DataProto(
             TensorDict({"a": torch.zeros(2)}, batch_size=[2]),
             {"uid": np.array(["x", "y", "z"], dtype=object)},

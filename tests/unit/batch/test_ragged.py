@@ -150,7 +150,7 @@ def test_a_batch_works_on_rows_of_tokens_as_on_others(tmp_path) -> None:
             DataProto.from_dict({"responses": batch.ragged["responses"].select(torch.tensor([1, 0]))})
         )
 
-    with pytest.raises(ValueError, match="'values' has 2 rows where 'a' has 3"):
+    with pytest.raises(ValueError, match="'values' has 2 rows but 'a' has 3"):
         DataProto.from_dict({"a": torch.zeros(3), "values": batch.ragged["values"]})
     with pytest.raises(
         ValueError, match=r"'values' has rows of tokens torch.float32, .* in part 0 and rows of \(2,\)"
@@ -330,6 +330,6 @@ def test_prompts_that_a_user_has_padded_are_taken_in() -> None:
     for mask in ([[1, 0], [1, 1]], [[0, 0], [1, 1]]):
         with pytest.raises(
             ValueError,
-            match=r"row 0 of the prompts: prompt_attention_mask has [01] tokens that are not one run",
+            match=r"row 0 of the prompts: prompt_attention_mask has [01] tokens that are not contiguous",
         ):
             with_prompt_rows({**padded, "prompt_attention_mask": torch.tensor(mask)})

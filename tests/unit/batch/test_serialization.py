@@ -70,8 +70,8 @@ def test_bytes_and_files_come_back_equal(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("array", "meta", "message"),
     [
-        ([object()], {}, r"non_tensor_batch\['x'\] holds a object"),
-        ([1], {"f": {"g": torch.zeros(1)}}, r"meta_info\['f'\]\['g'\] holds a Tensor"),
+        ([object()], {}, r"non_tensor_batch\['x'\] contains a object"),
+        ([1], {"f": {"g": torch.zeros(1)}}, r"meta_info\['f'\]\['g'\] contains a Tensor"),
         ([{1: 2}], {}, r"has the key 1: only strings"),
         ([{"__megarl__": "tuple"}], {}, r"has the key '__megarl__'"),
     ],

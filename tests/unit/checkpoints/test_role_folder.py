@@ -151,7 +151,7 @@ def code_in_common(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (truncated, r"__0_0\.distcp: truncated: it has \d+ bytes, and \S+ lies at \d+ to \d+"),
+        (truncated, r"__0_0\.distcp: truncated: it has \d+ bytes, but \S+ is at bytes \d+ to \d+"),
         (
             lambda folder: (folder / "__0_0.distcp").unlink(),
             r"__0_0\.distcp: the file is missing; it contains \S+",
@@ -214,7 +214,7 @@ def test_an_item_that_is_another_tensor_is_refused(folder: Path) -> None:
     another_shape(folder)
     index = read_index(folder)
     with pytest.raises(
-        CheckpointError, match=r"decoder\.bias at \(0, 0\): the item has shape \(1, 5\) .* says \(5, 1\)"
+        CheckpointError, match=r"decoder\.bias at \(0, 0\): the item has shape \(1, 5\) .* specifies \(5, 1\)"
     ):
         read_chunk(index, "decoder.bias", index.tensors["decoder.bias"].chunks[0])
 

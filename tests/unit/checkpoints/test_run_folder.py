@@ -147,7 +147,7 @@ def test_a_latest_that_is_gone_is_an_error_that_lists_the_others(folder: Checkpo
     with pytest.raises(CheckpointError, match="names '../../etc'"):
         folder.latest()
     (folder.path / "latest").write_bytes(b"\xff\xfe")
-    with pytest.raises(CheckpointError, match=r"latest: names .*xff.*whole ones: step_00000002"):
+    with pytest.raises(CheckpointError, match=r"latest: names .*xff.*complete ones: step_00000002"):
         folder.latest()
     folder.remove(folder.path / "step_00000002")
     (folder.path / "latest").unlink()
@@ -286,7 +286,7 @@ def described(checkpoint: Path, **changes: Any) -> None:
             "trainer.json: its content is not what was written",
         ),
         (lambda path: (path / "actor" / "weights").unlink() or (path / "actor").rmdir(), "actor: is missing"),
-        (lambda path: (path / "checkpoint.json").write_text("{"), "checkpoint.json: is not JSON"),
+        (lambda path: (path / "checkpoint.json").write_text("{"), "checkpoint.json: not JSON"),
         (
             lambda path: (path / "checkpoint.json").write_text(json.dumps({"format": 2})),
             "checkpoint.json: has format 2, .* reads 1",

@@ -105,7 +105,7 @@ def test_what_is_in_a_folder(hugging_face: Path, capsys: pytest.CaptureFixture[s
         ),
         (
             ["megatron-to-hf", "--input", "{hf}", "--role", "critic", "--output", "{tmp}/new"],
-            r"role 'critic' was asked for",
+            r"role 'critic' was requested",
         ),
         (["verify", "{hf}", "{tmp}/none"], r"none: there is no such folder"),
     ],

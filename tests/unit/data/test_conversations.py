@@ -91,7 +91,7 @@ def test_what_cannot_be_read_is_refused(tokenizer: Any) -> None:
 
     last = len(tokenizer) - 1
     with pytest.raises(
-        ConversationError, match=rf"gives the token \d+, but the model has {last - 1}; put the tokenizer"
+        ConversationError, match=rf"uses the token \d+, but the model has only {last - 1}; put the tokenizer"
     ):
         encoder(tokenizer, vocab_size=last - 1).encode("a", user("1"), "2")
 

@@ -174,7 +174,7 @@ def splits(folder):
         ),
         (text("a.csv", 'prompt,answer\n"a,5\n'), "a.csv, line 3 or near it: not CSV in UTF-8"),
         (text("a.csv", b"prompt\n\xff\n"), "a.csv, line . or near it: not CSV in UTF-8"),
-        (text("a.csv", "prompt,prompt\na,b\n"), "a.csv, line 1: the name 'prompt' stands there 2 times"),
+        (text("a.csv", "prompt,prompt\na,b\n"), "a.csv, line 1: the name 'prompt' occurs 2 times"),
         (
             text("a.csv", "prompt;answer\na;b\n"),
             r"column 'prompt' is missing; the file has \['prompt;answer'\]",

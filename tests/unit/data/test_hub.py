@@ -143,7 +143,7 @@ def test_a_model_is_fetched_once_and_its_weights_for_a_run_alone(hub: str) -> No
 
 def test_the_only_file_of_a_data_set_is_taken_and_several_must_be_named(hub: str) -> None:
     mixed = config("model", "own.parquet", "maker/one")
-    unfetched = (mixed, ["data.train_files: maker/one is on the hub; `megarl train` fetches it"], [])
+    unfetched = (mixed, ["data.train_files: maker/one is on the hub; `megarl train` downloads it"], [])
     assert with_hub_inputs(mixed, fetch=False) == unfetched
     found = with_hub_inputs(mixed, fetch=True).config
     assert found.data.train_files[0] == "own.parquet"
@@ -171,13 +171,13 @@ def test_every_name_that_the_hub_does_not_give_is_one_line_with_how_to_download_
 
 def test_commands_know_its_models_and_data(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Commands that need no weights report what a run would download; the others download it."""
-    about_weights = "model.path: maker/policy is on the hub; `megarl train` fetches its weights"
+    about_weights = "model.path: maker/policy is on the hub; `megarl train` downloads its weights"
     for command in (["check", "--fast"], ["check"], ["plan"]):
         assert main([*command, run]) == 0
         assert about_weights in capsys.readouterr().out
 
     assert main(["check", "--fast", run, "data.train_files=[maker/one]"]) == 0
-    assert "data.train_files: maker/one is on the hub; `megarl train` fetches it" in capsys.readouterr().out
+    assert "data.train_files: maker/one is on the hub; `megarl train` downloads it" in capsys.readouterr().out
     subject, (good, warning) = read_subject(run, [], 0, None)
     assert (good.status, warning.status, warning.message) == (Status.ok, Status.warning, about_weights)
     assert subject.all_models_known

@@ -82,8 +82,8 @@ def test_overlong_prompts_are_filtered_and_counted_and_never_cut(tmp_path, token
         (prompt_row() | {"prompt": []}, "row 0, column 'prompt': the list of messages is empty"),
         (
             prompt_row() | {"prompt": [*user("a"), {"role": "assistant", "content": "b"}]},
-            "row 0, column 'prompt': the last message is the assistant's.*end the prompt with what is to be "
-            "answered",
+            "row 0, column 'prompt': the last message is the assistant's.*end the prompt with the message to "
+            "be answered",
         ),
         (
             prompt_row("How many?"),

@@ -93,7 +93,7 @@ def test_an_answer_of_weight_zero_is_not_trained(tmp_path, tokenizer):
     assert spelt(tokenizer, of(1, None, 0)).count("b<|end|>") == 2  # nothing follows the last trained answer
     with pytest.raises(DataError, match="a weight of 0, but at least one must"):
         of(0, 0)
-    with pytest.raises(DataError, match=r"has the weight 0.5, expected 1 .trained, as without one. or 0"):
+    with pytest.raises(DataError, match=r"has the weight 0.5, expected 1 .trained, the default. or 0"):
         of(0.5)
 
 

@@ -104,7 +104,7 @@ PRICE = {
         ),
         (
             {"messages": tool_chat({"item": "b"}), "tools": json.dumps([{**PRICE, "x": HALF}])},
-            r"column 'tools': .*\[0\]\.x holds half",
+            r"column 'tools': .*\[0\]\.x has half",
         ),
     ],
 )

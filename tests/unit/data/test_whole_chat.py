@@ -351,7 +351,7 @@ def test_messages_as_json_text_are_messages(tmp_path: Path) -> None:
             str(QUESTION),
             "chat messages as text, but it is the Python repr of a list; write them with json.dumps",
         ),
-        (json.dumps(QUESTION)[:-1], r"chat messages as a text, but it is not JSON \(Expecting"),
+        (json.dumps(QUESTION)[:-1], r"chat messages as text, but it is not JSON \(Expecting"),
         (json.dumps(QUESTION[1]), "one chat message; write a list of them, or its JSON text"),
         (
             '[{"role": "user", "content": "a", "role": "system"}]',

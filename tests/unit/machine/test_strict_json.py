@@ -36,8 +36,8 @@ def test_replaced_text_can_be_encoded_and_other_text_is_unchanged():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"a": NaN}', "NaN is no number"),
-        ('{"a": -Infinity}', "-Infinity is no number"),
+        ('{"a": NaN}', "NaN is not a JSON number"),
+        ('{"a": -Infinity}', "-Infinity is not a JSON number"),
         ('{"a": {"b": 1, "c": 2, "b": 3}}', "the key 'b' occurs twice"),
         ('{"a": ["\\ud83d"]}', r"a\[0\] has half of a character"),
     ],

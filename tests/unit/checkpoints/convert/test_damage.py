@@ -178,7 +178,7 @@ MEGATRON: list[tuple[str, Callable[[Path], Any], str, str]] = [
     (
         "truncated file",
         lambda folder: truncate(folder / "__1_0.distcp", 9),
-        r"__1_0\.distcp: truncated: .* bytes, and decoder\.\S+ lies",
+        r"__1_0\.distcp: truncated: .* bytes, but decoder\.\S+ is at",
         "",
     ),
     (
@@ -224,7 +224,7 @@ MEGATRON: list[tuple[str, Callable[[Path], Any], str, str]] = [
         "no .metadata",
         lambda folder: (folder / ".metadata").unlink(),
         r"\.metadata: the file is missing",
-        r"which is no model",
+        r"which is not a model",
     ),
 ]
 CASES = [(name, damage, says) for name, damage, says, _ in MEGATRON] + [

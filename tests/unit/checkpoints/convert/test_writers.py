@@ -357,7 +357,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(
         free = 1000
 
     monkeypatch.setattr("megarl.checkpoints.convert.streaming.shutil.disk_usage", lambda path: Usage)
-    with pytest.raises(CheckpointError, match=r"new: needs \d+,\d+ bytes, and 1,000 are free"):
+    with pytest.raises(CheckpointError, match=r"new: needs \d+,\d+ bytes, but only 1,000 are free"):
         write(open_model(llama), tmp_path / "new")
     assert not list(tmp_path.iterdir())
 
