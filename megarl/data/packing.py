@@ -348,7 +348,7 @@ def _over_micro_batches(
     """Distribute the rows of a rank over micro-batches.
 
     The most expensive group is placed first. With `spread`, it goes into the micro-batch with the least work
-    that has room for it, otherwise into the first one that has room, so that there are few (first-fit
+    that has room for it, otherwise into the first one that has room, for as few as possible (first-fit
     decreasing). A group that fits nowhere is split: the emptiest micro-batch takes as many rows as fit,
     and so on. If none fits, a micro-batch is added.
     """

@@ -73,7 +73,7 @@ def test_nothing_is_done_by_default():
 
 
 LN2 = math.log(2)
-# of the rows: sum of -x, x^2 / 2, e^x - 1 - x; x = ln 2, -2 ln 2 and 2 ln 2
+# Sums over the rows of -x, x^2 / 2, e^x - 1 - x; x = ln 2, -2 ln 2 and 2 ln 2
 ESTIMATES = {
     RejectionEstimator.k1: (LN2, -2 * LN2),
     RejectionEstimator.k2: (2.5 * LN2**2, 2 * LN2**2),

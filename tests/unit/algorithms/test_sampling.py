@@ -120,7 +120,7 @@ def test_pass_at_k_by_hand():
 
 
 def test_majority_by_hand():
-    # of a, a, b, c: pairs aa (a), ab twice, ac twice, bc: a in 1 + 4 halves = 3 of 6, b and c in 2 halves and
+    # Samples a, a, b, c: pairs aa (a), ab twice, ac twice, bc: a in 1 + 4 halves = 3 of 6, b and c in 2 halves and
     # 1 half: 1.5
     assert majority_at_k("aabc", [1.0, 1.0, 0.0, 0.0], 2) == pytest.approx(0.5)
     assert majority_at_k("aabc", [0.0, 0.0, 1.0, 0.0], 2) == pytest.approx(0.25)

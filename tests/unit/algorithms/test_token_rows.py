@@ -88,7 +88,7 @@ CASES = st.builds(Case, st.lists(st.integers(1, WIDTH), min_size=1, max_size=9),
 
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks() -> None:
-    """Reduce the block size, so that there are several blocks."""
+    """Reduce the block size, so that several blocks exist."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ragged, "_CACHED_ELEMENTS", 12)
         yield

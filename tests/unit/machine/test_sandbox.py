@@ -33,7 +33,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "sandbox.md"
 MODULE = "megarl.machine.sandbox_program"  # in the command line of every process of a sandbox
 STRONG = [level for level in Level if level is not Level.process]
 KINDS = (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_DGRAM)
-# of the processor a second is given beyond
+# The kernel grants one more second of CPU time.
 LIMITS = SandboxLimits(memory_mb=256, cpu_s=0, wall_s=4.0, output_kb=16)
 
 
