@@ -1,6 +1,6 @@
 """Lint the English of docs pages, docstrings, comments and messages against the house rules.
 
-    python -m tools.prose                 # README.md, CHANGELOG.md, CONTRIBUTING.md, docs, megarl, configs
+    python -m tools.prose                 # the pages, megarl, configs, examples, benchmarks and tools
     python -m tools.prose docs/data.md megarl/weights
     python -m tools.prose --rules opening,retired megarl
 
@@ -31,9 +31,10 @@ from typing import NamedTuple
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[1]
-DEFAULT_PATHS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "megarl", "configs")
-# Sources of other projects' packages, and attack programs as text.
-SKIPPED_FOLDERS = {".venv", "build", "outputs", "stubs", "__pycache__"}
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs")
+DEFAULT_PATHS = (*PAGES, "megarl", "configs", "examples", "benchmarks", "tools")
+# Sources of other projects, and the words of this module itself.
+SKIPPED = {".venv", "build", "outputs", "stubs", "__pycache__", "prose.py", "test_prose.py"}
 RULES = ("opening", "summary", "retired")
 
 # A docstring says what its object is or does, so none of these opens one.
@@ -244,7 +245,7 @@ def files(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
         found = sorted(path.rglob("*")) if path.is_dir() else [path]
         for file in found:
-            if file.suffix in READERS and not SKIPPED_FOLDERS.intersection(file.parts):
+            if file.suffix in READERS and not SKIPPED.intersection(file.parts):
                 yield file
 
 
