@@ -1,6 +1,6 @@
 """Memory that a model needs at work in addition to its state: saved activations plus transient peaks. Pure.
 
-On CUDA the estimate is a close upper bound; docs/memory.md lists what dry runs measured. Transformer Engine's
+On CUDA the estimate is a close upper bound; docs/verification.md lists measurements. Transformer Engine's
 layers, which no dry run can execute, save the same tensors as the local ones, and possibly a second copy of
 the attention values, which is included. On a CPU, where norms consist of more operations, the estimate is
 coarser.
