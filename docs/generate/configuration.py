@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from docs.generate.papers import link_papers
 from megarl.config import schema
 from megarl.config.explanations import explanation, section_explanation
 from megarl.config.schema.keys import Range, range_of
@@ -77,7 +78,7 @@ def reference() -> str:
     parts += [f"{', '.join(f'`{name}`' for name in same)} are as above. `actor` is the trained model.\n"]
     parts += _sections(schema.SFTConfig, prefix="sft: ", leave_out=same)
 
-    return "\n".join([*parts, *_presets()])
+    return link_papers("\n".join([*parts, *_presets()]))
 
 
 def _sections(root: type, prefix: str = "", leave_out: typing.Sequence[str] = ()) -> Iterator[str]:
