@@ -69,8 +69,8 @@ class OffloadSchedule:
         """Prepare the memory for a phase.
 
         Returns:
-            Futures of the moves. The memory is ready when they have completed; calls made now are queued
-            behind them.
+            Futures of the moves. The memory is ready when they have completed; calls made now run after
+            them.
         """
         if self._plan is None:
             return []
