@@ -22,8 +22,10 @@ TEMPLATE = (
 
 
 def save_calling_model(folder: Path) -> None:
-    """Train and save the model, which takes about a second. A call is one token, so that episodes are
-    short."""
+    """Train and save the model, which takes about a second.
+
+    A call is one token, so that episodes are short.
+    """
     pieces = [*_SPECIAL, CALL, *string.printable]
     vocabulary = Tokenizer(
         models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token="<pad>")

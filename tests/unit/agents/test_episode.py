@@ -140,8 +140,10 @@ def test_a_lost_environment_begins_anew_with_the_same_seeds_until_it_is_given_up
 
 
 def test_in_every_order_of_events_an_episode_ends_and_its_row_is_whole() -> None:
-    """Late and duplicate events change nothing. Later requests repeat earlier token ids, followed by what was
-    sampled and the bridge."""
+    """Late and duplicate events change nothing.
+
+    Later requests repeat earlier token ids, followed by what was sampled and the bridge.
+    """
     ends = set()
     for seed in range(400):
         draw = random.Random(seed)

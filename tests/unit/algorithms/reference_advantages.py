@@ -10,8 +10,10 @@ EPSILON = 1e-6
 
 
 def advantages(kind, batch, config):
-    """Return advantages and returns as lists of lists. `batch` is a dictionary of lists with the names of
-    AdvantageInputs."""
+    """Return advantages and returns as lists of lists.
+
+    `batch` is a dictionary of lists with the names of AdvantageInputs.
+    """
     rewards = batch["token_level_rewards"]
     mask = batch["response_mask"]
     uid = batch["uid"]

@@ -219,8 +219,10 @@ def test_optimal_token_baseline_by_hand():
 
 
 def batch_of(mask, seed):
-    """Generate random inputs of all estimators by name. There are few outcomes, so that groups have equal
-    ones, and groups differ in size."""
+    """Generate random inputs of all estimators by name.
+
+    There are few outcomes, so that groups have equal ones, and groups differ in size.
+    """
     generator = torch.Generator().manual_seed(seed)
     rewards = torch.randint(-1, 3, mask.shape, generator=generator).double()
     uid = np.array(
@@ -316,8 +318,10 @@ def test_a_row_without_a_token_changes_nothing_for_the_others(kind, mask, seed):
 @pytest.mark.parametrize("kind", COMPARING)
 @pytest.mark.parametrize(("scores", "uid"), [([0.7] * 3, "aaa"), ([0.1, 0.2, 0.3], "abc"), ([5.0], "a")])
 def test_equal_outcomes_and_groups_of_one_have_no_advantage(kind, scores, uid):
-    """The advantages are exactly 0, so that rounding errors are not normalized. The optimal token baseline
-    does not normalize."""
+    """The advantages are exactly 0, so that rounding errors are not normalized.
+
+    The optimal token baseline does not normalize.
+    """
     size = torch.tensor(scores, dtype=torch.float64)
     others = {"score_parts": size[:, None].expand(-1, 2), "sum_pi_squared": torch.full((len(scores), 2), 0.5)}
     inputs = inputs_of(scores, uid, **others, old_log_probs=torch.full((len(scores), 2), -1.0))
@@ -416,8 +420,10 @@ def test_registry_covers_every_estimator():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_estimator_declares_whether_it_compares_samples(kind):
-    """Exactly the estimators that compare samples assign 0 to a prompt's only sample. An undeclared one would
-    train on zeros with `rollout.n` 1."""
+    """Exactly the estimators that compare samples assign 0 to a prompt's only sample.
+
+    An undeclared one would train on zeros with `rollout.n` 1.
+    """
     batch = batch_of(torch.ones(3, 2, dtype=torch.bool), 1) | {"uid": np.array(["a", "b", "c"], dtype=object)}
     advantages, _ = ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**batch), AdvantageConfig(estimator=kind))
     assert advantages.any() == (not kind.needs.compares_samples)

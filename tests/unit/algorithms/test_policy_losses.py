@@ -212,8 +212,10 @@ def test_gradcheck(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_that_of_the_policy_gradient(kind):
-    """This holds for every kind, because no limit is active at a ratio of 1. Losses of a whole response
-    spread the gradient over its tokens."""
+    """This holds for every kind, because no limit is active at a ratio of 1.
+
+    Losses of a whole response spread the gradient over its tokens.
+    """
     mask = torch.tensor([[True, True, False], [True, True, True], [False, False, False]])
     leaf = poison(normal(mask, 0), mask).requires_grad_()
     advantages = torch.tensor([[2.0], [-1.0], [5.0]]).expand(3, 3)

@@ -67,8 +67,10 @@ def test_group_metrics_by_hand():
 
 
 def test_samples_whose_scoring_failed_are_compared_with_no_other():
-    """a: one of two failed; b: the failed one is not why they differ; c: all failed. Of the prompts with a
-    score, a and d are flat."""
+    """a: one of two failed; b: the failed one is not why they differ; c: all failed.
+
+    Of the prompts with a score, a and d are flat.
+    """
     scores = torch.tensor([1.0, 0.0, 1.0, 0.5, 0.0, 0.0, 0.0, 1.0])
     is_scored = torch.tensor([True, False, True, True, False, False, False, True])
     names = uids("aabbbccd")

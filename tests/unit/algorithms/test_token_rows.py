@@ -47,8 +47,11 @@ WIDTH = 7
 
 
 class Case:
-    """A batch of responses with `lengths`. `written` marks the tokens that the model generated, at least one
-    per response. Rows are in arbitrary order in the values, as after scoring a batch."""
+    """A batch of responses with `lengths`.
+
+    `written` marks the tokens that the model generated, at least one per response. Rows are in arbitrary
+    order in the values, as after scoring a batch.
+    """
 
     def __init__(self, lengths: list[int], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -219,8 +219,10 @@ def test_a_column_that_is_named_must_be_there(tmp_path):
 
 
 def test_a_column_of_ground_truths_is_found_by_itself(tmp_path):
-    """The column is detected in each format and for each file separately. If there is a mapping, it is
-    used."""
+    """The column is detected in each format and for each file separately.
+
+    If there is a mapping, it is used.
+    """
     tokenizer = character_tokenizer()
     row = {"prompt": "a", "data_source": "sums"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"ground_truth": "5"}) + "\n")

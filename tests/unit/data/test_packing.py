@@ -107,16 +107,20 @@ def test_ranks_that_share_rows_take_a_row_as_long_as_all_their_budgets():
 
 
 def test_by_hand():
-    """Longest first: 8 to rank 0, 6 to rank 1, 5 to rank 1, 3 to rank 0 (11 each). The largest micro-batch
-    runs first."""
+    """Longest first: 8 to rank 0, 6 to rank 1, 5 to rank 1, 3 to rank 0 (11 each).
+
+    The largest micro-batch runs first.
+    """
     plan = plan_micro_batches([3, 8, 5, 6], 2, sequences=1)
     assert [[m.rows for m in rank.micro_batches] for rank in plan.ranks] == [[(1,), (0,)], [(3,), (2,)]]
     assert plan.restore_order() == [1, 0, 3, 2]
 
 
 def test_samples_of_a_prompt_stay_together():
-    """There are 8 rows of two prompts, and 2 single rows. By their own tokens, they would be distributed in
-    turns."""
+    """There are 8 rows of two prompts, and 2 single rows.
+
+    By their own tokens, they would be distributed in turns.
+    """
     lengths = [12] * 4 + [11] * 4 + [30, 30]
     prompts = [RowPrompt(0, 8)] * 4 + [RowPrompt(4, 8)] * 4 + [RowPrompt(8, 5), RowPrompt(9, 5)]
     plan = plan_micro_batches(lengths, 2, max_tokens=60, prompts=prompts)
@@ -129,8 +133,10 @@ def test_samples_of_a_prompt_stay_together():
 
 
 def test_a_prompt_is_split_where_work_or_room_wants_it():
-    """One prompt of 10 tokens has 8 responses of 30. Each rank gets half of them, and two of a rank's
-    responses do not fit into 60 tokens with the prompt."""
+    """One prompt of 10 tokens has 8 responses of 30.
+
+    Each rank gets half of them, and two of a rank's responses do not fit into 60 tokens with the prompt.
+    """
     lengths = [40] * 8
     prompts = [RowPrompt(0, 10)] * 8
     plan = plan_micro_batches(lengths, 2, max_tokens=130, prompts=prompts)

@@ -98,8 +98,10 @@ def test_an_answer_of_weight_zero_is_not_trained(tmp_path, tokenizer):
 
 
 def test_turns_are_trained_as_they_were_written_whatever_the_template_makes_of_them_later(tmp_path, caplog):
-    """The template drops earlier thinking. The ids are prompt, answer, bridge, answer, and the number of such
-    chats is reported."""
+    """The template drops earlier thinking.
+
+    The ids are prompt, answer, bridge, answer, and the number of such chats is reported.
+    """
     thinking = character_tokenizer(THINKING_TEMPLATE)
     rows = [
         {"messages": user("a") + assistant("t+b") + user("c") + assistant("d")},

@@ -115,8 +115,7 @@ def test_a_conversation_that_grows_is_the_one_that_is_rendered_whole(family: str
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_that_were_written_stay_whatever_their_text_would_become(family: str) -> None:
-    """Tokenizing a text never restores its tokens, and thinking is dropped when a chat is
-    rendered."""
+    """Tokenizing a text never restores its tokens, and thinking is dropped when a chat is rendered."""
     tokenizer = tokenizer_of(*FAMILIES[family], forgets_case=True)
     template = TurnTemplate(tokenizer, [PRICE])
     template.check()

@@ -1,5 +1,6 @@
-"""Attempts of a malicious program to escape the sandbox. Each prints OUT if it succeeds. Text in braces is
-replaced by values.
+"""Attempts of a malicious program to escape the sandbox.
+
+Each prints OUT if it succeeds. Text in braces is replaced by values.
 
 None does harm if it succeeds, so they can also be run without a sandbox.
 """

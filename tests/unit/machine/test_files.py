@@ -155,8 +155,10 @@ def test_an_old_one_without_its_successor_comes_back(folder: Path) -> None:
 
 
 def test_two_writers(folder: Path) -> None:
-    """The second writer is refused while the first lives. Files left by a killed writer do not block the next
-    one."""
+    """The second writer is refused while the first lives.
+
+    Files left by a killed writer do not block the next one.
+    """
     writer = start(folder, "stay")
     assert writer.stdout is not None
     assert writer.stdout.readline() == "here\n"

@@ -37,8 +37,10 @@ def test_an_address_that_no_interface_has_stands_for_all_of_them() -> None:
 
 
 def test_lasting_ports_are_none_that_the_system_hands_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's agents listen on ports chosen seconds before. If a connection gets one of them in the meantime,
-    the node fails."""
+    """Ray's agents listen on ports chosen seconds before.
+
+    If a connection gets one of them in the meantime, the node fails.
+    """
     first_of_system = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     held = hold_lasting_ports("127.0.0.1", 4)
     chosen = [each.getsockname()[1] for each in held]

@@ -1,5 +1,7 @@
-"""No process outlives its owner, including children and grandchildren in their own sessions. These are plain
-processes, without Ray."""
+"""No process outlives its owner, including children and grandchildren in their own sessions.
+
+These are plain processes, without Ray.
+"""
 
 import os
 import signal

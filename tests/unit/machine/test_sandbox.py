@@ -1,5 +1,6 @@
-"""Programs that try to escape from the sandbox, at every level. A test writes the table of results in
-docs/sandbox.md.
+"""Programs that try to escape from the sandbox, at every level.
+
+A test writes the table of results in docs/sandbox.md.
 
 MEGARL_WRITE_PAGES=1 python -m pytest tests/unit/machine/test_sandbox.py
 """
@@ -38,8 +39,10 @@ LIMITS = SandboxLimits(memory_mb=256, cpu_s=0, wall_s=4.0, output_kb=16)
 
 
 def needs(level: Level) -> None:
-    """Skip a test if the level is unavailable. In CI, where this decides what is merged, every level must be
-    available."""
+    """Skip a test if the level is unavailable.
+
+    In CI, where this decides what is merged, every level must be available.
+    """
     if level is not Level.process and (reason := why_not(level)):
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
@@ -153,8 +156,10 @@ def test_no_attack_gets_out(level: Level, attack: str, outcomes: dict[Level, dic
 def test_the_attacks_are_none_where_nothing_is_in_their_way(
     outcomes: dict[Level, dict[str, Finished]],
 ) -> None:
-    """Otherwise they would prove nothing. Root may do more than other users, and a memory limit works without
-    a sandbox."""
+    """Otherwise they would prove nothing.
+
+    Root may do more than other users, and a memory limit works without a sandbox.
+    """
     stopped = {attack for attack, finished in outcomes[Level.process].items() if not got_out(finished)}
     always = {
         "read an inherited variable",

@@ -1,5 +1,7 @@
-"""A reward function that runs the model's output, which requires a sandbox. It reads its environment
-variables when it is loaded, once."""
+"""A reward function that runs the model's output, which requires a sandbox.
+
+It reads its environment variables when it is loaded, once.
+"""
 
 import os
 

@@ -123,8 +123,10 @@ def test_a_truth_is_found_to_be_read_wherever_it_is() -> None:
 
 
 def test_imported_functions_have_their_own_forms(tmp_path: Path) -> None:
-    """The file imports the code reward, which reads tests and derives no program. Functions defined in the
-    file itself would have priority."""
+    """The file imports the code reward, which reads tests and derives no program.
+
+    Functions defined in the file itself would have priority.
+    """
     trials = trials_of(
         tmp_path, "from megarl.rewards.code import compute_score\n", rows(["assert f(1) == 1"], [], None)
     )

@@ -27,8 +27,10 @@ _WITH_TRANSFORMER_ENGINE = {
 def save_classic(
     parallel: ParallelConfig, model: str, folder: Path, head: str, dtype: torch.dtype, engine_names: bool
 ) -> None:
-    """Save the classic format in a rank. With `engine_names`, use the names and extra states of Transformer
-    Engine layers."""
+    """Save the classic format in a rank.
+
+    With `engine_names`, use the names and extra states of Transformer Engine layers.
+    """
     groups = start(parallel)
     engine = build(groups, model, head=head, dtype=dtype)
     states = [_renamed(chunk.state_dict()) if engine_names else chunk.state_dict() for chunk in engine.models]

@@ -251,8 +251,10 @@ def test_megatron(
 def test_safetensors_have_no_checksums(
     originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A flipped bit in a weight is a different weight to every reader. `verify` detects it by comparing with
-    a folder converted before."""
+    """A flipped bit in a weight is a different weight to every reader.
+
+    `verify` detects it by comparing with a folder converted before.
+    """
     folder = copied(originals / "hf", tmp_path)
     path = shard_of(folder, DOWN)
     flip(path, path.stat().st_size - 1)

@@ -44,8 +44,10 @@ def copy(hugging_face: Path, tmp_path: Path) -> Path:
 
 
 def change(folder: Path, **tensors: torch.Tensor | None) -> Path:
-    """Replace tensors of the folder's single file, or remove those that are None. Names have __ instead of a
-    dot."""
+    """Replace tensors of the folder's single file, or remove those that are None.
+
+    Names have __ instead of a dot.
+    """
     path = folder / "model.safetensors"
     stored = load_file(path)
 

@@ -48,8 +48,11 @@ def everything(source: ModelSource) -> dict[str, torch.Tensor]:
 
 
 def stacked(state: dict[str, torch.Tensor], family: str, tied: bool) -> dict[str, torch.Tensor]:
-    """Return Megatron's tensors of the whole model. Layers are stacked along a first dimension, unless only
-    some of them have experts, and the experts of a layer along the next. The vocabulary is padded."""
+    """Return Megatron's tensors of the whole model.
+
+    Layers are stacked along a first dimension, unless only some of them have experts, and the experts of a
+    layer along the next. The vocabulary is padded.
+    """
     shards = slow_shards(
         state,
         architecture_of(family, tied=tied),
