@@ -162,9 +162,8 @@ def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
     # Objects that Megatron stores in addition to tensors, and the random state.
     for entry in (*sharding.objects, _rng_entry(state.groups)):
         if is_main_replica(entry.replica_id):
-            yield ItemToWrite(
-                key=entry.unique_key, data=[entry.data]
-            )  # Megatron stores a list with one element
+            # Megatron stores a list with one element.
+            yield ItemToWrite(key=entry.unique_key, data=[entry.data])
 
 
 def _rng_entry(groups: ParallelGroups) -> ShardedObject:

@@ -362,9 +362,9 @@ class _Work:
         again = self._kept_of_layer if all_again else self._kept_of_mlp if self._mlp_is_computed_again else 0
         if all_again or again:
             again += width.part  # its output
-        gradients = (
-            1 + (not self._is_last)
-        ) * width.part  # of the output, and as received from the next stage
+
+        # Gradients of the output, and as received from the next stage.
+        gradients = (1 + (not self._is_last)) * width.part
 
         if self.kernels is Kernels.cpu:
             return (

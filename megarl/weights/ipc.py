@@ -329,9 +329,8 @@ def _decode_cuda(memory: str, device: torch.device) -> torch.Tensor:
         )
 
     handle, size, offset, requires_grad, counter, counter_offset, event, event_sync = encoded["fields"]
-    index = (
-        torch.cuda.current_device() if device.index is None else device.index
-    )  # torch requires an index here
+    # torch requires an index here.
+    index = torch.cuda.current_device() if device.index is None else device.index
     return rebuild_cuda_tensor(
         torch.Tensor,
         (size,),
