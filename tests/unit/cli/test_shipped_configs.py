@@ -288,7 +288,7 @@ def test_longer_responses_are_refused_where_an_engine_has_no_room(capsys: pytest
         "rollout.sglang.server_args.mem_fraction_static=0.2",
     ]
     assert main(["check", "--fast", path_of(run), *longer]) == 2
-    assert "one row of 131,072 tokens 8.00" in capsys.readouterr().err
+    assert "one row of 131,072 tokens needs 8.00" in capsys.readouterr().err
 
 
 def test_the_page_of_runs_has_a_row_for_each() -> None:
