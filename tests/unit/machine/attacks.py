@@ -19,7 +19,7 @@ ATTACKS = {
     "called(libc.name_to_handle_at(-100, b'{run}/secret.txt', handle, ctypes.byref(mount), 0))",
     "change a file of the run": "open('{run}/secret.txt', 'a').write(' ')",
     "remove a file of the run": "os.remove('{run}/spare.txt')",
-    "make a file beside the run": "open('{run}/new.txt', 'w').write('x')",
+    "make a file next to the run": "open('{run}/new.txt', 'w').write('x')",
     "change a file's mode": "os.chmod('{run}/secret.txt', 0o644)",
     "change a file's times": "os.utime('{run}/secret.txt')",
     "read an inherited variable": "assert 'hunter2' in os.environ.values()",
