@@ -29,13 +29,13 @@ ATTACKS = {
     "connect to a socket of this machine": "socket.socket(socket.AF_UNIX).connect('{unix}')",
     "listen on a port": "socket.create_server(('127.0.0.1', 0))",
     "start a program": "subprocess.run(['/bin/true'], check=True)",
-    "start processes without end": "children = []\nwhile len(children) < 100:\n    child = os.fork()\n"
+    "start processes endlessly": "children = []\nwhile len(children) < 100:\n    child = os.fork()\n"
     "    if child == 0:\n        time.sleep(1); os._exit(0)\n    children.append(child)",
     "outlive the call": "if os.fork() == 0:\n    os.setsid(); time.sleep(1.5); os._exit(0)",
-    "start threads without end": "for _ in range(20000): threading.Thread(target=time.sleep, args=(60,), "
+    "start threads endlessly": "for _ in range(20000): threading.Thread(target=time.sleep, args=(60,), "
     "daemon=True).start()",
-    "take 4 GB of memory": "kept = [b'x' * 2**26 for _ in range(64)]",
-    "take memory that stays (shared memory)": "called(libc.shmget(0, 4096, 0o1600))",
+    "allocate 4 GB of memory": "kept = [b'x' * 2**26 for _ in range(64)]",
+    "allocate memory that stays (shared memory)": "called(libc.shmget(0, 4096, 0o1600))",
     "fill the disk": "file = open('/tmp/big-{pid}', 'wb')\ntry:\n    for _ in range(40): "
     "file.write(bytes(2**20)); file.flush()\n"
     "finally:\n    os.remove('/tmp/big-{pid}')",
@@ -45,7 +45,7 @@ ATTACKS = {
     "None, None)",
     "read the parent's memory": "into = ctypes.create_string_buffer(8); own = (ctypes.c_size_t * 2)(ctypes.addressof(into), 8)\n"
     "other = (ctypes.c_size_t * 2)({address}, 8); called(libc.process_vm_readv({pid}, own, 1, other, 1, 0))",
-    "give the parent less of the processor": "os.setpriority(os.PRIO_PROCESS, {pid}, "
+    "lower the parent's priority": "os.setpriority(os.PRIO_PROCESS, {pid}, "
     "os.getpriority(os.PRIO_PROCESS, {pid}))\n"
     "os.sched_setaffinity({pid}, os.sched_getaffinity({pid}))",
     "get the privileges of a new user namespace": "called(libc.unshare(0x10000000))",
@@ -64,7 +64,7 @@ ATTACKS = {
     "send another process a signal": "os.kill({victim}, 0)",
     "take another process's descriptor (pidfd)": "os.pidfd_open({victim})",
     "read another process's command line": "assert b'sleep' in open('/proc/{victim}/cmdline', 'rb').read()",
-    "read all variables of the machine's processes": "assert [found for found in os.listdir('/proc') if found.isdigit() and reads(found)]",
+    "read the variables of all processes of the machine": "assert [found for found in os.listdir('/proc') if found.isdigit() and reads(found)]",
     "leave the process session": "os.setsid()",
     "leave the process group": "os.setpgid(0, 0)",
     "outlive the caller (PR_SET_PDEATHSIG)": "called(libc.prctl(1, 0))",
@@ -73,9 +73,9 @@ ATTACKS = {
     "bytes(48))\n"
     "if called(libc.syscall(435, order, 88)) == 0: os._exit(0)",
     "become another program": "os.execv(sys.executable, [sys.executable, '-c', 'print(\\'OUT\\')'])",
-    "become another program by its descriptor": "os.execve(os.open('/bin/sh', os.O_RDONLY), ['sh', '-c', "
+    "become another program through its descriptor": "os.execve(os.open('/bin/sh', os.O_RDONLY), ['sh', '-c', "
     "'echo OUT'], {{}})",
-    "become another program by the loader": "loader = next(line.split()[-1] for line in "
+    "become another program through the loader": "loader = next(line.split()[-1] for line in "
     "open('/proc/self/maps') if '/ld-linux' in line)\n"
     "os.execv(loader, ['ld', '/bin/sh', '-c', 'echo OUT'])",
     "start 2,000 threads with small stacks": "threading.stack_size(32768)\n"
@@ -86,7 +86,7 @@ ATTACKS = {
     "send a datagram to a socket's path": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', '{dgram}')",
     "send a datagram to an abstract socket": "end = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0]\n"
     "end.connect('\\0{abstract}'); end.send(b'x')",
-    "listen at an abstract name": "socket.socketpair()[0].bind('\\0megarl-listens-{pid}')",
+    "listen on an abstract name": "socket.socketpair()[0].bind('\\0megarl-listens-{pid}')",
     "pass descriptors on": "left, right = socket.socketpair(); socket.send_fds(left, [b'x'], [0])",
     "ask the kernel about the network (netlink)": "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)",
     "read shared memory of another process": "libc.shmat.restype = ctypes.c_void_p\n"
@@ -115,10 +115,10 @@ ATTACKS = {
     "list /usr/local": "os.listdir('/usr/local')",
     "list the root folder": "os.listdir('/')",
     "read a file of /etc": "open('/etc/hostname').read()",
-    "read what starts it": "open('{code}').read()",
-    "write to its own memory by /proc": "open('/proc/self/mem', 'r+b')",
+    "read the program that starts it": "open('{code}').read()",
+    "write to its own memory through /proc": "open('/proc/self/mem', 'r+b')",
     "raise its own limits": "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
-    "take more of the processor": "os.nice(-5)",
+    "raise its own priority": "os.nice(-5)",
     "change how it is scheduled": "os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))",
     "change the root folder": "os.chroot('/tmp')",
     "change the machine's name": "socket.sethostname(socket.gethostname())",
@@ -133,10 +133,10 @@ ATTACKS = {
     "ctypes.create_string_buffer(struct.pack('IIII', 1, 4, 4, 1) + "
     "bytes(56)), 72))",
     "keep a key in the kernel": "called(libc.syscall({add_key}, b'user', b'megarl-{pid}', b'x', 1, -2))",
-    "call by the numbers of another ABI (x32)": "called(libc.syscall(0x40000000 | 39))",
-    "compute for ever": "while True: pass",
-    "sleep for ever": "time.sleep(3600)",
-    "print without end": "while True: print('x' * 4096, flush=True)",
+    "use the system call numbers of another ABI (x32)": "called(libc.syscall(0x40000000 | 39))",
+    "compute forever": "while True: pass",
+    "sleep forever": "time.sleep(3600)",
+    "print endlessly": "while True: print('x' * 4096, flush=True)",
 }
 # System calls that a kernel may not have or may refuse to all users.
 OF_KERNEL = {
@@ -145,7 +145,7 @@ OF_KERNEL = {
     "measure other programs (perf)",
     "load a program into the kernel (bpf)",
     "keep a key in the kernel",
-    "call by the numbers of another ABI (x32)",
+    "use the system call numbers of another ABI (x32)",
     "make a message queue (POSIX)",
 }
 OF_ROOT = {  # that only root could do without a sandbox
@@ -154,12 +154,12 @@ OF_ROOT = {  # that only root could do without a sandbox
     "trace the parent (ptrace)",
     "read the parent's memory",
     "raise its own limits",
-    "take more of the processor",
+    "raise its own priority",
     "change the root folder",
     "change the machine's name",
     "make a device",
 }
-BY_LIMITS = ("compute for ever", "sleep for ever", "print without end")  # these do not end by themselves
+BY_LIMITS = ("compute forever", "sleep forever", "print endlessly")  # these do not end by themselves
 
 HEAD = """
 import ctypes, fcntl, os, resource, signal, socket, struct, subprocess, sys, threading, time

@@ -144,10 +144,10 @@ def test_no_attack_gets_out(level: Level, attack: str, outcomes: dict[Level, dic
     assert finished.status != 0
 
     # The kernel kills it, which bubblewrap and unshare report in different ways.
-    if attack == "compute for ever":
+    if attack == "compute forever":
         assert finished.ended in ("time", "itself"), finished
     elif attack in BY_LIMITS:
-        assert finished.ended == ("output" if attack == "print without end" else "time"), finished
+        assert finished.ended == ("output" if attack == "print endlessly" else "time"), finished
     else:
         assert finished.ended == "itself", finished
         assert re.search(r"Error\b", finished.errors), finished  # refused, and no further
@@ -163,8 +163,8 @@ def test_the_attacks_are_none_where_nothing_is_in_their_way(
     stopped = {attack for attack, finished in outcomes[Level.process].items() if not got_out(finished)}
     always = {
         "read an inherited variable",
-        "take 4 GB of memory",
-        "start threads without end",
+        "allocate 4 GB of memory",
+        "start threads endlessly",
         "fill the disk",
         "make a file of 1 TB with holes",
         "write to the file that is its standard input",
