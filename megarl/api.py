@@ -95,8 +95,10 @@ class Prompts:
 
 
 class Run:
-    """Handle that `start` yields. Roles that the configuration does not need (critic, reference) add nothing
-    to a batch."""
+    """Handle that `start` yields.
+
+    Roles that the configuration does not need (critic, reference) add nothing to a batch.
+    """
 
     def __init__(self, session: Session, trainer: PPOTrainer) -> None:
         self._session = session
@@ -136,8 +138,10 @@ class Run:
             yield from self._trainer.steps()
 
     def generate(self, prompts: DataProto, step: int) -> DataProto:
-        """Return `rollout.n` samples of each prompt; see Rollout.generate. Prompts from `next` already have
-        samples; others are sampled now."""
+        """Return `rollout.n` samples of each prompt; see Rollout.generate.
+
+        Prompts from `next` already have samples; others are sampled now.
+        """
         with self._trainer.monitor.phase("gen"):
             return self._trainer.prompts.generate(prompts, self.config.rollout.training, step)
 

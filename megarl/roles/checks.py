@@ -29,8 +29,10 @@ _CAUSES_OF_DIFFERENCES = (
 
 
 class LogProbMismatchError(RunError):
-    """Engine and trainer disagree about the samples of the first batch. The message has the numbers and
-    likely causes."""
+    """Engine and trainer disagree about the samples of the first batch.
+
+    The message has the numbers and likely causes.
+    """
 
 
 class LogProbCheck:
@@ -137,21 +139,26 @@ _TOLERANCES = {DType.float32: _Tolerance(1e-4, 1e-2), DType.bfloat16: _Tolerance
 
 
 class FirstRatioError(RunError):
-    """The first update's ratios of new to old probabilities are not 1. The message has the numbers and likely
-    causes."""
+    """The first update's ratios of new to old probabilities are not 1.
+
+    The message has the numbers and likely causes.
+    """
 
 
 class FirstRatioCheck:
-    """Checks the first update of a process that has stored `old_log_probs`. No update came before it, so the
-    stored log-probs are its own."""
+    """Checks the first update of a process that has stored `old_log_probs`.
+
+    No update came before it, so the stored log-probs are its own.
+    """
 
     def __init__(self, dtype: DType) -> None:
         self._tolerance = _TOLERANCES[dtype]
         self._passed = False
 
     def __call__(self, metrics: Mapping[str, float]) -> None:
-        """Check the metrics of the mini-batch; see ActorLoss. A mini-batch without tokens has no extremes and
-        is skipped.
+        """Check the metrics of the mini-batch; see ActorLoss.
+
+        A mini-batch without tokens has no extremes and is skipped.
 
         Raises:
             FirstRatioError: The ratios are not 1.

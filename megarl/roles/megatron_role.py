@@ -56,8 +56,9 @@ class MiniBatchPlan:
         return int(np.random.SeedSequence([self.seed, step, update]).generate_state(1)[0])
 
     def mini_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
-        """Yield mini-batches of equal size. Each pass contains each row once, in an order that depends on
-        pass and step.
+        """Yield mini-batches of equal size.
+
+        Each pass contains each row once, in an order that depends on pass and step.
 
         Raises:
             ValueError: The rows do not divide evenly, so there would be more updates than the learning-rate
@@ -204,8 +205,10 @@ def _plan(
     limit: MicroBatchConfig,
     prompts: tuple[RowPrompt, ...] | None,
 ) -> MicroBatchPlan:
-    """Plan micro-batches. The result is cached, since most roles and passes of a step split the same rows in
-    the same way."""
+    """Plan micro-batches.
+
+    The result is cached, since most roles and passes of a step split the same rows in the same way.
+    """
     return plan_micro_batches(
         lengths,
         parallel.data_parallel_size,
@@ -218,8 +221,10 @@ def _plan(
 
 
 def _prompts(prompts: RaggedTensor) -> list[RowPrompt]:
-    """Return the prompt of each row. Rows that share storage, such as samples of a prompt, are examined
-    once."""
+    """Return the prompt of each row.
+
+    Rows that share storage, such as samples of a prompt, are examined once.
+    """
     # Rows with the same place in the column have the same prompt; compare the tokens of one of them.
     places = list(zip(prompts.starts.tolist(), prompts.lengths.tolist(), strict=True))
     row_at = {place: row for row, place in reversed(list(enumerate(places)))}

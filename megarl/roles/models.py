@@ -1,5 +1,7 @@
-"""Megatron roles for the training loop. Each handle plans micro-batches, dispatches them, and restores the
-order of rows."""
+"""Megatron roles for the training loop.
+
+Each handle plans micro-batches, dispatches them, and restores the order of rows.
+"""
 
 from __future__ import annotations
 
@@ -107,8 +109,10 @@ class Critic(MegatronRole):
         return self._score(batch, "values", lambda parts: self.group.call(CriticWorker.values, parts))
 
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
-        """Train on `values` and `returns`. Returns the metrics of CriticLoss, `critic/grad_norm` and
-        `critic/lr`."""
+        """Train on `values` and `returns`.
+
+        Returns the metrics of CriticLoss, `critic/grad_norm` and `critic/lr`.
+        """
         rows = batch.select([*MODEL_KEYS, "values", "returns"], uid_column(batch))
         mini_batches = self._updates.mini_batches(rows, step)
         return self.update_with(
@@ -220,8 +224,9 @@ class Actor(MegatronRole):
         return DerivedFuture([future], checked)
 
     def update(self, batch: DataProto, step: int) -> DerivedFuture:
-        """Train on `advantages` and the other inputs of the algorithm (actor_rows). Returns the metrics of
-        ActorLoss.
+        """Train on `advantages` and the other inputs of the algorithm (actor_rows).
+
+        Returns the metrics of ActorLoss.
 
         A batch without `old_log_probs` is scored in the update's own pass, if nothing reads them before
         (config/roles.py). The batch then has them, and `entropys`, once the future has been awaited.
@@ -279,8 +284,10 @@ class Actor(MegatronRole):
         return future
 
     def update_sft(self, batch: DataProto) -> DerivedFuture:
-        """Make one optimizer step on the likelihood of all rows. Returns `sft/loss`, `sft/grad_norm` and
-        `sft/lr`."""
+        """Make one optimizer step on the likelihood of all rows.
+
+        Returns `sft/loss`, `sft/grad_norm` and `sft/lr`.
+        """
         rows = batch.select(MODEL_KEYS, uid_column(batch))
         return self.update_with(
             [rows], "update_actor", ActorWorker.update, lambda counts: SFTLoss(counts=counts)

@@ -1,5 +1,6 @@
-"""Schedule of offloading for roles that time-share devices. A role calls it before each phase, and it
-carries out the plan.
+"""Schedule of offloading for roles that time-share devices.
+
+A role calls it before each phase, and it carries out the plan.
 
 placement/offload_plan.py plans what is loaded and offloaded in each phase:
 
@@ -142,16 +143,20 @@ class OffloadSchedule:
         gather(*self._let_go(_GENERATE, ("rollout",)))
 
     def bring_in_actor(self) -> bool:
-        """Load the actor's parameters, whatever the current phase is. Returns whether they were offloaded and
-        must be offloaded again."""
+        """Load the actor's parameters, whatever the current phase is.
+
+        Returns whether they were offloaded and must be offloaded again.
+        """
         if not self.actor_is_offloaded:
             return False
         gather(*self._bring_in({_ACTOR}))
         return True
 
     def take_out_actor(self) -> None:
-        """Offload the actor's parameters. If this fails, they stay loaded, so that the caller can fix the
-        cause and retry."""
+        """Offload the actor's parameters.
+
+        If this fails, they stay loaded, so that the caller can fix the cause and retry.
+        """
         gather(*self._take_out({_ACTOR}))
 
     # ---- moves
@@ -163,8 +168,10 @@ class OffloadSchedule:
         gather(*(future for other in others if (future := self._running.pop(other, None)) is not None))
 
     def _let_go(self, phase: str, roles: Sequence[str]) -> list[RemoteFuture]:
-        """Offload everything that must leave in `phase`. Moves in processes that do not belong to `roles`
-        have completed on return."""
+        """Offload everything that must leave in `phase`.
+
+        Moves in processes that do not belong to `roles` have completed on return.
+        """
         assert self._plan is not None
         leaving = self._plan.leaving(phase) & self._held
 

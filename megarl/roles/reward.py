@@ -67,8 +67,10 @@ class Reward:
         return self._beginning is None or has_ended(self._beginning.calls)
 
     def begin(self, groups: DataProto) -> None:
-        """Start scoring these samples with the functions, all samples of each prompt. `finish` returns the
-        scores. Raises the error of the previous call, if any."""
+        """Start scoring these samples with the functions, all samples of each prompt.
+
+        `finish` returns the scores. Raises the error of the previous call, if any.
+        """
         with self._lock:
             # Raise the error of the last call here; otherwise it would be lost with the future.
             if self._beginning is not None:
@@ -77,8 +79,10 @@ class Reward:
             self._beginning = self.group.call(RewardWorker.begin, _needed(groups))
 
     def scored(self) -> dict[str, list[float]]:
-        """Return, by uid, the functions' scores of groups that completed since the last call. Does not
-        wait."""
+        """Return, by uid, the functions' scores of groups that completed since the last call.
+
+        Does not wait.
+        """
         if self._asking is None:
             self._asking = self.group.call(RewardWorker.scored, _SCORED_WAIT_S)
             return {}

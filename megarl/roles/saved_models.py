@@ -64,8 +64,10 @@ class SavedModels:
         return [model.name for model in self.models]
 
     def begin_save(self, folder: Path) -> None:
-        """Start a save. Returns when the current state has been copied or written, so that training may
-        change it."""
+        """Start a save.
+
+        Returns when the current state has been copied or written, so that training may change it.
+        """
         self._on_all(
             lambda model: model.group.call(MegatronWorker.begin_save, str(folder.absolute() / model.name))
         )

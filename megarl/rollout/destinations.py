@@ -28,8 +28,10 @@ from megarl.weights.tensors import (
 
 
 class Destination(NamedTuple):
-    """A slice of a Hugging Face tensor in a parameter. `elements` is a view of the parameter in the shape of
-    `tensor_slice`."""
+    """A slice of a Hugging Face tensor in a parameter.
+
+    `elements` is a view of the parameter in the shape of `tensor_slice`.
+    """
 
     tensor_slice: TensorSlice
     elements: torch.Tensor
@@ -99,8 +101,10 @@ class DestinationPlan(NamedTuple):
 
     @property
     def slices(self) -> dict[str, list[TensorSlice]]:
-        """Return the slices of each tensor on this rank. Slices stored twice, such as tied weights, count
-        once."""
+        """Return the slices of each tensor on this rank.
+
+        Slices stored twice, such as tied weights, count once.
+        """
         return {
             name: list(dict.fromkeys(part.tensor_slice for part in tensor.parts))
             for name, tensor in self.tensors.items()
@@ -151,8 +155,11 @@ def record_plan(model: Any, manifest: Manifest) -> DestinationPlan:
 
 
 def zero_what_is_not_written(model: Any, plan: DestinationPlan) -> None:
-    """Zero parameters with unwritten elements. The engine pads some parameters and initializes them randomly;
-    elements that no tensor fills must not count."""
+    """Zero parameters with unwritten elements.
+
+    The engine pads some parameters and initializes them randomly; elements that no tensor fills must not
+    count.
+    """
     if plan.not_followed:
         return  # SGLang's own loader fills all of it
     written: dict[int, int] = {}
@@ -208,8 +215,10 @@ def _record(model: Any, manifest: Manifest) -> _Recorded:
 
 
 def _record_one_by_one(model: Any, manifest: Manifest) -> _Recorded:
-    """Record one call of `load_weights` per tensor. Raises WeightTransferError for the first tensor that the
-    model refuses."""
+    """Record one call of `load_weights` per tensor.
+
+    Raises WeightTransferError for the first tensor that the model refuses.
+    """
     all_recorded = _Recorded({}, {})
     for name, meta in manifest.items():
         try:

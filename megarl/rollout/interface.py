@@ -179,16 +179,19 @@ ENGINE_ENDED = (
 
 
 class EngineDeadError(RunError):
-    """The engine's processes ended, or make no progress. Start another engine, and send its requests in
-    flight again."""
+    """The engine's processes ended, or make no progress.
+
+    Start another engine, and send its requests in flight again.
+    """
 
     hint = ENGINE_ENDED
     role = "rollout"
 
 
 class RolloutEngine(ABC):
-    """An inference engine. It is usable from the end of a complete weight update until it sleeps, is updated
-    again, or is closed.
+    """An inference engine.
+
+    It is usable from the end of a complete weight update until it sleeps, is updated again, or is closed.
 
     At other times it raises EngineStateError, so that no sample is written by half-loaded weights. One thread
     calls the methods. Any method may raise EngineDeadError.
@@ -206,8 +209,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def collect(self, wait_s: float) -> list[FinishedRequest]:
-        """Return the requests that finished since the last call, in order of finishing. Waits at most
-        `wait_s` for the first one."""
+        """Return the requests that finished since the last call, in order of finishing.
+
+        Waits at most `wait_s` for the first one.
+        """
 
     def failed(self) -> list[FailedRequest]:
         """Return the requests that failed since the last call. A failure also ends the wait of `collect`."""
@@ -250,8 +255,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def join_weights(self, links: Sequence[EngineLink]) -> None:
-        """Connect each rank to the source of its weights, replacing earlier connections. Returns when all are
-        connected."""
+        """Connect each rank to the source of its weights, replacing earlier connections.
+
+        Returns when all are connected.
+        """
 
     @abstractmethod
     def leave_weights(self) -> None:
@@ -303,13 +310,17 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def sleep(self) -> None:
-        """Free the memory of weights and cache. Calling it twice is allowed. Requests in flight are
-        dropped."""
+        """Free the memory of weights and cache.
+
+        Calling it twice is allowed. Requests in flight are dropped.
+        """
 
     @abstractmethod
     def wake(self) -> None:
-        """Allocate the memory of the weights again. Their contents are lost: the engine is usable after the
-        next update. Calling it twice is allowed."""
+        """Allocate the memory of the weights again.
+
+        Their contents are lost: the engine is usable after the next update. Calling it twice is allowed.
+        """
 
     @abstractmethod
     def wake_cache(self) -> None:

@@ -1,5 +1,7 @@
-"""Lifecycle of an engine: the states between "has no weights" and "closed", and when it may generate. It is
-the same for every engine."""
+"""Lifecycle of an engine: the states between "has no weights" and "closed", and when it may generate.
+
+It is the same for every engine.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from megarl.weights.tensors import ChunkMeta, Manifest, WeightReceipt
 
 
 class EngineStateError(RuntimeError):
-    """The engine cannot do what it was asked in its state. The message names the state and how to leave
-    it."""
+    """The engine cannot do what it was asked in its state.
+
+    The message names the state and how to leave it.
+    """
 
 
 class LifecycleState(Enum):
@@ -64,8 +68,10 @@ class EngineLifecycle:
         self.require("load weights", LifecycleState.UPDATING)
 
     def record(self, chunk: ChunkMeta, dtype: torch.dtype) -> None:
-        """Record a chunk before it is copied. Raises WeightTransferError if it does not belong to the
-        update."""
+        """Record a chunk before it is copied.
+
+        Raises WeightTransferError if it does not belong to the update.
+        """
         self.require_update()
         assert self._receipt is not None
         self._receipt.record(chunk, dtype)

@@ -1,5 +1,6 @@
-"""Request router, which decides which replica gets which request. It is pure, so that tests can try every
-order of events.
+"""Request router, which decides which replica gets which request.
+
+It is pure, so that tests can try every order of events.
 
 Requests are queued in order of arrival, except for those with priority. A replica gets the next requests up
 to its limit of requests in flight; among several replicas with room, the one with the fewest requests in
@@ -108,8 +109,10 @@ class RequestRouter(Generic[Request]):
         return cancelled
 
     def assign(self, ready: Collection[int]) -> dict[int, list[Request]]:
-        """Assign queued requests to the replicas in `ready` up to their limits. Returns the requests of each
-        replica that got any."""
+        """Assign queued requests to the replicas in `ready` up to their limits.
+
+        Returns the requests of each replica that got any.
+        """
         assigned: dict[int, list[Request]] = {}
         while self._waiting and ready:
             least = min(ready, key=lambda number: (self.load(number), number))

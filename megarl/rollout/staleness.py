@@ -153,8 +153,10 @@ class StalenessController:
         self._next_version = version
 
     def take(self, version: int) -> list[int]:
-        """Return the groups of the next step in order. The step must be ready and train the weights of
-        `version`."""
+        """Return the groups of the next step in order.
+
+        The step must be ready and train the weights of `version`.
+        """
         assert self.is_ready
         assert version == self._next_version, (version, self._next_version)
         groups = self._next()

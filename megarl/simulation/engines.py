@@ -54,8 +54,10 @@ class VirtualClock:
         return ended
 
     def pass_by(self, seconds: float) -> None:
-        """Advance the clock while the driver is busy. Events that become due in the meantime are handled
-        late."""
+        """Advance the clock while the driver is busy.
+
+        Events that become due in the meantime are handled late.
+        """
         until_s = self.now_s + seconds
         while self.next_s <= until_s:
             self._happen()

@@ -83,8 +83,10 @@ class SimulatedGeneration:
         return min((each.ready_s for each in self._requests.values()), default=math.inf)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Start generating samples. Each takes the time of its own tokens, regardless of the number of
-        requests."""
+        """Start generating samples.
+
+        Each takes the time of its own tokens, regardless of the number of requests.
+        """
         now_s = self._now_s()
         for request in requests:
             length = self._length_of(request)

@@ -42,8 +42,10 @@ class Logger(Protocol):
 
 
 class ConsoleLogger:
-    """Prints one line per step with the headline metrics and the estimated time left. The files contain all
-    metrics."""
+    """Prints one line per step with the headline metrics and the estimated time left.
+
+    The files contain all metrics.
+    """
 
     # Metric -> its name on the line and its unit.
     SHOWN: Mapping[str, tuple[str, str]] = {
@@ -115,8 +117,10 @@ class JsonlLogger:
 
 
 class TensorBoardLogger:
-    """Writes one event file per process of the run. TensorBoard ignores the old events of a step that is
-    repeated."""
+    """Writes one event file per process of the run.
+
+    TensorBoard ignores the old events of a step that is repeated.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         first_step = None if run.resumed_after is None else run.resumed_after + 1

@@ -1,5 +1,8 @@
-"""MLflow client. MLFLOW_TRACKING_URI and its credentials in the environment select the server; if unset, the
-run is stored in `mlruns/`."""
+"""MLflow client.
+
+MLFLOW_TRACKING_URI and its credentials in the environment select the server; if unset, the run is stored in
+`mlruns/`.
+"""
 
 from __future__ import annotations
 

@@ -26,8 +26,10 @@ SHOWN = {
 
 
 class ProgressBar:
-    """Live progress bar on a terminal. Nothing is drawn elsewhere (a log file), where the console logger
-    prints lines."""
+    """Live progress bar on a terminal.
+
+    Nothing is drawn elsewhere (a log file), where the console logger prints lines.
+    """
 
     def __init__(self, title: str, total_steps: int, console: Console, done: int = 0) -> None:
         """Create the bar.

@@ -186,8 +186,10 @@ def remove_samples(output_dir: Path, after: int) -> None:
 
 
 def _thin(output_dir: Path, max_bytes: int) -> None:
-    """Delete files until the total size is within `max_bytes`. The first and the newest file are deleted
-    last."""
+    """Delete files until the total size is within `max_bytes`.
+
+    The first and the newest file are deleted last.
+    """
     files = sample_files(output_dir)
     sizes = {step: path.stat().st_size for step, path in files.items()}
 
@@ -198,8 +200,10 @@ def _thin(output_dir: Path, max_bytes: int) -> None:
 
 
 def _most_crowded(steps: Sequence[int]) -> int:
-    """Return the step whose neighbors are closest together, the earliest of several. For two steps, return
-    the first."""
+    """Return the step whose neighbors are closest together, the earliest of several.
+
+    For two steps, return the first.
+    """
     inner = range(1, len(steps) - 1)
     return steps[min(inner, key=lambda index: steps[index + 1] - steps[index - 1])] if inner else steps[0]
 

@@ -1,5 +1,7 @@
-"""SwanLab client. SWANLAB_API_KEY and SWANLAB_MODE (cloud, local, offline) in the environment select the
-destination."""
+"""SwanLab client.
+
+SWANLAB_API_KEY and SWANLAB_MODE (cloud, local, offline) in the environment select the destination.
+"""
 
 from __future__ import annotations
 

@@ -21,8 +21,10 @@ _EVENT_FILES = "events.out.tfevents.*"
 
 
 def cut_after(output_dir: Path, step: int) -> None:
-    """Remove everything logged after `step`, and a partial line left by a kill. Each file is replaced
-    atomically."""
+    """Remove everything logged after `step`, and a partial line left by a kill.
+
+    Each file is replaced atomically.
+    """
     for name in (METRICS_FILE, GENERATIONS_FILE):
         if (path := output_dir / name).exists():
             content = path.read_bytes()

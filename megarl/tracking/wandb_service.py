@@ -1,5 +1,7 @@
-"""Weights & Biases client. WANDB_API_KEY, WANDB_BASE_URL and WANDB_MODE (online, offline) in the environment
-select the destination."""
+"""Weights & Biases client.
+
+WANDB_API_KEY, WANDB_BASE_URL and WANDB_MODE (online, offline) in the environment select the destination.
+"""
 
 from __future__ import annotations
 

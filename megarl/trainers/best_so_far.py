@@ -1,5 +1,7 @@
-"""Best validation result so far. It decides which checkpoint is kept and when a run stops early, and survives
-resuming."""
+"""Best validation result so far.
+
+It decides which checkpoint is kept and when a run stops early, and survives resuming.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +82,10 @@ class BestSoFar:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the state. State of another metric or mode is ignored, since its values are not
-        comparable."""
+        """Restore the state.
+
+        State of another metric or mode is ignored, since its values are not comparable.
+        """
         if state is not None and (state["metric"], state["mode"]) == (self.metric, self.mode.value):
             self.step = state["step"]
             self.num_since = state["num_since"]

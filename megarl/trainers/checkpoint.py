@@ -154,8 +154,10 @@ class Checkpointer:
         return _as_checkpoint(self._best)
 
     def steps(self) -> Iterator[int]:
-        """Yield the numbers of the remaining steps. Saves in progress are advanced between steps and awaited
-        at the end."""
+        """Yield the numbers of the remaining steps.
+
+        Saves in progress are advanced between steps and awaited at the end.
+        """
         for step in range(self._first_step, self._config.trainer.total_steps + 1):
             # The run may be told to stop before its first step; later requests are handled in `save`, within
             # a step.
@@ -198,8 +200,10 @@ class Checkpointer:
             self._begin(step, state(), files())
 
     def close(self) -> None:
-        """Finish at the end of the run, however it ended, after its ranks have exited. A save that is being
-        sealed becomes a checkpoint; partial saves are removed."""
+        """Finish at the end of the run, however it ended, after its ranks have exited.
+
+        A save that is being sealed becomes a checkpoint; partial saves are removed.
+        """
         self._thread.shutdown()
         with suppress(OSError):  # the next run tries again, and reports the error
             self._folder.remove_leftovers()

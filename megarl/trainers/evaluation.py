@@ -201,8 +201,10 @@ class Evaluation:
             ]
 
     def run(self, rollout: Rollout, reward: Reward) -> ValidationResult:
-        """Score samples of all prompts. Every prompt has the same number of samples, so means over prompts
-        and over samples are equal."""
+        """Score samples of all prompts.
+
+        Every prompt has the same number of samples, so means over prompts and over samples are equal.
+        """
         samples = [sample for batch in self.samples(rollout, reward) for sample in batch]
         return ValidationResult(
             _metrics(samples, self._pass_score),

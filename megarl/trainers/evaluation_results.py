@@ -153,8 +153,9 @@ def sample_lines(samples: Sequence[ScoredSample]) -> str:
 
 
 def read_chat_time(results: Path) -> datetime | None:
-    """Return the time that the chat template saw in an evaluation, given its results. None if the template
-    does not read the time, or there are no results.
+    """Return the time that the chat template saw in an evaluation, given its results.
+
+    None if the template does not read the time, or there are no results.
 
     Raises:
         ConfigError: The file is damaged.

@@ -1,5 +1,7 @@
-"""Monitoring of a run: timings by phase, timeline, metrics and progress bar. The training loop only names its
-phases."""
+"""Monitoring of a run: timings by phase, timeline, metrics and progress bar.
+
+The training loop only names its phases.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ _TIMELINE_EVERY_STEPS = 10
 
 @dataclass
 class Position:
-    """Position of a run: its step (None outside of steps) and the driver's phases, innermost last. An error
-    leaves the position unchanged."""
+    """Position of a run: its step (None outside of steps) and the driver's phases, innermost last.
+
+    An error leaves the position unchanged.
+    """
 
     step: int | None = None
     phases: list[str] = field(default_factory=list)
@@ -97,8 +101,10 @@ class Monitor:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record a step. Everything recorded in the block is logged as one step if the block ends without an
-        error."""
+        """Record a step.
+
+        Everything recorded in the block is logged as one step if the block ends without an error.
+        """
         self.position.step = number
         with self.phase("step"):
             yield
@@ -127,8 +133,10 @@ class Monitor:
 
     @contextmanager
     def testing(self) -> Iterator[None]:
-        """Record a validation. The workers' calls in the block appear on the timeline, and count only towards
-        `timing_s/testing`."""
+        """Record a validation.
+
+        The workers' calls in the block appear on the timeline, and count only towards `timing_s/testing`.
+        """
         # Spans are assigned by when the driver collected them, since clocks of workers on other nodes may
         # differ from the driver's.
         self._spans += self._drain()

@@ -1,5 +1,7 @@
-"""Training loop of PPO and related algorithms. The work between its phases is in `sampling` and
-`advantages`."""
+"""Training loop of PPO and related algorithms.
+
+The work between its phases is in `sampling` and `advantages`.
+"""
 
 from __future__ import annotations
 
@@ -137,8 +139,10 @@ class PPOTrainer:
                 self.checkpoints.save(step, self.state_dict, self._files)
 
     def _scale(self) -> None:
-        """Apply a pending request of `megarl scale`. If it cannot be satisfied, log the reason and continue
-        unchanged."""
+        """Apply a pending request of `megarl scale`.
+
+        If it cannot be satisfied, log the reason and continue unchanged.
+        """
         try:
             # The request is a file in the run's folder, which is deleted when it is read.
             count = take_request(Path(self.config.trainer.output_dir))
@@ -149,8 +153,10 @@ class PPOTrainer:
             _log.warning("the number of rollout replicas is unchanged: %s", error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the driver's state between two steps, as JSON-compatible values. The models save their own
-        state."""
+        """Return the driver's state between two steps, as JSON-compatible values.
+
+        The models save their own state.
+        """
         return {
             "trainer": "ppo",
             "data": self.prompts.state_dict(),

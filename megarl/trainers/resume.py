@@ -1,5 +1,7 @@
-"""Select the checkpoint a run resumes from, check that it may, and find configuration changes. Only small
-files are read, before any process starts."""
+"""Select the checkpoint a run resumes from, check that it may, and find configuration changes.
+
+Only small files are read, before any process starts.
+"""
 
 from __future__ import annotations
 

@@ -112,8 +112,10 @@ class SampleRows:
         return SampleTable(table, token_texts(self._tokenizer, ids), self._parts)
 
     def _prompts(self, ids: np.ndarray, lengths: list[int]) -> list[str]:
-        """Decode the prompts with the special tokens of the chat template. Samples of a prompt are
-        consecutive, so each prompt is decoded once."""
+        """Decode the prompts with the special tokens of the chat template.
+
+        Samples of a prompt are consecutive, so each prompt is decoded once.
+        """
         texts: list[str] = []
         before = None
 
@@ -148,8 +150,10 @@ def _of_rows(batch: DataProto, step: int) -> dict[str, Any]:
 def _of_episodes(
     arrays: Mapping[str, np.ndarray], lengths: list[int], is_model: RaggedTensor, rewards: RaggedTensor
 ) -> dict[str, Any]:
-    """Return the columns of episodes. Turns of the model are never adjacent: the environment's result is
-    between two turns."""
+    """Return the columns of episodes.
+
+    Turns of the model are never adjacent: the environment's result is between two turns.
+    """
     turn_rewards = []
 
     # The reward of a turn is on its last token.

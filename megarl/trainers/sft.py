@@ -15,8 +15,10 @@ from megarl.trainers.monitor import Monitor
 
 
 class SFTTrainer:
-    """Trainer of supervised fine-tuning. Validation reports `val/loss`, the mean negative log-likelihood per
-    answer token over all held-out rows."""
+    """Trainer of supervised fine-tuning.
+
+    Validation reports `val/loss`, the mean negative log-likelihood per answer token over all held-out rows.
+    """
 
     def __init__(
         self,

@@ -42,8 +42,9 @@ MICRO_BATCHES = "micro_batches"  # meta_info: row numbers of each micro-batch, p
 
 
 class Loss(Protocol):
-    """Loss that an update minimizes. The driver creates it and sends it with the rows, so it must be small
-    and picklable.
+    """Loss that an update minimizes.
+
+    The driver creates it and sends it with the rows, so it must be small and picklable.
 
     Calling it with a micro-batch's outputs and rows returns the micro-batch's contribution to the loss and
     the metrics (see engine/engine.py).
@@ -65,8 +66,10 @@ class Loss(Protocol):
 
 
 class ScoredUpdate(NamedTuple):
-    """Result of an update for one replica's rows. `scores` are the outputs of `_forward` with the weights
-    before the update."""
+    """Result of an update for one replica's rows.
+
+    `scores` are the outputs of `_forward` with the weights before the update.
+    """
 
     metrics: dict[str, Metric]
     scores: DataProto
@@ -195,8 +198,10 @@ class MegatronWorker(WeightExport):
         return self._groups.pipeline_rank
 
     def _forward(self, part: DataProto, extras: Collection[Extra] = ()) -> DataProto:
-        """Return the scores of this replica's rows, named as in the engine. The result is empty on ranks
-        without the last pipeline stage."""
+        """Return the scores of this replica's rows, named as in the engine.
+
+        The result is empty on ranks without the last pipeline stage.
+        """
         return _on_host(self._engine.forward(part.ragged, part.meta_info[MICRO_BATCHES], extras) or {})
 
     def _train(self, part: DataProto, loss: Loss, *, with_scores: bool = False) -> ScoredUpdate:
@@ -242,8 +247,10 @@ class MegatronWorker(WeightExport):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:
-        """Offload parts of the model's state; see MegatronEngine.offload. The weight-sync buffers are
-        released as well."""
+        """Offload parts of the model's state; see MegatronEngine.offload.
+
+        The weight-sync buffers are released as well.
+        """
         # The buffers of the last weight sync occupy device memory that the next phase needs.
         self.release_weight_buffers()
         return self._engine.offload(*parts)
@@ -269,8 +276,10 @@ class MegatronWorker(WeightExport):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def finish_save(self) -> dict[str, str]:
-        """Complete the folder except for its manifest. Returns the checksums of the files that this rank
-        wrote."""
+        """Complete the folder except for its manifest.
+
+        Returns the checksums of the files that this rank wrote.
+        """
         assert self._pending_save is not None, "no save has begun"
 
         # Cleared first, so that a failed save does not block the next one.

@@ -19,8 +19,10 @@ WROTE = "model_wrote"  # column of episodes, whose `response_mask` covers only t
 
 
 class RewardWorker(Worker):
-    """Process that decodes responses and has the reward functions score them. Without functions it only
-    decodes."""
+    """Process that decodes responses and has the reward functions score them.
+
+    Without functions it only decodes.
+    """
 
     def __init__(self, config: RewardConfig, tokenizer_path: str, trust_remote_code: bool) -> None:
         super().__init__()

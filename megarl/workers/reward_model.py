@@ -78,8 +78,11 @@ def conversation_encoder(path: str, vocab_size: int, reading: Reading) -> Conver
 
 
 class RewardModelWorker(MegatronWorker):
-    """One rank of the reward model. Every rank of a replica encodes the same conversations and computes the
-    same plan, so they need not communicate."""
+    """One rank of the reward model.
+
+    Every rank of a replica encodes the same conversations and computes the same plan, so they need not
+    communicate.
+    """
 
     def __init__(self, spec: ModelSpec, reading: Reading) -> None:
         super().__init__(spec)

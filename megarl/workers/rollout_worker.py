@@ -53,8 +53,10 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def join_weights(self, links: Sequence[EngineLink], name: str) -> None:
-        """Connect the engine's ranks to the source of their weights, under a name that is used once. Returns
-        when all have connected."""
+        """Connect the engine's ranks to the source of their weights, under a name that is used once.
+
+        Returns when all have connected.
+        """
         # Until joining succeeds, a weight sync under any name must be refused.
         self._joined = ""
         self._engine.join_weights(links)
@@ -62,8 +64,10 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def receive_weights(self, manifest: Manifest, version: int, name: str) -> None:
-        """Receive all weights while the trainers send them. Raises WeightTransferError if `name` is not the
-        last joined name."""
+        """Receive all weights while the trainers send them.
+
+        Raises WeightTransferError if `name` is not the last joined name.
+        """
         if name != self._joined:
             raise WeightTransferError(
                 "the engine has joined another trainer since; that trainer's WeightSync.close() releases it"
@@ -107,8 +111,10 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def wake(self) -> None:
-        """Allocate the memory of the weights again. Does nothing if the engine is awake, as after a
-        restart."""
+        """Allocate the memory of the weights again.
+
+        Does nothing if the engine is awake, as after a restart.
+        """
         self._engine.wake()
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)

@@ -33,8 +33,10 @@ class MeetingPoint(NamedTuple):
 
 
 class WeightExport(Worker):
-    """Mixin for workers that export weights. The driver calls each method on the ranks concerned. Replicas
-    are numbers."""
+    """Mixin for workers that export weights.
+
+    The driver calls each method on the ranks concerned. Replicas are numbers.
+    """
 
     _sender: Sender | None = None
     _send_pass: SendPass | None = None
@@ -134,8 +136,10 @@ class WeightExport(Worker):
 
     @register(blocking=False)
     def relay_weights(self, replica: int, schedules: Mapping[int, TransferSchedule]) -> None:
-        """Relay weights to ranks of `replica` on other devices. `schedules` is keyed by the trainer ranks on
-        their devices."""
+        """Relay weights to ranks of `replica` on other devices.
+
+        `schedules` is keyed by the trainer ranks on their devices.
+        """
         self._device_sender().relay(replica, schedules)
 
     def _device_sender(self) -> DeviceSender:

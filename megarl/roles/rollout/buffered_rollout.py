@@ -1,5 +1,8 @@
-"""Rollout for the training loop. Synchronous and asynchronous generation use the same rollout buffer, filled
-either by the trainer's thread on demand or by a generation thread ahead of it."""
+"""Rollout for the training loop.
+
+Synchronous and asynchronous generation use the same rollout buffer, filled either by the trainer's thread on
+demand or by a generation thread ahead of it.
+"""
 
 from __future__ import annotations
 
@@ -142,8 +145,10 @@ class BufferedRollout:
             return [] if self._buffer is None else self._buffer.finished()
 
     def restore(self, groups: Mapping[str, FinishedGroup]) -> None:
-        """Restore groups before the first step. Groups that still match the run's configuration are not
-        generated again."""
+        """Restore groups before the first step.
+
+        Groups that still match the run's configuration are not generated again.
+        """
         self._stored = groups
 
     # ---- internals

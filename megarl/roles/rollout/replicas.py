@@ -220,19 +220,25 @@ class Replicas:
     # ---- memory
 
     def sleep(self) -> None:
-        """Offload all replicas. A dead replica is restarted and must then be offloaded too, since all of the
-        memory is needed next."""
+        """Offload all replicas.
+
+        A dead replica is restarted and must then be offloaded too, since all of the memory is needed next.
+        """
         while lost := _on_each(self.all, RolloutWorker.sleep):
             self.replace(lost)
 
     def wake(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
-        """Make sleeping replicas allocate memory for weights, which they do not have yet. Returns the dead
-        replicas with the reason."""
+        """Make sleeping replicas allocate memory for weights, which they do not have yet.
+
+        Returns the dead replicas with the reason.
+        """
         return _on_each(replicas, RolloutWorker.wake)
 
     def wake_cache(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
-        """Make replicas allocate their KV caches, after which they can generate. Returns the dead replicas
-        with the reason."""
+        """Make replicas allocate their KV caches, after which they can generate.
+
+        Returns the dead replicas with the reason.
+        """
         return _on_each(replicas, RolloutWorker.wake_cache)
 
     def resident_memory_gb(self) -> float:
@@ -278,8 +284,10 @@ class Replicas:
 def _on_each(
     replicas: Mapping[int, RoleGroup], method: RemoteMethod[[], None, ..., Any]
 ) -> dict[int, Exception]:
-    """Calls a method on each replica. Returns the dead ones with the reason, and raises any other failure
-    after all calls have ended."""
+    """Calls a method on each replica.
+
+    Returns the dead ones with the reason, and raises any other failure after all calls have ended.
+    """
     lost: dict[int, Exception] = {}
     results_of(
         {number: group.call_rank(0, method) for number, group in replicas.items()},

@@ -176,8 +176,10 @@ class Rollout:
         )
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:
-        """Yield samples as they finish. Closing the iterator cancels the rest. Raises the errors of
-        `generate`."""
+        """Yield samples as they finish.
+
+        Closing the iterator cancels the rest. Raises the errors of `generate`.
+        """
         self._weights.bring_in()
         for _, number, sample in self._finished(DataProto(), requests):
             yield FinishedRequest(number, cast("Sample", sample))
@@ -261,8 +263,10 @@ class Rollout:
                 cancel()
 
     def assemble(self, prompts: DataProto, samples: Sequence[RolloutOutput], version: int) -> DataProto:
-        """Build the batch that `generate` returns, from prompts and samples in matching rows. `version` is
-        that of the last weight sync."""
+        """Build the batch that `generate` returns, from prompts and samples in matching rows.
+
+        `version` is that of the last weight sync.
+        """
         return batch_of_samples(prompts, cast("Sequence[Sample]", samples), version, self._rules.pad_token_id)
 
     # ---- observation

@@ -36,8 +36,10 @@ _MOST_SHOWN = 5
 
 
 class FailedPromptsError(RunError):
-    """Engines cannot generate the samples of more prompts of a step than `rollout.max_error_rate` allows. The
-    message has the causes."""
+    """Engines cannot generate the samples of more prompts of a step than `rollout.max_error_rate` allows.
+
+    The message has the causes.
+    """
 
 
 class NoSignalError(RunError):
@@ -187,8 +189,10 @@ class RolloutBuffer:
                 )
 
     def score(self) -> None:
-        """Send finished groups for scoring, and drop groups whose scores carry no signal. Call this
-        repeatedly."""
+        """Send finished groups for scoring, and drop groups whose scores carry no signal.
+
+        Call this repeatedly.
+        """
         scoring = self._scoring
 
         # At staleness 0 the step's scores are requested as soon as generation is idle.

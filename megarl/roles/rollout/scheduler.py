@@ -297,8 +297,10 @@ class RequestScheduler:
                 del self._tasks[replica]
 
     def _dispatch(self) -> None:
-        """Assign queued requests. Call each idle replica that has requests, and interrupt the call of one
-        that gets new requests."""
+        """Assign queued requests.
+
+        Call each idle replica that has requests, and interrupt the call of one that gets new requests.
+        """
         now_s = self._clock()
         at_work = [
             replica for replica in range(len(self._replicas)) if replica not in self._replicas.starting
@@ -436,8 +438,10 @@ class RequestScheduler:
 
 
 def _is_lost(start: WorkerFuture[Any]) -> bool:
-    """Return whether the process of a starting replica is gone. Other startup failures are reported when it
-    is given weights."""
+    """Return whether the process of a starting replica is gone.
+
+    Other startup failures are reported when it is given weights.
+    """
     try:
         start.get()
     except (WorkerError, PhaseTimeoutError) as error:

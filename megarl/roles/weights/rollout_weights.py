@@ -153,8 +153,10 @@ class FolderWeights:
     def push(
         self, replicas: Mapping[int, RoleGroup], version: int
     ) -> tuple[PushReport | None, dict[int, Exception]]:
-        """Load the weights; same interface as WeightSync.push. There is no report, since no trainer sends
-        anything."""
+        """Load the weights; same interface as WeightSync.push.
+
+        There is no report, since no trainer sends anything.
+        """
         lost: dict[int, Exception] = {}
         loading = {
             number: replica.call_rank(

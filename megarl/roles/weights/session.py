@@ -135,8 +135,11 @@ class TransferSession:
     # ---- planning
 
     def _expect(self, needed: list[TensorSlices], number: int) -> None:
-        """Check the needs of a replica. All replicas are built in the same way, so the first one's plan
-        applies to all others and to their replacements."""
+        """Check the needs of a replica.
+
+        All replicas are built in the same way, so the first one's plan applies to all others and to their
+        replacements.
+        """
         if self._plan is None:
             if len(needed) != len(self._targets[number]):
                 raise WeightTransferError(
@@ -209,8 +212,10 @@ class TransferSession:
         results_of(joining, lost, is_lost)
 
     def _join_groups(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:
-        """Join process groups. Each engine's ranks and its senders meet concurrently; trainers meet one
-        engine after the other."""
+        """Join process groups.
+
+        Each engine's ranks and its senders meet concurrently; trainers meet one engine after the other.
+        """
         assert self._plan is not None
         call = self._source.group.call_rank
         joining: dict[int, WorkerFuture[None]] = {}

@@ -52,8 +52,10 @@ class WeightSource:
         return manifest_of(self.architecture, self.torch_dtype, self.head)
 
     def checksums(self) -> list[WorkerFuture[dict[str, int]]]:
-        """Return checksum parts that add up to those of all tensors. Experts' parts are those of their first
-        copy, which may be spread over several replicas."""
+        """Return checksum parts that add up to those of all tensors.
+
+        Experts' parts are those of their first copy, which may be spread over several replicas.
+        """
         # ranks with a stage's experts
         num_holders = self.parallel.expert_parallel_size * self.parallel.expert_tensor_parallel_size
         calls = []

@@ -104,8 +104,9 @@ class WeightSync:
     def push(
         self, replicas: Mapping[int, RoleGroup], version: int
     ) -> tuple[PushReport | None, dict[int, Exception]]:
-        """Send all weights, stamped `version`, to every replica (by number). A replica refuses to generate
-        from the first message to the last.
+        """Send all weights, stamped `version`, to every replica (by number).
+
+        A replica refuses to generate from the first message to the last.
 
         Returns:
             The report (None if no replica is left), and the lost replicas with the reason: they died or hang,
@@ -168,8 +169,10 @@ class WeightSync:
     def _between_ranks(
         self, replicas: Mapping[int, RoleGroup], version: int, lost: dict[int, Exception]
     ) -> list[SendReport]:
-        """Send the weights from the trainer ranks to joined replicas. Adds lost replicas to `lost`. Raises
-        the errors of `push`."""
+        """Send the weights from the trainer ranks to joined replicas.
+
+        Adds lost replicas to `lost`. Raises the errors of `push`.
+        """
         # Start both sides before waiting for either: each waits for the other.
         receiving = {
             number: replica.call_rank(
@@ -271,8 +274,11 @@ class _Push:
         self._next_look_s = time.monotonic() + _LOOK_S
 
     def finish(self) -> list[SendReport]:
-        """Wait for all calls. A rank that waits for peers returns without a report and is called again,
-        without the lost replicas. Raises the error of a trainer rank."""
+        """Wait for all calls.
+
+        A rank that waits for peers returns without a report and is called again, without the lost replicas.
+        Raises the error of a trainer rank.
+        """
         while self._sending or self._receiving:
             if not self._sending and self._receiving.keys() <= self._lost.keys():
                 for number, received in list(self._receiving.items()):

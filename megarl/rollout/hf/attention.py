@@ -1,5 +1,6 @@
-"""Keys, values and attention of the decoding loop. A step neither copies nor repeats keys and values, and
-reads them once.
+"""Keys, values and attention of the decoding loop.
+
+A step neither copies nor repeats keys and values, and reads them once.
 
 transformers' growing cache copies all keys and values for every token, and its attention repeats them for
 each query head of a group if there is a mask. Here the attention function itself appends a token's keys and
@@ -51,8 +52,10 @@ class KVCache:
         return self._layers[layer].append(keys, values)
 
     def select(self, rows: Tensor) -> None:
-        """Replace the rows of the cache with these of its B rows, (A,), in this order. Repeats are
-        allowed."""
+        """Replace the rows of the cache with these of its B rows, (A,), in this order.
+
+        Repeats are allowed.
+        """
         for layer in self._layers.values():
             layer.select(rows)
 
@@ -112,8 +115,9 @@ class _LayerCache:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Keys and values of prompts, each computed once for up to SLOTS rows that continue it. These rows attend
-    to it together, as additional queries.
+    """Keys and values of prompts, each computed once for up to SLOTS rows that continue it.
+
+    These rows attend to it together, as additional queries.
 
     Attributes:
         keys: Keys of each layer, (G, K, P, D), float32.
@@ -222,8 +226,9 @@ def grouped_attention(
     prompts: SharedPrompts | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend to the tokens of each row and, in decoding steps, to the prompts that rows share. Has
-    transformers' attention interface.
+    """Attend to the tokens of each row and, in decoding steps, to the prompts that rows share.
+
+    Has transformers' attention interface.
 
     Args:
         query: Shape (A, H, N, D); N is 1 if `prompts` is given.

@@ -177,8 +177,10 @@ def sample_tokens(
 
 
 def _truncate(logits: torch.Tensor, sampling: SamplingParameters) -> torch.Tensor:
-    """Set tokens excluded by top-k, and then top-p, to -inf. Ties are broken by the sort, so exactly k
-    remain."""
+    """Set tokens excluded by top-k, and then top-p, to -inf.
+
+    Ties are broken by the sort, so exactly k remain.
+    """
     top_k = min(sampling.top_k, logits.shape[-1]) if sampling.top_k != -1 else logits.shape[-1]
     if top_k == logits.shape[-1] and sampling.top_p == 1:
         return logits
@@ -212,8 +214,9 @@ def row_keys(seeds: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def gumbel_noise(keys: torch.Tensor, step: int, vocab_size: int) -> torch.Tensor:
-    """Return Gumbel(0, 1) noise, (B, V) float32. The argmax of log-probs plus this noise is a sample from the
-    distribution.
+    """Return Gumbel(0, 1) noise, (B, V) float32.
+
+    The argmax of log-probs plus this noise is a sample from the distribution.
 
     Args:
         keys: Shape (B,) int64, from `row_keys`.

@@ -37,8 +37,9 @@ _kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field
 
 
 class HFEngine(RolloutEngine):
-    """Engine on transformers. It starts without weights, from the folder's config.json; a weight sync
-    provides the trainer's.
+    """Engine on transformers.
+
+    It starts without weights, from the folder's config.json; a weight sync provides the trainer's.
 
     Requests wait until `collect`, which decodes one batch of them to the end.
 
@@ -134,8 +135,10 @@ class HFEngine(RolloutEngine):
         ]
 
     def _next_batch(self) -> list[GenerationRequest]:
-        """Return up to max_concurrency requests that differ only in prompt and seed. Similar lengths are
-        batched, to reduce padding."""
+        """Return up to max_concurrency requests that differ only in prompt and seed.
+
+        Similar lengths are batched, to reduce padding.
+        """
         if not self._waiting:
             return []
         # The longest prompt decides which kind of request is decoded next, and how wide the batch is.

@@ -24,8 +24,10 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start SGLang and return when it responds. Called in the loop's thread, before the loop runs. Raises
-        EngineDeadError with SGLang's last output."""
+        """Start SGLang and return when it responds.
+
+        Called in the loop's thread, before the loop runs. Raises EngineDeadError with SGLang's last output.
+        """
 
     @abstractmethod
     async def open(self) -> None:
@@ -33,8 +35,10 @@ class Backend(ABC):
 
     @abstractmethod
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """Return SGLang's response to one GenerateReqInput. Raises ValueError with its message if it refuses
-        the request."""
+        """Return SGLang's response to one GenerateReqInput.
+
+        Raises ValueError with its message if it refuses the request.
+        """
 
     @abstractmethod
     async def call(self, endpoint: str, payload: dict[str, Any]) -> None:
@@ -50,8 +54,10 @@ class Backend(ABC):
 
     @abstractmethod
     async def is_responsive(self, limit_s: float) -> bool:
-        """Return whether the model has shown progress within the last `limit_s`, or shows it now. There are
-        requests in flight."""
+        """Return whether the model has shown progress within the last `limit_s`, or shows it now.
+
+        There are requests in flight.
+        """
 
     @property
     @abstractmethod

@@ -103,8 +103,10 @@ def install_in_scheduler() -> None:
 
 
 def _name_the_cpu_as_device() -> None:
-    """Make `torch.get_device_module()` return torch.cpu, as in a CPU build. A CUDA build returns torch.cuda,
-    with or without a GPU."""
+    """Make `torch.get_device_module()` return torch.cpu, as in a CPU build.
+
+    A CUDA build returns torch.cuda, with or without a GPU.
+    """
     get_device_module = torch.get_device_module
 
     def of_a_cpu_build(device: Any = None) -> Any:
@@ -158,8 +160,10 @@ def _mix(hashed: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
 
 
 def _disable_batch_invariant_kernels() -> None:
-    """Disable the batch-invariant kernels, which need Triton. On a CPU, a row of a product differs with the
-    batch by rounding, which almost never changes a sample."""
+    """Disable the batch-invariant kernels, which need Triton.
+
+    On a CPU, a row of a product differs with the batch by rounding, which almost never changes a sample.
+    """
     from sglang.srt import batch_invariant_ops
     from sglang.srt.model_executor import model_runner
 
@@ -319,8 +323,10 @@ def _release_memory_for_real() -> None:
 
 
 def _sleep_while_paused() -> None:
-    """Sleep until a message arrives, as in the idle state. Other ranks wait for the messages of the first
-    one."""
+    """Sleep until a message arrives, as in the idle state.
+
+    Other ranks wait for the messages of the first one.
+    """
     from sglang.srt.managers.scheduler import Scheduler
 
     record = getattr(Scheduler, "_record_scheduler_state_for_paused_engine", None)
@@ -387,8 +393,10 @@ def own_experts(
 
 
 def _resident_tensors(model_runner: Any) -> dict[str, list[torch.Tensor]]:
-    """Return the parameters and the KV cache by SGLang's tags. Buffers (rotary tables) are not weights and
-    stay."""
+    """Return the parameters and the KV cache by SGLang's tags.
+
+    Buffers (rotary tables) are not weights and stay.
+    """
     pool = model_runner.token_to_kv_pool
     parameters = [parameter.data for parameter in model_runner.model.parameters()]
     return {"weights": parameters, "kv_cache": [*pool.k_buffer, *pool.v_buffer]}

@@ -69,8 +69,10 @@ _CACHE = ["kv_cache", "cuda_graph"]  # SGLang's tags for memory that only genera
 
 
 class SGLangEngine(RolloutEngine):
-    """SGLang engine. It starts without weights. Raises EngineDeadError with SGLang's last output if it does
-    not start."""
+    """SGLang engine.
+
+    It starts without weights. Raises EngineDeadError with SGLang's last output if it does not start.
+    """
 
     def __init__(self, spec: RolloutEngineSpec) -> None:
         server_args = build_server_args(spec)
@@ -228,8 +230,10 @@ class SGLangEngine(RolloutEngine):
         self._last_sign_s = time.monotonic()
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
-        """Abort the requests that SGLang knows. A request still in transit to its server is aborted by a
-        later call."""
+        """Abort the requests that SGLang knows.
+
+        A request still in transit to its server is aborted by a later call.
+        """
         tickets = [
             ticket
             for ticket, in_flight in self._in_flight.items()
@@ -388,8 +392,10 @@ class SGLangEngine(RolloutEngine):
             self._session_is_open = False
 
     def _pause(self) -> None:
-        """Pause generation. Running requests return to the queue: their tokens are kept, their cache is
-        not."""
+        """Pause generation.
+
+        Running requests return to the queue: their tokens are kept, their cache is not.
+        """
         if not self._is_paused:
             self._call("pause_generation", mode="retract")
             self._is_paused = True
@@ -448,8 +454,10 @@ class SGLangEngine(RolloutEngine):
             self._has_cache = True
 
     def _release(self, tags: list[str]) -> None:
-        """Free the memory of weights or cache, which must be unused. SGLang refuses to release a tag
-        twice."""
+        """Free the memory of weights or cache, which must be unused.
+
+        SGLang refuses to release a tag twice.
+        """
         self._call("release_memory_occupation", tags=tags)
         self._has_cache = False
 
@@ -508,14 +516,18 @@ class SGLangEngine(RolloutEngine):
 
 
 def _name(ticket: int) -> str:
-    """Return the name of a request. All names have the same length, because SGLang aborts all requests whose
-    names begin with the given one."""
+    """Return the name of a request.
+
+    All names have the same length, because SGLang aborts all requests whose names begin with the given one.
+    """
     return f"megarl-{ticket:016d}"
 
 
 def _tensors_of(folder: Path) -> Iterator[tuple[ChunkMeta, torch.dtype]]:
-    """Yield the tensors of the folder's safetensors, from their headers. Raises WeightTransferError if there
-    are none."""
+    """Yield the tensors of the folder's safetensors, from their headers.
+
+    Raises WeightTransferError if there are none.
+    """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise WeightTransferError(f"{folder} contains no safetensors files")

@@ -14,8 +14,9 @@ STUBS = Path(__file__).parent / "stubs"
 
 
 def prepare(device: str, num_ranks: int = 1) -> None:
-    """Prepare the process. Call this before `sglang` is imported; spawned processes inherit both the
-    variables and sys.path.
+    """Prepare the process.
+
+    Call this before `sglang` is imported; spawned processes inherit both the variables and sys.path.
 
     On the CPU, packages that SGLang imports but does not use there (sgl_kernel, triton, torchvision, IPython,
     soundfile) are replaced by stubs. Their folder comes last on the path, so a real package always takes
@@ -59,8 +60,10 @@ def prepare(device: str, num_ranks: int = 1) -> None:
 
 
 def cuda_runtime_folder() -> Path | None:
-    """Return the folder of libcudart that pip installed for torch, which is not on the loader's path. None if
-    it is the system's."""
+    """Return the folder of libcudart that pip installed for torch, which is not on the loader's path.
+
+    None if it is the system's.
+    """
     for name in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):  # CUDA 13 and later, and CUDA 12
         try:
             files = metadata.files(name) or []

@@ -68,8 +68,10 @@ def detect() -> Features:
 
 
 def field_names(record: type) -> list[str]:
-    """Return the field names of a record. Requests and ServerArgs are dataclasses in older versions, msgspec
-    structs in newer ones."""
+    """Return the field names of a record.
+
+    Requests and ServerArgs are dataclasses in older versions, msgspec structs in newer ones.
+    """
     if dataclasses.is_dataclass(record):
         return [field.name for field in dataclasses.fields(record)]
     return list(record.__struct_fields__)  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
-"""SGLang's function-call parsers, which read the calls of models of any family. Calls that they ignore
-silently are reported to the model.
+"""SGLang's function-call parsers, which read the calls of models of any family.
+
+Calls that they ignore silently are reported to the model.
 
 SGLang serves users, for whom an unreadable call is best ignored. A model in training must be told about it
 (SGLang 0.5.21, tested on the cases of `tests/unit/rollout/test_tool_calls.py`): broken JSON is neither a call
@@ -26,8 +27,10 @@ _NAMES = "srt/function_call/parser_names.py"
 
 
 def sglang_parser(name: str, tools: Sequence[Schema] | None) -> SGLangParser:
-    """Return the parser that SGLang knows by `name`. Raises ValueError if there is none, or if SGLang rejects
-    the schema of a tool."""
+    """Return the parser that SGLang knows by `name`.
+
+    Raises ValueError if there is none, or if SGLang rejects the schema of a tool.
+    """
     known = _names()
     if known is None:
         raise ValueError(f"agent.parser is {name!r}, which is SGLang's, but SGLang is not installed")

@@ -37,8 +37,9 @@ _MAX_NAMED = 8  # faults in one message
 
 
 class RankLoader:
-    """Executes the commands of a LoaderClient in one scheduler process. It keeps its plan and its transport
-    between commands.
+    """Executes the commands of a LoaderClient in one scheduler process.
+
+    It keeps its plan and its transport between commands.
 
     Arguments and results are JSON values.
     """
@@ -187,8 +188,10 @@ class LoaderClient:
         self._waiting: set[int] = set()  # ranks that have not received everything
 
     def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
-        """Return the slices of the tensors that each rank needs. Raises the errors of `prepare`, and
-        WeightTransferError for tensors that cannot be received in pieces."""
+        """Return the slices of the tensors that each rank needs.
+
+        Raises the errors of `prepare`, and WeightTransferError for tensors that cannot be received in pieces.
+        """
         self.prepare(manifest)
         self._check_followed()
         return self._slices

@@ -15,8 +15,10 @@ _END_LIMIT_S = 10.0
 
 
 class LoopThread:
-    """Thread with an event loop. `prepare` runs first, in the thread and before the loop runs; its errors are
-    raised here."""
+    """Thread with an event loop.
+
+    `prepare` runs first, in the thread and before the loop runs; its errors are raised here.
+    """
 
     def __init__(self, prepare: Callable[[], None]) -> None:
         started: Future[asyncio.AbstractEventLoop] = Future()

@@ -71,8 +71,10 @@ def _end_alone() -> None:
 
 
 def _stay_on_this_machine() -> None:
-    """Make torch's store listen on 127.0.0.1 only. The ranks of an engine meet there, but the store would
-    listen on every interface, without a password."""
+    """Make torch's store listen on 127.0.0.1 only.
+
+    The ranks of an engine meet there, but the store would listen on every interface, without a password.
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     # a function hides the module of that name
@@ -91,8 +93,10 @@ def _stay_on_this_machine() -> None:
 
 
 def _fall_asleep_together() -> None:
-    """Make all ranks release memory before the first one responds. Its response stands for all ranks, and the
-    caller relies on the memory of all."""
+    """Make all ranks release memory before the first one responds.
+
+    Its response stands for all ranks, and the caller relies on the memory of all.
+    """
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager as Manager,
     )

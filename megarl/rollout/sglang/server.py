@@ -134,8 +134,10 @@ class ServerBackend(Backend):
         await self._client.close()
 
     def stop(self) -> None:
-        """End the server: its standard input is closed, and it ends with its child processes. Processes that
-        are too slow are killed."""
+        """End the server: its standard input is closed, and it ends with its child processes.
+
+        Processes that are too slow are killed.
+        """
         assert self._process.stdin is not None
         # List the descendants now: after the server's end they can no longer be found through it.
         children = (

@@ -80,8 +80,10 @@ def _serve(settings: dict[str, Any]) -> None:
 
 
 def _wait_until_listening(host: str, port: int) -> None:
-    """Wait until the server listens. SGLang calls back when its model is ready, sometimes before its socket
-    is. The parent limits the time."""
+    """Wait until the server listens.
+
+    SGLang calls back when its model is ready, sometimes before its socket is. The parent limits the time.
+    """
     while True:
         try:
             socket.create_connection((host, port)).close()

@@ -1,5 +1,7 @@
-"""HTTP server on the loopback address that serves a live report. Requests without the key in the URL are
-refused."""
+"""HTTP server on the loopback address that serves a live report.
+
+Requests without the key in the URL are refused.
+"""
 
 from __future__ import annotations
 

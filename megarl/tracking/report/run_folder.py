@@ -217,8 +217,10 @@ def _line(error: BaseException) -> str:
 
 
 def open_runs(paths: list[Path], plan: Callable[[Path], Any] = lambda path: None) -> Iterator[RunFolder]:
-    """Open the runs, named by their folders plus as much of the path as makes the names unique. Raises
-    RunFolderError."""
+    """Open the runs, named by their folders plus as much of the path as makes the names unique.
+
+    Raises RunFolderError.
+    """
     whole = [path.resolve() for path in paths]
     if twice := next((path for path in whole if whole.count(path) > 1), None):
         raise RunFolderError(f"{twice}: is listed twice; list each run once")

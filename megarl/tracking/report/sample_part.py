@@ -107,8 +107,10 @@ def _packed(rows: pa.Table, table: SampleTable) -> tuple[dict[str, Any], list[np
 def _episode(
     is_model: list[bool] | None, rewards: list[float], num_calls: int, errors: str, end: str
 ) -> dict[str, Any] | None:
-    """Return the episode of a sample. `lengths` counts the tokens of the model's first turn, the result, the
-    next turn, and so on."""
+    """Return the episode of a sample.
+
+    `lengths` counts the tokens of the model's first turn, the result, the next turn, and so on.
+    """
     if is_model is None:
         return None
     # Turns and results alternate, so their lengths are sufficient.
