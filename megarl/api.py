@@ -150,8 +150,10 @@ class Run:
         return decode_rows(self._tokenizer, batch.ragged["responses"], batch.ragged["response_mask"])
 
     def add_advantages(self, batch: DataProto) -> DataProto:
-        """Return the batch with `token_level_rewards`, `advantages` and `returns` (B, R), as `algorithm`
-        configures. Their metrics are logged."""
+        """Return the batch with `token_level_rewards`, `advantages` and `returns` (B, R).
+
+        They are computed as `algorithm` configures. Their metrics are logged.
+        """
         batch, metrics = self._trainer.add_advantages(batch)
         self.log(metrics)
         return batch
@@ -165,8 +167,10 @@ class Run:
         self._trainer.monitor.record(metrics)
 
     def log_batch(self, batch: DataProto, step: int) -> None:
-        """Log the metrics that `megarl train` logs for a step's samples and roles, and store the samples if
-        that is due. Call this after the updates."""
+        """Log the metrics that `megarl train` logs for a step's samples and roles.
+
+        The samples are stored if that is due. Call this after the updates.
+        """
         self.log(self._trainer.record_batch(batch, step) | self._trainer.roles.drain_metrics())
 
     def save_hf(self, folder: str | Path) -> None:

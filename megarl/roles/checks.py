@@ -1,5 +1,4 @@
-"""Checks of the first batch and the first update, which stop a run that would train on inconsistent
-numbers."""
+"""Checks of the first batch and update, which stop a run that would train on wrong numbers."""
 
 from __future__ import annotations
 

@@ -37,8 +37,10 @@ UpdateMethod = RemoteMethod[
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatchPlan:
-    """How the samples of a step become optimizer steps: `updates_per_step` mini-batches in each of
-    `epochs_per_batch` passes."""
+    """How the samples of a step become optimizer steps.
+
+    There are `updates_per_step` mini-batches in each of `epochs_per_batch` passes.
+    """
 
     updates_per_step: int
     epochs_per_batch: int
@@ -47,8 +49,10 @@ class MiniBatchPlan:
 
     @property
     def is_one(self) -> bool:
-        """Whether a step makes a single optimizer step, so that the samples come from exactly the policy
-        being trained."""
+        """Whether a step makes a single optimizer step.
+
+        The samples then come from exactly the policy being trained.
+        """
         return self.updates_per_step * self.epochs_per_batch == 1
 
     def seed_of(self, step: int, update: int) -> int:

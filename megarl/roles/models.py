@@ -193,8 +193,9 @@ class Actor(MegatronRole):
         )
 
     def log_probs(self, batch: DataProto) -> DerivedFuture:
-        """Return `old_log_probs`, `entropys`, and `sum_pi_squared` if the advantages need it, as rows of
-        tokens.
+        """Return the log-probs and entropies as rows of tokens.
+
+        The columns are `old_log_probs`, `entropys`, and `sum_pi_squared` if the advantages need it.
 
         With engine.routing_replay=rollout, the batch's routes are used. With engine.routing_replay=trainer,
         ROUTED_EXPERTS is returned as well.

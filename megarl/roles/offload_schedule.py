@@ -111,8 +111,9 @@ class OffloadSchedule:
         return self._plan is not None and _ACTOR in self._plan.offloadable and _ACTOR not in self._held
 
     def before_push(self) -> None:
-        """Prepare the engines for a weight sync: no other role works on their devices, and the actor's
-        parameters are loaded.
+        """Prepare the engines for a weight sync.
+
+        Afterwards no other role works on their devices, and the actor's parameters are loaded.
 
         If the actor's parameters were offloaded for engines that are awake, these engines sleep first, since
         the parameters do not fit next to their KV caches.

@@ -97,8 +97,10 @@ class Reward:
 
     @property
     def scores_rounds(self) -> bool:
-        """Whether groups are scored by `score_round`, because a reward model takes part, instead of `begin`
-        and `scored`."""
+        """Whether groups are scored by `score_round` instead of `begin` and `scored`.
+
+        This is the case if a reward model takes part.
+        """
         return self.model is not None
 
     def score_round(self, groups: DataProto) -> dict[str, list[float]]:
@@ -121,8 +123,10 @@ class Reward:
         return scores
 
     def finish(self, batch: DataProto) -> DerivedFuture:
-        """Return the result of `score` for prompts of which some may have been begun, or scored by
-        `score_round`."""
+        """Return the result of `score` for prompts of which some may already be scored.
+
+        These were begun, or scored by `score_round`.
+        """
         uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
 
         if self._of_rounds.keys() >= set(uids):

@@ -121,8 +121,10 @@ def _in_their_words() -> Iterator[None]:
 
 
 def _complete(model: SavedModel, folder: Path, step: int, ranks: Sequence[Mapping[str, str]]) -> None:
-    """Write the model's name, configuration and tokenizer, and finally the manifest with the ranks'
-    checksums."""
+    """Write the model's name, configuration and tokenizer, and finally the manifest.
+
+    The manifest contains the ranks' checksums.
+    """
     # Add configuration and tokenizer, so that the folder can be read without the original model.
     companions = folder / HUGGING_FACE_FOLDER
     companions.mkdir(exist_ok=True)

@@ -31,8 +31,10 @@ _ANSWER_GRACE_S = 30.0
 
 
 def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManager) -> list[ReplicaPlace]:
-    """Return the location of each replica: the bundle of its first device, and the names of all its devices
-    if they span several bundles."""
+    """Return the location of each replica.
+
+    It is the bundle of its first device, and the names of all its devices if they span several bundles.
+    """
     bundles = plan.bundles("rollout")
     pool = pools.get_resource_pool("rollout")
     parts = [pool.part([numbers[0]]) for numbers in bundles]

@@ -1,5 +1,6 @@
-"""Find where an engine's model stores the elements of each Hugging Face tensor, using the model's own
-`load_weights`.
+"""Find where an engine's model stores the elements of each Hugging Face tensor.
+
+This uses the model's own `load_weights`.
 
 The model is given tensors without data (on the "meta" device). Every copy from them is recorded instead of
 executed: the slice of the tensor that is read and the view of the parameter that would be written. The
@@ -240,8 +241,9 @@ def _record_one_by_one(model: Any, manifest: Manifest) -> _Recorded:
 
 
 def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tensor) -> Destination:
-    """Find the slice of a tensor of `shape` that its view `source` is, and the view of `target` that receives
-    this slice.
+    """Find the slice of a tensor that a copy reads, and the view that receives it.
+
+    `source` is a view of the tensor of `shape`; the result contains a view of `target`.
 
     Raises _NotFollowedError if `source` is not a slice with its dimensions in any order.
     """

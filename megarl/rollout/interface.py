@@ -1,5 +1,7 @@
-"""Interface of inference engines: token ids in, samples out, weights from trainers, and memory freed on
-request."""
+"""Interface of inference engines, which generate samples from token ids.
+
+Engines receive their weights from trainers, and free memory on request.
+"""
 
 from __future__ import annotations
 
@@ -108,8 +110,10 @@ class GenerationRequest(NamedTuple):
 
 
 class VersionSpan(NamedTuple):
-    """Span of tokens sampled by the weights of `version`: from the end of the previous span, or the start of
-    the sample, up to `end`."""
+    """Span of tokens sampled by the weights of `version`.
+
+    It extends from the end of the previous span, or the start of the sample, up to `end`.
+    """
 
     version: int
     end: int
@@ -230,8 +234,10 @@ class RolloutEngine(ABC):
         """
 
     def generate(self, prompts: Sequence[list[int]], sampling: SamplingParameters) -> list[Sample]:
-        """Generate `sampling.n` samples of each prompt, prompt-major: those of prompt i are [i * n, (i + 1) *
-        n). Raises the errors of `submit`."""
+        """Generate `sampling.n` samples of each prompt, in the order of the prompts.
+
+        Those of prompt i are [i * n, (i + 1) * n). Raises the errors of `submit`.
+        """
         requests = plan_requests(prompts, sampling)
         self.submit(requests)
         samples: dict[int, Sample] = {}
@@ -301,8 +307,9 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def checksums(self) -> dict[str, int]:
-        """Return Hugging Face name -> checksum (weights/checksum.py) of the engine's weights, read back from
-        its model.
+        """Return Hugging Face name -> checksum (weights/checksum.py) of the engine's weights.
+
+        The weights are read back from its model.
 
         Raises:
             EngineStateError: There are no complete weights.

@@ -1,5 +1,4 @@
-"""Forecast step time and idle time for several values of `rollout.max_staleness` and splits of the
-devices."""
+"""Forecast step time and idle time by `rollout.max_staleness` and split of the devices."""
 
 from __future__ import annotations
 
@@ -124,8 +123,9 @@ def _simulated(
 
 
 def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
-    """Return at most five splits of the placement's devices, from few engines to many, including the
-    configured split.
+    """Return at most five splits of the devices, from few engines to many.
+
+    The configured split is among them.
 
     A trainer on half the devices is assumed to take twice as long.
 

@@ -1,5 +1,7 @@
-"""Generation without a model: each request ends after its number of tokens, attributed to the weights loaded
-at the time."""
+"""Generation without a model.
+
+Each request ends after its number of tokens, which are attributed to the weights loaded at the time.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,10 @@ def equal_tokens(request: GenerationRequest, length: int) -> WrittenTokens:
 
 
 class _InFlight:
-    """A request in flight: when its sample is ready, and which versions wrote its tokens before the last
-    update."""
+    """A request in flight.
+
+    It records when its sample is ready, and which versions wrote its tokens before the last update.
+    """
 
     def __init__(self, request: GenerationRequest, length: int, ready_s: float) -> None:
         self.request = request

@@ -1,5 +1,6 @@
-"""Simulate a run in virtual time, with the rollout buffer, staleness controller, request scheduler and router
-of a real run.
+"""Simulate a run in virtual time, with the scheduling code of a real run.
+
+This is its rollout buffer, staleness controller, request scheduler and router.
 
 Engines, trainer and scoring only consume time.
 

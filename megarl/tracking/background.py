@@ -1,5 +1,7 @@
-"""Run service loggers in background threads, so that an unresponsive service delays neither training nor
-shutdown."""
+"""Run service loggers in background threads.
+
+An unresponsive service then delays neither training nor shutdown.
+"""
 
 from __future__ import annotations
 

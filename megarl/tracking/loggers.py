@@ -202,8 +202,7 @@ class Tracker:
             self._guarded(name, partial(logger.log, metrics, step))
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append {"step": ..., **row} per row to `generations.jsonl`, and send the rows to services as a
-        table.
+        """Append {"step": ..., **row} per row to `generations.jsonl`, and send the rows to services.
 
         Raises:
             RunError: The run's folder no longer exists, or the file cannot be written.

@@ -1,5 +1,4 @@
-"""Names of the files that a run writes to its folder, `trainer.output_dir`, and the errors for a folder that
-cannot be written.
+"""Names of the files in a run's folder, `trainer.output_dir`, and errors for writing them.
 
 Files with their own format are named in the module that defines the format.
 """

@@ -1,5 +1,4 @@
-"""Per-step sample files, `samples/step_<number>.parquet`: one row per training sample, with per-token
-columns.
+"""Per-step sample files with per-token columns, `samples/step_<number>.parquet`.
 
 Files are written atomically, in the background. The total size of the folder is bounded: when the limit is
 exceeded, the file whose neighboring steps are closest together is deleted, so that the remaining files span

@@ -1,5 +1,6 @@
-"""Truncate a run's log files after a step, so that a resumed run leaves the same logs as an uninterrupted
-one.
+"""Truncate a run's log files after a step.
+
+A resumed run then leaves the same logs as an uninterrupted one.
 
 TensorBoard files are left as they are: the next event file specifies the step from which it replaces them
 (`TrackedRun.resumed_after`).

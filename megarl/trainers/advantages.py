@@ -101,8 +101,7 @@ class AdvantageStep:
         return rewards, metrics | _kl_metrics(kl, beta)
 
     def kl_metrics(self, tensors: Mapping[str, Column]) -> Metrics:
-        """Return `actor/reward_kl_penalty`, the mean KL per token over rows (sequence_mean_kl), and its
-        current coefficient.
+        """Return the mean KL per token over rows (sequence_mean_kl), and its current coefficient.
 
         The result is empty if the reward has no KL penalty, or if the batch lacks the log-probs of one of the
         two policies.
@@ -117,8 +116,11 @@ class AdvantageStep:
 
 
 def _scored_tokens(mask: Column, tensors: Mapping[str, torch.Tensor]) -> Column:
-    """Return the mask (B, R) without the rows whose sample, or whose prompt's greedy response (ReMax), could
-    not be scored. Estimators ignore rows without tokens."""
+    """Return the mask (B, R) without the rows that could not be scored.
+
+    A row is excluded if scoring failed for its sample or for its prompt's greedy response (ReMax). Estimators
+    ignore rows without tokens.
+    """
     is_scored = torch.ones(len(mask), dtype=torch.bool)
     for name in ("is_scored", "is_baseline_scored"):
         is_scored = is_scored & tensors.get(name, is_scored)

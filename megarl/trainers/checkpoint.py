@@ -78,8 +78,7 @@ class _Save:
 
 
 class Checkpointer:
-    """Saves checkpoints at the configured steps, after the last step, and after the step in which the run is
-    told to stop.
+    """Saves checkpoints at the configured steps, after the last step, and when the run is told to stop.
 
     It also yields the step numbers: with `trainer.early_stop`, a run whose validations stop improving makes
     no further steps.
@@ -251,8 +250,7 @@ class Checkpointer:
         self._under_way = save
 
     def advance_save(self, wait: bool) -> None:
-        """Advance the save in progress as far as possible without blocking, or to completion if `wait` is
-        true."""
+        """Advance the save in progress without blocking, or to completion if `wait` is true."""
         save = self._under_way
         if save is None:
             return

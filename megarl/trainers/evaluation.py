@@ -1,5 +1,4 @@
-"""Sample and score every prompt of a data set with the reward functions of a run, for validation and `megarl
-eval`."""
+"""Sample and score every prompt of a data set, for validation and `megarl eval`."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ class ValidationResult(NamedTuple):
 
     Attributes:
         metrics: `val/<data_source>/score/mean` per data source and `val/score/mean` over all of them;
-            likewise for the other metrics of `prompt_values`.
+            the same for the other metrics of `prompt_values`.
         generations: The first rows, for readers.
     """
 

@@ -1,5 +1,4 @@
-"""Results of an evaluation: each metric with its standard error, by data source, and the comparison with
-another model on the same prompts."""
+"""Results of an evaluation by data source, and comparisons on the same prompts."""
 
 from __future__ import annotations
 
@@ -62,8 +61,11 @@ class SourceComparison(NamedTuple):
 
 
 def results_of(samples: Sequence[ScoredSample], pass_score: float | None) -> dict[str, SourceResult]:
-    """Return the results by data source, followed by `all` if there are several. pass_score: see
-    `prompt_values`."""
+    """Return the results by data source, followed by `all` if there are several.
+
+    Args:
+        pass_score: See `prompt_values`.
+    """
     parts = by_data_source(samples)
     if len(parts) > 1:
         parts[ALL] = list(samples)

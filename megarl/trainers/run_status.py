@@ -1,5 +1,4 @@
-"""Contents of `status.json` for a reinforcement learning run: step, prompts by state, replicas, idleness and
-stalls."""
+"""Contents of `status.json` for a reinforcement learning run, and detection of stalls."""
 
 from __future__ import annotations
 

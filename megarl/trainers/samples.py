@@ -44,8 +44,10 @@ class SampleRows:
         return int(self._tracking.samples_max_gb * 2**30)
 
     def is_due(self, step: int) -> bool:
-        """Whether the samples of a step are stored: the first step, every `tracking.samples_every_steps`-th,
-        and the last."""
+        """Whether the samples of a step are stored.
+
+        These are the first step, every `tracking.samples_every_steps`-th, and the last.
+        """
         every = self._tracking.samples_every_steps
         return every > 0 and (step % every == 0 or step in (1, self._last_step))
 

@@ -1,5 +1,8 @@
-"""Build the batch of a step from its groups: samples and scores, without groups that carry no signal (DAPO),
-and with the baselines that an estimator needs (ReMax)."""
+"""Build the batch of a step from its groups of samples.
+
+Groups without signal are dropped if configured (DAPO), and the baselines that an estimator needs are added
+(ReMax).
+"""
 
 from __future__ import annotations
 

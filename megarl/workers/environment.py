@@ -111,8 +111,7 @@ class EnvironmentWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def exchange(self, orders: Sequence[TurnOrder], ended: Sequence[int], wait_s: float) -> list[TurnReport]:
-        """Accept turns to answer and episodes to end, wait at most `wait_s` for an answer, and return all
-        answers.
+        """Accept turns and ended episodes, wait at most `wait_s` for an answer, and return all answers.
 
         Raises EnvironmentFailedError.
         """

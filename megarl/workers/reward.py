@@ -57,8 +57,9 @@ class RewardWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def scored(self, wait_s: float) -> dict[str, list[float]]:
-        """Return, by uid, the scores of groups that completed since the last call, without samples whose
-        scoring failed.
+        """Return, by uid, the scores of groups that completed since the last call.
+
+        Samples whose scoring failed are left out.
 
         Waits at most `wait_s` for the first group.
         """
@@ -88,8 +89,10 @@ class RewardWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def finish(self, others: DataProto, uids: Sequence[str]) -> DataProto:
-        """Return the result of `score` for the samples with these uids (B,): those begun before, and
-        `others`, in order, which were not."""
+        """Return the result of `score` for the samples with these uids (B,).
+
+        Some were begun before. The others are in `others`, in order.
+        """
         # Take each sample from where it was begun, in the order of the batch.
         others_in_order = iter(self._requests(others, self._texts(others)) if len(others) else [])
         samples = [begun.pop(0) if (begun := self._begun.get(uid)) else next(others_in_order) for uid in uids]

@@ -1,5 +1,4 @@
-"""Worker of the reward model: a frozen Megatron model that scores conversations, encoded with its own
-template."""
+"""Worker of the reward model, a frozen Megatron model that scores conversations."""
 
 from __future__ import annotations
 
@@ -26,8 +25,9 @@ from megarl.workers.megatron import MegatronWorker
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Rules for building conversations: the policy's tokenizer decodes answers, and the reward model's
-    tokenizer encodes them.
+    """Rules for building conversations.
+
+    The policy's tokenizer decodes answers, and the reward model's tokenizer encodes them.
 
     Attributes:
         max_length: Maximum tokens of a conversation.

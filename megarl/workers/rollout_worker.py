@@ -29,8 +29,7 @@ class RolloutWorker(Worker):
     def submit_and_poll(
         self, requests: Sequence[GenerationRequest], wait_s: float
     ) -> list[FinishedRequest | FailedRequest]:
-        """Submit requests, wait at most `wait_s` for a request in flight to finish or fail, and return all
-        that have."""
+        """Submit requests, wait at most `wait_s` for one in flight to end, and return all that have."""
         self._engine.submit(requests)
         return [*self._engine.collect(wait_s), *self._engine.failed()]
 

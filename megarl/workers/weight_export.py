@@ -190,8 +190,9 @@ class WeightExport(Worker):
     def write_weight_files(
         self, part: RankExport, folder: str, durable: bool, is_first: bool
     ) -> SendReport | None:
-        """Write this rank's part of all weights to `folder`: its own files, and the data that other ranks
-        need for theirs. Call this on every rank.
+        """Write this rank's part of all weights to `folder`, and send data for other ranks' files.
+
+        Call this on every rank.
 
         Args:
             durable: Whether the files must survive a power failure.
@@ -215,7 +216,7 @@ class WeightExport(Worker):
             report = self._writing.run(())
             has_ended = report is not None
         except OSError as error:
-            if error.filename is None:  # not a file error, but for example a connection error
+            if error.filename is None:  # not a file error: for example a connection error
                 raise
             raise CheckpointError(
                 f"{error.filename}: cannot be written: {error.strerror}", hint=UNWRITTEN

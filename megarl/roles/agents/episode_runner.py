@@ -177,8 +177,7 @@ class EpisodeRunner:
         ]
 
     def drain_wait(self) -> float | None:
-        """Return the share of time that the episodes which ended since the last call spent waiting for
-        answers.
+        """Return the share of time that episodes ended since the last call spent waiting for answers.
 
         The result is None if no episode has ended.
         """

@@ -1,5 +1,7 @@
-"""Rollout role of a run with an agent: a sample is an episode whose turns engines generate and environments
-answer."""
+"""Rollout role of a run with an agent.
+
+A sample is an episode whose turns engines generate and environments answer.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Generation thread: generates continuously while the roles train, and executes the trainer's commands
-between two iterations."""
+"""Generation thread, which generates continuously while the roles train.
+
+It executes the trainer's commands between two iterations.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,9 @@ class _Order:
 
 
 class GenerationThread:
-    """Drives the rollout buffer and the replicas, which have one user at a time: this thread, or the
-    trainer's while this thread pauses.
+    """Drives the rollout buffer and the replicas, which have one user at a time.
+
+    The user is this thread, or the trainer's while this thread pauses.
 
     Args:
         rollout: The rollout role.

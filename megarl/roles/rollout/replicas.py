@@ -1,5 +1,7 @@
-"""Processes of the rollout replicas: started one by one, given weights together, restarted when they die or
-hang."""
+"""Processes of the rollout replicas.
+
+They are started one by one, given weights together, and restarted when they die or hang.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,7 @@ class NodeLostError(RunError):
 
 
 class ReplicaPlace(NamedTuple):
-    """Location of a replica: a pool of one process, and the environment variables that it needs in addition
-    to Ray's."""
+    """Location of a replica: a pool of one process, and further environment variables."""
 
     pool: RayResourcePool
     environment: Mapping[str, str] = NO_ENVIRONMENT

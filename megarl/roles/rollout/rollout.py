@@ -1,5 +1,7 @@
-"""Rollout role of the training loop: generates a batch of samples from prompts, even if replicas die in the
-meantime."""
+"""Rollout role of the training loop, which generates a batch of samples from prompts.
+
+Generation survives the death of replicas.
+"""
 
 from __future__ import annotations
 

@@ -94,8 +94,7 @@ class HasVersion(Protocol):
 
 
 class RolloutBuffer:
-    """Starts groups in the loader's order, as the staleness controller allows, and has finished groups
-    scored.
+    """Starts groups as the staleness controller allows, and has finished groups scored.
 
     One thread at a time uses the buffer, calling `score`, `begin` and the rollout's `poll` in turn until the
     next step `is_ready`. The seeds of a prompt's samples depend on its position in the data. If no group is
@@ -120,13 +119,13 @@ class RolloutBuffer:
         self._prompts: DrawnPrompts | None = None  # contains the prompt of the next group
         self._place = 0
 
-        # by number in the staleness controller, until their step is taken
+        # Groups by number in the staleness controller, until their step is taken.
         self._groups: dict[int, Group] = {}
         self._unscored: list[int] = []  # finished, but not yet sent for scoring
         self._failures: list[str] = []  # reasons of the failures since the last step was taken
         self.num_failed = 0
 
-        # by uid: groups whose scores decide whether they are trained
+        # Groups by uid whose scores decide whether they are trained.
         self._awaiting_scores: dict[str, int] = {}
         self._scores: list[float] = []  # scores that have decided since the last step was taken
         self._stored: dict[str, FinishedGroup] = {}  # by uid, from the checkpoint that the run resumed from
@@ -319,8 +318,10 @@ class RolloutBuffer:
         return len(group.samples) == self._rules.size
 
     def _first_open(self) -> tuple[DrawnPrompts, int] | None:
-        """Return the first drawn prompt whose step was not taken, by its index among the prompts drawn with
-        it."""
+        """Return the first drawn prompt whose step was not taken.
+
+        It is given by its index among the prompts drawn with it.
+        """
         for group in self._groups.values():
             return group.prompts, group.place
         if self._prompts is None or self._place == len(self._prompts.rows):

@@ -40,8 +40,7 @@ class GroupRules(NamedTuple):
 
 
 class StepGroups(NamedTuple):
-    """The groups of a step in data order, including those that were generated for it but dropped or not
-    needed.
+    """The groups of a step in data order, including dropped and surplus ones.
 
     Attributes:
         prompts: The prompts, one row per group.

@@ -1,5 +1,7 @@
-"""Request scheduler: sends requests to replicas, collects finished samples, and replaces replicas that die or
-hang."""
+"""Request scheduler, which sends requests to replicas and collects finished samples.
+
+It replaces replicas that die or hang.
+"""
 
 from __future__ import annotations
 
@@ -279,8 +281,10 @@ class RequestScheduler:
     # ---- steps of a poll
 
     def _check_starts(self) -> None:
-        """Detect replicas that a weight sync has replaced or given weights, and start to wait for restarted
-        ones."""
+        """Detect replaced or updated replicas, and start to wait for restarted ones.
+
+        A weight sync may have replaced replicas, or given them weights.
+        """
         for replica, group in enumerate(self._replicas.groups):
             # Another process has replaced it: the old one's requests are lost, and its call as well.
             if group is not self._groups[replica]:

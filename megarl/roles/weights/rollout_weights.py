@@ -1,5 +1,8 @@
-"""Weights of the rollout: synced from the actor after each update and to engines that slept or were
-restarted, or loaded from a folder if nothing is trained."""
+"""Weights of the rollout.
+
+They are synced from the actor after each update and to engines that slept or were restarted, or loaded from a
+folder if nothing is trained.
+"""
 
 from __future__ import annotations
 
@@ -132,8 +135,10 @@ class RolloutWeights:
             self.readmit(min(self._replicas.starting))
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return the metrics of the last weight sync (PushReport.metrics), if there was one since the last
-        call."""
+        """Return the metrics of the last weight sync (PushReport.metrics).
+
+        The result is empty if there was none since the last call.
+        """
         report = self._report
         self._report = None
         return {} if report is None else report.metrics()

@@ -1,5 +1,7 @@
-"""Session of weight transfers: plans which rank sends what to which, and connects the ranks once per replica,
-for all later syncs."""
+"""Session of weight transfers: the plan, and the connections between ranks.
+
+Ranks are connected once per replica, for all later syncs.
+"""
 
 from __future__ import annotations
 
@@ -254,8 +256,10 @@ class TransferSession:
 
 
 def is_lost(error: WorkerError | PhaseTimeoutError) -> bool:
-    """Return whether a replica is lost in a sync: it died, or it lost the trainers, so that a replacement may
-    succeed."""
+    """Return whether a replica is lost in a sync.
+
+    It died, or it lost the trainers, so that a replacement may succeed.
+    """
     return is_dead_or_failed_start(error) or (
         isinstance(error, WorkerError) and error.error_type == qualified_name(WeightTransferError)
     )

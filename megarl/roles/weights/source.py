@@ -84,16 +84,20 @@ class WeightSource:
         return self.group.call_rank(0, WeightExport.weights_are_on_cuda).get()
 
     def save_hf(self, folder: Path, source_folder: str | Path) -> list[SendReport]:
-        """Write a Hugging Face folder atomically and durably, with the tokenizer and configuration of
-        `source_folder`.
+        """Write a Hugging Face folder atomically and durably.
+
+        Its tokenizer and configuration are those of `source_folder`.
 
         Several ranks write, so all nodes must see the folder. Raises the errors of save_hf_folder.
         """
         return self._write(partial(save_hf_folder, folder=folder, source_folder=source_folder), durable=True)
 
     def write_hf(self, folder: Path, source_folder: str | Path) -> list[SendReport]:
-        """Write a Hugging Face folder like `save_hf`, without durability: it is complete on return, but may
-        not survive a power failure. For folders that are read soon by a single reader."""
+        """Write a Hugging Face folder like `save_hf`, without durability.
+
+        The folder is complete on return, but may not survive a power failure. It is meant for a single reader
+        that reads it soon.
+        """
         folder.mkdir()
         return self._write(
             partial(write_hf_folder, folder=folder, source_folder=Path(source_folder)), durable=False

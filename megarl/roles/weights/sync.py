@@ -63,8 +63,9 @@ class PushReport(NamedTuple):
 
 
 class WeightSync:
-    """Syncs a model's weights to rollout replicas (workers/rollout_worker.py), each a worker group of one
-    process.
+    """Syncs a model's weights to rollout replicas (workers/rollout_worker.py).
+
+    Each replica is a worker group of one process.
 
     Args:
         trainer_places: Locations of the source's ranks.
@@ -320,8 +321,10 @@ class _Push:
             )
 
     def _cause(self, error: WorkerError) -> WorkerError:
-        """Return the cause of a trainer rank's failure: if another rank has died, those that waited for it
-        report first."""
+        """Return the cause of a trainer rank's failure.
+
+        If another rank has died, those that waited for it report first.
+        """
         # Wait briefly for the others: the death of a rank is often reported after its peers' failures.
         deadline_s = time.monotonic() + _GRACE_S
         for sent in self._sending.values():

@@ -68,8 +68,10 @@ class KVCache:
 
 
 class _LayerCache:
-    """Buffers `keys` and `values` of one layer, (B, K, capacity, D), of which the first `_length` tokens are
-    written."""
+    """Buffers for the keys and values of one layer, (B, K, capacity, D).
+
+    The first `_length` tokens are written.
+    """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys = keys[:, :, :0]

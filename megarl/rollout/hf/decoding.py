@@ -1,5 +1,6 @@
-"""Decoding loop over a transformers model: one prefill of left-padded prompts, then one token per step for
-every row.
+"""Decoding loop over a transformers model.
+
+It makes one prefill of left-padded prompts, then one token per step for every row.
 
 transformers' own `generate` spends more time per token on bookkeeping than a small model spends on its
 forward pass, and keeps the logits of all steps to return log-probs; this loop keeps those of one step.

@@ -1,5 +1,7 @@
-"""Interface of the two ways to run SGLang: its Engine in this process, or its HTTP server in a separate
-process."""
+"""Interface of the two ways to run SGLang.
+
+These are its Engine in this process, and its HTTP server in a separate process.
+"""
 
 from __future__ import annotations
 

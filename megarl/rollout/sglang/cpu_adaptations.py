@@ -123,8 +123,9 @@ def _replace_murmur_hash() -> None:
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return MurmurHash3 (x86, 32 bits) of the 16 bytes (seed, position, column), like SGLang's Triton
-    kernel.
+    """Return MurmurHash3 (x86, 32 bits) of the 16 bytes (seed, position, column).
+
+    The result equals that of SGLang's Triton kernel.
 
     Args:
         seed: Shape (B,), 64-bit.
@@ -291,8 +292,10 @@ def padded_decode_attention(
 
 
 def _release_memory_for_real() -> None:
-    """Empty and refill the storages of weights and cache in place, so that all tensors and views of them stay
-    valid."""
+    """Empty and refill the storages of weights and cache in place.
+
+    All tensors and views of them stay valid.
+    """
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager as Manager,
     )
@@ -300,7 +303,7 @@ def _release_memory_for_real() -> None:
     release = Manager.release_memory_occupation
     resume = Manager.resume_memory_occupation
 
-    # by tag; a process has one manager, and the class has slots
+    # Tensors by tag; a process has one manager, and the class has slots.
     released: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
 
     def release_for_real(self: Any, request: Any) -> Any:
@@ -425,8 +428,11 @@ def refill_storages(sizes: list[tuple[torch.UntypedStorage, int]]) -> None:
 
 
 def _trim_heap() -> None:
-    """Return freed memory to the system. glibc keeps freed blocks below its mapping threshold, which grows
-    with use, until it is told to release them."""
+    """Return freed memory to the system.
+
+    glibc keeps freed blocks below its mapping threshold, which grows with use, until it is told to release
+    them.
+    """
     import ctypes
 
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not in every C library

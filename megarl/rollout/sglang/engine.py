@@ -213,8 +213,10 @@ class SGLangEngine(RolloutEngine):
         self._finished.put((_NUDGE, None))
 
     def _check_health(self) -> None:
-        """Raise EngineDeadError if a process has ended, or if the model has shown no progress for
-        `health_limit_s`."""
+        """Raise EngineDeadError if a process has ended, or if the model makes no progress.
+
+        The limit for progress is `health_limit_s`.
+        """
         self._raise_if_dead()
         limit_s = self.health_limit_s
         if time.monotonic() - self._last_sign_s < limit_s:
@@ -333,8 +335,11 @@ class SGLangEngine(RolloutEngine):
         self.submit(started_anew)
 
     async def _stamp_and_flush(self, version: int) -> bool:
-        """Set the version and flush the cache in one coroutine: each wait for the loop's thread takes as long
-        as setting the version. Returns whether the cache could be flushed."""
+        """Set the version and flush the cache in one coroutine.
+
+        Each wait for the loop's thread takes as long as setting the version. Returns whether the cache could
+        be flushed.
+        """
         if self.backend.features.has("update_weight_version"):
             await self._request("update_weight_version", new_version=str(version), abort_all_requests=False)
         return await self.backend.flush_cache()

@@ -1,5 +1,7 @@
-"""Setup of a process before it imports `sglang`: environment variables, and stubs for missing CUDA
-packages."""
+"""Setup of a process before it imports `sglang`.
+
+This sets environment variables, and provides stubs for missing CUDA packages.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def prepare(device: str, num_ranks: int = 1) -> None:
         os.environ["SGLANG_NCCL_SO_PATH"] = os.devnull
         # otherwise a few small functions are compiled, which takes seconds and a C++ compiler
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        # By default each rank is bound to its own NUMA node, and more ranks than nodes are refused.
+        # SGLang binds each rank to its own NUMA node by default, and refuses more ranks than nodes.
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * num_ranks)
         # with one thread per core in every rank, the ranks would compete for the cores

@@ -1,5 +1,6 @@
-"""Differences between the SGLang versions that megarl supports (0.5.17 to 0.5.23), detected in one place by
-feature.
+"""Differences between the SGLang versions that megarl supports (0.5.17 to 0.5.23).
+
+They are detected in one place, by feature.
 
 The result is plain data, so that it can be sent to a process that does not import `sglang`.
 """
@@ -12,8 +13,10 @@ from typing import Any, NamedTuple
 
 
 class Endpoint(NamedTuple):
-    """A call that both modes offer under one name: a path of the server, or a method of the tokenizer manager
-    in this process."""
+    """A call that both modes offer under one name.
+
+    It is a path of the server, or a method of the tokenizer manager in this process.
+    """
 
     request: str  # class in SGLang's io_struct
     method: str

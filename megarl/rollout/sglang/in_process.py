@@ -1,5 +1,7 @@
-"""SGLang's Engine in this process: its tokenizer manager runs in our event loop, its schedulers in processes
-that it spawns."""
+"""SGLang's Engine in this process.
+
+Its tokenizer manager runs in our event loop, its schedulers in processes that it spawns.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Files with the last error of an engine's processes, so that the process that started the engine can report
-it."""
+"""Files with the last error of an engine's processes.
+
+The process that started the engine reports them.
+"""
 
 from __future__ import annotations
 

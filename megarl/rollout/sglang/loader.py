@@ -1,5 +1,6 @@
-"""Weight loading in SGLang's scheduler processes, through SGLang's own extension point, the custom weight
-loader.
+"""Weight loading in SGLang's scheduler processes.
+
+It uses SGLang's own extension point, the custom weight loader.
 
 SGLang calls `run(model, named_tensors)` in every scheduler process. The single small tensor that is sent
 contains a message in JSON; each process receives the weights themselves from the trainers. SGLang cannot
@@ -219,8 +220,10 @@ class LoaderClient:
             self._must_zero = False
 
     def forget_padding(self) -> None:
-        """Record that elements that no tensor fills may not be zero: memory was released, or SGLang loaded
-        weights itself."""
+        """Record that elements that no tensor fills may not be zero.
+
+        This is the case after memory was released, or after SGLang loaded weights itself.
+        """
         self._must_zero = True
 
     def _record(self, manifest: Manifest) -> None:
@@ -291,8 +294,9 @@ class LoaderClient:
         self._ask("meet")
 
     def checksums(self) -> dict[str, int]:
-        """Return the checksum of every tensor of the last manifest, read back from the parameters and summed
-        over the ranks' slices.
+        """Return the checksum of every tensor of the last manifest.
+
+        Checksums are read back from the parameters and summed over the ranks' slices.
 
         Raises WeightTransferError with the names of tensors whose copies differ between ranks.
         """

@@ -1,5 +1,7 @@
-"""An asyncio event loop in its own thread, for SGLang's client side, whichever thread calls the engine's
-methods."""
+"""Asyncio event loop in its own thread, for SGLang's client side.
+
+Any thread may call the engine's methods.
+"""
 
 from __future__ import annotations
 

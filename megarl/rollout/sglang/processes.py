@@ -53,8 +53,9 @@ def hide_megatron() -> None:
 
 
 def _end_alone() -> None:
-    """Make a failing SGLang process end itself instead of sending SIGQUIT to its parent, which would kill a
-    Ray worker without any output.
+    """Make a failing SGLang process end itself instead of signaling its parent.
+
+    Its SIGQUIT would kill a Ray worker without any output.
 
     The error is logged, and the process that started the engine finds it dead.
     """

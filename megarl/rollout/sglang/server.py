@@ -1,5 +1,7 @@
-"""SGLang's HTTP server in a separate process, reached over loopback or the given address, with a key
-generated for it."""
+"""SGLang's HTTP server in a separate process.
+
+It is reached over loopback or the given address, with a key generated for it.
+"""
 
 from __future__ import annotations
 

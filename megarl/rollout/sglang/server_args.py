@@ -1,5 +1,7 @@
-"""SGLang's arguments: those that our engine needs, and those of the user, which are refused early if they
-cannot work."""
+"""SGLang's arguments: those that our engine needs, and those of the user.
+
+Arguments of the user that cannot work are refused early.
+"""
 
 from __future__ import annotations
 
@@ -169,8 +171,10 @@ def _model_config(path: str) -> dict[str, Any]:
 
 
 def _read_config(path: str) -> dict[str, Any]:
-    """Read config.json without transformers, which must not be imported before SGLang's environment is
-    prepared."""
+    """Read config.json without transformers.
+
+    transformers must not be imported before SGLang's environment is prepared.
+    """
     return json.loads((Path(path) / "config.json").read_text())
 
 
@@ -202,8 +206,10 @@ def refuse_own_server_args(names: Iterable[str]) -> None:
 
 
 def why_unsupported(name: str) -> str | None:
-    """Return why megarl cannot run an engine with this argument; None if megarl sets the argument itself or
-    passes it on."""
+    """Return why megarl cannot run an engine with this argument.
+
+    The result is None if megarl sets the argument itself or passes it on.
+    """
     return next((reason for pattern, reason in _UNSUPPORTED.items() if re.match(pattern, name)), None)
 
 
@@ -237,8 +243,10 @@ def refuse_unknown_server_args(names: Collection[str]) -> None:
 
 @cache
 def known_server_args() -> frozenset[str]:
-    """Return the arguments of the installed SGLang, read from its source because importing it takes longer
-    than all other checks."""
+    """Return the arguments of the installed SGLang.
+
+    They are read from its source, because importing it takes longer than all other checks.
+    """
     spec = find_spec("sglang")
     if spec is None or spec.origin is None:
         raise ConfigError(
@@ -253,8 +261,10 @@ def known_server_args() -> frozenset[str]:
 
 
 def _declared_fields(file: Path, of_class: str | None) -> Iterator[str]:
-    """Yield the fields declared by the classes in a file, or by one class: older versions have all fields in
-    one class, newer ones in several files."""
+    """Yield the fields declared by the classes in a file, or by one class.
+
+    Older versions have all fields in one class, newer ones in several files.
+    """
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and of_class in (None, node.name):
             yield from (

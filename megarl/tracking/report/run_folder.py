@@ -194,8 +194,10 @@ def _known_keys(kind: RunKind) -> frozenset[str]:
 
 @cache
 def _can_have(kind: RunKind, key: str) -> bool:
-    """Return whether a run of this kind can have a dotted key: the schema has it, or has a mapping or list
-    that contains it."""
+    """Return whether a run of this kind can have a dotted key.
+
+    It can if the schema has the key, or has a mapping or list that contains it.
+    """
     known = _known_keys(kind)
     parts = key.split(".")
     # The longest known prefix decides: a mapping or list may contain any key below it.

@@ -20,7 +20,7 @@ def timeline_part(path: Path) -> dict[str, Any]:
         `rows`, the rows of the drawing, sorted by pool, and `names`, the readable names of spans. Spans are
         sorted by start; each has a place in the lists `row`, `name` (index into `names`), `step`, `length`,
         and `gap` (the time since the start of the previous span). `length` and `gap` are in units of 0.1 ms.
-        If the file is damaged, `problem` says why.
+        If the file is damaged, `problem` gives the reason.
     """
     try:
         return _columns(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
