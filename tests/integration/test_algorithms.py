@@ -79,8 +79,8 @@ def test_remax_generates_a_greedy_response_to_each_prompt(
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_dapo_with_a_correction(inputs: Path, tmp_path: Path, max_staleness: int) -> None:
-    """With one update, every ratio is exactly 1, whatever the engine's log-probs are. Each step contains only
-    groups with a signal."""
+    """Every ratio of a single update is exactly 1, whatever the engine's log-probs are. Each step contains
+    only groups with a signal."""
     dapo = algorithm(
         AdvantageEstimator.grpo,
         dynamic_sampling=DynamicSamplingConfig(enabled=True, max_generations=20),

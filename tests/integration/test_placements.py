@@ -206,7 +206,7 @@ def test_an_engine_that_is_killed_gets_weights_from_a_trainer_that_is_away(
 
 
 def test_sglang_takes_turns_too(inputs: Path, tmp_path: Path) -> None:
-    """With the default seed, one run of nine had one different sample. The likely but unproven cause: timing
+    """One run of nine with the default seed had one different sample. The likely but unproven cause: timing
     decides which requests SGLang batches together and thus how logits round, and a sample was at the edge."""
     runs = []
 

@@ -396,8 +396,8 @@ def test_grpo_runs_without_critic_and_reference(inputs: Path, tmp_path: Path) ->
 
 
 def test_the_kl_can_stand_in_the_loss(inputs: Path, tmp_path: Path) -> None:
-    """With one update per batch, the update computes the scores in its own pass, and the metrics are those of
-    a separate pass before it."""
+    """A single update per batch computes the scores in its own pass, and the metrics are those of a separate
+    pass before it."""
     kl = KLConfig(where=KLWhere.loss, estimator=KLEstimator.k3, coefficient=0.1)
     correction = RolloutCorrectionConfig(level=CorrectionLevel.token)
     algorithm = AlgorithmConfig(

@@ -169,7 +169,7 @@ def test_a_complete_run_says_so_and_starts_nothing(
 def test_a_run_that_gets_no_better_ends_saved_says_so_and_can_be_trained_on(
     inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the defaults of `checkpoint`, only the last step is saved."""
+    """Only the last step is saved with the defaults of `checkpoint`."""
     stop = EarlyStopConfig(metric="val/loss", mode=MetricMode.min, patience=1, min_delta=100)
     trainer = {"total_steps": 9, "validate_every_steps": 1, "early_stop": stop}
     run = Run(

@@ -132,7 +132,7 @@ def assert_same_run(run: Finished, expected: Finished) -> None:
 def test_in_one_process_with_actor_and_critic_it_is_the_same_run(
     beside: Finished, inputs: Path, tmp_path: Path
 ) -> None:
-    """In this placement they also time-share devices with the engine."""
+    """The roles also time-share devices with the engine in this placement."""
     settings = config(inputs, tmp_path, ParallelConfig(), PlacementStrategy.fully_collocate)
     assert plan_placement(settings).group_of("reward_model").roles == ("actor", "critic", "reward_model")
     assert_same_run(run_ppo(settings), beside)

@@ -82,7 +82,7 @@ def check(folder: Path) -> None:
         written = sglang_greedy(converted)
     assert written == expected, "SGLang writes other tokens than transformers"
     print(
-        f"the same to the bit in {len(LAYOUTS)} layouts; {sum(map(len, expected))} tokens alike in "
+        f"bitwise identical in {len(LAYOUTS)} layouts; {sum(map(len, expected))} tokens equal in "
         f"transformers (twice) and SGLang"
     )
 

@@ -10,8 +10,8 @@ from tests.soak import async_kills, kills, save_kills
 
 
 def test_random_kills_lose_and_change_nothing(ray_cluster: None, tmp_path: Path) -> None:
-    """In the run whose saves are hit, actor and engines time-share devices; bfloat16 weights with float32
-    masters."""
+    """Actor and engines time-share devices in the run whose saves are hit; bfloat16 weights with float32
+    master weights."""
     for engine, num_kills in (("fake", 30), ("sglang", 8)):
         (folder := tmp_path / engine).mkdir()
         report = kills.run(engine, num_kills, seed=0, folder=folder)

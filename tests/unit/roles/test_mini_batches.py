@@ -199,7 +199,7 @@ def batch_to_update(**extra: torch.Tensor) -> DataProto:
 
 
 def test_one_update_has_no_old_log_probs() -> None:
-    """Its ratios compare the log-probs with themselves: exactly 1."""
+    """The ratios compare the log-probs with themselves: exactly 1."""
     model = {"prompts", "responses", "response_mask", "advantages"}
     for one_update, extra in ((True, set()), (False, {"old_log_probs"})):
         plain = actor_rows(batch_to_update(), AlgorithmConfig(), one_update=one_update, seed=0)

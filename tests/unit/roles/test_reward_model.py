@@ -180,8 +180,7 @@ def score(
 
 @pytest.mark.parametrize("layout", ["PP2", "PP2xVPP2", "TP2+SP", "PP2xDP2", "CP2"])
 def test_scores_are_those_of_hugging_face(rank_pool: RankPool, folders: dict[str, str], layout: str) -> None:
-    """With virtual stages, seven micro-batches of one conversation become eight, of which the last is
-    padding."""
+    """Seven micro-batches of one conversation become eight with virtual stages; the last is padding."""
     by_rows = {"micro_batch": MicroBatchConfig(sequences=1)} if "VPP" in layout else {}
     scores = score(rank_pool, folders, ALL_LAYOUTS[layout], **by_rows)
     expected = reference_scores(folders["reward_model"], "right")

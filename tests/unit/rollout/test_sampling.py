@@ -36,7 +36,7 @@ def test_truncation_changes_what_is_drawn_and_not_the_log_probs() -> None:
         ({"top_p": 0.01}, {0}),
     ]
 
-    # Of the two best alone, the first has 0.731: with top-k first, 0.7 is reached by one token.
+    # The first of the two best alone has 0.731: with top-k first, 0.7 is reached by one token.
     cases += [({"top_k": 2, "top_p": 0.7}, {0}), ({"top_k": 99}, {0, 1, 2, 3, 4})]
     for sampling, allowed in cases:
         token_ids, log_probs = draw(5000, **sampling)

@@ -130,8 +130,8 @@ def test_while_the_critic_warms_up_weights_do_not_age() -> None:
 
 
 def test_at_staleness_0_dropped_groups_are_replaced_in_rounds() -> None:
-    """Of 4 groups 2 are kept, so that 2 x 1.2 / (2/4) exceeds a step; of 8 groups 3 are kept, so that the
-    third round has 1.2 / (3/8) = 3.2 groups. The last group is surplus."""
+    """Two of 4 groups are kept, so that 2 x 1.2 / (2/4) exceeds a step; three of 8 groups are kept, so that
+    the third round has 1.2 / (3/8) = 3.2 groups. The last group is surplus."""
     one = StalenessController(
         max_staleness=0,
         prompts_per_step=4,

@@ -138,7 +138,7 @@ def run_with_kill(one: Script, at: int, kill_driver: bool) -> tuple[SimulatedRun
 
 @pytest.mark.parametrize("kill_driver", [False, True], ids=["engine", "driver"])
 def test_a_kill_at_any_event_costs_no_prompt_and_no_age(kill_driver: bool) -> None:
-    """With drain, a killed run continues to the same samples, by the same versions."""
+    """A killed run with drain continues to the same samples, by the same versions."""
     chance = random.Random(1)
     for _ in range(20):
         one = script(chance, total_steps=3)

@@ -49,6 +49,6 @@ def test_a_folder_that_has_gone_is_said_and_not_made_anew(tmp_path: Path, name: 
 
 
 def test_a_rank_that_hangs_is_called_that(tmp_path: Path) -> None:
-    """Its error is a TimeoutError, which is an OSError."""
+    """The error of a rank that hangs is a TimeoutError, which is an OSError."""
     with pytest.raises(PhaseTimeoutError, match="actor.write_weight_files took longer"), writing(tmp_path):
         raise PhaseTimeoutError("actor", "write_weight_files", 90.0, [])

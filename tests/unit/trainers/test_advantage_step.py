@@ -52,8 +52,8 @@ def gae_config(kl: KLConfig) -> AlgorithmConfig:
 
 
 def test_the_penalty_is_in_the_rewards() -> None:
-    """With beta 0.5, the rewards are -0.05, 1 - 0.15 | 0.5 - 0.2. With gamma = lambda = 1, returns are sums
-    of future rewards."""
+    """Rewards with beta 0.5: -0.05, 1 - 0.15 | 0.5 - 0.2. Returns with gamma = lambda = 1 are sums of future
+    rewards."""
     values = torch.tensor([[0.1, 0.2], [0.3, NAN]])
     result, metrics = AdvantageStep(gae_config(KLConfig(coefficient=0.5)), max_response_length=2)(
         batch(**log_probs(), values=values)

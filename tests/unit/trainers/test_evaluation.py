@@ -157,7 +157,7 @@ def test_what_k_of_four_samples_achieve() -> None:
 
 
 def test_names_of_metrics_do_not_depend_on_scores() -> None:
-    """Of 0.5, 0 and 1 (0.1 * 3 + 0.7 in floating point) one passes with 1, two with 0.5. The best of pairs is
+    """One of 0.5, 0 and 1 (0.1 * 3 + 0.7 in floating point) passes with 1, two with 0.5. The best of pairs is
     0.5, 1, 1."""
     partial = [
         sample("0", *given) for given in zip([0.5, 0.0, 0.1 + 0.1 + 0.1 + 0.7 - 1e-9], "abc", strict=True)

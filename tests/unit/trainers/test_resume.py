@@ -102,7 +102,7 @@ def test_auto_finds_the_latest_or_starts_from_the_beginning(config: PPOConfig) -
 
 
 def test_a_model_of_another_step_is_refused_and_no_such_checkpoint_is_offered(config: PPOConfig) -> None:
-    """By its own checksums, each folder is complete."""
+    """Each folder is complete according to its own checksums."""
     older, mixed, latest = (save(config, step) for step in (2, 4, 6))
     for checkpoint, step in ((older, 2), (mixed, 4), (latest, 6)):
         write_models(checkpoint, step)

@@ -213,7 +213,7 @@ def prompts_of(batch: DataProto) -> list[int]:
 
 @pytest.mark.parametrize("scores_rounds", [False, True])
 def test_prompts_without_signal_are_replaced(scores_rounds: bool) -> None:
-    """Of prompts 0 to 3 only 1 and 2 have a signal. Two more are needed and half have a signal, so four
+    """Only prompts 1 and 2 of 0 to 3 have a signal. Two more are needed and half have a signal, so four
     are drawn, and of these 4 is kept. The last one is expected among 8 to 10, and the margin of a fifth
     adds 11."""
     scene = dynamic([1, 2, 4, 9, 8], max_generations=3, scores_rounds=scores_rounds, step=5)

@@ -272,7 +272,7 @@ def test_whoever_is_killed_in_an_episode_the_same_prompts_are_trained_in_order(
 
 
 def test_a_slow_tool_delays_its_group_alone() -> None:
-    """Later groups are finished while its step waits, as far as the bound lets them begin."""
+    """Later groups are finished while its step waits, if the bound lets them begin."""
     seen = list[RequestState]()
     with stage(2, 9, on_event=lambda number: seen.extend(one.rollout.snapshot()[0])) as one:
         trained = train(one, [1, 2])

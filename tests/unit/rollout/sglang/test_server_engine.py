@@ -1,4 +1,4 @@
-"""Test SGLang behind its HTTP server with one rank, against transformers in float32."""
+"""Test SGLang as an HTTP server with one rank, against transformers in float32."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def samples_across_two_pushes(
 
 
 def test_updates_in_the_middle_show_in_the_versions(changed: SGLangEngine, model: PreTrainedModel) -> None:
-    """On a busy machine every sample may end between two syncs, so the test repeats until one spans both."""
+    """Every sample may end between two syncs on a busy machine, so the test repeats until one spans both."""
     writers = [model, server_model(seed=1), server_model(seed=2)]
 
     # before 0.5.21, requests waiting for the update start again
