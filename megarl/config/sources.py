@@ -119,7 +119,7 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
         near = file.parent
         layers = _file_layers(file, ())
 
-    # Of several presets for one section, the last on the command line applies.
+    # The last of several presets for one section on the command line applies.
     chosen = {}
     for section in GROUPS:
         prefix = f"{section}="

@@ -172,7 +172,7 @@ def no_routing_replay(config: SFTConfig) -> Violations:
 
 
 def routing_replay(config: PPOConfig, policy: Architecture) -> Violations:
-    """Check that there are routes to replay, and that the actor can replay them."""
+    """Check that the policy has routes to replay, and that the actor can replay them."""
     replay = config.engine.routing_replay
     if replay is RoutingReplay.off:
         return

@@ -65,7 +65,7 @@ def validation_metrics(config: PPOConfig) -> Violations:
 
 
 def compared_validations(config: RunConfig) -> Violations:
-    """Check that there are validations if a section compares them."""
+    """Check that the run has validations if a section compares them."""
     for key, _ in _compared(config):
         if config.trainer.validate_every_steps == 0:
             yield Violation(

@@ -31,7 +31,7 @@ class RecomputeModule(str, Enum):
 
 
 class Recomputation(NamedTuple):
-    """What is recomputed in the backward pass, as configured for a role."""
+    """The recomputation in the backward pass, as configured for a role."""
 
     how: Recompute = Recompute.none
     modules: tuple[RecomputeModule, ...] = (RecomputeModule.core_attn,)

@@ -187,7 +187,7 @@ def test_what_saves_and_what_is_kept_is_said(
     assert main(["check", "--fast", ppo, *best, "checkpoint.every_minutes=30"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert "saved every 30 min, after the best validation and at the end checkpoint.every_minutes" in rows
-    assert "kept the 2 newest, and the best by val/score/mean checkpoint.keep" in rows
+    assert any("the newest 2" in row and "val/score/mean checkpoint.keep" in row for row in rows)
 
 
 def test_options_that_sglang_does_not_know_are_refused_with_all_else_that_is_wrong(ppo: str) -> None:

@@ -132,7 +132,7 @@ def test_a_full_gpu_names_the_knobs_of_the_role_with_their_numbers(
 
 def test_a_full_gpu_while_weights_are_sent(tmp_path: Path) -> None:
     error = raised(torch.OutOfMemoryError("CUDA out of memory."), method="push_weights")
-    assert "sending weights: resharding.bucket_mb=512.0" in page_of(error)
+    assert "resharding.bucket_mb=512.0; try half" in page_of(error)
 
 
 @pytest.mark.parametrize(

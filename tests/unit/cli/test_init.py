@@ -73,7 +73,7 @@ def test_what_it_writes_passes_check_from_any_folder(
     capsys.readouterr()
     assert main(["init", ".", "--model", str(policy), *wishes]) == 2
     assert "run.yaml" in (refused := capsys.readouterr().err)
-    assert "nothing is written over" in refused
+    assert "would be overwritten" in refused
     assert {file: file.read_bytes() for file in mine.iterdir() if file.is_file()} == before
 
 
@@ -122,7 +122,7 @@ def test_a_terminal_is_asked_and_others_are_told(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["init", str(tmp_path / "mine")]) == 2
-    assert "--model is missing" in capsys.readouterr().err
+    assert "--model is required" in capsys.readouterr().err
     assert main(["init", str(tmp_path / "mine"), "--model", str(policy), "--algorithm", "pppo"]) == 2
     assert "algorithm=pppo: there is no such preset; available: async_dapo, " in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
@@ -310,7 +310,7 @@ def test_a_validation_file_and_the_columns_of_the_tutorial_are_taken(
     mine = written(tmp_path, policy, rows, "--val", str(held_out))
     said = capsys.readouterr().out
     assert f"validation: {held_out}" in said
-    assert "tried: 40 of 41 answers score 1" in said
+    assert "40 of 41 answers" in said
     assert (
         f"warning: 1 of the answers fail, and `megarl check` refuses such rows: {held_out}: row 0: the "
         f"ground truth 'one': 'one' is" in said
@@ -371,7 +371,7 @@ def test_answers_that_no_reward_fits_are_named(
     said = capsys.readouterr().out
     assert f"warning: no reward fits the answers, because {reason}" in said
     assert "implement compute_score in reward.py" in said
-    with pytest.raises(NotImplementedError, match="write compute_score"):
+    with pytest.raises(NotImplementedError, match="compute_score in reward.py"):
         scores(mine, ("", answers[0]))
 
 

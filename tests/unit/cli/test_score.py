@@ -44,7 +44,7 @@ def test_an_error_is_no_score_and_the_status_says_so(
 ) -> None:
     assert score(folder, str(folder / "rows.jsonl")) == 1
     said = capsys.readouterr().out
-    assert "2 rows scored: mean 0.5, least 0, most 1" in said
+    assert "2 rows scored: mean 0.5, min 0, max 1" in said
     assert "sample 2 (uid 2): compute_score raised KeyError: 'weight' (my_reward.py:2)" in said
     check_documented("reward-error", said)
     assert score(folder, str(folder / "rows.jsonl"), "reward.max_error_rate=0.5") == 0

@@ -172,8 +172,8 @@ def test_a_run_with_a_checkpoint_of_its_last_step_is_complete(
     assert is_complete(early, resumed(is_own=True, **stopped))
     out = capsys.readouterr().out
     assert (
-        "step_00000005 is of step 5. It ended early: none of the last 2 validations of val/loss was better "
-        "than 0.5 after step 3. " in out
+        "step_00000005 is the checkpoint of step 5. It ended early: none of the last 2 validations of val/loss "
+        "was better than 0.5 after step 3. " in out
     )
     assert "raise trainer.early_stop.patience (now 2), or set trainer.early_stop.metric=null" in out
     assert is_complete(replace(config, trainer=replace(config.trainer, total_steps=5)), resumed(is_own=True))

@@ -221,7 +221,7 @@ def test_memory_of_the_host_for_what_leaves_its_gpus() -> None:
 def test_threads_against_cores() -> None:
     assert machine.judge_threads(None, cores=2, processes=5, use_gpu=False).status is Status.ok
     shared = machine.judge_threads(None, cores=4, processes=5, use_gpu=False, side_by_side=[1, 2, 8])
-    assert (shared.status, shared.message.split(",")[0]) == (Status.ok, "1 to 4 in a process")
+    assert (shared.status, shared.message.split(",")[0]) == (Status.ok, "1 to 4 per process")
     fault = machine.judge_threads("8", cores=16, processes=4, use_gpu=False)
     assert (fault.status, fault.message) == (
         Status.warning,
@@ -313,7 +313,7 @@ def test_a_port_in_use_is_named_with_its_user() -> None:
         fault = network.judge_port(network.probe_port(number, purpose))
 
     assert fault.status is Status.error
-    assert f"(pid {os.getpid()}, of " in fault.message
+    assert f"(pid {os.getpid()}, user " in fault.message
     assert network.judge_port(network.probe_port(number, purpose)).status is Status.ok
     assert network.needed_ports(subject, {"MASTER_PORT": "29500", "RANK": "3"}) == {}
 
@@ -537,7 +537,7 @@ def test_what_is_wrong_with_a_configuration_is_found_and_the_rest_is_still_exami
     assert "do not divide into updates_per_step 5 mini-batches" in fault.message
     assert subject.plan is not None
     subject, (unknown, fault) = read_subject(str(tmp_path / "run.yaml"), ["trainer.nnodes=2"], 0, None)
-    assert "here it is placement.num_nodes" in unknown.message
+    assert "use placement.num_nodes" in unknown.message
     assert "do not divide into updates_per_step 5 mini-batches" in fault.message
     assert subject.config is None
 

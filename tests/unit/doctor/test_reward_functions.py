@@ -158,7 +158,7 @@ def test_compared_metrics_are_those_of_the_data_and_the_reward() -> None:
 
     (said,) = found("val/words/maj@2", {"sums", "words"})
     assert said.startswith(
-        "checkpoint.keep_best.metric: no validation of this run measures 'val/words/maj@2', which needs "
+        "checkpoint.keep_best.metric: no validation of this run measures 'val/words/maj@2', which requires "
         "reward functions that return an "
         "'answer'; did you mean val/"
     )

@@ -259,7 +259,7 @@ def test_a_page_is_served_until_ctrl_c(run_dir: Path, tmp_path: Path) -> None:
 
     reader.join()
     assert b'"live": true' in pages[0]
-    assert told.read_text().endswith("\nended\n")
+    assert told.read_text().endswith("\nstopped\n")
 
 
 @pytest.fixture
