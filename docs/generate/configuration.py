@@ -1,5 +1,7 @@
-"""Generates `docs/configuration.md`: every key of `megarl/config/schema`, with its type, default, values and
-description."""
+"""Generates `docs/configuration.md` from `megarl/config/schema`.
+
+The page has every key with its type, default, values and description.
+"""
 
 from __future__ import annotations
 
@@ -205,8 +207,10 @@ def _presets() -> Iterator[str]:
 
 
 def _as_in_a_run(preset: str) -> str:
-    """Return the settings of a preset as a run's file would contain them: `base` names another preset, and
-    keys of other sections are at the top level."""
+    """Return the settings of a preset as a run's file would contain them.
+
+    `base` names another preset, and keys of other sections are at the top level.
+    """
     own, _, others = re.sub(r"(?m)^base: (\w+)\.yaml$", r"base: \1", preset).partition(f"\n{WITH}:")
     beside = textwrap.dedent(others.partition("\n")[2]).rstrip()
     return f"algorithm:\n{_indented(own)}" + (f"\n{beside}" if beside else "")

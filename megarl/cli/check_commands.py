@@ -53,8 +53,10 @@ def _start_check(parsed: argparse.Namespace) -> int:
 
 
 def _refuse_options_without_part(parsed: argparse.Namespace) -> None:
-    """Raise ValueError for an option of a part that is not selected, and for a drawing of two parts in one
-    file."""
+    """Raise ValueError for an option of a part that is not selected.
+
+    A drawing of two parts in one file is refused too.
+    """
     # With neither part there would be no drawing, with both there would be two in one file.
     if parsed.output is not None and parsed.plan == parsed.simulate:
         raise ValueError(f"--output {parsed.output} draws either --plan or --simulate; give one of them")

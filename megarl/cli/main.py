@@ -111,8 +111,10 @@ def _end(error: Exception, command: str, context: RunContext | None) -> int:
 
 
 def _raised_by_megarl(error: ValueError) -> bool:
-    """Whether megarl's code raised the error, which it does only for user errors. A ValueError from a library
-    or a worker is a failure."""
+    """Whether megarl's code raised the error, which it does only for user errors.
+
+    A ValueError from a library or a worker is a failure.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -23,8 +23,10 @@ def role_tokens(config: RunConfig, role: ModelRole, architecture: Architecture) 
 
 
 def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture) -> int:
-    """Return the maximum tokens of a conversation for the reward model: the minimum of `max_length`, its
-    positions and a micro-batch."""
+    """Return the maximum tokens of a conversation for the reward model.
+
+    It is the minimum of `max_length`, the model's positions and a micro-batch.
+    """
     limits = (
         model.max_length,
         architecture.max_position_embeddings,
@@ -34,8 +36,7 @@ def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture
 
 
 def padded_length(length: int, context_parallel_size: int) -> int:
-    """Return the padded length of a sequence under context parallelism: each rank has two chunks of equal
-    length."""
+    """Return the padded length of a sequence: two chunks of equal length per context-parallel rank."""
     return (
         length
         if context_parallel_size == 1
@@ -44,8 +45,10 @@ def padded_length(length: int, context_parallel_size: int) -> int:
 
 
 def micro_batch_room(limit: MicroBatchConfig, parallel: ParallelConfig) -> int | None:
-    """Return the token limit of a micro-batch over its context-parallel ranks, including padding; None if it
-    is limited by rows."""
+    """Return the token limit of a micro-batch; None if it is limited by rows.
+
+    The limit is that of all context-parallel ranks together, including padding.
+    """
     if limit.max_tokens is None:
         return None
     size = parallel.context_parallel_size
@@ -71,8 +74,10 @@ class Row(NamedTuple):
 
 
 def micro_batch_tokens(rows: Sequence[Row], context_parallel_size: int = 1) -> int:
-    """Count the tokens of packed rows over their context-parallel ranks, including padding, and each shared
-    prompt once."""
+    """Count the tokens of packed rows over their context-parallel ranks.
+
+    The count includes padding, and each shared prompt once.
+    """
     groups: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.prompt_number].append(row)
@@ -105,11 +110,11 @@ def rows_of_pass(config: RunConfig, *, trains: bool) -> int:
 def fullest_micro_batch(
     config: RunConfig, role: ModelRole, architecture: Architecture, *, trains: bool
 ) -> list[Row]:
-    """Return the largest micro-batch: as many of the longest rows as fit, and one shorter row in the rest of
-    `max_tokens`.
+    """Return the largest micro-batch.
 
-    Under a row limit, no two rows share a prompt (the worst case). Under a token limit, as many rows as
-    possible share one.
+    It has as many of the longest rows as fit, and one shorter row in the rest of `max_tokens`. Under a row
+    limit, no two rows share a prompt (the worst case). Under a token limit, as many rows as possible share
+    one.
     """
     longest = longest_row(config, role, architecture)
     most = rows_of_replica(config, role, trains=trains)
@@ -160,8 +165,10 @@ def room_of_longest_row(config: RunConfig, role: ModelRole) -> int:
 
 
 def _room_of_row(row: Row, shares_prompt: bool, context_parallel_size: int) -> int:
-    """Return the padded tokens of a row. If it may share its prompt, prompt and response are padded
-    separately."""
+    """Return the padded tokens of a row.
+
+    If the row may share its prompt, prompt and response are padded separately.
+    """
     parts = (row.prompt, row.response) if shares_prompt else (row.tokens,)
     return sum(padded_length(part, context_parallel_size) for part in parts)
 

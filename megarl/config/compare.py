@@ -55,10 +55,10 @@ def differences(saved: Path, config: RunConfig) -> list[Difference]:
 
 
 def other_run(saved: Path, config: RunConfig) -> list[Difference]:
-    """Return the differences that make `config` a different run than `saved`; empty for the same run started
-    from its beginning.
+    """Return the differences that make `config` a different run than `saved`.
 
-    Arguments and exceptions are those of `differences`.
+    There are none for the same run started from its beginning. Arguments and exceptions are those of
+    `differences`.
     """
     return [
         each

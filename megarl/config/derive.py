@@ -1,5 +1,7 @@
-"""Derived numbers of a configuration (batches, steps, memory) for the tables of `megarl check` and of the
-report. All functions are pure."""
+"""Derives the numbers of a configuration (batches, steps, memory) for `megarl check` and the report.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 

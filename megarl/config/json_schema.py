@@ -1,8 +1,7 @@
-"""JSON Schemas (draft 2020-12) of the configuration files, for completion and checks in editors: `megarl
-schema`.
+"""JSON Schemas (draft 2020-12) of the configuration files, for completion and checks in editors.
 
-They are generated from the typed schema: keys, types, ranges, choices, defaults, and comments as
-descriptions. A JSON Schema covers one file. `megarl check` covers rules across keys and files.
+`megarl schema` writes them. They are generated from the typed schema: keys, types, ranges, choices, defaults,
+and comments as descriptions. A schema covers one file. `megarl check` covers rules across keys and files.
 """
 
 from __future__ import annotations
@@ -33,8 +32,10 @@ _ANY_NUMBER = Range()
 
 
 def json_schema(kind: str) -> Schema:
-    """Return the schema of a file of one of KINDS: any run, one kind of run, or a preset of the section
-    `algorithm`."""
+    """Return the schema of a file of one of KINDS.
+
+    A file is any run, one kind of run, or a preset of the section `algorithm`.
+    """
     if kind == PRESET:
         return {"$schema": DRAFT, "title": "A preset of the section algorithm", **_preset()}
     # Only `kind: sft` selects the supervised schema, because a file without a kind is a PPO run.
@@ -78,8 +79,10 @@ def _run(kind: RunKind) -> Schema:
 
 
 def _with_presets(name: str, section: Schema) -> Schema:
-    """Return the schema of a section that may be a preset's name, or a mapping with a preset under `base` and
-    keys that override it."""
+    """Return the schema of a section that may have a preset.
+
+    Its value is the preset's name, or a mapping with a preset under `base` and keys that override it.
+    """
     presets = [file.stem for file in sorted((CONFIGS_DIR / name).glob("*.yaml"))]
     preset = {
         "type": "string",

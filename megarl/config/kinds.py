@@ -1,8 +1,7 @@
-"""Choices of the configuration whose members declare their requirements, as data that can be read without
-torch.
+"""Choices of the configuration whose members declare their requirements.
 
-The implementations are elsewhere: estimators and losses in `megarl/algorithms`, engines in
-`megarl/workers/engines.py`, loggers in `megarl/tracking/loggers.py`.
+They are data that can be read without torch. The implementations are elsewhere: estimators and losses in
+`megarl/algorithms`, engines in `megarl/workers/engines.py`, loggers in `megarl/tracking/loggers.py`.
 """
 
 from __future__ import annotations

@@ -112,8 +112,10 @@ def read_config(
 
 
 def resolved(config: Config) -> Config:
-    """Return the configuration with `model.dtype: auto` resolved for its device, to the extent that the
-    device is known before the start."""
+    """Return the configuration with `model.dtype: auto` resolved for its device.
+
+    It stays `auto` if the device is not known before the start.
+    """
     run = typing.cast(RunConfig, config)
     return typing.cast(Config, with_dtype(run, is_on_cuda(run.device)))
 
@@ -128,8 +130,10 @@ def with_dtype(config: Run, is_on_cuda: bool) -> Run:
 
 
 def is_on_cuda(device: Device) -> bool:
-    """Whether a run will use CUDA, as known before it starts: a cluster joined by its address is assumed to
-    have GPUs."""
+    """Whether a run will use CUDA, as known before it starts.
+
+    A cluster that is joined by its address is assumed to have GPUs.
+    """
     return device is Device.cuda or (device is Device.auto and (has_gpu() or cluster_address() is not None))
 
 
@@ -242,8 +246,10 @@ def _fits(schema: type, path: str, layers: Sequence[Layer]) -> bool:
 
 
 def _unusable_texts(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield the keys and problems of strings that cannot be part of a path, contain a lone surrogate, or are
-    Python's `None`."""
+    """Yield the keys and problems of strings that no file name or text can contain.
+
+    Such a string cannot be part of a path, contains a lone surrogate, or is Python's `None`.
+    """
     for leaf in leaves(config):
         key = leaf.key
         for text in leaf.value if isinstance(leaf.value, list) else [leaf.value]:
@@ -273,8 +279,10 @@ def _unusable_texts(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def plain_values(config: Any) -> dict[str, Any]:
-    """Return the resolved configuration as dicts, lists and plain values, as `dump_config` writes it. Input
-    paths are absolute, so that they are valid in any folder."""
+    """Return the resolved configuration as dicts, lists and plain values, as `dump_config` writes it.
+
+    Input paths are absolute, so that they are valid in any folder.
+    """
     return typing.cast(dict[str, Any], yaml.safe_load(_as_yaml(config)))
 
 
@@ -287,8 +295,10 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def contents_of(config: Any) -> dict[str, Any]:
-    """Return the sections and values of a configuration as dicts, lists and plain values, with enumeration
-    members as strings."""
+    """Return the sections and values of a configuration as dicts, lists and plain values.
+
+    Members of enumerations are strings.
+    """
     return _choices_as_texts(OmegaConf.to_container(OmegaConf.structured(config)))
 
 
@@ -330,6 +340,8 @@ def _whole_path(path: str) -> str:
 
 
 def dump_config(config: Any, path: Path) -> None:
-    """Write the resolved configuration atomically, as YAML that `load_config` reads back to an equal value in
-    any folder."""
+    """Write the resolved configuration atomically, as YAML.
+
+    `load_config` reads it back to an equal value in any folder.
+    """
     write_whole(path, _as_yaml(config))

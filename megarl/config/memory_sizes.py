@@ -68,8 +68,10 @@ def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture
 
 
 def most_checkpoints(config: RunConfig) -> int:
-    """Return the maximum number of checkpoints on disk at a time. A new one is written before an old one is
-    removed."""
+    """Return the maximum number of checkpoints on disk at a time.
+
+    A new one is written before an old one is removed.
+    """
     checkpoint = config.checkpoint
     steps = config.trainer.total_steps
     keeps_best = checkpoint.keep_best.metric is not None

@@ -1,5 +1,7 @@
-"""Finds the `config.json` of a model that is not on this machine, in the `models` folder next to a
-configuration or in `configs/models`."""
+"""Finds the `config.json` of a model that is not on this machine.
+
+It is searched in the `models` folder next to a configuration, then in `configs/models`.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ _MODELS = "models"
 
 
 def with_published_models(config: Run, config_path: str) -> tuple[Run, list[str]]:
-    """Replace the path of each model that is not on this machine with a folder that contains its
-    `config.json`, if there is one.
+    """Replace the path of each model that is not on this machine with a folder that has its `config.json`.
+
+    A path without such a folder is unchanged.
 
     Returns:
-        The configuration, and one line about each replaced path, which begins with its key. Other paths are
-        unchanged.
+        The configuration, and one line about each replaced path, which begins with its key.
     """
     folders = [Path(config_path).parent / _MODELS, CONFIGS_DIR / _MODELS]
     said: dict[str, str] = {}
@@ -43,8 +45,11 @@ def with_published_models(config: Run, config_path: str) -> tuple[Run, list[str]
 
 
 def _published(path: Path, folders: Sequence[Path]) -> Path | None:
-    """Find the model folder by the end of its path: `models/Qwen3-32B` is `Qwen3-32B` in one of `folders`,
-    and `outputs/quickstart/model` is `quickstart/model`."""
+    """Find the folder of a published model by the end of its path.
+
+    `models/Qwen3-32B` is `Qwen3-32B` in one of `folders`, and `outputs/quickstart/model` is
+    `quickstart/model`.
+    """
     endings = [Path(*path.parts[start:]) for start in range(1 if path.is_absolute() else 0, len(path.parts))]
     # Within a folder the longest ending is tried first, as the most specific match.
     found = (folder / ending for folder in folders for ending in endings)

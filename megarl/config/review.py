@@ -1,5 +1,7 @@
-"""Compares plain values with the schema and refuses violations, with the nearest known key or the valid
-values."""
+"""Compares plain values with the schema, and refuses violations.
+
+An error names the nearest known key or the valid values.
+"""
 
 from __future__ import annotations
 
@@ -104,8 +106,10 @@ class Review:
         return good
 
     def _refuse_unknown(self, key: str, value: Any, problem: str, layer: Layer) -> None:
-        """Refuse an unknown key. A verl or TRL key gets a migration hint, and megarl's key is then not
-        reported as missing."""
+        """Refuse an unknown key.
+
+        A verl or TRL key gets a migration hint, and megarl's key is then not reported as missing.
+        """
         known = set(schema_keys(self.schema))
         # Users bring keys from other frameworks, so those are translated first.
         elsewhere = verl_problems(key, value, known)
@@ -166,8 +170,7 @@ def item_section(hint: Any) -> type | None:
 
 
 def _accepts(section: type, values: Mapping[str, Any]) -> bool:
-    """Whether OmegaConf converts all values: '1e-5' and 3 are floats, 'grpo' is the enum's member, 3.5 is not
-    an integer.
+    """Whether OmegaConf converts all values: '1e-5' is a float, 'grpo' an enum member, 3.5 no integer.
 
     Conversions that OmegaConf makes too freely are refused: 5 to true, true to 1.0 or the string "True", and
     a mapping to a string in a list.
@@ -204,8 +207,7 @@ def _without_null(hint: Any) -> Any:
 
 @cache
 def _without_sections(section: Any) -> Any:
-    """Return a section's structured config without its nested sections, which every check would copy
-    otherwise."""
+    """Return a section's structured config without its nested sections, which every check would copy."""
     hints = key_types(section)
     # The fields are copied, because make_dataclass sets the name and type of those it is given.
     own = [
@@ -255,8 +257,10 @@ def schema_keys(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
-    """Suggest a key: a similar name in the same section, the same name in another section, any similar key,
-    or else all keys of the section."""
+    """Suggest a key, or all keys of the section.
+
+    The order is: a similar name in the same section, the same name in another section, any similar key.
+    """
     if near := difflib.get_close_matches(name, key_types(section), n=1):
         return f"did you mean {prefix}{near[0]}?"
     keys = list(schema_keys(schema))

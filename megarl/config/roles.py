@@ -168,8 +168,10 @@ def needs_sum_pi_squared(algorithm: AlgorithmConfig) -> bool:
 
 
 def scores_in_update(algorithm: AlgorithmConfig, *, one_update: bool) -> bool:
-    """Whether the trainer's log-probs of the samples come from the update's own forward pass: the step has a
-    single update, and nothing reads the log-probs before it."""
+    """Whether the trainer's log-probs of the samples come from the update's own forward pass.
+
+    This is so if the step has a single update, and nothing reads the log-probs before it.
+    """
     is_read = (
         algorithm.kl.in_reward
         # Rejection changes the divisor of the loss.

@@ -1,5 +1,7 @@
-"""Resolves names of files that are included in megarl, such as `configs/quickstart.yaml` and
-`megarl/recipes/math/reward.py`, which are valid in any folder."""
+"""Resolves names of files that are included in megarl, which are valid in any folder.
+
+Examples are `configs/quickstart.yaml` and `megarl/recipes/math/reward.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ CONFIGS_DIR = configs_dir(_PACKAGE)
 
 
 def find_config(path: Path, named: str) -> Path:
-    """Return `path`, or the shipped configuration called `named`, such as `configs/quickstart.yaml`, if
-    `path` does not exist."""
+    """Return `path`, or the shipped configuration called `named` if `path` does not exist.
+
+    A name is, for example, `configs/quickstart.yaml`.
+    """
     return _shipped(CONFIGS_DIR, _NAME, path, named) or path
 
 
 def find_code(path: Path, named: str) -> Path | None:
-    """Return the file of the package called `named`, such as `megarl/recipes/math/reward.py`, if `path` does
-    not exist."""
+    """Return `path`, or the file of the package called `named` if `path` does not exist.
+
+    A name is, for example, `megarl/recipes/math/reward.py`.
+    """
     return _shipped(_PACKAGE, _PACKAGE.name, path, named)
 
 

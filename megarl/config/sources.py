@@ -1,5 +1,6 @@
-"""Reads the sources of a configuration, without checking values: a file, the files that it inherits from,
-preset files and the command line.
+"""Reads the sources of a configuration, without checking values.
+
+The sources are a file, the files that it inherits from, preset files and the command line.
 
 `base: other.yaml` inherits another file, whose path is relative to the file with the `base`. A section may
 have preset files: `algorithm: ppo` is the file `algorithm/ppo.yaml`, and `algorithm: {base: ppo, kl: {...}}`
@@ -95,14 +96,14 @@ def _from_here(path: Path) -> str:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether the path has the form of a name on the Hugging Face hub and does not exist in the current
-    folder."""
+    """Whether the path looks like a name on the Hugging Face hub and is not in the current folder."""
     return bool(_HUB_NAME.fullmatch(path)) and not path.endswith(_ENDINGS) and not os.path.exists(path)
 
 
 def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> list[Layer]:
-    """Return all layers of a run in order of precedence, the lowest first. Presets on the command line come
-    before its other overrides.
+    """Return all layers of a run in order of precedence, the lowest first.
+
+    Presets on the command line come before its other overrides.
 
     Args:
         source: A file, or the mapping that a file would contain.

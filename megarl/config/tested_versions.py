@@ -1,5 +1,7 @@
-"""The versions that `make test-wheel` was run with, from the quickstart to a converted checkpoint, with both
-engines."""
+"""The versions that `make test-wheel` was run with.
+
+It ran from the quickstart to a converted checkpoint, with both engines.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The names of validation metrics. They follow from the configuration, the data sources and the keys that
-reward functions return, and do not depend on scores."""
+"""The names of validation metrics.
+
+They follow from the configuration, the data sources and the keys that reward functions return, and do not
+depend on scores.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +71,7 @@ def validation_metrics(config: PPOConfig, sources: Mapping[str, RewardKeys]) -> 
 
 
 def may_be_measured(config: PPOConfig, metric: str) -> bool:
-    """Whether a validation of this run can measure a metric with this name, for some data and reward
-    functions."""
+    """Whether a validation of this run can measure a metric of this name, for some data and functions."""
     if not metric.startswith("val/"):
         return False
     # Assume that the functions return an answer and this number, because their keys are not known yet.

@@ -1,7 +1,7 @@
-"""Maps keys of verl's PPO trainer to configuration keys, for migration hints of `megarl check` and for the
-page about verl.
+"""Maps keys of verl's PPO trainer to configuration keys.
 
-The table is `verl_names.yaml` next to this file, which is read when a key is unknown.
+Migration hints of `megarl check` and the page about verl use the table. It is `verl_names.yaml` next to this
+file, which is read when a key is unknown.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ class VerlKey(NamedTuple):
 
 @cache
 def verl_keys() -> dict[str, VerlKey]:
-    """Return the table by verl's dotted names. A branch (`actor_rollout_ref.model.mtp`) covers all keys below
-    it that have no entry."""
+    """Return the table by verl's dotted names.
+
+    A branch (`actor_rollout_ref.model.mtp`) covers all keys below it that have no entry.
+    """
     table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     del table["shared"]
     return {name: _entry(name, text) for name, text in _flat(table)}
@@ -63,8 +65,10 @@ class VerlProblem(NamedTuple):
 
 
 def find_verl_key(key: str) -> tuple[str, VerlKey] | None:
-    """Return the entry of a key or of the nearest branch above it, with its name; None if verl has no such
-    key. Hydra's + and ~ are ignored."""
+    """Return the entry of a key or of the nearest branch above it, with its name.
+
+    It is None if verl has no such key. Hydra's + and ~ are ignored.
+    """
     name = key.lstrip("+~")
     # Climb towards the root until a branch has an entry.
     while name:

@@ -119,8 +119,9 @@ def load_checked_anywhere(
 
 
 def load_checked_here(schema: type[Run], path: str, overrides: Sequence[str] = ()) -> Run:
-    """Load a configuration for a run on this machine, and check it like `load_checked_anywhere`. Inputs on a
-    hub are fetched.
+    """Load a configuration for a run on this machine, and check it like `load_checked_anywhere`.
+
+    Inputs on a hub are fetched.
 
     Raises:
         ConfigError: Lists every problem and every missing input.

@@ -1,5 +1,8 @@
-"""Checks GPUs: number, kind, memory in use, whether the driver supports torch's CUDA, and whether the plan
-fits into their memory."""
+"""Checks GPUs.
+
+It checks their number, kind and memory in use, whether the driver supports torch's CUDA, and whether the plan
+fits into their memory.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +101,10 @@ def _mib(text: str) -> int:
 
 
 def visible(found: Gpus, setting: str | None) -> Gpus:
-    """Apply CUDA_VISIBLE_DEVICES, which nvidia-smi ignores. For names other than numbers, only the count is
-    known."""
+    """Apply CUDA_VISIBLE_DEVICES, which nvidia-smi ignores.
+
+    For names other than numbers, only the count is known.
+    """
     if setting is None:
         return found
     names = [name.strip() for name in setting.split(",") if name.strip()]

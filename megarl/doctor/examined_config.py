@@ -1,5 +1,7 @@
-"""Loads a configuration and checks all inputs of the run: models, tokenizers, data and reward functions. This
-imports torch and takes seconds."""
+"""Loads a configuration and checks all inputs of the run.
+
+The inputs are models, tokenizers, data and reward functions. This imports torch and takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ _CODE_KEYS = ("reward.functions", "agent", "algorithm")
 def load_for_run(
     schema: type[Run], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> Run:
-    """Load the configuration of a run that starts on this machine, and check all inputs. Inputs on a hub are
-    fetched.
+    """Load the configuration of a run that starts on this machine, and check all inputs.
 
-    Only the first row of the data is read, because the run reads all rows anyway.
+    Inputs on a hub are fetched. Only the first row of the data is read, because the run reads all rows
+    anyway.
 
     Raises:
         ConfigError: Lists every problem and every missing input.

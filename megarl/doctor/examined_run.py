@@ -63,8 +63,10 @@ class ExaminedRun:
 def read_subject(
     path: str | None, overrides: Sequence[str], num_gpus: int, ray_address: str | None
 ) -> tuple[ExaminedRun, list[CheckResult]]:
-    """Read the run in the file `path`, and return its problems. Parts that cannot be read are omitted, so
-    that the rest is checked."""
+    """Read the run in the file `path`, and return its problems.
+
+    Parts that cannot be read are omitted, so that the rest is checked.
+    """
     if path is None:
         return ExaminedRun(num_gpus=num_gpus, ray_address=ray_address), []
     try:

@@ -1,5 +1,7 @@
-"""Checks the inputs of a run, by reading them like the run: model folders, tokenizers and chat templates,
-data files and reward functions."""
+"""Checks the inputs of a run, by reading them like the run.
+
+The inputs are model folders, tokenizers and chat templates, data files and reward functions.
+"""
 
 from __future__ import annotations
 
@@ -117,15 +119,20 @@ def findings(
 
 
 def _distinct_models(config: Config, architectures: Mapping[str, Architecture]) -> list[ModelRole]:
-    """Return one role for each folder. The reference usually has the actor's folder, and a critic in it needs
-    no other tensors."""
+    """Return one role for each folder.
+
+    The reference usually has the actor's folder, and a critic in it needs no other tensors.
+    """
     roles = [role for role in model_roles(config) if role.name in architectures]
     return list({role.path: role for role in reversed(roles)}.values())[::-1]
 
 
 def judge_model(folder: Path, key: str, architecture: Architecture, role: ModelRole) -> CheckResult:
-    """Check that the weights are complete: each file has its full size, and each tensor of the index is in
-    its file with the shape of config.json. Only headers are read."""
+    """Check that the weights are complete.
+
+    Each file must have its full size, and each tensor of the index must be in its file with the shape of
+    config.json. Only headers are read.
+    """
     again = f"download it again (hf download NAME --local-dir {folder}), or set {key} to another folder"
     try:
         index = check_headers(
@@ -178,8 +185,10 @@ def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> Chec
 
 
 def endless_turns(folder: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Describe the problem if the chat template closes an answer with a token that does not end a sample,
-    as in folders of base models; None if there is none."""
+    """Describe the problem if the chat template closes an answer with a token that does not end a sample.
+
+    This is common in folders of base models. None if there is no problem.
+    """
     closing = closing_token(tokenizer)
     if closing is None or closing in {tokenizer.eos_token_id, *end_token_ids(folder)}:
         return None
@@ -304,8 +313,10 @@ def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: S
 
 
 def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -> Iterator[CheckResult]:
-    """Test a custom estimator and policy loss on two samples (try_functions), in a process with a time
-    limit."""
+    """Test a custom estimator and policy loss on two samples, in a process with a time limit.
+
+    `try_functions` runs in that process.
+    """
     references = [
         reference
         for reference in (algorithm.advantage.function, algorithm.policy_loss.function)

@@ -1,5 +1,8 @@
-"""Checks this machine: shared memory, open files, memory, threads, the clock, the sandbox, and environment
-variables that slow down a run."""
+"""Checks this machine.
+
+It checks shared memory, open files, memory, threads, the clock, the sandbox, and environment variables that
+slow down a run.
+"""
 
 from __future__ import annotations
 
@@ -108,8 +111,10 @@ def judge_open_files(soft: int, hard: int) -> CheckResult:
 
 
 def memory(subject: ExaminedRun) -> Iterator[CheckResult]:
-    """Check host memory. It contains the models of a run on CPUs; with GPUs, only libraries and offloaded
-    data."""
+    """Check host memory.
+
+    It contains the models of a run on CPUs. With GPUs, it contains only libraries and offloaded data.
+    """
     total = psutil.virtual_memory().total
     available = psutil.virtual_memory().available
     limit = _cgroup_limit()
@@ -123,8 +128,10 @@ def memory(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 
 def _planned(subject: ExaminedRun) -> int:
-    """Return the planned memory of the fullest node, with each device at its peak; 0 for a cluster's nodes,
-    which are unknown here."""
+    """Return the planned memory of the fullest node, with each device at its peak.
+
+    It is 0 for a cluster's nodes, which are unknown here.
+    """
     config = subject.config
     plan = subject.plan
     if plan is None or subject.ray_address is not None:
@@ -207,8 +214,10 @@ def threads(subject: ExaminedRun) -> Iterator[CheckResult]:
 def judge_threads(
     setting: str | None, cores: int, processes: int, use_gpu: bool, side_by_side: Collection[int] = ()
 ) -> CheckResult:
-    """Check the number of threads. `side_by_side` is the number of processes of a node that compute in each
-    phase."""
+    """Check the number of threads.
+
+    `side_by_side` is the number of processes of a node that compute in each phase.
+    """
     facts = {"OMP_NUM_THREADS": setting, "cores": cores, "processes": processes}
     if setting is not None and not setting.isdigit():
         return wrong(
@@ -272,8 +281,10 @@ _STA_UNSYNC = 0x0040
 
 
 def probe_clock() -> Clock:
-    """Read the kernel's clock state, which any NTP client sets (chrony, ntpd, timesyncd), without
-    privileges."""
+    """Read the kernel's clock state without privileges.
+
+    Any NTP client sets it: chrony, ntpd or timesyncd.
+    """
     timex = _Timex()
     if ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex)) < 0:
         return Clock(None, None)

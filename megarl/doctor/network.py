@@ -147,8 +147,10 @@ def judge_loopback(found: Loopback) -> CheckResult:
 
 
 def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -> CheckResult | None:
-    """Check the interface variable; None if it is unset or names an existing interface. NCCL accepts lists,
-    prefixes, and ^ before interfaces to avoid."""
+    """Check the interface variable; None if it is unset or names an existing interface.
+
+    NCCL accepts lists, prefixes, and ^ before interfaces to avoid.
+    """
     wanted = [] if name is None or name.startswith("^") else [part.lstrip("=") for part in name.split(",")]
     if not wanted or any(interface.startswith(part) for part in wanted for interface in interfaces):
         return None
@@ -164,8 +166,11 @@ def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -
 
 
 def loopback(subject: ExaminedRun) -> Iterator[CheckResult]:
-    """Test communication between as many ranks as the run's largest group has on a node, with the environment
-    of the run's workers."""
+    """Test communication between ranks on this machine.
+
+    The ranks are as many as the run's largest group has on a node, and have the environment of the run's
+    workers.
+    """
     # Without a plan, two ranks are enough to test communication.
     ranks = 2
     if subject.plan is not None:
@@ -250,8 +255,10 @@ def judge_port(port: Port) -> CheckResult:
 
 
 def needed_ports(subject: ExaminedRun, environment: Mapping[str, str]) -> dict[int, str]:
-    """Return the fixed ports of a run. A run on one machine has none, because Ray and torch use free
-    ports."""
+    """Return the fixed ports of a run.
+
+    A run on one machine has none, because Ray and torch use free ports.
+    """
     needed: dict[int, str] = {}
     if environment.get("MASTER_PORT", "").isdigit() and environment.get("RANK", "0") == "0":
         needed[int(environment["MASTER_PORT"])] = "torchrun's rendezvous (MASTER_PORT)"

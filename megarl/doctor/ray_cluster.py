@@ -1,5 +1,8 @@
-"""Checks Ray: whether it starts or responds, whether all nodes are alive and have the same versions, their
-clocks, and the resources for the run's pools."""
+"""Checks Ray.
+
+It checks whether Ray starts or responds, whether all nodes are alive and have the same versions, their
+clocks, and the resources for the run's pools.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +76,10 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 @contextlib.contextmanager
 def _files_of(subject: ExaminedRun) -> Iterator[list[str]]:
-    """Yield the paths that a run's workers open on every node, and a temporary file that shows whether all
-    nodes share the checkpoint folder."""
+    """Yield the paths that a run's workers open on every node.
+
+    A temporary file among them shows whether all nodes share the checkpoint folder.
+    """
     if subject.config is None:
         yield []
         return
@@ -207,8 +212,10 @@ def _facts(node: NodeReport) -> dict[str, object]:
 
 
 def judge_clocks(nodes: Sequence[NodeReport]) -> CheckResult:
-    """Check the clocks of the nodes that responded. Differences within the measurement uncertainty are
-    ignored."""
+    """Check the clocks of the nodes that responded.
+
+    Differences within the measurement uncertainty are ignored.
+    """
     if not nodes:
         return doubtful(CLOCKS, "no node reported its time", "see the check of the nodes")
     first, last = (pick(nodes, key=lambda node: node.clock_offset_s) for pick in (min, max))

@@ -105,8 +105,10 @@ class Judgement(NamedTuple):
 
 
 def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S) -> Judgement:
-    """Load the functions, and test them on the ground truths of the rows and on empty responses. Without rows
-    they are only loaded."""
+    """Load the functions, and test them on the ground truths of the rows and on empty responses.
+
+    Without rows they are only loaded.
+    """
     files = ", ".join(dict.fromkeys(function.path for function in reward.functions))
     hint = f"fix {files}; test it with `megarl score` on a file of responses"
 
@@ -128,8 +130,9 @@ def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float
 
 
 def try_reward(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S) -> list[Trial]:
-    """Score the ground truths of the rows and empty responses, in processes that can be killed, because user
-    code may do anything.
+    """Score the ground truths of the rows and empty responses.
+
+    The functions run in processes that can be killed, because user code may do anything.
 
     Args:
         limit_s: Time limit of importing the files.
@@ -168,8 +171,10 @@ def _span(scores: Sequence[float]) -> str:
 
 
 def _refusals(trials: Sequence[Trial], files: str) -> Iterator[CheckResult]:
-    """Yield errors for ground truths that no response can match, and for functions whose keys differ between
-    samples."""
+    """Yield errors for ground truths that no response can match.
+
+    Functions whose keys differ between samples are errors too.
+    """
     if lines := refused_truths(trials):
         yield wrong(
             REWARDS,

@@ -31,12 +31,12 @@ class Installed:
 
     Attributes:
         versions: The version of each distribution in the tables; None if it is not installed.
-        wants: The versions of other distributions that each coupled one requires.
+        requires: The versions of other distributions that each coupled one requires.
     """
 
     python: str
     versions: Mapping[str, str | None]
-    wants: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    requires: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def probe() -> Installed:
@@ -53,7 +53,9 @@ def probe() -> Installed:
     return Installed(
         python=platform.python_version(),
         versions=versions,
-        wants={name: _wants(name, others) for name, others in COUPLED.items() if versions.get(name)},
+        requires={
+            name: _required_versions(name, others) for name, others in COUPLED.items() if versions.get(name)
+        },
     )
 
 
@@ -64,7 +66,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _wants(name: str, others: tuple[str, ...]) -> dict[str, str]:
+def _required_versions(name: str, others: tuple[str, ...]) -> dict[str, str]:
     required = [Requirement(line) for line in metadata.requires(name) or ()]
     return {
         each.name: str(each.specifier)
@@ -149,10 +151,10 @@ def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[Chec
             )
 
     # Some packages are built against exact versions of others.
-    for name, wants in installed.wants.items():
+    for name, requires in installed.requires.items():
         if name == "sglang" and installed.versions.get(_IS_CUDA) is None:
             continue
-        for other, versions in wants.items():
+        for other, versions in requires.items():
             found = installed.versions.get(other)
             if found is not None and not _within(found, versions):
                 message = (

@@ -1,5 +1,7 @@
-"""Checks the checkpoint folder: write access, atomic renames, free space, and the time to write a
-checkpoint."""
+"""Checks the checkpoint folder.
+
+It checks write access, atomic renames, free space, and the time to write a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -87,8 +89,10 @@ def _write(file: Path, nbytes: int) -> float:
 
 
 def file_system(folder: Path) -> str:
-    """Return the file system of the mount that contains `folder`, from /proc/mounts; the last of several
-    mounts at the same point."""
+    """Return the file system of the mount that contains `folder`, from /proc/mounts.
+
+    The last of several mounts at the same point counts.
+    """
     found = "unknown"
     longest = -1
 

@@ -1,8 +1,8 @@
-"""The command of a submitted job: runs megarl if the cluster's Python has the required packages, or reports
-what is missing.
+"""The command of a submitted job.
 
-It imports only the standard library before this check. Starting Ray on the head in another environment is a
-common mistake, whose only symptom would be the first failing import.
+It runs megarl if the cluster's Python has the required packages, or reports what is missing. It imports only
+the standard library before this check. Starting Ray on the head in another environment is a common mistake,
+whose only symptom would be the first failing import.
 """
 
 from __future__ import annotations

@@ -81,8 +81,10 @@ def pack(config: RunConfig, folder: Path, here: Path) -> Package:
 
 
 def _own_files() -> Iterator[tuple[Path, Path]]:
-    """Yield the files of megarl that a wheel contains: the path in the package, and the file on this
-    machine."""
+    """Yield the files of megarl that a wheel contains.
+
+    Each item is the path in the package, and the file on this machine.
+    """
     package = Path(megarl.__file__).parent
     for root, place in ((package, Path()), (CONFIGS_DIR, Path("configs"))):
         for file in root.rglob("*"):
@@ -141,8 +143,10 @@ def _moved(value: Any, key: str, here: Path, take_along: Callable[[str], str]) -
 
 
 def _is_on_hub(value: str, here: Path) -> bool:
-    """Whether a value is a name on the hub. `models/Qwen3-8B` has its form, but is a path if there is a
-    folder `models`."""
+    """Whether a value is a name on the hub.
+
+    `models/Qwen3-8B` has its form, but is a path if there is a folder `models`.
+    """
     return is_hub_name(value) and not (here / value.partition("/")[0]).is_dir()
 
 

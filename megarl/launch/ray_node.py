@@ -91,8 +91,11 @@ class RayNode:
 
 
 def logical_cpus(needed: int) -> int:
-    """Return the logical CPUs of a node: its CPUs, or the demand of all of the run's processes if that is
-    larger, because Ray's CPUs are not cores."""
+    """Return the logical CPUs of a node.
+
+    They are its CPUs, or the demand of all of the run's processes if that is larger, because Ray's CPUs are
+    not cores.
+    """
     return max(os.cpu_count() or 1, needed)
 
 

@@ -1,5 +1,6 @@
-"""`megarl submit`: submits a run to an existing Ray cluster, follows its log, and returns the job's exit
-code.
+"""`megarl submit`: submits a run to an existing Ray cluster.
+
+It follows the run's log, and returns the job's exit code.
 
 The configuration is first checked on this machine, with the inputs that are here. The job receives the
 resolved configuration and the code that checked it. Data, models and the output folder are not uploaded: they
@@ -139,8 +140,10 @@ class Job:
         )
 
     def stay(self) -> int:
-        """Print the log until the job has ended, and return its exit code. Ctrl-C asks whether to stop the
-        job."""
+        """Print the log until the job has ended, and return its exit code.
+
+        Ctrl-C asks whether to stop the job.
+        """
         stopped = False
         while True:
             try:
@@ -164,15 +167,19 @@ class Job:
                 self._client.stop_job(self.name)
 
     def _is_to_stop(self) -> bool:
-        """Ask whether to stop the job. Without a terminal it is stopped, so that it does not continue
-        unnoticed."""
+        """Ask whether to stop the job.
+
+        Without a terminal it is stopped, so that it does not continue unnoticed.
+        """
         if not sys.stdin.isatty():
             return True
         return not input("\nstop the job? [Y/n: leave it running] ").strip().lower().startswith("n")
 
     async def _follow(self) -> JobInfo:
-        """Print the log until its last line, and reconnect after a broken connection. The server may close
-        the stream before the end of the log."""
+        """Print the log until its last line, and reconnect after a broken connection.
+
+        The server may close the stream before the end of the log.
+        """
         while True:
             seen = 0
             try:

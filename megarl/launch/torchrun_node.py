@@ -1,5 +1,6 @@
-"""`megarl launch`: one node of a run under `torchrun --nproc-per-node 1`. Node 0 starts Ray and drives the
-run; the others join and wait.
+"""`megarl launch`: runs one node of a run under `torchrun --nproc-per-node 1`.
+
+Node 0 starts Ray and drives the run; the others join and wait.
 
 The nodes communicate through torchrun's rendezvous store. All of them end with the driver's exit code, even
 if the driver, a node's Ray or a whole node dies.
@@ -232,8 +233,10 @@ def _address() -> Address:
 
 
 def _of_children() -> dict[str, str]:
-    """Return the environment without torchrun's variables, with which torch would use torchrun's store for a
-    worker group."""
+    """Return the environment without torchrun's variables.
+
+    With them, torch would use torchrun's store for a worker group.
+    """
     return {name: value for name, value in os.environ.items() if not name.startswith(_OF_TORCHRUN)}
 
 

@@ -1,5 +1,4 @@
-"""`megarl doctor [CONFIG]`: checks this machine, the cluster and the inputs of a run, and prints the
-results."""
+"""`megarl doctor [CONFIG]`: checks this machine, the cluster and the inputs of a run."""
 
 from __future__ import annotations
 

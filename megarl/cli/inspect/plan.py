@@ -1,5 +1,7 @@
-"""`megarl plan CONFIG`: the placement of all roles and the memory of each device, as tables and as a
-drawing."""
+"""`megarl plan CONFIG`: shows the placement of all roles and the memory of each device.
+
+The result is printed as tables and can be saved as a drawing.
+"""
 
 from __future__ import annotations
 

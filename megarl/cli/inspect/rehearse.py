@@ -173,8 +173,11 @@ def _pushes(
 
 
 def _mistakes(records: Sequence[RankRecord]) -> list[str]:
-    """Return the errors of the ranks. Hangs are searched for only if all ranks finished, because the
-    remaining calls of a failed rank are unknown."""
+    """Return the errors of the ranks.
+
+    Hangs are searched for only if all ranks finished, because the remaining calls of a failed rank are
+    unknown.
+    """
     failed = [f"rank {record.rank}: {record.error}" for record in records if record.error is not None]
     return failed or [*hangs(records), *rounded_sums(records)]
 

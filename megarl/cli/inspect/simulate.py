@@ -1,5 +1,7 @@
-"""`megarl plan CONFIG --simulate`: step time and idle time for several values of `rollout.max_staleness` and
-splits of devices."""
+"""`megarl plan CONFIG --simulate`: estimates step time and idle time.
+
+It compares several values of `rollout.max_staleness` and splits of devices.
+"""
 
 from __future__ import annotations
 

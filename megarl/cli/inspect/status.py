@@ -1,5 +1,7 @@
-"""`megarl status RUN_DIR`: the status of a run, read only from its `status.json`, on any machine that sees
-the folder."""
+"""`megarl status RUN_DIR`: shows the status of a run.
+
+It reads only the run's `status.json`, on any machine that sees the folder.
+"""
 
 from __future__ import annotations
 

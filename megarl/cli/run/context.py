@@ -1,5 +1,7 @@
-"""The state of a run that the failure report shows. This module does not import torch, because every command
-imports it."""
+"""The state of a run that the failure report shows.
+
+This module does not import torch, because every command imports it.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,10 @@ class RunFailedError(Exception):
 
 @contextmanager
 def run_context_of(config: RunConfig, verbose: bool = False) -> Iterator[RunContext]:
-    """Raise RunFailedError for any failure in the block, and KeyboardInterrupt with how to resume on Ctrl-C
-    (see Interruption)."""
+    """Raise RunFailedError for any failure in the block.
+
+    On Ctrl-C, raise KeyboardInterrupt with how to resume (see Interruption).
+    """
     context = RunContext(config, verbose=verbose)
     try:
         with Interruption(print):

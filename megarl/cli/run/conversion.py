@@ -1,5 +1,7 @@
-"""The implementation of `megarl convert`: conversion with a progress bar, inspection and comparison. It needs
-no process group and no GPU."""
+"""The implementation of `megarl convert`: conversion with a progress bar, inspection and comparison.
+
+It needs no process group and no GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`megarl generate` with tools or an environment: generates whole episodes and prints them as
-conversations."""
+"""`megarl generate` with tools or an environment: prints whole episodes as conversations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`megarl eval MODEL`: samples from a model on a data file and scores the samples like a run's validation,
-without a trainer."""
+"""`megarl eval MODEL`: samples from a model on a data file, and scores the samples without a trainer.
+
+The scores are those of a run's validation.
+"""
 
 from __future__ import annotations
 
@@ -119,8 +121,10 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _try_reward(config: PPOConfig) -> Mapping[str, RewardKeys]:
-    """Return the additional keys of the reward functions by data source. Raises ConfigError if the functions
-    cannot be used."""
+    """Return the additional keys of the reward functions by data source.
+
+    Raises ConfigError if the functions cannot be used.
+    """
     if not config.reward.functions:
         return {}
     results, keys = judge_rewards(
@@ -135,8 +139,10 @@ def _try_reward(config: PPOConfig) -> Mapping[str, RewardKeys]:
 def _not_compared(
     config: PPOConfig, keys: Mapping[str, RewardKeys], others: Sequence[ScoredSample]
 ) -> list[str]:
-    """Return the metrics that only one of the two evaluations will have, for data sources whose reward was
-    tried."""
+    """Return the metrics that only one of the two evaluations will have.
+
+    Only data sources whose reward was tried are compared.
+    """
     theirs = by_data_source(others)
     lacking: set[str] = set()
 
@@ -206,8 +212,10 @@ def _others(against: str | None, data: PromptDataset) -> list[ScoredSample] | No
 def _samples(
     config: PPOConfig, data: PromptDataset, roles: EvaluationRoles, partial: Path, console: Console
 ) -> list[ScoredSample]:
-    """Generate and score all samples. Each batch is appended to `partial`, so that a killed evaluation keeps
-    its samples."""
+    """Generate and score all samples.
+
+    Each batch is appended to `partial`, so that a killed evaluation keeps its samples.
+    """
     evaluation = Evaluation(
         data, config.rollout.validation, config.trainer.prompts_per_step, pass_score=config.reward.pass_score
     )

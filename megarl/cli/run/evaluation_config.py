@@ -90,8 +90,10 @@ def _said(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_training(config: PPOConfig, output: str) -> PPOConfig:
-    """Return the configuration without training. The engines use all devices, in the placement `hybrid`
-    with an actor that is never started."""
+    """Return the configuration without training.
+
+    The engines use all devices, in the placement `hybrid` with an actor that is never started.
+    """
     rollout = config.rollout
     placement = config.placement
     trainer = config.trainer
@@ -128,8 +130,10 @@ def _without_training(config: PPOConfig, output: str) -> PPOConfig:
 
 
 def _output(model: NamedModel, config: PPOConfig, options: argparse.Namespace) -> Path:
-    """Return the folder of the results: in the run's folder, named by step and data; for a model without a
-    run, in `outputs`."""
+    """Return the folder of the results.
+
+    It is in the run's folder, named by step and data. For a model without a run, it is in `outputs`.
+    """
     if options.output is not None:
         return Path(options.output)
     data = "-".join(Path(file).stem for file in config.data.val_files)

@@ -1,5 +1,7 @@
-"""The failure report of a command: the tracebacks, then one page with the root cause, hints and log
-locations."""
+"""The failure report of a command.
+
+It prints the tracebacks, then one page with the root cause, hints and log locations.
+"""
 
 from __future__ import annotations
 

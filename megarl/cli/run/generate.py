@@ -1,5 +1,7 @@
-"""`megarl generate MODEL`: generates from prompts of the command line or standard input, or in a chat,
-without Ray."""
+"""`megarl generate MODEL`: generates from prompts without Ray.
+
+The prompts come from the command line, standard input or a chat.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,10 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def read_chats(parsed: argparse.Namespace) -> list[_Messages]:
-    """Return each prompt as a conversation. Raises ValueError if there are none, or if all `n` samples of a
-    prompt would be identical."""
+    """Return each prompt as a conversation.
+
+    Raises ValueError if there are none, or if all `n` samples of a prompt would be identical.
+    """
     if parsed.n > 1 and parsed.temperature == 0:
         raise ValueError(
             f"--n is {parsed.n}, but greedy samples of a prompt are identical; set --temperature above 0, "
@@ -104,8 +108,10 @@ class Continuation(NamedTuple):
 
 
 class Writer:
-    """A model in this process, in float32 on CPU and in bfloat16 on a GPU. Raises ValueError for invalid
-    options."""
+    """A model in this process, in float32 on CPU and in bfloat16 on a GPU.
+
+    Raises ValueError for invalid options.
+    """
 
     def __init__(self, model: NamedModel, parsed: argparse.Namespace) -> None:
         self._model = model
@@ -122,8 +128,10 @@ class Writer:
         )
 
     def render(self, chat: _Messages, tools: Tools = None) -> list[int]:
-        """Return the token ids of a conversation with the generation prompt. Raises ValueError if it does not
-        fit the model's context or the chat template cannot render it."""
+        """Return the token ids of a conversation with the generation prompt.
+
+        Raises ValueError if it does not fit the model's context or the chat template cannot render it.
+        """
         ids = render_whole(self.tokenizer, chat, LossyText.refuse, for_generation=True, tools=tools)
         architecture = self._model.source.architecture
         (request, *_) = self.requests([ids])

@@ -1,5 +1,7 @@
-"""Hints after a failure: those of the error, or of a table of messages from other programs, filled with the
-run's values."""
+"""Hints after a failure, filled with the run's values.
+
+They come from the error, or from a table of messages from other programs.
+"""
 
 from __future__ import annotations
 

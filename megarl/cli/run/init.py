@@ -1,5 +1,8 @@
-"""`megarl init [FOLDER]`: creates the files of a run: a commented configuration with a JSON Schema for
-editors, a reward with its test, and a data script."""
+"""`megarl init [FOLDER]`: creates the files of a run.
+
+The files are a commented configuration with a JSON Schema for editors, a reward with its test, and a data
+script.
+"""
 
 from __future__ import annotations
 
@@ -218,8 +221,10 @@ def _critic(wishes: Wishes) -> str:
 
 
 def _from(folder: Path, path: str) -> str:
-    """Return the path for the configuration: relative to its folder. Absolute paths and hub names are
-    unchanged."""
+    """Return the path for the configuration, relative to its folder.
+
+    Absolute paths and hub names are unchanged.
+    """
     return path if os.path.isabs(path) or is_hub_name(path) else os.path.relpath(path, folder)
 
 

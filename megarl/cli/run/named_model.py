@@ -1,5 +1,7 @@
-"""Finds the policy that a command names: a Hugging Face folder, a run's folder, a checkpoint, or a
-Megatron-LM folder."""
+"""Finds the policy that a command names.
+
+The name is a Hugging Face folder, a run's folder, a checkpoint, or a Megatron-LM folder.
+"""
 
 from __future__ import annotations
 

@@ -27,8 +27,10 @@ ENVIRONMENT_FILE = "environment.txt"  # file in `trainer.output_dir`
 
 
 def refuse_launched_ranks(command: str) -> None:
-    """Raise ValueError if torchrun or a similar launcher has started this process, because each rank would be
-    a driver."""
+    """Raise ValueError if torchrun or a similar launcher has started this process.
+
+    Otherwise each of its ranks would be a driver.
+    """
     size = os.environ.get("WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" not in os.environ and int(size) == 1:
         return

@@ -1,5 +1,7 @@
-"""Resumes a command from a checkpoint: loads the state, truncates the run's files, and reports
-differences."""
+"""Resumes a command from a checkpoint.
+
+It loads the state, truncates the run's files, and reports differences.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +82,10 @@ def _to_train_on(config: RunConfig, why_it_ended_early: str | None) -> str:
 
 
 def load_checkpoint(session: Session, config: RunConfig, models: SavedModels, resume: Resume | None) -> None:
-    """Load the models from the checkpoint, and truncate the run's files to its step. Raises
-    CheckpointError."""
+    """Load the models from the checkpoint, and truncate the run's files to its step.
+
+    Raises CheckpointError.
+    """
     if resume is None:
         return
     _print_differences(session.console, resume)

@@ -1,5 +1,7 @@
-"""`megarl score CONFIG ROWS`: runs the reward functions of a configuration on a file of responses, without a
-model. This module does not import torch."""
+"""`megarl score CONFIG ROWS`: runs the reward functions on a file of responses, without a model.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -48,8 +48,9 @@ class Session:
 
 @contextmanager
 def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session]:
-    """Create the run's folder with the resolved `config.yaml`, and start the processes, which end with the
-    block.
+    """Create the run's folder with the resolved `config.yaml`, and start the processes.
+
+    The processes end with the block.
 
     Raises:
         ValueError: The folder contains another run.
@@ -91,8 +92,10 @@ def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session
 
 
 def claim_output_dir(output_dir: Path, config: RunConfig, resume: Resume | None, console: Console) -> None:
-    """Create the output folder, or check that it belongs to this run. The files of an earlier attempt
-    without a checkpoint are removed, because the run starts over."""
+    """Create the output folder, or check that it belongs to this run.
+
+    The files of an earlier attempt without a checkpoint are removed, because the run starts over.
+    """
     output_dir.mkdir(parents=True, exist_ok=True)
 
     # Remove folders of a process that was killed during a weight sync through files.
@@ -132,8 +135,10 @@ def of_another_run(output_dir: Path, config: RunConfig) -> str | None:
 
 
 def read_summary(output_dir: Path) -> dict[str, Any] | None:
-    """Return the summary that `write_summary` wrote; None if no run has completed in the folder. Raises
-    ValueError if it is damaged."""
+    """Return the summary that `write_summary` wrote; None if no run has completed in the folder.
+
+    Raises ValueError if it is damaged.
+    """
     path = output_dir / SUMMARY_FILE
     try:
         summary = json.loads(path.read_bytes())

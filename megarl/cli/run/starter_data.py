@@ -1,5 +1,7 @@
-"""The user's data file in `megarl init`: finds the columns of questions and answers, and holds out questions
-for validation."""
+"""The user's data file in `megarl init`.
+
+Finds the columns of questions and answers, and holds out questions for validation.
+"""
 
 from __future__ import annotations
 

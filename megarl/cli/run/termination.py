@@ -1,5 +1,7 @@
-"""Signals that end a run: SIGTERM, which schedulers send, ends it after its step and a checkpoint; Ctrl-C
-ends it immediately."""
+"""Signals that end a run.
+
+SIGTERM, which schedulers send, ends it after its step and a checkpoint. Ctrl-C ends it immediately.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,11 @@ def ends_by_signal(end_children: Callable[[], object]) -> Iterator[None]:
 
 
 class Termination:
-    """Records SIGTERM within its block. Enter it after Ray was started, which installs its own handler. The
-    previous handler is restored at the end."""
+    """Records SIGTERM within its block.
+
+    Enter it after Ray was started, which installs its own handler. The previous handler is restored at the
+    end.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

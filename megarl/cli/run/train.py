@@ -1,5 +1,4 @@
-"""`megarl train`: builds a reinforcement learning run from its configuration, runs it, and writes the
-results."""
+"""`megarl train`: runs reinforcement learning as configured, and writes the results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Tables and lines of all commands. They fit a terminal; in a pipe or a log each row is one unpadded line,
-for grep."""
+"""Tables and lines of all commands.
+
+They fit a terminal. In a pipe or a log, each row is one unpadded line, for grep.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ UNLIMITED = 10_000  # columns; more than any row has
 
 
 class _Unpadded:
-    """A text stream that removes the trailing spaces with which rich pads tables. It looks up the standard
-    stream at each write."""
+    """A text stream that removes the trailing spaces with which rich pads tables.
+
+    It looks up the standard stream at each write.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -32,8 +36,10 @@ class _Unpadded:
 
 
 def output_console(stderr: bool = False) -> Console:
-    """Return the console of a command: as wide as its terminal or as COLUMNS. Without either, nothing is
-    wrapped, truncated or padded."""
+    """Return the console of a command, as wide as its terminal or as COLUMNS.
+
+    Without either, nothing is wrapped, truncated or padded.
+    """
     console = Console(stderr=stderr)
     if console.is_terminal or "COLUMNS" in os.environ:
         return console

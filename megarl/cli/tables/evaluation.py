@@ -22,8 +22,10 @@ from megarl.trainers.evaluation_results import SourceComparison, SourceResult
 
 
 class PassProgress:
-    """Progress of one pass over the prompts: a bar on a terminal, or a line per batch in a log, both with the
-    remaining time."""
+    """Progress of one pass over the prompts, with the remaining time.
+
+    It is a bar on a terminal, and a line per batch in a log.
+    """
 
     def __init__(self, num_prompts: int, console: Console) -> None:
         self._num_prompts = num_prompts
@@ -75,8 +77,11 @@ class PassProgress:
 def print_result(
     source: str, result: SourceResult, comparison: SourceComparison | None, console: Console
 ) -> None:
-    """Print the table of one data source, with a comparison to the evaluation of `--against` if there is
-    one."""
+    """Print the table of one data source.
+
+    Args:
+        comparison: The differences from the evaluation of `--against`; None if it lacks the data source.
+    """
     size = (
         f"{counted(result.num_prompts, 'prompt')}, {counted(result.num_samples, 'sample')} of "
         f"{result.mean_tokens:.1f} tokens on average"

@@ -31,8 +31,9 @@ def print_placement(
     console: Console,
     with_push: bool = True,
 ) -> None:
-    """Print the placement, with a warning for each device that exceeds its memory if the configuration allows
-    it.
+    """Print the placement.
+
+    If the configuration allows devices to exceed their memory, a warning names each of them.
 
     Args:
         with_push: Also print the weight sync, whose plan takes seconds for a model with many experts.

@@ -1,5 +1,7 @@
-"""Draws a placement (nodes as frames, devices as groups of bars, one bar per phase, colored by role) and the
-results of simulations."""
+"""Draws a placement and the results of simulations.
+
+In a placement, nodes are frames, and devices are groups of bars, one bar per phase, colored by role.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,11 @@ def draw_plan(
 
 
 def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
-    """Draw the step time, the trainer's idle share and the engines' slots in use for each split of the
-    devices, with one bar per max_staleness."""
+    """Draw the results of simulations for each split of the devices.
+
+    The panels are the step time, the trainer's idle share and the engines' slots in use, with one bar per
+    max_staleness.
+    """
     splits, stalenesses = (
         list(dict.fromkeys(values))
         for values in zip(*((one.split, one.max_staleness) for one in forecasts), strict=True)

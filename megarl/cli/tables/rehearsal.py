@@ -1,5 +1,8 @@
-"""The results of a dry run as tables: memory by phase compared with the plan, collectives, and host-device
-synchronizations. This module does not import torch."""
+"""The results of a dry run as tables.
+
+They show memory by phase compared with the plan, collectives, and host-device synchronizations. This module
+does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The plan of a run as tables: models, arithmetic, placement, memory, rewards and checkpoints, with warnings
-about likely mistakes. This module does not import torch."""
+"""The plan of a run as tables, with warnings about likely mistakes.
+
+The tables show models, arithmetic, placement, memory, rewards and checkpoints. This module does not import
+torch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Rules for mixture-of-experts models: expert parallelism in training and in an engine, router settings, and
-router replay."""
+"""Rules for mixture-of-experts models.
+
+They cover expert parallelism in training and in an engine, router settings, and router replay.
+"""
 
 from __future__ import annotations
 

@@ -99,8 +99,10 @@ def code_files(config: RunConfig) -> Violations:
 
 
 def _model_files(config: RunConfig) -> Violations:
-    """Check the weights of all models, and the tokenizers that a run uses. `validate` reports a missing
-    `config.json`."""
+    """Check the weights of all models, and the tokenizers that a run uses.
+
+    `validate` reports a missing `config.json`.
+    """
     folders = {role.path: role.path_key for role in model_roles(config)}
     with_tokenizer = {role.path for role in model_roles(config) if role.name in ("actor", REWARD_MODEL)}
 
@@ -129,8 +131,10 @@ def _model_files(config: RunConfig) -> Violations:
 
 
 def logger_problem(logger: LoggerKind) -> str | None:
-    """Return why a logger cannot be used on this machine, or None. The Python module of a service has the
-    name of its logger."""
+    """Return why a logger cannot be used on this machine, or None.
+
+    The Python module of a service has the name of its logger.
+    """
     package = logger.needs.package
     if package is not None and importlib.util.find_spec(logger.value) is None:
         return f"{logger.value!r} requires a package that is not installed: pip install {package}"

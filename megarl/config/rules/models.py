@@ -224,8 +224,10 @@ def _too_short(
 
 
 def same_vocabulary(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
-    """Check that all models can read the policy's token ids, and that frozen policies have the same
-    vocabulary."""
+    """Check that all models can read the policy's token ids.
+
+    Frozen policies must have the same vocabulary.
+    """
     if "actor" not in architectures:
         return
     policy = architectures["actor"].vocab_size

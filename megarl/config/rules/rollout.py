@@ -1,5 +1,8 @@
-"""Rules for the section `rollout`: samplers that training supports, engines that fit the model and the
-devices, and async rollout (`max_staleness` above 0)."""
+"""Rules for the section `rollout`.
+
+They cover samplers that training supports, engines that fit the model and the devices, and async rollout
+(`max_staleness` above 0).
+"""
 
 from __future__ import annotations
 
@@ -121,8 +124,10 @@ def shared_devices(config: PPOConfig) -> Violations:
 
 
 def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
-    """Check that an engine can shard the model: query heads and the MLP divide evenly, and key-value heads
-    are divided over ranks or replicated."""
+    """Check that an engine can shard the model.
+
+    Query heads and the MLP must divide evenly. Key-value heads are divided over ranks or replicated.
+    """
     tensor = config.rollout.tensor_parallel_size
     path = config.model.path
     if not config.rollout.engine.needs.cuts_models:

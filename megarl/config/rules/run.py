@@ -51,8 +51,7 @@ def sft_metrics(config: SFTConfig) -> Violations:
 
 
 def validation_metrics(config: PPOConfig) -> Violations:
-    """Check that `checkpoint.keep_best` and `trainer.early_stop` use a metric that the run's validations
-    measure."""
+    """Check that validations measure the metric of `checkpoint.keep_best` and `trainer.early_stop`."""
     for key, section in _compared(config):
         metric = section.metric or ""
         if not may_be_measured(config, metric):

@@ -1,5 +1,4 @@
-"""The section `agent`: the tools that the model can call, or an environment that answers it, and the limits
-of an episode."""
+"""The section `agent`: tools that the model can call, or an environment, and the limits of an episode."""
 
 from __future__ import annotations
 

@@ -73,8 +73,10 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SAPOConfig:
-    """How sharply a token's weight decays as its ratio moves away from 1. By default the decay is sharper for
-    tokens whose probability is to decrease (Gao et al. 2025)."""
+    """How sharply a token's weight decays as its ratio moves away from 1 (Gao et al. 2025).
+
+    By default the decay is sharper for tokens whose probability is to decrease.
+    """
 
     temperature_positive: float = ranged(1.0, above=0)  # temperature for tokens with a positive advantage
     temperature_negative: float = ranged(1.05, above=0)  # temperature for all other tokens
@@ -155,8 +157,10 @@ class RejectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCorrectionConfig:
-    """Corrects for the difference between the log-probs of the rollout engine and the trainer, with
-    importance weights in the policy loss and with rejection of responses."""
+    """Corrects for the difference between the log-probs of the rollout engine and the trainer.
+
+    It uses importance weights in the policy loss, and rejects responses.
+    """
 
     level: CorrectionLevel = CorrectionLevel.none  # unit over which a weight is computed
     kind: CorrectionKind = CorrectionKind.truncate  # how weights out of bounds are handled
@@ -175,8 +179,10 @@ class RolloutCorrectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongConfig:
-    """A penalty that grows linearly over the last tokens of `data.max_response_length` (Yu et al. 2025, DAPO,
-    eq. 13)."""
+    """A penalty that grows linearly over the last tokens of a response (Yu et al. 2025, DAPO, eq. 13).
+
+    The penalized tokens are the last before `data.max_response_length`.
+    """
 
     # fraction of max_response_length over which the penalty grows; 0: no penalty
     buffer_share: float = ranged(0.0, at_least=0, at_most=1)

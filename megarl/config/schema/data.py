@@ -71,8 +71,10 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SFTDataConfig:
-    """Rows with `messages`: a conversation that ends with the assistant's answer. The loss covers the
-    assistant's answers only."""
+    """Rows with `messages`: a conversation that ends with the assistant's answer.
+
+    The loss covers the assistant's answers only.
+    """
 
     # files of conversations: .parquet, .jsonl, .csv, or a folder saved by `datasets`
     train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # type: ignore[arg-type]

@@ -1,5 +1,4 @@
-"""The metadata of a configuration key besides its type: whether it is required, its range, and what it
-names."""
+"""The metadata of a configuration key: whether it is required, its range, and what it names."""
 
 from __future__ import annotations
 
@@ -87,8 +86,10 @@ def numbers(default: list[float], **ends: float) -> list[float]:
 
 
 def prose(default: Value) -> Value:
-    """Declare the default of a key whose text is read by a model: unlike a name, it may be long and contain
-    line breaks."""
+    """Declare the default of a key whose text is read by a model.
+
+    Unlike a name, such a text may be long and contain line breaks.
+    """
     return field(default=default, metadata={prose: True})
 
 

@@ -23,8 +23,11 @@ class Recompute(str, Enum):
 
 
 class RecomputeModule(str, Enum):
-    """Modules by Megatron's names. `layernorm` is not supported: Transformer Engine fuses it into other
-    layers, and Megatron requires that package to recompute it."""
+    """Modules by Megatron's names.
+
+    `layernorm` is not supported: Transformer Engine fuses it into other layers, and Megatron requires that
+    package to recompute it.
+    """
 
     core_attn = "core_attn"  # attention without its linear layers; CUDA attention kernels save little anyway
     mlp = "mlp"  # the MLP, which has most of a layer's activations
@@ -65,8 +68,10 @@ class RankCoordinate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Megatron's parallel sizes of one role: `data_parallel_size` replicas of (tensor x context x pipeline)
-    ranks."""
+    """Megatron's parallel sizes of one role.
+
+    A role has `data_parallel_size` replicas of (tensor x context x pipeline) ranks.
+    """
 
     # ranks that shard each layer's weight matrices, all on one node
     tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)
@@ -99,19 +104,25 @@ class ParallelConfig:
 
     @property
     def num_copies(self) -> int:
-        """The number of ranks with the same parameters, which reduce their gradients and shard the optimizer
-        state."""
+        """The number of ranks with the same parameters.
+
+        They reduce their gradients and shard the optimizer state.
+        """
         return self.context_parallel_size * self.data_parallel_size
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The number that the micro-batches of a pass must be a multiple of, because virtual stages alternate
-        in whole rounds of micro-batches."""
+        """The number that the micro-batches of a pass must be a multiple of.
+
+        Virtual stages alternate in whole rounds of micro-batches.
+        """
         return 1 if self.virtual_pipeline_parallel_size is None else self.pipeline_parallel_size
 
     def coordinate(self, rank: int) -> RankCoordinate:
-        """Return the coordinate of a rank in Megatron's order: tensor ranks vary fastest, then context, data
-        and pipeline."""
+        """Return the coordinate of a rank in Megatron's order.
+
+        Tensor ranks vary fastest, then context, data and pipeline ranks.
+        """
         rest, tensor = divmod(rank, self.tensor_parallel_size)
         rest, context = divmod(rest, self.context_parallel_size)
         stage, replica = divmod(rest, self.data_parallel_size)
@@ -137,8 +148,10 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchConfig:
-    """How a rank's rows are split into micro-batches: by a number of rows or by a token budget. Set exactly
-    one of them."""
+    """How a rank's rows are split into micro-batches: by a number of rows or by a token budget.
+
+    Set exactly one of them.
+    """
 
     sequences: int | None = ranged(None, at_least=1)  # rows of a micro-batch
     # maximum tokens of a micro-batch per rank; the main control of activation memory
@@ -147,8 +160,11 @@ class MicroBatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """How the routers of a mixture-of-experts model are trained. Most RL recipes disable the auxiliary
-    losses, which move log-probs away from those that generated the samples."""
+    """How the routers of a mixture-of-experts model are trained.
+
+    Most RL recipes disable the auxiliary losses, which move log-probs away from those that generated the
+    samples.
+    """
 
     # weight of the load-balancing loss. In each layer it is E * sum over experts of (share of tokens) * (mean
     # probability), which is 1 for a uniform load. The shares are those of the whole mini-batch, before its

@@ -10,8 +10,10 @@ from megarl.config.schema.models import MicroBatchConfig, ParallelConfig
 
 
 class OverlongConversation(str, Enum):
-    """How to handle a conversation that exceeds the reward model's maximum length. A metric counts truncated
-    ones."""
+    """How to handle a conversation that exceeds the reward model's maximum length.
+
+    A metric counts truncated conversations.
+    """
 
     refuse = "refuse"  # scoring the sample fails
     truncate = "truncate"  # the oldest tokens are removed
@@ -31,8 +33,10 @@ class RewardFunctionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSandboxConfig:
-    """Limits of functions with `sandbox: true`. If there is one, only the environment variables listed here
-    are passed to any function."""
+    """Limits of functions with `sandbox: true`.
+
+    If there is such a function, only the environment variables listed here are passed to any function.
+    """
 
     # memory limit of a sample, in 2**20 bytes, in addition to what the functions' files have loaded
     memory_mb: int = ranged(512, at_least=1)

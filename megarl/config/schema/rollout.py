@@ -96,8 +96,7 @@ class RolloutConfig:
         return None if engine.needs.section is None else getattr(self, engine.needs.section)
 
     def memory_share_of(self, engine: RolloutEngineKind) -> Any:
-        """Return the configured share of a GPU that an engine reserves for weights and cache; None if not
-        set."""
+        """Return the configured share of a GPU that an engine reserves for weights and cache, or None."""
         settings = self.settings_of(engine)
         argument = engine.needs.memory_arg
         return None if settings is None or argument is None else settings.server_args.get(argument)

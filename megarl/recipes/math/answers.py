@@ -15,8 +15,10 @@ class Formula(NamedTuple):
 
 
 class Items(NamedTuple):
-    """Several answers. `kind` is "list" without brackets, "set" for braces, or the two brackets, such as
-    "(]"."""
+    """Several answers.
+
+    `kind` is "list" without brackets, "set" for braces, or the two brackets, such as "(]".
+    """
 
     kind: str
     items: tuple[Answer, ...]

@@ -50,8 +50,10 @@ def read_decimal(text: str) -> tuple[Fraction, Fraction] | None:
 
 
 def _period(decimals: str) -> tuple[str, str] | None:
-    """Return the digits before the period of a repeating decimal, and the period, if it is shown three times,
-    or twice if it has several digits."""
+    """Return the digits before the period of a repeating decimal, and the period.
+
+    The period must be shown three times, or twice if it has several digits.
+    """
     for length in range(1, min(len(decimals) // 2, _LONGEST_PERIOD) + 1):
         period = decimals[-length:]
         shown = len(re.search(f"(?:{period})+$", decimals).group()) // length  # type: ignore[union-attr]
@@ -61,8 +63,10 @@ def _period(decimals: str) -> tuple[str, str] | None:
 
 
 def with_plain_fractions(text: str) -> str:
-    """Return the text with repeating decimals and mixed numbers as fractions in parentheses, and with braces
-    around the parts of fractions."""
+    """Return the text with repeating decimals and mixed numbers as fractions in parentheses.
+
+    Braces are added around the parts of fractions.
+    """
 
     def repeating(whole: str, before: str, period: str) -> str:
         value = Fraction(int(whole or 0)) + Fraction(int(before or 0), 10 ** len(before))

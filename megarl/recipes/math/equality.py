@@ -195,8 +195,10 @@ def _same_interval(left: Interval, right: Interval) -> bool:
 
 
 def _right_side(equation: Equation) -> Answer | None:
-    """Return the value that an equation gives for its left side; None if it claims that two different numbers
-    are equal."""
+    """Return the value that an equation gives for its left side.
+
+    It is None if the equation claims that two different numbers are equal.
+    """
     *before, last = equation.sides
     for side in before:
         if isinstance(side, Formula) and not side.expression.names and same(last, side) is False:

@@ -40,8 +40,10 @@ def final_answer(response: str) -> str | None:
 
 
 def _content(text: str, start: int) -> str | None:
-    """Return the text between the brace at `start` and its closing brace; without a brace, the next character
-    or number."""
+    """Return the text between the brace at `start` and its closing brace.
+
+    Without a brace, it is the next character or number.
+    """
     if text[start] != "{":
         unbraced = re.match(r"-?\d+(?:\.\d+)?|\\?[A-Za-z]+|\\", text[start:])
         return unbraced.group() if unbraced else None

@@ -1,5 +1,7 @@
-"""Arithmetic that is exact for rationals and has 120 digits for other numbers, with limits on the size of
-numbers."""
+"""Arithmetic that is exact for rationals and has 120 digits for other numbers.
+
+The size of numbers is limited.
+"""
 
 from __future__ import annotations
 

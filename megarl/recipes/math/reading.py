@@ -1,5 +1,7 @@
-"""Parses an answer as a mathematical object: a formula, a list, a set, a tuple, intervals, an equation or
-words."""
+"""Parses an answer as a mathematical object.
+
+It is a formula, a list, a set, a tuple, intervals, an equation or words.
+"""
 
 from __future__ import annotations
 

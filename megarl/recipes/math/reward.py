@@ -85,8 +85,10 @@ def answer_from_truth(ground_truth: Any) -> str | None:
 
 
 def check_truth(ground_truth: Any) -> None:
-    """Raise ValueError for a ground truth that no response can match, because it is not text or a finite
-    number, empty, or unreadable."""
+    """Raise ValueError for a ground truth that no response can match.
+
+    Such a value is not text or a finite number, is empty, or cannot be parsed.
+    """
     refuse_unencodable(ground_truth, "the ground truth")
     _truth(ground_truth)
 

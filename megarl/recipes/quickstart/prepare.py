@@ -1,5 +1,6 @@
-"""Creates the quickstart's inputs: a tiny Qwen2 model with random weights, its tokenizer, and sums from
-reasoning-gym.
+"""Creates the quickstart's inputs.
+
+They are a tiny Qwen2 model with random weights, its tokenizer, and sums from reasoning-gym.
 
     python -m megarl.recipes.quickstart.prepare --output-dir outputs/quickstart --seed 0
 
@@ -68,8 +69,10 @@ class Prepared(NamedTuple):
 
 
 def prepare(output_dir: str | Path, seed: int) -> Prepared:
-    """Write `model/` and `data/*.parquet` to `output_dir`. The same seed gives identical bytes of weights and
-    data."""
+    """Write `model/` and `data/*.parquet` to `output_dir`.
+
+    The same seed gives identical bytes of weights and data.
+    """
     folder = Path(output_dir).absolute()
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
@@ -98,8 +101,10 @@ def prepare(output_dir: str | Path, seed: int) -> Prepared:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character and without spaces. Its 17 tokens are not divisible by
-    any tensor-parallel size. A prompt has 5 to 9 tokens."""
+    """Return a tokenizer with one token per character and without spaces.
+
+    Its 17 tokens are not divisible by any tensor-parallel size. A prompt has 5 to 9 tokens.
+    """
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Replace(" ", "")
@@ -136,8 +141,10 @@ def _save_model(path: Path, seed: int) -> None:
 
 
 def _distinct_problems(seed: int) -> list[dict[str, Any]]:
-    """Return each distinct problem once, in the order of its first draw, because reasoning-gym draws with
-    replacement."""
+    """Return each distinct problem once, in the order of its first draw.
+
+    reasoning-gym draws with replacement.
+    """
     # Entry i is drawn with seed + i, so the seeds of two runs are far apart to avoid overlapping draws.
     draws = create_dataset(TASK, seed=seed * NUM_DRAWS, size=NUM_DRAWS, allow_negation=False, **TERMS)
     by_expression: dict[str, dict[str, Any]] = {}

@@ -1,5 +1,6 @@
-"""`megarl quickstart`: creates a tiny model and its data, fine-tunes the model on demonstrations, and then
-trains it with PPO.
+"""`megarl quickstart`: trains a tiny model.
+
+It creates the model and its data, fine-tunes the model on demonstrations, and then trains it with PPO.
 
 Arguments are overrides of configs/quickstart.yaml; `trainer.seed` also seeds the model, the data and the
 fine-tuning. Each stage is a separate command, which is printed before it runs and can also be run alone.

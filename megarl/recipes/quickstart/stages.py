@@ -11,8 +11,10 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_stages(stages: Iterable[Sequence[str]]) -> int:
-    """Print and run each command. Return the exit code of the first that fails, as a shell reports it, or
-    0."""
+    """Print and run each command.
+
+    Returns the exit code of the first that fails, as a shell reports it, or 0.
+    """
     for stage in stages:
         print("$ " + shlex.join(["python", *stage[1:]]), flush=True)
         if status := _run(stage):
@@ -21,8 +23,10 @@ def run_stages(stages: Iterable[Sequence[str]]) -> int:
 
 
 def _run(stage: Sequence[str]) -> int:
-    """Run one command in the foreground. Signals to this process are forwarded to it, so that a training run
-    can save and shut down in order."""
+    """Run one command in the foreground.
+
+    Signals to this process are forwarded to it, so that a training run can save and shut down in order.
+    """
     # With its own process group, the command does not receive a terminal's Ctrl-C twice.
     process = subprocess.Popen(stage, process_group=0)
     before = {number: signal.getsignal(number) for number in _FORWARDED}

@@ -35,8 +35,11 @@ def compute_score(
 
 
 def choice_in(response: str) -> str | None:
-    """Return the first choice after the last "answer" in a response, otherwise the one at the start of its
-    last line ("B. A dog"), otherwise the last choice."""
+    """Return the choice that a response gives as its answer.
+
+    It is the first choice after the last "answer" in the response, otherwise the one at the start of its last
+    line ("B. A dog"), otherwise the last choice.
+    """
     said = SAYS_SO.split(response)
     if len(said) > 1 and (named := NAMED.search(said[-1])):
         return normal(named.group())

@@ -1,5 +1,6 @@
-"""The reward: the fraction of the tests in the ground truth that the response's program passes. Programs run
-in a sandbox.
+"""The reward: the fraction of the tests in the ground truth that the response's program passes.
+
+Programs run in a sandbox.
 
 python reward.py        # runs its test, without a model
 """

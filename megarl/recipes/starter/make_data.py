@@ -1,5 +1,6 @@
-"""Writes train.jsonl and validation.jsonl next to this file, with sums instead of your own questions and
-answers.
+"""Writes train.jsonl and validation.jsonl next to this file.
+
+They have sums instead of your own questions and answers.
 
     python make_data.py
 
@@ -19,8 +20,10 @@ NUM_VALIDATION = 64
 
 
 def rows() -> list[dict[str, str]]:
-    """Return all rows. Change this to read your own data. Questions must be unique, so that none is in both
-    files."""
+    """Return all rows. Change this to read your own data.
+
+    Questions must be unique, so that none is in both files.
+    """
     pairs = [(left, right) for left in range(1, 100) for right in range(1, 100)]
     random.Random(0).shuffle(pairs)
     chosen = pairs[: NUM_TRAIN + NUM_VALIDATION]

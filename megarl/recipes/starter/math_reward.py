@@ -1,5 +1,6 @@
-"""The reward: 1 if the final answer of a response, in its last \\boxed{}, equals the ground truth as a
-mathematical expression, otherwise 0.
+"""The reward: 1 if the final answer of a response equals the ground truth, otherwise 0.
+
+The final answer is in the last \\boxed{}, and is compared as a mathematical expression.
 
 python reward.py        # runs its test, without a model
 """

@@ -33,8 +33,10 @@ def compute_score(
 
 
 def truth_of(ground_truth: Any) -> Decimal:
-    """Return the correct number: the whole ground truth or, for a solution as in GSM8K, the text after
-    `####`."""
+    """Return the correct number.
+
+    It is the whole ground truth or, for a solution as in GSM8K, the text after `####`.
+    """
     answer = plain(str(ground_truth).rpartition("####")[2]).strip()
     if not NUMBER.fullmatch(answer):
         raise ValueError(f"{ground_truth!r} is not a number; correct or remove the row")
@@ -42,8 +44,10 @@ def truth_of(ground_truth: Any) -> Decimal:
 
 
 def plain(text: str) -> str:
-    """Return the text without currency signs, percent signs and thousands separators: `-$1,109` becomes
-    `-1109`."""
+    """Return the text without currency signs, percent signs and thousands separators.
+
+    `-$1,109` becomes `-1109`.
+    """
     return re.sub(r"[$€£%]|(?<=\d),(?=\d{3}(?!\d))", "", text.replace("\u2212", "-"))
 
 

@@ -1,5 +1,6 @@
-"""The reward: 1 if the answer of a response is the ground truth, ignoring case, spaces and surrounding
-punctuation, otherwise 0.
+"""The reward: 1 if the answer of a response is the ground truth, otherwise 0.
+
+Case, spaces and surrounding punctuation are ignored.
 
 python reward.py        # runs its test, without a model
 """

@@ -98,7 +98,7 @@ def test_versions_beyond_those_that_were_tested_are_a_warning() -> None:
 def test_libraries_that_are_built_for_each_other() -> None:
     found = software.probe()
     on_cpu = replace(
-        found, versions={**found.versions, "torch": "2.14.0"}, wants={"sglang": {"torch": "==2.13.0"}}
+        found, versions={**found.versions, "torch": "2.14.0"}, requires={"sglang": {"torch": "==2.13.0"}}
     )
     assert only(software.judge(on_cpu, SGLANG)).status is Status.ok  # make test-wheel runs such environments
     other_torch = replace(on_cpu, versions={**on_cpu.versions, "sglang-kernel": "0.4.7"})
