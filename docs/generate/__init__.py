@@ -1,1 +1,1 @@
-"""What of the documentation is made from the code: `make reference`, or `python -m docs.generate`."""
+"""Generate pages and drawings of the documentation from the code: `make reference` or `python -m docs.generate`."""

@@ -1,4 +1,4 @@
-"""Writes every page and drawing that is made from the code: `make reference`."""
+"""Write every page and drawing that is generated from the code: `make reference`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Chromium without a window, as Debian packages it (`apt-get install chromium chromium-driver`): for
-pictures, tests and measurements."""
+"""Run headless Chromium for screenshots, tests and measurements.
+
+Debian packages it: `apt-get install chromium chromium-driver`.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ def is_installed() -> bool:
 
 @contextmanager
 def browser(width: int = 1280, height: int = 900) -> Iterator[Chrome]:
-    """Its console and its requests are kept: `get_log("browser")`, `get_log("performance")`. It asks nothing
-    of the network by itself."""
+    """Start a browser that makes no network requests of its own.
+
+    `get_log("browser")` returns its console messages, `get_log("performance")` its requests.
+    """
     with tempfile.TemporaryDirectory() as profile:
         options = ChromeOptions()
         options.binary_location = shutil.which(BROWSER) or BROWSER
@@ -38,7 +42,7 @@ def browser(width: int = 1280, height: int = 900) -> Iterator[Chrome]:
         ]
         switches += [f"user-data-dir={profile}", "force-device-scale-factor=1"]
         if os.geteuid() == 0:
-            switches.append("no-sandbox")  # as root Chromium has none
+            switches.append("no-sandbox")  # Chromium has no sandbox for root
         for switch in switches:
             options.add_argument(f"--{switch}")
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
@@ -51,7 +55,7 @@ def browser(width: int = 1280, height: int = 900) -> Iterator[Chrome]:
 
 
 def show_as(driver: Chrome, width: int, height: int, *, dark: bool = False) -> None:
-    """The size of the page in CSS pixels, and which colours its reader prefers."""
+    """Set the size of the page in CSS pixels and the preferred color scheme."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -59,7 +63,7 @@ def show_as(driver: Chrome, width: int, height: int, *, dark: bool = False) -> N
 
 
 def wait_for(driver: Chrome, tab: str) -> None:
-    """Waits until a tab of `megarl report`'s page is complete."""
+    """Wait until a tab of the page of `megarl report` is complete."""
     selector = f"#tab[data-tab={tab}][data-ready]"
     WebDriverWait(driver, 20, poll_frequency=0.02).until(
         lambda _: driver.find_elements(By.CSS_SELECTOR, selector)

@@ -1,4 +1,4 @@
-"""The files under `docs/` that nobody writes by hand, and what makes each."""
+"""List the generated files of `docs/` and the function that generates each."""
 
 from __future__ import annotations
 

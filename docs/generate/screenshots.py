@@ -1,9 +1,9 @@
-"""Pictures of `megarl report` for the documentation, taken in Chromium.
+"""Take screenshots of `megarl report` for the documentation, in Chromium.
 
     python -m docs.generate.screenshots RUN_DIR [RUN_DIR ...]
 
-Writes report-curves.png, report-samples.png and report-timeline.png into docs/static, of the page that has
-these runs. On the page of reports they are of the quickstart and of GRPO on the same sums.
+The command writes report-curves.png, report-samples.png and report-timeline.png to docs/static, from a report of
+these runs. The documentation shows the quickstart and GRPO on the same additions.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ def main(run_dirs: Sequence[str]) -> int:
 
 
 def _read_a_sample(chromium: Chrome) -> None:
-    """The one with the largest advantage, of either sign, in a step in the middle; the pointer is on the
-    token before its last."""
+    """Open a sample and point at its second-to-last token.
+
+    The sample has the largest absolute advantage of a step in the middle of the run.
+    """
     step = Select(chromium.find_element(By.CSS_SELECTOR, "select[aria-label='Step']"))
     step.select_by_index(len(step.options) // 2)
     Select(chromium.find_element(By.CSS_SELECTOR, "select[aria-label='Order']")).select_by_value("advantage")
