@@ -180,7 +180,7 @@ def _problems(kind: type, file: Path) -> list[str]:
     try:
         load_config(kind, str(file))
     except ConfigError as error:
-        return [problem for problem in error.problems if ": is missing;" not in problem]
+        return [problem for problem in error.problems if ": is required;" not in problem]
     return []
 
 
