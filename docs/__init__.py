@@ -1,2 +1,4 @@
-"""The site's pages, and in `generate` what makes those that come from the code. A package, so that no other
-of this name is found first."""
+"""Contain the pages of the site, and in `generate` the code that makes the generated ones.
+
+It is a package, so that no other package of this name is found first.
+"""

@@ -112,8 +112,9 @@ def apply_kl_penalty(
     beta: float,
     estimator: KLEstimator,
 ) -> PenalisedRewards:
-    """Subtract the KL penalty from the scores: scores - beta * KL on valid tokens, 0 elsewhere (Ouyang et al.
-    2022, eq. 2).
+    """Subtract the KL penalty from the scores: scores - beta * KL on valid tokens, 0 elsewhere.
+
+    Ouyang et al. 2022, eq. 2.
 
     Args:
         token_level_scores: (B, R).

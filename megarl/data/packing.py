@@ -77,7 +77,9 @@ class MicroBatchPlan:
 
     def restore_order(self) -> list[int]:
         """Return the positions of rows 0, 1, ... in the outputs of the ranks, concatenated in rank order.
-        `outputs[positions]` is in the order of the batch, without the outputs of fillers."""
+
+        `outputs[positions]` is in the order of the batch, without the outputs of fillers.
+        """
         positions = [-1] * self.num_rows
         position = 0
 

@@ -141,7 +141,9 @@ class TemplateFailureError(ValueError):
 
 def _try_template(tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
     """Check that the template can render a minimal chat, because a failure is then not the fault of the data.
-    A template may refuse this chat and accept others."""
+
+    A template may refuse this chat and accept others.
+    """
     try:
         rendered_chat(tokenizer, [{"role": "user", "content": "1"}], for_generation=True)
     except TemplateFailureError as error:

@@ -169,7 +169,9 @@ def processes_of(owner: str, group: int = 0) -> list[int]:
 
 def end_processes_of(owner: str, group: int = 0, limit_s: float = 10.0) -> list[int]:
     """Kill the processes of an owner until none is left, because they may start others in the meantime.
-    Returns the processes that still exist after `limit_s`."""
+
+    Returns the processes that still exist after `limit_s`.
+    """
     deadline = time.monotonic() + limit_s
     while (left := processes_of(owner, group)) and time.monotonic() < deadline:
         for pid in left:

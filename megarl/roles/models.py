@@ -38,8 +38,10 @@ _OF_ACTOR = {"log_probs": "old_log_probs", "entropy": "entropys"}
 
 
 class Absent:
-    """Placeholder for a role that a run does not have. It adds nothing to a batch and has nothing to train.
-    It is falsy."""
+    """Placeholder for a role that a run does not have.
+
+    It adds nothing to a batch, has nothing to train, and is falsy.
+    """
 
     def __bool__(self) -> Literal[False]:
         return False

@@ -332,7 +332,9 @@ class RolloutEngine(ABC):
     @abstractmethod
     def wake_cache(self) -> None:
         """Allocate the memory of the cache again, after an update; before that, the engine does not generate.
-        Does nothing if the memory is allocated."""
+
+        Does nothing if the memory is allocated.
+        """
 
     @property
     @abstractmethod

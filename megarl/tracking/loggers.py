@@ -99,8 +99,10 @@ def _duration(seconds: float) -> str:
 
 
 class JsonlLogger:
-    """Appends each step to `metrics.jsonl`, readable during the run, as a line {"step": ..., "<metric>":
-    ...}."""
+    """Appends each step to `metrics.jsonl`, readable during the run.
+
+    A line is {"step": ..., "<metric>": ...}.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         self._file = (run.output_dir / METRICS_FILE).open("a", encoding="utf-8")

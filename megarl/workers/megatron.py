@@ -325,8 +325,10 @@ class ActorWorker(PolicyWorker):
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
     def update_scored(self, part: DataProto, loss: Loss) -> ScoredUpdate:
-        """Make one optimizer step like `update`, and return the scores that its forward pass computes:
-        `log_probs`, and the extras of the loss."""
+        """Make one optimizer step like `update`, and return the scores that its forward pass computes.
+
+        These are `log_probs` and the extras of the loss.
+        """
         return self._train(part, loss, with_scores=True)
 
 

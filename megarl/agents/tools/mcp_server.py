@@ -1,5 +1,7 @@
-"""Tools of a Model Context Protocol server. This is the only module that imports `mcp`, the official SDK:
-`pip install "megarl[mcp]"`."""
+"""Tools of a Model Context Protocol server.
+
+This is the only module that imports `mcp`, the official SDK: `pip install "megarl[mcp]"`.
+"""
 
 from __future__ import annotations
 

@@ -15,8 +15,10 @@ _EPSILON = 1e-6
 
 
 def grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """GRPO: (outcome - mean) / (standard deviation + 1e-6) over the samples with the same uid (Shao et al.
-    2024, arXiv 2402.03300, section 4.1.2). The standard deviation is unbiased; the paper does not specify it.
+    """GRPO: (outcome - mean) / (standard deviation + 1e-6) over the samples with the same uid.
+
+    Shao et al. 2024, arXiv 2402.03300, section 4.1.2. The standard deviation is unbiased; the paper does not
+    specify it.
 
     Without `normalize_by_std` the advantage is outcome - mean, as in Dr. GRPO (Liu et al. 2025, arXiv
     2503.20783), for use with the aggregation sequence_mean_token_sum_norm.
@@ -56,10 +58,10 @@ def grpo_pass_k(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
 
 
 def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
-    """RLOO: outcome_i - mean of outcome_j over j != i with the same uid (Kool et al. 2019; Ahmadian et al.
-    2024, arXiv 2402.14740).
+    """RLOO: outcome_i - mean of outcome_j over j != i with the same uid.
 
-    This equals n / (n - 1) (outcome - mean of all n). Groups of size 1 get zero advantage.
+    Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740. This equals n / (n - 1) (outcome - mean of all
+    n). Groups of size 1 get zero advantage.
     """
     size = inputs.groups.size.to(inputs.outcomes.dtype)
     return inputs.on_every_token(inputs.groups.deviation(inputs.outcomes) * size / (size - 1).clamp(min=1))

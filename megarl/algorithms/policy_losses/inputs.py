@@ -55,7 +55,7 @@ class PolicyInputs:
 
     @property
     def log_ratio(self) -> Tensor:
-        """new - old log-prob, not clamped."""
+        """Difference of the new and the old log-prob, not clamped."""
         return self.log_probs - self.old_log_probs
 
     @property

@@ -14,8 +14,9 @@ from megarl.config.schema import PolicyLossConfig, PolicyLossKind
 
 
 def ppo_clip(inputs: PolicyInputs, config: PolicyLossConfig) -> TokenLosses:
-    """PPO: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio = exp(new - old) (Schulman et al.
-    2017, eq. 7; with separate bounds DAPO, Yu et al. 2025, arXiv 2503.14476).
+    """PPO: -min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), ratio = exp(new - old).
+
+    Schulman et al. 2017, eq. 7; with separate bounds DAPO, Yu et al. 2025, arXiv 2503.14476.
 
     With `clip_dual` c > 1, the loss of a token with A < 0 is at most -c A (Ye et al. 2020, eq. 5). `bounded`
     marks tokens whose clipped term is the larger one, so they have no gradient.

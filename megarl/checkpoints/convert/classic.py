@@ -199,7 +199,9 @@ def _stages(
     folder: Path, files: Mapping[tuple[int, int], RankFile], architecture: Architecture
 ) -> list[_Stage]:
     """Return the stages in the order of the forward pass, with the tensor-parallel rank varying fastest.
-    Layers are counted, so stages may have different numbers of them."""
+
+    Layers are counted, so stages may have different numbers of them.
+    """
     _check_arguments(next(iter(files.values())), architecture)
     num_ranks, num_stages = (max(rank[axis] for rank in files) + 1 for axis in (0, 1))
     num_chunks = len(files[0, 0].chunks)

@@ -44,8 +44,12 @@ class TensorComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The comparison of two models. `architecture` lists fields that differ, as (name, left, right).
-    `tensors` are in the order of the forward pass."""
+    """The comparison of two models.
+
+    Attributes:
+        architecture: Fields that differ, as (name, left, right).
+        tensors: In the order of the forward pass.
+    """
 
     left: ModelSource
     right: ModelSource

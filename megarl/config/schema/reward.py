@@ -46,8 +46,10 @@ class RewardSandboxConfig:
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig:
     """A frozen model with a sequence-classification head of one output, of any family, tokenizer and layout.
+
     It reads the conversation with its own chat template. A sample's score is the sum of the functions' scores
-    plus `weight` times the model's score."""
+    plus `weight` times the model's score.
+    """
 
     # model folder; null: no reward model
     path: str | None = field(default=None, metadata=names(InputKind.data))

@@ -271,8 +271,10 @@ class Replicas:
         self._spans += [span._replace(rank=number) for span in self.groups[number].drain_spans()]
 
     def drain_spans(self) -> list[Span]:
-        """Returns the spans of all replicas, including replaced ones, with the replica's number as the rank.
-        See RoleGroup.drain_spans."""
+        """Return the spans of all replicas, including replaced ones, with the replica's number as the rank.
+
+        See RoleGroup.drain_spans.
+        """
         # Spans of replaced replicas were kept when those were killed.
         for number in range(len(self.groups)):
             self._keep_spans(number)

@@ -1,8 +1,8 @@
 """Forecast of the bytes that a weight sync moves, computed from the configuration before anything starts.
-Imports no torch.
 
-A real run asks its engines which slices they need. The forecast assumes that an engine of one rank needs
-everything, and that several ranks shard matrices like Megatron and the vocabulary in equal parts like SGLang.
+The module imports no torch. A real run asks its engines which slices they need. The forecast assumes that an
+engine of one rank needs everything, and that several ranks shard matrices like Megatron and the vocabulary in
+equal parts like SGLang.
 """
 
 from __future__ import annotations

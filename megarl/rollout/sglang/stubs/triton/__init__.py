@@ -35,8 +35,7 @@ class _Anything:
 
 
 class _Module(types.ModuleType):
-    """A submodule, or a function in one, which SGLang uses as decorators and annotations when it is
-    imported."""
+    """A submodule or a function in one, used as decorators and annotations when SGLang is imported."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
