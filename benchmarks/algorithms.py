@@ -153,9 +153,9 @@ def loop_reinforce_plus_plus(batch: dict[str, Tensor], groups: list[list[int]]) 
 
 
 def loop_reinforce_plus_plus_baseline(batch: dict[str, Tensor], groups: list[list[int]]) -> Advantages:
-    centred, _ = loop_over_prompts(lambda scores, _: scores - scores.mean())(batch, groups)
-    assert isinstance(centred, Tensor)
-    advantages = loop_whiten(centred, batch["response_mask"])
+    centered, _ = loop_over_prompts(lambda scores, _: scores - scores.mean())(batch, groups)
+    assert isinstance(centered, Tensor)
+    advantages = loop_whiten(centered, batch["response_mask"])
     return Advantages(advantages, advantages)
 
 

@@ -41,9 +41,9 @@ class Drawing:
         self._parts.append(f'<rect {place} rx="6" fill="none" stroke="{_INK}" stroke-dasharray="4 3"/>')
         self.words(x + 2, y - 5, label)
 
-    def words(self, x: float, y: float, text: str, *, bold: bool = False, centred: bool = False) -> None:
+    def words(self, x: float, y: float, text: str, *, bold: bool = False, centered: bool = False) -> None:
         weight = ' font-weight="bold"' if bold else ""
-        anchor = ' text-anchor="middle"' if centred else ""
+        anchor = ' text-anchor="middle"' if centered else ""
         self._text(x, y, text, f'fill="{_INK}"{weight}{anchor}')
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:

@@ -97,14 +97,14 @@ def _rows(data: DataConfig, skipped: Collection[str]) -> Iterator[tuple[TruthRow
                 continue
 
 
-class Judgement(NamedTuple):
+class Judgment(NamedTuple):
     """The results, and the additional keys of the functions by data source."""
 
     results: list[CheckResult]
     keys: Mapping[str, RewardKeys]
 
 
-def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S) -> Judgement:
+def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S) -> Judgment:
     """Load the functions, and test them on the ground truths of the rows and on empty responses.
 
     Without rows they are only loaded.
@@ -115,7 +115,7 @@ def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float
     try:
         trials = try_reward(reward, rows, limit_s)
     except (RewardFunctionError, RewardError) as error:
-        return Judgement([refused(REWARDS, "reward.functions", error, hint, files=files)], {})
+        return Judgment([refused(REWARDS, "reward.functions", error, hint, files=files)], {})
 
     results = [
         *_refusals(trials, files),
@@ -126,7 +126,7 @@ def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float
         names = ", ".join(f"{function.name} in {function.path}" for function in reward.functions)
         results = [good(REWARDS, f"{names} loads{_scores(trials)}", files=files)]
 
-    return Judgement(results, keys_by_source(trials))
+    return Judgment(results, keys_by_source(trials))
 
 
 def try_reward(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S) -> list[Trial]:

@@ -185,7 +185,7 @@ def log_normal(mean: float, longest: int, n: int, seed: int = 0) -> list[list[in
         )
 
     sigma = reach - math.sqrt(spare)
-    centre = math.log(mean) - sigma**2 / 2
+    center = math.log(mean) - sigma**2 / 2
     chance = random.Random(seed)
     drawn = []
 
@@ -193,7 +193,7 @@ def log_normal(mean: float, longest: int, n: int, seed: int = 0) -> list[list[in
     for _ in range(_STEPS * _MOST_PROMPTS):
         prompt = chance.gauss(0, 1) * _WITHIN_PROMPT**0.5
         own = [chance.gauss(0, 1) * (1 - _WITHIN_PROMPT) ** 0.5 for _ in range(n)]
-        drawn.append([max(1, min(longest, round(math.exp(centre + sigma * (prompt + one))))) for one in own])
+        drawn.append([max(1, min(longest, round(math.exp(center + sigma * (prompt + one))))) for one in own])
 
     return drawn
 

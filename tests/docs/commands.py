@@ -202,7 +202,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     'echo "12 + 30" | megarl generate outputs/quickstart': InTest(
         f"{_GENERATE}::test_prompts_of_the_input", ("sys.stdin",)
     ),
-    'megarl generate HF_DIR "Name a colour." "Name a river." --system "One word." --n 4 --temperature 0.7 '
+    'megarl generate HF_DIR "Name a color." "Name a river." --system "One word." --n 4 --temperature 0.7 '
     "--json": InTest(
         f"{_GENERATE}::test_samples_with_their_log_probs", ("--n", "--temperature", "--system", "--json")
     ),

@@ -149,12 +149,12 @@ def test_workers_find_what_the_driver_names_relative_to_its_own_folder(
     save_ppo_run(tmp_path)
     (tmp_path / "own").mkdir()
     (tmp_path / "reward.py").rename(tmp_path / "own" / "reward.py")
-    shutil.copy(ROOT / "examples" / "custom_maths.py", tmp_path / "own" / "maths.py")
+    shutil.copy(ROOT / "examples" / "custom_maths.py", tmp_path / "own" / "losses.py")
     relative = [
         "model.path=policy",
         "data.train_files=[train.parquet]",
         "reward.functions=[{path: own/reward.py}]",
-        "algorithm.policy_loss.function=own/maths.py:unclipped",
+        "algorithm.policy_loss.function=own/losses.py:unclipped",
         "trainer.output_dir=run",
         "checkpoint.dir=saved",
         "checkpoint.at_end=true",

@@ -75,24 +75,24 @@ def coalesced_collectives(group: dist.ProcessGroup) -> list[Any]:
 
 
 def transfers(group: dist.ProcessGroup) -> list[Any]:
-    """In a rank: what both neighbours send at once, receives first; and what comes along the line of
+    """In a rank: what both neighbors send at once, receives first; and what comes along the line of
     ranks."""
     rank = dist.get_rank(group)
     mine = torch.arange(2.0) + dist.get_rank()
-    neighbours = [dist.get_global_rank(group, (rank + step) % 3) for step in (1, -1)]
-    received = [torch.empty(2) for _ in neighbours]
+    neighbors = [dist.get_global_rank(group, (rank + step) % 3) for step in (1, -1)]
+    received = [torch.empty(2) for _ in neighbors]
     batch = [
-        dist.P2POp(dist.irecv, tensor, neighbour, group)
-        for tensor, neighbour in zip(received, neighbours, strict=True)
+        dist.P2POp(dist.irecv, tensor, neighbor, group)
+        for tensor, neighbor in zip(received, neighbors, strict=True)
     ]
-    batch += [dist.P2POp(dist.isend, mine, neighbour, group) for neighbour in neighbours]
+    batch += [dist.P2POp(dist.isend, mine, neighbor, group) for neighbor in neighbors]
     for work in dist.batch_isend_irecv(batch):
         work.wait()
     line = torch.zeros(1)
     if rank > 0:
-        dist.recv(line, neighbours[1], group)
+        dist.recv(line, neighbors[1], group)
     if rank < 2:
-        dist.send(line + rank + 1, neighbours[0], group)
+        dist.send(line + rank + 1, neighbors[0], group)
 
     return listed([*received, line])
 

@@ -106,14 +106,14 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AdvantageConfi
     This is the paper's variant for several samples per prompt. The whitening is over all valid tokens of the
     batch. Groups of size 1 are 0 before it.
     """
-    centred = inputs.groups.deviation(inputs.outcomes)
+    centered = inputs.groups.deviation(inputs.outcomes)
     # The outcome applies to each token of its sample, so lengths weight the mean and the variance.
     lengths = inputs.lengths
     num_tokens = lengths.sum()
-    centred = centred - (lengths * centred).sum() / num_tokens.clamp(min=1)
-    variance = (lengths * centred.square()).sum() / (num_tokens - 1).clamp(min=1)
+    centered = centered - (lengths * centered).sum() / num_tokens.clamp(min=1)
+    variance = (lengths * centered.square()).sum() / (num_tokens - 1).clamp(min=1)
 
-    return inputs.on_every_token(centred * torch.rsqrt(variance + 1e-8))
+    return inputs.on_every_token(centered * torch.rsqrt(variance + 1e-8))
 
 
 def gdpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:

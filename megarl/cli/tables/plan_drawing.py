@@ -36,20 +36,20 @@ def draw_plan(
     shown = memory[:_MOST_DEVICES]
     # One frame for each node, all with the same scale.
     nodes = list(dict.fromkeys(device.node for device in shown))
-    colours = {role: _COLOURS[index % len(_COLOURS)] for index, role in enumerate(_roles(memory))}
+    colors = {role: _COLOURS[index % len(_COLOURS)] for index, role in enumerate(_roles(memory))}
     figure = Figure(
         figsize=(max(7.0, 1.6 * max(_count(shown, node) for node in nodes) + 1.5), 2.6 * len(nodes) + 1.2)
     )
     FigureCanvasAgg(figure)
     frames = figure.subplots(len(nodes), 1, squeeze=False, sharey=True)[:, 0]
     for frame, node in zip(frames, nodes, strict=True):
-        _draw_node(frame, node, [device for device in shown if device.node == node], colours, limit_gb)
+        _draw_node(frame, node, [device for device in shown if device.node == node], colors, limit_gb)
     left_out = f"; {len(memory) - len(shown)} more devices" if len(shown) < len(memory) else ""
     figure.suptitle(
         f"{plan.strategy.value}: GiB on each device in each phase of a step{left_out}", fontsize=11
     )
     figure.legend(
-        handles=[Patch(color=colour, label=role) for role, colour in colours.items()],
+        handles=[Patch(color=color, label=role) for role, color in colors.items()],
         loc="lower center",
         ncols=6,
         fontsize=8,
@@ -115,7 +115,7 @@ def _roles(memory: Sequence[DeviceMemory]) -> list[str]:
 
 
 def _draw_node(
-    frame: Axes, node: int, devices: Sequence[DeviceMemory], colours: dict[str, str], limit_gb: float | None
+    frame: Axes, node: int, devices: Sequence[DeviceMemory], colors: dict[str, str], limit_gb: float | None
 ) -> None:
     """Draw a group of bars for each device, with its phases from left to right."""
     names: list[str] = []
@@ -126,7 +126,7 @@ def _draw_node(
             bottom = 0.0
             left = index + 0.05 + number * width
             for role, usage in usages.items():
-                frame.bar(left, usage.total / _GIB, width * 0.9, bottom, align="edge", color=colours[role])
+                frame.bar(left, usage.total / _GIB, width * 0.9, bottom, align="edge", color=colors[role])
                 bottom += usage.total / _GIB
             frame.text(
                 left + width / 2, bottom, f" {phase}", rotation=90, fontsize=5, ha="center", va="bottom"

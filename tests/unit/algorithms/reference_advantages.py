@@ -41,10 +41,10 @@ def advantages(kind, batch, config):
     if kind == "optimal_token_baseline":
         return optimal_token_baseline(batch, mask, group, to_go), to_go
     per_row = {
-        "grpo": lambda: [normalised(scores, group[i], i, config.normalize_by_std) for i in rows],
+        "grpo": lambda: [normalized(scores, group[i], i, config.normalize_by_std) for i in rows],
         "grpo_pass_k": lambda: [pass_k(scores, group[i], i, config.normalize_by_std) for i in rows],
         "rloo": lambda: [leave_one_out(scores, group[i], i) for i in rows],
-        "reinforce_plus_plus_baseline": lambda: [normalised(scores, group[i], i, False) for i in rows],
+        "reinforce_plus_plus_baseline": lambda: [normalized(scores, group[i], i, False) for i in rows],
         "opo": lambda: [scores[i] - length_weighted_mean(scores, mask, group[i]) for i in rows],
         "gpg": lambda: gpg(scores, mask, group, rows),
         "gdpo": lambda: gdpo(batch["score_parts"], batch["score_weights"], mask, group, rows),
@@ -73,7 +73,7 @@ def deviation_of(values):
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def normalised(scores, group, i, by_std):
+def normalized(scores, group, i, by_std):
     own = [scores[j] for j in group]
     return (scores[i] - statistics.fmean(own)) / (deviation_of(own) + EPSILON if by_std else 1.0)
 
@@ -98,14 +98,14 @@ def length_weighted_mean(scores, mask, group):
 def gpg(scores, mask, group, rows):
     counted = [i for i in rows if any(mask[i])]
     with_signal = [i for i in counted if len({scores[j] for j in group[i]}) > 1]
-    return [normalised(scores, group[i], i, False) * len(counted) / max(len(with_signal), 1) for i in rows]
+    return [normalized(scores, group[i], i, False) * len(counted) / max(len(with_signal), 1) for i in rows]
 
 
 def gdpo(parts, weights, mask, group, rows):
     totals = [0.0 for _ in rows]
     for k, weight in enumerate(weights):
         column = [parts[i][k] for i in rows]
-        totals = [total + weight * normalised(column, group[i], i, True) for i, total in enumerate(totals)]
+        totals = [total + weight * normalized(column, group[i], i, True) for i, total in enumerate(totals)]
 
     counted = [totals[i] for i in rows if any(mask[i])]
     mean = statistics.fmean(counted) if counted else 0.0

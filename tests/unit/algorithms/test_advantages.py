@@ -180,7 +180,7 @@ def test_reinforce_plus_plus_by_hand():
 
 
 def test_reinforce_plus_plus_baseline_by_hand():
-    # centred: -1 (twice), 1, 0 (b: one sample); mean -1/4, variance (2 x (3/4)^2 + (5/4)^2 + (1/4)^2) / 3 =
+    # centered: -1 (twice), 1, 0 (b: one sample); mean -1/4, variance (2 x (3/4)^2 + (5/4)^2 + (1/4)^2) / 3 =
     # 11/12
     inputs = inputs_of([1.0, 3.0, 5.0], "aab", [2, 1, 1])
     root = (11 / 12) ** 0.5

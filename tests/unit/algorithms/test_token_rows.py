@@ -132,7 +132,7 @@ def test_penalties_metrics_and_corrections(case: Case) -> None:
             columns[key] for key in ("token_level_scores", "old_log_probs", "ref_log_prob")
         )
         correction = correct(old, columns["rollout_log_probs"], columns["response_mask"], config)
-        penalised = penalise_overlong(
+        penalized = penalise_overlong(
             scores, columns["response_mask"], WIDTH, OverlongConfig(buffer_share=0.5, penalty=1.0)
         )
         assert correction.weights is not None
@@ -140,11 +140,11 @@ def test_penalties_metrics_and_corrections(case: Case) -> None:
         tokens = [
             with_kl.token_level_rewards,
             correction.weights,
-            penalised.token_level_scores,
+            penalized.token_level_scores,
         ]
         metrics = {
             **correction.metrics,
-            **penalised.metrics,
+            **penalized.metrics,
             **data_metrics({**columns, "advantages": columns["values"], "returns": scores}, WIDTH),
             **age_metrics(columns, 3),
             "kl": sequence_mean_kl(old, reference, columns["response_mask"], KLEstimator.k3),

@@ -18,7 +18,7 @@ class ColourNeeds:
     light: bool
 
 
-class Colour(Kind):
+class Color(Kind):
     needs: ColourNeeds
 
     red = "red", ColourNeeds(light=True)
@@ -28,21 +28,21 @@ class Colour(Kind):
 
 @dataclass
 class Section:
-    colour: Colour = Colour.red
+    color: Color = Color.red
 
 
 def test_members_with_equal_needs_are_different() -> None:
-    assert [member.name for member in Colour] == ["red", "blue", "black"]
-    assert Colour.red != Colour.blue
-    assert Colour.red.needs == Colour.blue.needs == ColourNeeds(light=True)
-    assert Colour("black") is Colour["black"] is Colour.black == "black"
+    assert [member.name for member in Color] == ["red", "blue", "black"]
+    assert Color.red != Color.blue
+    assert Color.red.needs == Color.blue.needs == ColourNeeds(light=True)
+    assert Color("black") is Color["black"] is Color.black == "black"
 
 
 def test_it_travels_as_its_name() -> None:
-    given = OmegaConf.merge(OmegaConf.structured(Section), {"colour": "black"})
-    assert OmegaConf.to_object(given).colour is Colour.black
-    assert OmegaConf.to_yaml(given) == "colour: black\n"
-    assert pickle.loads(pickle.dumps(Colour.black)) is copy.deepcopy(Colour.black) is Colour.black
+    given = OmegaConf.merge(OmegaConf.structured(Section), {"color": "black"})
+    assert OmegaConf.to_object(given).color is Color.black
+    assert OmegaConf.to_yaml(given) == "color: black\n"
+    assert pickle.loads(pickle.dumps(Color.black)) is copy.deepcopy(Color.black) is Color.black
 
 
 def declarations() -> Iterator[Kind]:

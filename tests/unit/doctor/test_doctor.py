@@ -236,11 +236,11 @@ def test_a_clock_that_nothing_keeps_right_matters_between_nodes() -> None:
 
     # a container may forbid to ask
     assert found == (None, None) or (found.max_error_s is not None and found.max_error_s >= 0)
-    loose = machine.Clock(synchronised=False, max_error_s=16.0)
+    loose = machine.Clock(synchronized=False, max_error_s=16.0)
     assert machine.judge_clock(loose, num_nodes=1).status is Status.ok
     assert machine.judge_clock(loose, num_nodes=2).status is Status.warning
     assert (
-        machine.judge_clock(machine.Clock(synchronised=True, max_error_s=0.004), num_nodes=2).message
+        machine.judge_clock(machine.Clock(synchronized=True, max_error_s=0.004), num_nodes=2).message
         == "synchronized by NTP within 4 ms"
     )
 

@@ -35,7 +35,7 @@ def here(tmp_path: Path) -> Path:
     folder = tmp_path / "project"
     (folder / "rewards").mkdir(parents=True)
     (folder / "outputs").mkdir()
-    for name in ("rewards/count.py", "rewards/neighbour.py", "outputs/weights.bin", "notes.txt"):
+    for name in ("rewards/count.py", "rewards/neighbor.py", "outputs/weights.bin", "notes.txt"):
         (folder / name).write_text(name)
     (folder / ".gitignore").write_text("outputs/\n")
     (tmp_path / "elsewhere.py").write_text("elsewhere")
@@ -63,7 +63,7 @@ def test_what_git_does_not_ignore_is_taken_and_paths_hold_elsewhere(here: Path, 
     assert names - of_megarl == {
         "run.yaml",
         "rewards/count.py",
-        "rewards/neighbour.py",
+        "rewards/neighbor.py",
         "notes.txt",
         str(outside),
     }
@@ -92,14 +92,14 @@ def test_functions_of_the_algorithm_go_along_and_names_on_the_hub_stay(here: Pat
         config("rewards/count.py"),
         model=ModelConfig(path="Qwen/Qwen3-8B"),
         data=DataConfig(train_files=["openai/gsm8k", "data/train"]),  # `data` is a folder
-        algorithm=AlgorithmConfig(policy_loss=PolicyLossConfig(function="rewards/neighbour.py:loss")),
+        algorithm=AlgorithmConfig(policy_loss=PolicyLossConfig(function="rewards/neighbor.py:loss")),
     )
     job_files.pack(given, job := tmp_path / "job", here)
     found = load_config(PPOConfig, str(job / "run.yaml"))
     assert found.model.path == "Qwen/Qwen3-8B"
     assert found.data.train_files == ["openai/gsm8k", str(here / "data/train")]
-    assert found.algorithm.policy_loss.function == f"{job / 'rewards/neighbour.py'}:loss"
-    assert (job / "rewards/neighbour.py").is_file()
+    assert found.algorithm.policy_loss.function == f"{job / 'rewards/neighbor.py'}:loss"
+    assert (job / "rewards/neighbor.py").is_file()
 
 
 def test_the_job_finds_what_ships_even_beside_a_folder_of_the_same_name(here: Path, tmp_path: Path) -> None:
