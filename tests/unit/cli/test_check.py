@@ -73,8 +73,10 @@ def test_a_good_file_prints_models_arithmetic_and_places(
 def test_at_80_columns_no_word_or_number_is_broken(
     ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is longer than the window is a line of its own, a path among it; and a table's lines have what a
-    wide window's have."""
+    """Text that is longer than the window is on its own line, also a path.
+
+    The lines of a table have the content of a wide window's.
+    """
     words = {}
     for columns in ("80", "300"):
         monkeypatch.setenv("COLUMNS", columns)
@@ -117,7 +119,7 @@ def test_a_run_has_the_name_of_its_algorithm(algorithm: str, title: str) -> None
 def test_a_reward_model_is_shown_with_its_place_and_its_limit(
     ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the critic's two devices: the policy's four come before."""
+    """The reward model is on the critic's two devices, after the policy's four."""
     monkeypatch.setenv("COLUMNS", "200")
     judge = Path(ppo).parent / "judge"
     model_folder(judge, architectures=["Qwen2ForSequenceClassification"], num_labels=1)
@@ -152,8 +154,10 @@ def test_a_reward_model_is_shown_with_its_place_and_its_limit(
 def test_the_disk_that_checkpoints_take_is_counted(
     ppo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model: 101 x 48 embeddings, output layer or a value head, and four layers; 12 float32 bytes each
-    beside the bfloat16 weights."""
+    """The model has 101 x 48 embeddings, an output layer or a value head, and four layers.
+
+    Each parameter has 12 float32 bytes in addition to the bfloat16 weights.
+    """
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["check", "--fast", ppo, "checkpoint.every_steps=3", "checkpoint.dir=/large/disk"]) == 0
     out = capsys.readouterr().out
@@ -379,7 +383,7 @@ def test_check_is_quick(ppo: str) -> None:
 def test_the_shipped_configurations_are_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With stubs for the files that the quickstart makes: what is left is the configurations' own."""
+    """The files that the quickstart makes are stubs, so that only faults of the configurations remain."""
     stubs = ppo_values(tmp_path)
     monkeypatch.chdir(ROOT)
     data = [f"data.{kind}_files={stubs['data']['train_files']}" for kind in ("train", "val")]

@@ -1,5 +1,7 @@
-"""Whatever ends a command ends the processes that it has started, at every depth. Fresh processes: this is
-about who is whose child."""
+"""The end of a command ends the processes that it has started, at every depth.
+
+The tests use fresh processes, because they are about parents and children.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +130,7 @@ def test_a_recipe_passes_signals_on_to_its_stage(number: signal.Signals, tmp_pat
 
 
 def test_a_reader_that_ends_early_is_no_failure() -> None:
-    """As in `megarl schema | head`."""
+    """A reader that ends early is, for example, `megarl schema | head`."""
     command = [sys.executable, "-m", "megarl", "schema", "ppo"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""What a shell is told when it asks what may come next."""
+"""The completions that a shell receives."""
 
 from __future__ import annotations
 

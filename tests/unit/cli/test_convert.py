@@ -138,7 +138,7 @@ def test_a_wrong_command_line(arguments: list[str]) -> None:
 
 
 def test_the_script_is_the_same_command(hugging_face: Path, tmp_path: Path) -> None:
-    """From another folder, and without the package on the path."""
+    """The script runs from another folder, and without the package on the path."""
     command = [sys.executable, SCRIPT, "inspect", "--json", hugging_face]
     output = subprocess.run(command, check=True, cwd=tmp_path, stdout=subprocess.PIPE, text=True).stdout
     assert json.loads(output)["family"] == "qwen2"

@@ -75,8 +75,8 @@ def test_a_model_calls_a_tool_and_answers_with_its_result(
     )
     assert [message["role"] for message in episode["conversation"]] == ["assistant", "tool", "assistant"]
 
-    # What the engine was given and drew is one row, in which the tool's tokens are nobody's draw; log-probs
-    # are those of one forward.
+    # The engine's inputs and samples form one row, in which the tool's tokens are not sampled. The log-probs
+    # equal those of one forward pass.
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     assert tokenizer.decode(episode["token_ids"]) == f"{CALL}<end><tool>42<end><assistant>42<end>"
@@ -129,7 +129,7 @@ def test_an_environment_answers_and_rewards_turns(model: Path, capsys: pytest.Ca
 def test_samples_are_those_without_tools_up_to_the_end_of_the_first_turn(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of one turn, an episode is a sample as it always was: the same draws."""
+    """An episode of one turn is the same sample as without tools, with the same draws."""
     drawn = [
         "--system",
         "price;",

@@ -1,5 +1,4 @@
-"""The configuration of `megarl eval` for a Hugging Face folder, and the rows that it reads with it, without
-processes."""
+"""The configuration and the rows of `megarl eval` for a Hugging Face folder, without processes."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(policy: Path, data: Path, *overrides: str) -> list[tuple[str, str, dict[str, Any]]]:
-    """What `megarl eval` of the folder reads from the file: prompts, data sources and what the reward is
-    told."""
+    """Return what `megarl eval` reads from the file: prompts, data sources and the reward's inputs."""
     reward = f"{policy.parent / 'reward.py'}:compute_score"
     lengths = ("--max-tokens", "8", "data.max_prompt_length=8")
     words = ["eval", str(policy), "--data", str(data), "--reward", reward, *lengths, "device=cpu", *overrides]

@@ -1,5 +1,7 @@
-"""The last page: what it says of each kind of failure, with the numbers of the run. docs/troubleshooting.md
-shows real ones whole."""
+"""The failure page for each kind of failure, with the numbers of the run.
+
+docs/troubleshooting.md shows complete pages of real failures.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ SILENT = RankReport("actor", 0, "10.0.0.7", None)
 def raised(
     error: Exception, role: str = "actor", method: str = "update", kind: FailureKind = FailureKind.exception
 ) -> WorkerError:
-    """In a worker, as it comes to the driver."""
+    """Return an error raised in a worker, as the driver receives it."""
     name = qualified_name(type(error))
     first, *_ = f"{name}: {error}".splitlines()
     trace = f"Traceback (most recent call last):\n  ...\n{name}: {error}\n"
@@ -250,8 +252,7 @@ def test_the_own_hint_of_an_error_is_used_where_no_other_program_said_anything()
 
 
 def all_hints() -> dict[str, Sequence[str]]:
-    """Return the hints of all errors, of what becomes of processes, and of what other programs say, by where
-    they stand."""
+    """Return the hints of all errors, of ended processes, and of other programs' messages, by source."""
     for module in pkgutil.walk_packages(megarl.__path__, "megarl."):
         if not module.name.startswith(("megarl.__main__", "megarl.configs")):
             source = Path(importlib.util.find_spec(module.name).origin or "").read_text()  # type: ignore[union-attr]

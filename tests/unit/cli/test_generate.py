@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def greedy(model: Path, prompts: list[str], num_tokens: int) -> list[str]:
-    """By transformers."""
+    """Generate greedily with transformers."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     texts = []

@@ -25,7 +25,7 @@ from megarl.trainers.monitor import Position
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[..., int]], None]:
-    """Puts a stub in the place of a subcommand's module."""
+    """Replaces a subcommand's module with a stub."""
 
     def install(name: str, run: Callable[..., int]) -> None:
         home = "run" if name in ("train", "sft") else "inspect"
@@ -175,7 +175,7 @@ def test_a_workers_failure_is_shown_without_the_drivers_stack(
 def test_what_the_user_can_mend_in_the_middle_of_a_run_gets_the_page_too(
     command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """As a reward that is NaN: its sample, the step, and where to look."""
+    """The error is a reward that is NaN. The page names its sample, the step, and where to look."""
 
     def run(path: str, overrides: list[str], verbose: bool) -> int:
         with run_context_of(PPOConfig()) as context:

@@ -1,5 +1,7 @@
-"""What people do wrong, one mistake each: a line that says what to change, status 2, no traceback, and
-nothing started."""
+"""User errors, one per test.
+
+Each has a message with the remedy and status 2, and neither a traceback nor a started process.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def text(name: str, content: str) -> Prepare:
 
 
 def fields(name: str, **changes: Any) -> Prepare:
-    """Of a JSON object in the model's folder."""
+    """Change fields of a JSON object in the model's folder."""
 
     def prepare(folder: Path) -> None:
         file = folder / "policy" / name
@@ -113,8 +115,8 @@ MISTAKES: dict[str, Mistake] = {
         "critic.parallel.pipeline_parallel_size=3", said="use 2 or 4 stages"
     ),
     "an engine that cuts no model": override("rollout.tensor_parallel_size=2", said="rollout.engine=sglang"),
-    "an engine that there is not": override("rollout.engine=vllm", said="must be one of hf, sglang"),
-    "a device that there is not": override("device=gpu", said="must be one of auto, cpu, cuda"),
+    "an unknown engine": override("rollout.engine=vllm", said="must be one of hf, sglang"),
+    "an unknown device": override("device=gpu", said="must be one of auto, cpu, cuda"),
     "an option that SGLang lacks": override(
         "rollout.engine=sglang",
         "rollout.sglang.server_args={mem_frac: 0.5}",
@@ -123,7 +125,7 @@ MISTAKES: dict[str, Mistake] = {
     "updates that do not divide": override("trainer.updates_per_step=3", said="use updates_per_step 2 or 4"),
     "a truncated sampler": override("rollout.top_p=0.9", said="use 1 for training"),
     "a greedy sampler": override("rollout.temperature=0", said="use 1.0, the usual choice"),
-    "a logger that there is not": override(
+    "an unknown logger": override(
         "tracking.loggers=[comet]", said="must be a list, each item one of console"
     ),
     "the root as output": override("trainer.output_dir=/", said="the root of the file system"),
@@ -227,7 +229,7 @@ MISTAKES: dict[str, Mistake] = {
         "truncated or not a safetensors file", prepare=cut_off("policy/model.safetensors")
     ),
     "an index outside of the folder": Mistake("only files in this folder are allowed", prepare=outside),
-    # its tokenizer
+    # tokenizer files
     "no tokenizer.json": Mistake("copy tokenizer.json into it", prepare=gone("tokenizer.json")),
     "a tokenizer that is no JSON": Mistake(
         "copy its tokenizer.json again", prepare=cut_off("policy/tokenizer.json")
@@ -381,7 +383,7 @@ MISTAKES: dict[str, Mistake] = {
 
 @pytest.fixture(scope="module")
 def good_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files that name what lies beside them."""
+    """Write files that name their neighbors."""
     folder = tmp_path_factory.mktemp("good")
     save_inputs(folder)
 

@@ -1,5 +1,7 @@
-"""Placements as a user meets them: impossible ones are refused by `megarl check` with the reason and a
-hint; `megarl plan` shows them."""
+"""Placements as a user sees them.
+
+`megarl check` refuses impossible ones with a reason and a hint, and `megarl plan` shows valid ones.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`megarl rehearse`: what a user sees and the exit status, with models of which there is no more than a
-`config.json`."""
+"""`megarl rehearse`: output and exit status, for models that consist of a `config.json`."""
 
 from __future__ import annotations
 
@@ -67,8 +66,8 @@ def test_all_ranks_are_rehearsed_and_compared(
     assert set(train["awaits"][0]) == {"call", "num_calls"}
     assert document["ranks"][0]["plan"]["held"] == parameters * (2 + 4 + 12)
 
-    # Each number of the model once, for one engine of one rank; on the way back nothing but the weights is
-    # there, and two messages.
+    # Each parameter is sent once, to one engine of one rank. At the peak of the weight sync, a rank has only
+    # the weights and two messages.
     pushes = [
         next(phase for phase in rank["phases"] if phase["name"] == "push") for rank in document["ranks"]
     ]

@@ -17,7 +17,7 @@ from tests.unit.tracking.test_status import STATUS
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a run that has one replica."""
+    """Return the folder of a run that has one replica."""
     write(tmp_path)
     dump(tmp_path, PlacementStrategy.split_collocate)
     return tmp_path

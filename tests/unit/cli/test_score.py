@@ -53,7 +53,7 @@ def test_an_error_is_no_score_and_the_status_says_so(
 def test_training_data_are_scored_by_their_ground_truth(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a right response is; and a response is asked for otherwise."""
+    """The ground truth scores like a correct response. Other data need a response."""
     rows = [{"data_source": "sums", "reward_model": {"ground_truth": "5"}, "extra_info": {"weight": 0.5}}] * 2
     pq.write_table(pa.Table.from_pylist(rows), path := folder / "train.parquet")
     assert score(folder, str(path), "--ground-truth") == 0

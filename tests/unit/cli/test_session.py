@@ -1,4 +1,7 @@
-"""Whose folder it is: a run takes a new one, goes on in its own, and leaves those of others alone."""
+"""Ownership of the output folder.
+
+A run creates a new one, resumes in its own, and refuses those of other runs.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def config(tmp_path: Path) -> SFTConfig:
 
 
 def left_by(config: SFTConfig) -> Path:
-    """What a run leaves that was killed early."""
+    """Create the files that a run leaves if it is killed early."""
     output_dir = Path(config.trainer.output_dir)
     output_dir.mkdir(exist_ok=True)
     dump_config(config, output_dir / "config.yaml")

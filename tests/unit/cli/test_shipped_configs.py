@@ -1,5 +1,7 @@
-"""The runs of configs/ that need GPUs: each is good for the published model that it names, on the cluster
-that it describes."""
+"""The runs of configs/ that need GPUs.
+
+Each is valid for the published model that it names, on the cluster that it describes.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ def path_of(run: str) -> str:
 
 
 def load(run: str) -> PPOConfig:
-    """With the published model, which is all that this machine has of the run."""
+    """Load a configuration with the published model, of which this machine has only `config.json`."""
     return load_checked_anywhere(PPOConfig, path_of(run))[0]
 
 
@@ -90,7 +92,7 @@ def memory_of(config: PPOConfig) -> list[DeviceMemory]:
 
 
 def peaks_gib(config: PPOConfig) -> dict[str, float]:
-    """Of each pool's fullest device."""
+    """Return the peak of each pool's fullest device."""
     peaks: dict[str, float] = {}
     for device in memory_of(config):
         peaks[device.pool] = max(peaks.get(device.pool, 0.0), device.peak / 2**30)
@@ -155,8 +157,10 @@ def test_check_finds_nothing_wrong_and_every_device_within_its_budget(
 
 @pytest.mark.parametrize("run", RUNS)
 def test_weights_do_not_go_through_files(run: str) -> None:
-    """Engines beside trainers get them there, others over the network; all engines get all of the model. Of
-    models with experts four layers, for the sake of time."""
+    """Engines on the trainers' devices receive weights there, others over the network.
+
+    All engines receive the whole model. Mixture-of-experts models have four layers here, to save time.
+    """
     config = load(run)
     plan = plan_placement(config)
     policy = read_architectures(config)[0]["actor"]
@@ -183,11 +187,14 @@ def test_the_head_of_a_file_says_the_memory_that_it_takes(run: str) -> None:
     )
 
 
-# whose engines take more than half of a device
+# The engines of these runs take more than half of a device.
 @pytest.mark.parametrize("run", [run for run in RUNS if run != LARGEST])
 def test_a_device_that_is_a_little_too_small_is_refused(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What fits is refused where the fullest device has a quarter of a GiB less; an engine's share stays as
-    it was, but where it has the device for itself: there it is half, and what trains does not fit."""
+    """A plan that fits is refused if the fullest device has a quarter of a GiB less.
+
+    An engine's share stays as it was, except where the engine has the device for itself: there the share is
+    half, and a training role does not fit.
+    """
     config = load(run)
     takes_turns = RUNS[run].strategy == "hybrid"
     phases = [
@@ -211,8 +218,11 @@ def test_a_device_that_is_a_little_too_small_is_refused(run: str, capsys: pytest
 
 @pytest.mark.parametrize("run", RUNS)
 def test_the_actors_state_is_what_the_parameters_say(run: str) -> None:
-    """By hand: P / (TP PP) parameters of a rank with 2 + 4 bytes, and 12 bytes over those that hold the same
-    (ZeRO 1). Stages differ. Experts are cut by EP in the place of TP, and so there are other copies of them.
+    """The actor's state is computed by hand.
+
+    A rank has P / (TP PP) parameters with 2 + 4 bytes, and 12 bytes sharded over the ranks with the same
+    parameters (ZeRO 1). Stages differ. Experts are sharded by EP instead of TP, so that they have a different
+    number of copies.
     """
     config = load(run)
     parallel = config.actor.parallel
@@ -270,8 +280,10 @@ def test_plan_puts_tensor_parallel_groups_and_engines_inside_a_node(
 def test_experts_of_30_billion_parameters_do_not_train_on_one_node(
     layout: list[str], gib: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """18 bytes of 30.5 billion parameters are 64 GiB of each of eight devices, and the roots of Adam's
-    moments 13 GiB more."""
+    """18 bytes for each of 30.5 billion parameters are 64 GiB on each of eight devices.
+
+    The square roots of Adam's moments are 13 GiB more.
+    """
     changes = [f"actor.parallel.{each}" for each in layout]
     one_node = ["placement.num_nodes=1", "rollout.num_replicas=2", "actor.micro_batch.max_tokens=9216"]
     assert main(["check", "--fast", path_of("qwen3_30b_a3b_grpo"), *one_node, *changes]) == 2
@@ -279,8 +291,10 @@ def test_experts_of_30_billion_parameters_do_not_train_on_one_node(
 
 
 def test_longer_responses_are_refused_where_an_engine_has_no_room(capsys: pytest.CaptureFixture[str]) -> None:
-    """131,072 tokens x 2 x 64 layers x 2 heads x 128 x 2 bytes = 8 GiB of a fifth of 72 GiB, less 15.3 GiB of
-    weights."""
+    """131,072 tokens x 2 x 64 layers x 2 heads x 128 x 2 bytes = 8 GiB.
+
+    The engine has a fifth of 72 GiB, less 15.3 GiB of weights.
+    """
     run = "qwen2.5_32b_dapo_16k"
     longer = [
         "data.max_response_length=129024",

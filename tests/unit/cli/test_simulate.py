@@ -1,5 +1,4 @@
-"""`megarl plan --simulate`: lengths that are given or of a run, splits of devices, and what cannot be
-simulated."""
+"""`megarl plan --simulate`: given lengths or those of a run, splits of devices, and unsupported runs."""
 
 from __future__ import annotations
 
@@ -47,8 +46,10 @@ def test_lengths_have_the_mean_and_the_most_that_are_asked_for() -> None:
 
 
 def test_a_step_takes_what_it_takes_by_hand() -> None:
-    """Two engines of two slots, and samples of 10 tokens: a step of four is written in 10 s, and trained in
-    6."""
+    """Two engines of two slots generate samples of 10 tokens.
+
+    A step of four samples is generated in 10 s, and trained in 6 s.
+    """
     work = Work(lengths=[[10, 10]] * 64, prompts_per_step=2, slots=2)
     times = Times(training_s=6.0, token_s=1.0)
     split = Split(trainer_devices=4, num_engines=2, of=1.0)
@@ -104,7 +105,7 @@ def test_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def make_run(folder: Path, gen_s: float, max_staleness: int = 0) -> None:
-    """Of two prompts a step with two samples each, on one engine of four slots."""
+    """Write a run of two prompts per step with two samples each, on one engine of four slots."""
     run = [
         "rollout.n=2",
         "trainer.prompts_per_step=2",

@@ -1,4 +1,4 @@
-"""`megarl status`: a run that goes on, one that ends while it is watched, and those that do not go on."""
+"""`megarl status`: a run that continues, one that ends while it is watched, and stopped ones."""
 
 from __future__ import annotations
 

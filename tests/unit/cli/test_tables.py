@@ -1,5 +1,8 @@
-"""Tables in a pipe: every row is one line that grep finds, without blanks at its end; on a terminal they are
-as wide as that."""
+"""Tables in a pipe and on a terminal.
+
+In a pipe, every row is one line without trailing blanks, which grep finds. On a terminal, tables are as wide
+as the terminal.
+"""
 
 from __future__ import annotations
 

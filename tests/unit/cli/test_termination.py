@@ -1,5 +1,7 @@
-"""SIGTERM asks once, and ends at once the second time; Ctrl-C the third time; whoever listened before listens
-again afterwards."""
+"""Signals that end a run.
+
+The first SIGTERM requests an end, and the second one ends at once. For Ctrl-C, the third one does. The previous handlers are restored afterwards.
+"""
 
 from __future__ import annotations
 

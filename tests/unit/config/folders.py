@@ -1,5 +1,7 @@
-"""What a configuration names, small: a model folder, data files and a reward file that exist, and a whole
-valid run."""
+"""Small versions of what a configuration names.
+
+They are a model folder, data files and a reward file that exist, and a whole valid run.
+"""
 
 from __future__ import annotations
 

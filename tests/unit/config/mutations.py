@@ -1,5 +1,4 @@
-"""Configurations as people and broken tools write them: the shipped ones with something changed, taken away,
-misspelt or damaged."""
+"""Damaged configurations: the shipped ones with a change, an omission, a typo or garbage."""
 
 from __future__ import annotations
 
@@ -80,8 +79,10 @@ DAMAGE = (
 
 
 def mishaps(seeds: range, folder: Path) -> list[str]:
-    """Of `megarl check`, in this process, of a mutation of each seed: what is no answer, and what takes too
-    long."""
+    """Run `megarl check` in this process on a mutation of each seed.
+
+    Returns descriptions of tracebacks, unexpected exit statuses, and checks that take too long.
+    """
     found = []
     for seed in seeds:
         arguments = mutation(seed, folder)
@@ -103,7 +104,7 @@ def mishaps(seeds: range, folder: Path) -> list[str]:
 
 
 def mutation(seed: int, folder: Path) -> list[str]:
-    """What follows `megarl check`: a file in `folder`, and overrides."""
+    """Return the arguments of `megarl check`: a file in `folder`, and overrides."""
     chance = random.Random(seed)
     run = chance.choice(RUNS)
     schema = SFTConfig if "sft" in run.stem else PPOConfig
@@ -144,7 +145,7 @@ def _in_full(schema: type, run: Path) -> dict[str, Any]:
 
 
 def _in_few_words(run: Path) -> dict[str, Any]:
-    """As people write them: what differs from another file."""
+    """Return a short configuration as a user writes it: the differences from another file."""
     values = yaml.safe_load(run.read_text())
     return {"base": str(run)} | {
         name: values[name] for name in ("model", "data", "trainer") if name in values
@@ -152,7 +153,7 @@ def _in_few_words(run: Path) -> dict[str, Any]:
 
 
 def _keys(values: Any, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Of sections and of what is in them."""
+    """Return the dotted paths of sections and of their keys."""
     keys = []
     for name, value in values.items() if isinstance(values, dict) else ():
         keys.append((*prefix, str(name)))

@@ -1,4 +1,4 @@
-"""What is different from the configuration that a checkpoint has, and what of it may be."""
+"""Differences from a checkpoint's configuration, and which of them are allowed."""
 
 from __future__ import annotations
 

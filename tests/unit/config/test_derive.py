@@ -110,8 +110,10 @@ def test_sft_by_hand(tmp_path: Path) -> None:
 
 
 def test_state_of_a_rank_by_hand(tmp_path: Path) -> None:
-    """2,000 parameters over TP 2. bfloat16: weights 2 and gradients 4 bytes each; over DP 2, moments 8 and a
-    master 4."""
+    """2,000 parameters are sharded over TP 2, and the optimizer state over DP 2.
+
+    In bfloat16, weights have 2 and gradients 4 bytes each, moments 8 and the master weights 4.
+    """
     # No layer: the embedding of 49 x 40, tied, and the last norm of 40.
     read = read_architecture(ppo_values(tmp_path)["model"]["path"])
     tiny = dataclasses.replace(

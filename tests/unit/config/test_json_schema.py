@@ -1,5 +1,7 @@
-"""JSON Schemas of configuration files: what the loader refuses in one key they refuse too, and all that ships
-is valid."""
+"""JSON Schemas of configuration files.
+
+They refuse what the loader refuses in a single key, and accept all shipped files.
+"""
 
 from __future__ import annotations
 
@@ -224,7 +226,10 @@ WRONG_TYPES: tuple[Any, ...] = (
 @pytest.mark.parametrize("value", WRONG_TYPES, ids=repr)
 @pytest.mark.parametrize("schema", [PPOConfig, SFTConfig])
 def test_types_are_those_of_the_loader(schema: type[PPOConfig] | type[SFTConfig], value: object) -> None:
-    """In all keys at the same time. The loader takes a number for a text too, which a schema calls wrong."""
+    """All keys are tested at the same time.
+
+    The loader also accepts a number for a string, which a schema refuses.
+    """
     every = [leaf.key for leaf in leaves_of(schema)]
     for keys in ([key for key in every if "[" not in key], [key for key in every if "[" in key]):
         values = dict.fromkeys(keys, value)

@@ -98,7 +98,7 @@ def test_auto_is_the_dtype_of_the_device(minimal: str, monkeypatch: pytest.Monke
     assert dtype("device=cpu", "model.dtype=bfloat16") is DType.bfloat16
     monkeypatch.setattr("megarl.config.load.has_gpu", lambda: False)
     assert dtype() is DType.float32
-    monkeypatch.setenv("RAY_ADDRESS", "auto")  # of a cluster that nobody has asked yet
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # a cluster that has not been contacted yet
     assert dtype() is DType.bfloat16
     monkeypatch.delenv("RAY_ADDRESS")
     monkeypatch.setattr("megarl.config.load.has_gpu", lambda: True)
@@ -182,7 +182,7 @@ def test_a_group_says_what_it_needs_of_other_sections(groups: Path) -> None:
     path = write_yaml(groups / "run.yaml", MINIMAL | {"algorithm": "late", "rollout": {"n": 5}})
     config = load_config(PPOConfig, path)
     assert (config.rollout.max_staleness, config.rollout.n, config.algorithm.kl.coefficient) == (2, 5, 0.3)
-    assert load_config(PPOConfig, path, ["algorithm=late"]).rollout.n == 3  # chosen behind the file
+    assert load_config(PPOConfig, path, ["algorithm=late"]).rollout.n == 3  # chosen after the file
     assert load_config(PPOConfig, path, ["algorithm=late", "rollout.n=7"]).rollout.n == 7
     write_yaml(groups / "algorithm" / "late.yaml", {"with": {"algorithm": {}}})
     (problem,) = problems_of(path)
@@ -248,7 +248,7 @@ def test_a_group_that_ships_is_found_from_any_folder_and_one_of_ones_own_comes_f
 def test_a_file_that_ships_has_one_name_in_every_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its models and data are in the current folder; a file of that name that is there comes first."""
+    """Models and data are in the current folder. An existing file of that name has precedence."""
     monkeypatch.chdir(tmp_path)
     config = load_config(PPOConfig, "configs/quickstart.yaml")
     assert config.model.path == "outputs/quickstart/sft/huggingface"
@@ -272,8 +272,10 @@ def test_a_file_that_ships_has_one_name_in_every_folder(
 def test_code_that_ships_has_one_name_in_every_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of that name that is there comes first: beside the configuration, or for an override in the
-    current folder."""
+    """An existing file of that name has precedence.
+
+    It is searched next to the configuration, or for an override in the current folder.
+    """
     monkeypatch.chdir(tmp_path)
     name = "megarl/recipes/math/reward.py"
     path = write_yaml(tmp_path / "mine" / "run.yaml", MINIMAL | {"reward": {"functions": [{"path": name}]}})
@@ -300,7 +302,7 @@ def test_the_configurations_of_a_wheel_come_before_a_folder_beside_it_unless_the
     beside = tmp_path / "configs"
     assert configs_dir(package) == beside
 
-    # as a checkout of an earlier version leaves untracked files
+    # A checkout of an earlier version can leave untracked files.
     (package / "configs" / "algorithm").mkdir(parents=True)
     assert configs_dir(package) == beside
     (package / "configs" / "quickstart.yaml").write_text("")
@@ -340,7 +342,7 @@ def test_what_a_file_names_is_relative_to_it_and_what_an_override_names_to_the_c
 
 
 def test_a_name_of_the_hub_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless there is something of that name beside the file."""
+    """A file or folder of that name next to the configuration has precedence."""
     monkeypatch.chdir(tmp_path)
     run = write_yaml(
         tmp_path / "mine" / "run.yaml",

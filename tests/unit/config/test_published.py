@@ -1,5 +1,4 @@
-"""The published models stand in for those that are not here, where nothing but their `config.json` is needed,
-and never in a run."""
+"""The `config.json` of published models is used in checks if a model is not here, but never in a run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Values that do not fit the schema: everything else of the configuration is still checked, and nothing is
-reported twice."""
+"""Values that do not fit the schema.
+
+Everything else of the configuration is still checked, and nothing is reported twice.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models a run has, and whether its update scores the samples itself."""
+"""The models of a run, and whether its update scores the samples itself."""
 
 from __future__ import annotations
 

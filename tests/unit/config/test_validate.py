@@ -1,5 +1,7 @@
-"""Each rule across sections: one broken configuration, one violation that names the keys, both values and
-what would work."""
+"""Each rule across sections: a broken configuration has one violation.
+
+It names the keys, both values and a valid value.
+"""
 
 from __future__ import annotations
 
@@ -582,7 +584,7 @@ def test_nearest_values() -> None:
 
 
 def test_a_number_without_a_range_is_so_on_purpose() -> None:
-    """Any finite number would do, or a rule says more."""
+    """Any finite number is valid, or a rule limits it further."""
     numbers = {
         leaf.key
         for leaf in leaves(PPOConfig())
@@ -600,8 +602,10 @@ def test_a_number_without_a_range_is_so_on_purpose() -> None:
 
 
 def test_every_range_is_held(ppo: str) -> None:
-    """All numbers beyond one end of their ranges at the same time, those that are null by default too: each
-    is named, with its value and its range."""
+    """All numbers are beyond one end of their ranges at the same time, also those that are null by default.
+
+    Each is reported with its value and its range.
+    """
     config = load_config(PPOConfig, ppo, ["reward.functions=[{path: score.py}]"])
     tried = 0
 

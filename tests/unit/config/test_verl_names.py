@@ -1,5 +1,4 @@
-"""The table of verl's keys: what it covers, that what it points at exists, and what `load_config` says of
-them."""
+"""The table of verl's keys: its coverage, its targets, and the hints of `load_config`."""
 
 from __future__ import annotations
 
@@ -53,8 +52,10 @@ def test_no_name_has_two_entries() -> None:
 
 
 def mappings(node: yaml.Node) -> Iterator[list[str]]:
-    """The names of every mapping; of one of two that a file repeats, the parser would keep the last and say
-    nothing."""
+    """Yield the names of every mapping.
+
+    If a file repeats a name, the parser silently keeps the last one.
+    """
     if isinstance(node, yaml.MappingNode):
         yield [name for key, _ in node.value for name in key.value.split(", ")]
         for _, value in node.value:
@@ -143,8 +144,10 @@ def test_a_misspelt_key_of_ours_is_still_answered_with_the_nearest(tmp_path: Pat
 
 
 def test_names_of_trl_are_answered(tmp_path: Path) -> None:
-    """Each is a key here, of one kind of run or the other, or has none; and a right key is never called
-    another's."""
+    """Each name is a key of one of the kinds of run, or has none.
+
+    A valid key never gets a hint about another's.
+    """
     known = {kind: set(schema_keys(kind)) for kind in (PPOConfig, SFTConfig)}
     for name, entry in trl_names.TRL_NAMES.items():
         ours = entry.partition("; ")[0]

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def pins(name: str) -> dict[str, str]:
-    """Of requirements/`name`: distribution -> exact version, for the lines that give one."""
+    """Return the exact versions in requirements/`name` by distribution."""
     lines = [line.split("#")[0].strip() for line in (ROOT / "requirements" / name).read_text().splitlines()]
     found = [Requirement(line) for line in lines if line and not line.startswith("-")]
     return {each.name: exact.version for each in found for exact in each.specifier if exact.operator == "=="}

@@ -1,4 +1,4 @@
-"""What `megarl doctor` says of facts, and that its probes see faults that are really there."""
+"""The results of `megarl doctor` for given facts, and probes that find real faults."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_memory_against_the_plan() -> None:
 
 
 def test_memory_of_the_host_for_what_leaves_its_gpus() -> None:
-    """Of the actor and the critic 14 bytes an element, of the reference 2."""
+    """The actor and the critic have 14 bytes per element, the reference has 2."""
     run = config(PlacementStrategy.fully_collocate)
     subject = ExaminedRun(config=run, plan=plan_placement(run), architectures=EVERY_ROLE, num_gpus=4)
     planned = only(machine.memory(subject)).facts["planned"]
@@ -258,7 +258,7 @@ def test_variables_left_over_from_a_search_for_a_fault() -> None:
     )
 
 
-# Where checkpoints go
+# The checkpoint folder
 
 
 def test_the_disk_is_written_and_nothing_is_left(tmp_path: Path) -> None:

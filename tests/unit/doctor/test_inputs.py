@@ -1,5 +1,4 @@
-"""What `megarl check` says of tokenizers, chat templates and rows that can be used, though perhaps not as
-they are meant."""
+"""Warnings of `megarl check` about tokenizers, chat templates and rows that can be used."""
 
 from __future__ import annotations
 
@@ -24,8 +23,10 @@ def config(tmp_path: Path) -> PPOConfig:
 
 
 def test_a_template_that_closes_answers_with_no_end_token(config: PPOConfig) -> None:
-    """As in folders of base models, whose template is a chat model's: a policy that learns to write it does
-    not stop."""
+    """Folders of base models have such a template: it is a chat model's.
+
+    A policy that learns to generate its closing token does not stop.
+    """
     actor = next(role for role in model_roles(config) if role.name == "actor")
     base = character_tokenizer(eos_token="<|pad|>")
     found = inputs.judge_tokenizer(actor, base)

@@ -1,5 +1,4 @@
-"""Reward functions and ground truths as `megarl check` and `megarl doctor` judge them, in real reward
-processes."""
+"""Results of `megarl check` and `megarl doctor` for reward functions and ground truths, in real processes."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ TRUTH = TruthRow("a.parquet", 0, "sums", "5", {})
 def judged_rewards(
     folder: Path, body: str, truths: Sequence[object], **reward: Any
 ) -> list[tuple[Status, str]]:
-    """What is found of a reward function with this body, for rows with these ground truths."""
+    """Return the findings for a reward function with this body, on rows with these ground truths."""
     file = folder / "reward.py"
     file.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n")
     rows = [TRUTH._replace(number=number, ground_truth=truth) for number, truth in enumerate(truths)]

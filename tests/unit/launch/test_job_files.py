@@ -1,5 +1,4 @@
-"""What a job takes along: the code that git knows, the checked configuration, and paths that hold
-elsewhere."""
+"""The files of a job: the code that git tracks, the checked configuration, and portable paths."""
 
 from __future__ import annotations
 
@@ -128,8 +127,7 @@ def test_a_dtype_that_depends_on_the_device_is_chosen_where_the_job_runs(here: P
 
 
 def test_a_python_without_the_packages_is_named(here: Path, tmp_path: Path) -> None:
-    """The job's Python has the standard library alone, as that of a head whose Ray was started from another
-    environment."""
+    """The job's Python has only the standard library, like a head whose Ray runs in another environment."""
     assert missing_packages() == []
     job_files.pack(config(), job := tmp_path / "job", here)
     command = [sys.executable, "-S", "-m", "megarl.launch.job", "train", "run.yaml"]

@@ -1,5 +1,4 @@
-"""The launchers that no test can run for real, as far as it goes: syntax, the commands that they make up,
-fields, sizes."""
+"""The launchers that no test can run for real: their syntax, commands, fields and sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 LAUNCH = ROOT / "launch"
 SLURM = LAUNCH / "slurm.sbatch"
 
-# Of KubeRay's RayJob (ray.io/v1), as its API reference lists them.
+# The fields of KubeRay's RayJob (ray.io/v1) in its API reference.
 SPEC_FIELDS = {
     *(
         "activeDeadlineSeconds",
@@ -97,7 +96,7 @@ def test_the_script_of_slurm_has_no_fault() -> None:
 def test_several_processes_of_torchrun_on_a_node_are_told_that_one_is_enough(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What megarl itself says is in tests/unit/cli/test_processes.py."""
+    """The message of megarl itself is tested in tests/unit/cli/test_processes.py."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "4217")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert main(["launch", "run.yaml"]) == 2
@@ -105,8 +104,10 @@ def test_several_processes_of_torchrun_on_a_node_are_told_that_one_is_enough(
 
 
 def slurm(tmp_path: Path, *arguments: str, srun: str = "exit 0", **environment: str) -> tuple[int, list[str]]:
-    """Runs the batch script as Slurm would, with commands that only note what they are asked; its status,
-    srun's words."""
+    """Run the batch script as Slurm would, with commands that only record their arguments.
+
+    Returns its status and the arguments of srun.
+    """
     for name, body in {
         "scontrol": 'printf "node7\\nnode8\\n"',
         "srun": f'echo "$@" > {tmp_path}/asked; {srun}',

@@ -1,5 +1,4 @@
-"""Answers to mathematical problems, their ground truths, and whether a mathematician says that they are
-right."""
+"""Answers to mathematical problems, their ground truths, and whether a mathematician accepts them."""
 
 # Whole responses: (response, ground truth, is it right).
 RESPONSES = [
@@ -45,7 +44,7 @@ RESPONSES = [
     ("The answer is 3/4.", "0.75", True),
 ]
 
-# What is in the box: (answer, ground truth, is it right).
+# Contents of the box: (answer, ground truth, whether the answer is correct).
 NUMBERS = [
     ("18", "18", True),
     ("18.0", "18", True),

@@ -1,5 +1,4 @@
-"""examples/agent without its run, which tests/integration/test_agent_run.py makes: what is fine-tuned is what
-a rollout sends."""
+"""Parts of examples/agent without its run, which tests/integration/test_agent_run.py tests."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ FOLDER = Path(__file__).parents[3] / "examples" / "agent"
 
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_what_is_fine_tuned_is_what_a_rollout_sends(tmp_path: Path, is_busy: bool) -> None:
-    """An episode in which the model writes what the right teacher wrote has the teacher's tokens, and the
-    mask of its loss."""
+    """An episode with the text of the correct teacher has the teacher's tokens and loss mask."""
     chance = random.Random(0)
     row = prepare.prompt_row(chance, is_busy)
     chat = prepare.conversation(row["extra_info"], "right", chance)

@@ -1,5 +1,7 @@
-"""examples/code without its runs: tasks, teachers, the tokenizer as a run loads it, the reward, and that each
-stage is a command."""
+"""Parts of examples/code without its runs.
+
+They are tasks, teachers, the tokenizer as a run loads it, the reward, and the commands of the stages.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def test_all_of_it_can_be_written_in_the_tokens_of_the_model(
     monkeypatch.setattr(prepare, "NUM_TASKS", 200)
     prepare.prepare(tmp_path, seed=1)
 
-    # of the class that Transformers takes for a Qwen2 model
+    # The tokenizer has the class that Transformers selects for a Qwen2 model.
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     for task in make_tasks(1):
         for text in (question(task), program(task)):

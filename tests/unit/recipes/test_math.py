@@ -68,7 +68,7 @@ def test_the_table_has_both_kinds() -> None:
     ids=lambda answers: answers[0],
 )
 def test_equal_answers_have_one_text(answers: list[str]) -> None:
-    """Which maj@k counts."""
+    """The metric maj@k counts these texts."""
     scored = [compute_score("d", f"\\boxed{{{answer}}}", answers[0].strip("()"), {}) for answer in answers]
     assert len({score["answer"] for score in scored}) == 1, scored
     others = [
@@ -208,7 +208,7 @@ def test_an_answer_without_its_last_line_is_an_error(tmp_path: Path) -> None:
 
 
 def test_every_problem_is_kept_once(tmp_path: Path) -> None:
-    """As DAPO-Math-17k is published: with a column more, and repeated."""
+    """The file is like the published DAPO-Math-17k: it has an additional column and repeated rows."""
     rows = [
         {
             "prompt": [{"role": "user", "content": f"Problem {number % 3}"}],

@@ -1,5 +1,7 @@
-"""The quickstart's model and data: reproducible, held-out problems really held out, rewards by the task's own
-verifier."""
+"""The quickstart's model and data.
+
+They are reproducible, held-out problems are not in the training data, and the task's own verifier scores.
+"""
 
 from __future__ import annotations
 
@@ -85,8 +87,7 @@ def test_the_data_sets_of_a_run_read_the_files(made):
         prompts = PromptDataset([str(path)], tokenizer, DataConfig(max_prompt_length=LONGEST_PROMPT))
         assert len(prompts) == len(_problems(path))
 
-    # The demonstrations of `sft_train` are made alike, and rendering three per problem would take this test
-    # long.
+    # The demonstrations of `sft_train` are made the same way, and rendering three per problem would be slow.
     examples = SFTDataset([str(made.sft_validation)], tokenizer, SFTDataConfig(max_length=LONGEST_PROMPT + 4))
     assert {examples[index].response_ids[-1] for index in range(len(examples))} == {tokenizer.eos_token_id}
 

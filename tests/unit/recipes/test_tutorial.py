@@ -39,7 +39,7 @@ def test_right_answers_have_full_marks(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_configuration_is_good_but_for_the_model_that_is_made(capsys: pytest.CaptureFixture[str]) -> None:
-    """What it names is made by the stages before the run."""
+    """The stages before the run create the files that it names."""
     assert main(["check", str(FOLDER / "smollm2.yaml"), "model.path=models/Qwen2.5-0.5B-Instruct"]) == 0
     assert "OK, except for files that are not on this machine" in " ".join(capsys.readouterr().out.split())
 

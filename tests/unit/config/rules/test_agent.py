@@ -1,4 +1,4 @@
-"""What is said of runs whose samples are episodes, before a process starts."""
+"""Errors of runs whose samples are episodes, before a process starts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Parts of an algorithm that make no sense together, refused with the reason and the hint; and those that
-do."""
+"""Invalid combinations of algorithm parts are refused with a reason and a hint; valid ones are accepted."""
 
 from __future__ import annotations
 
@@ -27,8 +26,10 @@ CORRECTION = "rollout_correction"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
-    """Four samples of a prompt, three updates and two epochs, no warm-up of the critic. Overrides are of
-    `algorithm` unless they name another section."""
+    """Four samples per prompt, three updates and two epochs, no critic warm-up.
+
+    Overrides are keys of `algorithm` unless they name another section.
+    """
     values = ppo_values(tmp_path)
     values["trainer"]["critic_warmup_steps"] = 0
     path = write_yaml(tmp_path / "run.yaml", values)
@@ -45,8 +46,10 @@ def run(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("estimator", AdvantageEstimator)
 def test_which_estimators_need_several_samples(run: Any, estimator: AdvantageEstimator) -> None:
-    """ReMax compares a sample with a greedy one and not with the others, and needs them so that not half of
-    the work is for baselines."""
+    """ReMax compares a sample with a greedy one and not with the others.
+
+    It still needs several samples, otherwise half of the work would be for baselines.
+    """
     found = [
         message
         for message in run(f"advantage.estimator={estimator.name}", "rollout.n=1")

@@ -1,5 +1,4 @@
-"""What layouts of models with experts must satisfy: one broken thing, one violation that says what would
-work."""
+"""Rules for layouts of mixture-of-experts models: each broken layout has one violation with a remedy."""
 
 from __future__ import annotations
 
@@ -32,8 +31,10 @@ _ETP = "actor.parallel.expert_tensor_parallel_size"
 
 @pytest.fixture
 def ppo(tmp_path: Path) -> str:
-    """The actor, and the reference with it, has 2 replicas of 2 tensor-parallel ranks; the critic is a dense
-    model of two stages."""
+    """The actor and the reference have 2 replicas of 2 tensor-parallel ranks.
+
+    The critic is a dense model of two stages.
+    """
     values = ppo_values(tmp_path)
     values["model"]["path"] = str(model_folder(tmp_path / "experts", **EXPERTS))
     values["critic"]["model"] = {"path": str(tmp_path / "model")}
@@ -48,7 +49,7 @@ def violations(path: str, *overrides: str) -> list[str]:
 
 
 def test_good_layouts_have_none(ppo: str) -> None:
-    """Experts are dealt over all four ranks of the actor, across its replicas."""
+    """Experts are distributed over all four ranks of the actor, across its replicas."""
     for overrides in ([], [f"{_EP}=4"], [f"{_EP}=2", f"{_ETP}=2"], [f"{_ETP}=4"]):
         assert violations(ppo, *overrides) == []
     assert violations(ppo, "rollout.tensor_parallel_size=4", "rollout.expert_parallel_size=2") == []

@@ -1,5 +1,4 @@
-"""What a reward model's folder and settings must satisfy: one broken thing, one violation that says what
-would work."""
+"""Rules for a reward model's folder and settings: each fault has one violation with a remedy."""
 
 from __future__ import annotations
 
@@ -147,8 +146,10 @@ def test_a_chat_template_is_needed_and_may_be_in_the_tokenizers_file(ppo: str) -
 
 
 def test_arithmetic_of_a_reward_model(ppo: str) -> None:
-    """48 conversations of up to 40 of its own tokens, one micro-batch of 40 tokens each; a frozen value
-    head."""
+    """The pass has 48 conversations of up to 40 of its own tokens.
+
+    At worst, a micro-batch of 40 tokens has one conversation. The value head is frozen.
+    """
     config = load(ppo)
     architectures, _ = read_architectures(config)
     *_, role = derive(config, architectures).roles
