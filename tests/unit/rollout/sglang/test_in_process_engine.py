@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -25,13 +26,21 @@ from megarl.weights.checksum import checksum
 from tests.fork_server import behind
 from tests.unit.rollout.models import VOCAB, push, weights_of
 from tests.unit.rollout.remote_engine import RemoteEngine
-from tests.unit.rollout.sglang.test_server_engine import PROMPTS, difference
+from tests.unit.rollout.sglang.test_server_engine import PROMPTS, log_probs
 from tests.unit.rollout.sglang_engines import END_TOKEN, in_process_model, server_model, spec_for
 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return in_process_model()
+
+
+@pytest.fixture(scope="module")
+def exact_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in float64, for which the grouped products of experts are not implemented."""
+    exact = copy.deepcopy(model)
+    exact.set_experts_implementation("eager")
+    return exact.double()
 
 
 def resident_bytes(engine: RemoteEngine) -> int:
@@ -54,7 +63,7 @@ def routes_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
 
 
 def test_two_ranks_hold_and_use_the_models_weights(
-    sglang_in_process: RemoteEngine, model: PreTrainedModel
+    sglang_in_process: RemoteEngine, model: PreTrainedModel, exact_model: PreTrainedModel
 ) -> None:
     push(model, sglang_in_process, version=3)
     assert sglang_in_process.checksums() == {
@@ -64,12 +73,17 @@ def test_two_ranks_hold_and_use_the_models_weights(
     for temperature in (0.6, 0.0):
         sampling = SamplingParameters(max_new_tokens=20, seed=1, temperature=temperature, with_routes=True)
         for prompt, sample in zip(PROMPTS, sglang_in_process.generate(PROMPTS, sampling), strict=True):
-            assert difference(model, prompt, sample, temperature).max() < 1e-4
+            token_ids = sample.token_ids.tolist()
+
+            # Float64 is the reference: for ill-conditioned tokens of this model Hugging Face's float32 result
+            # is off by 1.3e-4 itself, and the engine's depends on which requests it happens to batch.
+            exact = log_probs(exact_model, prompt, token_ids, temperature)
+            assert (torch.tensor(sample.log_probs) - exact).abs().max() < 1e-4
             assert sample.weight_versions == (3,)
             assert sample.routed_experts is not None
             assert sample.routed_experts.dtype == np.uint8
             # the last token was never an input
-            expected = routes_of(model, [*prompt, *sample.token_ids.tolist()])[:-1]
+            expected = routes_of(model, [*prompt, *token_ids])[:-1]
             assert torch.equal(
                 torch.from_numpy(sample.routed_experts).view(expected.shape).sort().values,
                 expected.sort().values,
