@@ -210,7 +210,7 @@ def files_of_changes(tree: Path) -> dict[str, int]:
     )
     parts = re.split(r"(?m)^### (.+)$", text)
     return {
-        title: len(set(re.findall(r"`(megarl/[\w/]+\.py)`", section)))
+        title: len(set(re.findall(r"`(megarl/[\w/<>]+\.py)`", section)))
         for title, section in zip(parts[1::2], parts[2::2], strict=True)
     }
 
