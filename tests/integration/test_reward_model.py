@@ -4,6 +4,7 @@ processes."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from megarl.config.schema import (
+    AdvantageConfig,
+    AdvantageEstimator,
     AlgorithmConfig,
+    DynamicSamplingConfig,
     KLConfig,
     KLWhere,
     MicroBatchConfig,
@@ -35,6 +39,7 @@ FUNCTION_WEIGHT = 2.0
 TWO_STAGES = ParallelConfig(pipeline_parallel_size=2)
 MICRO_BATCH = MicroBatchConfig(max_tokens=64)
 TOLERANCE = 1e-4
+TEMPERATURE = 0.2
 # The reward model time-shares devices with the engine.
 CUSTOM = PlacementConfig(
     strategy=PlacementStrategy.custom,
@@ -142,3 +147,32 @@ def test_beside_the_engine_and_in_turns_with_it_it_is_the_same_run(
     beside: Finished, inputs: Path, tmp_path: Path
 ) -> None:
     assert_same_run(run_ppo(config(inputs, tmp_path, TWO_STAGES, PlacementStrategy.custom)), beside)
+
+
+def dapo(settings: PPOConfig) -> PPOConfig:
+    """Use dynamic sampling with a policy that is so certain that some prompts get equal responses."""
+    return replace(
+        settings,
+        algorithm=AlgorithmConfig(
+            advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo),
+            kl=KLConfig(where=KLWhere.none),
+            dynamic_sampling=DynamicSamplingConfig(enabled=True, max_generations=20),
+        ),
+        data=replace(settings.data, max_response_length=2),
+        rollout=replace(settings.rollout, n=2, temperature=TEMPERATURE),
+    )
+
+
+def test_dynamic_sampling_on_scores_of_the_model_is_the_same_run_in_every_placement(
+    inputs: Path, tmp_path: Path
+) -> None:
+    """The model scores whole rounds, while no group is generated: in one placement the devices are its own,
+    in the other it takes them from the engine and gives them back for the next round."""
+    runs = [
+        run_ppo(dapo(config(inputs, tmp_path / strategy.value, ParallelConfig(), strategy)))
+        for strategy in (PlacementStrategy.split_collocate, PlacementStrategy.fully_collocate)
+    ]
+    for line in runs[0].metrics:
+        assert line["dynamic_sampling/num_generations"] > 1
+        assert line["dynamic_sampling/num_without_signal"] > 0
+    assert_same_run(runs[1], runs[0])
