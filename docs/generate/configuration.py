@@ -212,8 +212,8 @@ def _as_in_a_run(preset: str) -> str:
     `base` names another preset, and keys of other sections are at the top level.
     """
     own, _, others = re.sub(r"(?m)^base: (\w+)\.yaml$", r"base: \1", preset).partition(f"\n{WITH}:")
-    beside = textwrap.dedent(others.partition("\n")[2]).rstrip()
-    return f"algorithm:\n{_indented(own)}" + (f"\n{beside}" if beside else "")
+    more = textwrap.dedent(others.partition("\n")[2]).rstrip()
+    return f"algorithm:\n{_indented(own)}" + (f"\n{more}" if more else "")
 
 
 def _indented(text: str) -> str:

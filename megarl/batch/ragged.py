@@ -136,8 +136,8 @@ class RaggedTensor:
         """Compare rows, dtype and padding; NaN equals NaN."""
         if not isinstance(other, RaggedTensor):
             return False
-        alike = (self.padding, self.on_left, self.dtype) == (other.padding, other.on_left, other.dtype)
-        return alike and torch.equal(self.lengths, other.lengths) and same(self.flat(), other.flat())
+        is_same = (self.padding, self.on_left, self.dtype) == (other.padding, other.on_left, other.dtype)
+        return is_same and torch.equal(self.lengths, other.lengths) and same(self.flat(), other.flat())
 
     def __repr__(self) -> str:
         return f"{self.num_tokens} {self.dtype} in {len(self)} rows of up to {self.shape[1]}"

@@ -162,7 +162,7 @@ class BatchLoader:
             "chat_time": chat_time,
         }
 
-    def behind(self, state: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
+    def state_after(self, state: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
         """Return the state of a loader that has served `num_rows` rows since it had `state`."""
         served = list(state["num_served"])
         for _ in range(num_rows):

@@ -281,7 +281,7 @@ class RolloutBuffer:
         state = (
             self._loader.state_dict()
             if opened is None
-            else self._loader.behind(opened[0].position, opened[1])
+            else self._loader.state_after(opened[0].position, opened[1])
         )
 
         return {**state, "trained": list(self._trained)} if self._trained else state
