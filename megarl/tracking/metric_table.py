@@ -1,7 +1,7 @@
 """Every metric that a run can log, with its unit and description.
 
-docs/metrics.md is generated from this table, and tests compare runs with it. In a pattern, `{mean,max}` stands for each of these words, `<name>` for a name that depends on the run, and
-`[/<source>]` is optional.
+docs/metrics.md is generated from this table, and tests compare runs with it. In a pattern, `{mean,max}`
+stands for each of these words, `<name>` for a name that depends on the run, and `[/<source>]` is optional.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "dynamic_sampling/num_generations",
             "",
-            "Rounds of generation until enough prompts had samples with different scores; 1 with async rollout.",
+            "Rounds of generation until enough prompts had samples with different scores; "
+            "1 with async rollout.",
         ),
         MetricRow(
             "dynamic_sampling/{num_prompts,num_without_signal,num_surplus}",
@@ -182,7 +183,8 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "agent/ended/<why>",
             "share",
-            "Episodes that ended for this reason: done, length, turns and others. Reasons that did not occur are absent.",
+            "Episodes that ended for this reason: done, length, turns and others. "
+            "Reasons that did not occur are absent.",
         ),
         MetricRow(
             "agent/waiting_share",
@@ -300,7 +302,8 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "timing_s/<phase>",
             "s",
-            "Duration of a phase: gen, reward, old_log_prob, update_actor and others; `step` is the whole step, "
+            "Duration of a phase: gen, reward, old_log_prob, update_actor and others; "
+            "`step` is the whole step, "
             "`testing` validation.",
         ),
         MetricRow("perf/throughput", "tokens/s", "num_tokens divided by the step time without validation."),
@@ -340,7 +343,8 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "memory/<role>_rss_gb/{training,rollout}",
             "GiB",
-            "Resident memory of the role's fullest process, in the training and in the generation phase of a step.",
+            "Resident memory of the role's fullest process, in the training and in the generation phase "
+            "of a step.",
         ),
     ),
 }

@@ -152,7 +152,8 @@ class _Tally:
             self._num_different[dtype] += int((_bits(one.to(dtype)) != _bits(other.to(dtype))).sum())
         # Equal infinities count as equal, although their difference is not a number.
         is_same = (one == other) | (one.isnan() & other.isnan())
-        apart = (one.double() - other.double()).abs_().nan_to_num_(nan=float("inf")).masked_fill_(is_same, 0.0)
+        apart = (one.double() - other.double()).abs_().nan_to_num_(nan=float("inf"))
+        apart.masked_fill_(is_same, 0.0)
         self._max_difference = max(self._max_difference, float(apart.max()))
 
     def result(self, name: str) -> TensorComparison:
