@@ -58,6 +58,8 @@ test-wheel: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/python -m tools.prose
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml
 

@@ -72,7 +72,14 @@ _LENGTHS = "--lengths 600,4096 --training-s 60 --tokens-per-s 40"
 _PRESET_GRADIENTS = "tests/integration/test_preset_gradients.py::test_every_case_has_a_gradient_of_its_own"
 _PRESETS = ("ppo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo")
 _GRPO = "megarl check configs/quickstart.yaml algorithm=grpo"
-_LINT_AND_TESTS = ("ruff check", "ruff format --check", "mypy", "python -m pytest")
+_LINT_AND_TESTS = (
+    "ruff check",
+    "ruff format --check",
+    "codespell",
+    "tools.prose",
+    "mypy",
+    "python -m pytest",
+)
 
 COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     QUICKSTART: Executed(f'ARGS="{SHORT} checkpoint.every_steps=1"'),
