@@ -161,8 +161,8 @@ def test_a_complete_run_says_so_and_starts_nothing(
     assert main(["sft", str(straight_run.folder / "run.yaml")]) == 0
     out = capsys.readouterr().out
     assert (
-        f"is complete: {straight_run.checkpoints.latest()} is of step {SFT_STEPS}. To train further, raise "
-        f"trainer.total_steps (now 16)" in out
+        f"is complete: {straight_run.checkpoints.latest()} is the checkpoint of step {SFT_STEPS}. To train "
+        f"further, raise trainer.total_steps (now 16)" in out
     )
 
 
