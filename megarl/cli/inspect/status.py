@@ -94,7 +94,9 @@ def last_words(folder: Path, record: StatusRecord) -> str:
     report = f"`megarl report {folder}` shows it"
 
     if status.state == ENDED:
-        how = f"the run is complete, {ago}, after step {status.step}"
+        # A run that was started again after its last step has trained none.
+        steps = "it had no step left" if status.step is None else f"after step {status.step}"
+        how = f"the run is complete, {ago}, {steps}"
         return "; ".join(part for part in (f"{folder}: {how}", result_of(folder), report) if part)
 
     # A killed process cannot update its status, which still reports a running run.

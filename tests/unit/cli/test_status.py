@@ -93,6 +93,14 @@ def test_of_a_run_that_does_not_go_on_it_says_one_line(
     assert capsys.readouterr().out == expected
 
 
+def test_a_complete_run_that_was_started_again_names_no_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, replace(STATUS, state="ended", step=None))
+    assert main(["status", str(tmp_path)]) == 0
+    assert "the run is complete, 0 s ago, it had no step left; " in capsys.readouterr().out
+
+
 def test_an_ended_run_names_its_cause_its_score_and_its_newest_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
