@@ -309,18 +309,24 @@ def _linear_with_frozen_weight(
     )
 
 
-def _bias_swiglu(activated: torch.Tensor, bias: torch.Tensor | None, *unused: bool) -> torch.Tensor:
+def _bias_swiglu(
+    input: torch.Tensor,
+    bias: torch.Tensor | None,
+    fp8_input_store: bool = False,
+    cpu_offload_input: bool = False,
+) -> torch.Tensor:
     """Return the gated activation, which `_linear` has already applied."""
     assert bias is None
-    assert not any(unused)
-    return activated
+    assert not fp8_input_store
+    assert not cpu_offload_input
+    return input
 
 
 def _weighted_bias_swiglu(
-    activated: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, *unused: bool
+    input: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor, fp8_input_store: bool = False
 ) -> torch.Tensor:
     """Return the gated activation of an expert, scaled by its tokens' weights (..., 1) float32."""
-    return (_bias_swiglu(activated, bias, *unused) * weights).to(activated.dtype)
+    return (_bias_swiglu(input, bias, fp8_input_store) * weights).to(input.dtype)
 
 
 def _adapt_experts() -> None:
@@ -352,7 +358,7 @@ def _adapt_megatron() -> None:
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
 
     # The last three modules import the function by name.
     for module in (clip_grads, base_optimizer, distrib_optimizer, optimizer):

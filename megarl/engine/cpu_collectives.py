@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +17,16 @@ def unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
     The two are the same memory then, but gloo copies it back and forth anyway, at every step and for every
     parameter.
     """
+    signature = inspect.signature(collective)
 
     @functools.wraps(collective)
-    def run(
-        output: torch.Tensor, input: torch.Tensor, *, group: torch.distributed.ProcessGroup, **options: Any
-    ) -> Any:
-        if group.size() > 1:
-            return collective(output, input, group=group, **options)
+    def run(*arguments: Any, **options: Any) -> Any:
+        given = signature.bind(*arguments, **options).arguments
+        if given["group"].size() > 1:
+            return collective(*arguments, **options)
+
+        # The names of the first two arguments differ between the collectives: output, then input.
+        output, input = list(given.values())[:2]
         assert output.data_ptr() == input.data_ptr()
         return None
 
@@ -43,19 +47,19 @@ def gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
     @functools.wraps(gather)
     def run(
-        part: torch.Tensor,
+        input_: torch.Tensor,
         group: torch.distributed.ProcessGroup,
         output_split_sizes: Any = None,
         use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
-            return gather(part, group, output_split_sizes, use_global_buffer)
+            return gather(input_, group, output_split_sizes, use_global_buffer)
         sizes = [int(size) for size in output_split_sizes]
 
         # Gather parts of equal size, then drop the padding.
-        padded = part.new_zeros(max(sizes), *part.shape[1:])
-        padded[: part.shape[0]] = part
-        gathered = part.new_empty(len(sizes) * max(sizes), *part.shape[1:])
+        padded = input_.new_zeros(max(sizes), *input_.shape[1:])
+        padded[: input_.shape[0]] = input_
+        gathered = input_.new_empty(len(sizes) * max(sizes), *input_.shape[1:])
         torch.distributed.all_gather_into_tensor(gathered, padded, group=group)
 
         return torch.cat([each[:size] for each, size in zip(gathered.split(max(sizes)), sizes, strict=True)])
@@ -68,20 +72,20 @@ def scatter_unequal(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch
 
     @functools.wraps(scatter)
     def run(
-        parts: torch.Tensor,
+        input_: torch.Tensor,
         group: torch.distributed.ProcessGroup,
         input_split_sizes: Any = None,
         use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
-            return scatter(parts, group, input_split_sizes, use_global_buffer)
+            return scatter(input_, group, input_split_sizes, use_global_buffer)
         sizes = [int(size) for size in input_split_sizes]
 
         # Row r of the padded tensor is what rank r receives of the sum.
-        padded = parts.new_zeros(len(sizes), max(sizes), *parts.shape[1:])
-        for room, part in zip(padded, parts.split(sizes), strict=True):
+        padded = input_.new_zeros(len(sizes), max(sizes), *input_.shape[1:])
+        for room, part in zip(padded, input_.split(sizes), strict=True):
             room[: part.shape[0]] = part
-        own = parts.new_empty(max(sizes), *parts.shape[1:])
+        own = input_.new_empty(max(sizes), *input_.shape[1:])
         torch.distributed.reduce_scatter_tensor(own, padded.flatten(0, 1), group=group)
 
         return own[: sizes[group.rank()]].contiguous()
