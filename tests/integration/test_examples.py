@@ -158,7 +158,7 @@ def test_data_estimator_and_reward_of_ones_own_train(
         )
         == 0
     )
-    assert "24 rows scored: mean 1, least 1, most 1" in capsys.readouterr().out
+    assert "24 rows scored: mean 1, min 1, max 1" in capsys.readouterr().out
 
 
 def test_a_reward_function_for_every_kind_of_answer() -> None:

@@ -51,7 +51,7 @@ def test_a_run_has_the_replicas_that_it_is_asked_for(tmp_path: Path) -> None:
 
     finished = run_ppo(config, look)
     assert seen == [1, 2, 2, 1]
-    assert "asked for 2 replicas instead of 1" in commands[0].said()
+    assert "requested 2 replicas instead of 1" in commands[0].said()
     assert "Replicas; 0 restarts" in commands[-1].said()
     assert read_status(tmp_path / "run").run.state == ENDED
     assert not (tmp_path / "run" / SCALE_FILE).exists()
