@@ -2,10 +2,10 @@
 
     python benchmarks/algorithms.py [--quick]
 
-The batch is that of a step: 8192 samples (1024 prompts x 8) with 2048 response positions each in float32, with
-log-normal lengths. `gae, tool output` has a hole of 64 positions in each row that is long enough. The benchmark
-measures the processor seconds of one thread: the minimum of several repeats that alternate between the
-contestants, so that other load on the machine slows all of them.
+The batch is that of a step: 8192 samples (1024 prompts x 8) with 2048 response positions each in float32,
+with log-normal lengths. `gae, tool output` has a hole of 64 positions in each row that is long enough. The
+benchmark measures the processor seconds of one thread: the minimum of several repeats that alternate between
+the contestants, so that other load on the machine slows all of them.
 
 ours   the estimator as training calls it, including the check that rewards are finite.
 loop   the implementation that one would write first: a loop over the tokens of a row for sums along it (all rows at once), and a loop

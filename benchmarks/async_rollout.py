@@ -2,9 +2,9 @@
 
     python -m benchmarks.async_rollout
 
-The schedule is that of a run (megarl/simulation). Engines generate one token per tick in each slot, regardless of
-load. A weight sync stops all of them for some ticks, and tokens of unfinished samples are not recomputed after it.
-The result shows what the schedule gains, not how fast an engine or a trainer is.
+The schedule is that of a run (megarl/simulation). Engines generate one token per tick in each slot,
+regardless of load. A weight sync stops all of them for some ticks, and tokens of unfinished samples are not
+recomputed after it. The result shows what the schedule gains, not how fast an engine or a trainer is.
 """
 
 from __future__ import annotations

@@ -3,12 +3,13 @@
     python benchmarks/context.py [--tokens 8192] [--repeats 3] [--cpu-time]
 
 The benchmark measures forward + backward of one row (no optimizer step) in float32, by two processes of one
-thread each over gloo, with the 10M model of benchmarks/engine.py and random weights. Speeds are tokens per second
-of the fastest of several repeats, after a warm-up. On a busy machine the two processes wait for each other most
-of the time: `--cpu-time` takes the processor seconds of the process that has more.
+thread each over gloo, with the 10M model of benchmarks/engine.py and random weights. Speeds are tokens per
+second of the fastest of several repeats, after a warm-up. On a busy machine the two processes wait for each
+other most of the time: `--cpu-time` takes the processor seconds of the process that has more.
 
-CP2      context_parallel_size 2: each rank has half of the tokens, and receives the keys and values of the other half
-TP2+SP   tensor_parallel_size 2 with sequence_parallel: each rank has half of every matrix, and between matrices half of the tokens
+CP2      context_parallel_size 2: each rank has half of the tokens, and receives the keys and values of the
+other half TP2+SP   tensor_parallel_size 2 with sequence_parallel: each rank has half of every matrix, and
+between matrices half of the tokens
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks.controller [--repeats 7] [--rows 256 2048 16384]
 
-Rows are ragged, with 2,048 tokens on average: ids in int32, log-probs and advantages in float32. Two ranks read
-one number of each column and return one column of float32. `ours` is a call of a RoleGroup. `Ray` puts the parts,
-which are split before the clock starts, as lists of numpy arrays into plain actors and gets such lists. The two
-alternate, and the fastest repeat of each counts.
+Rows are ragged, with 2,048 tokens on average: ids in int32, log-probs and advantages in float32. Two ranks
+read one number of each column and return one column of float32. `ours` is a call of a RoleGroup. `Ray` puts
+the parts, which are split before the clock starts, as lists of numpy arrays into plain actors and gets such
+lists. The two alternate, and the fastest repeat of each counts.
 """
 
 from __future__ import annotations

@@ -2,17 +2,17 @@
 
     python benchmarks/conversion.py [--repeats 3] [--layers 16] [--tensor-parallel 2] [--pipeline-parallel 2] [--folder DIR] [--cold]
 
-A model of the shapes of Llama 3.2 1B (2.47 GB in bfloat16; its embedding has 525 MB) is created in a temporary
-folder. Then four jobs alternate, each in its own process: its Hugging Face folder is copied, and converted to
-Megatron's distributed checkpoint in TP2 x PP2; that is copied, and converted back. Conversions and copies end
-with all bytes on the disk (fsync). Input files are in the page cache before each job, or with --cold in none. The
-conversion back includes the comparison of every byte with the checkpoint's checksums. Seconds are the fastest of
-the repeats, without the start of Python.
+A model of the shapes of Llama 3.2 1B (2.47 GB in bfloat16; its embedding has 525 MB) is created in a
+temporary folder. Then four jobs alternate, each in its own process: its Hugging Face folder is copied, and
+converted to Megatron's distributed checkpoint in TP2 x PP2; that is copied, and converted back. Conversions
+and copies end with all bytes on the disk (fsync). Input files are in the page cache before each job, or with
+--cold in none. The conversion back includes the comparison of every byte with the checkpoint's checksums.
+Seconds are the fastest of the repeats, without the start of Python.
 
-Target: at least half the speed of the copy, and a peak of memory below twice the largest tensor plus 500 MB. The
-peak is the kernel's (VmHWM), of the whole process with Python and torch; its share of mapped pages is sampled. A
-conversion uses as many threads as there are cores, and the copy one: on a machine with busy cores it loses that
-advantage. The processor seconds, which add up over threads, show what it would need.
+Target: at least half the speed of the copy, and a peak of memory below twice the largest tensor plus 500 MB.
+The peak is the kernel's (VmHWM), of the whole process with Python and torch; its share of mapped pages is
+sampled. A conversion uses as many threads as there are cores, and the copy one: on a machine with busy cores
+it loses that advantage. The processor seconds, which add up over threads, show what it would need.
 """
 
 from __future__ import annotations

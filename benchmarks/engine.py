@@ -2,13 +2,13 @@
 
     python benchmarks/engine.py [--quick] [--cpu-time] [--only hugging_face ...]
 
-The benchmark measures forward + backward of a batch (no optimizer step) in float32, in one process with as many
-threads as cores, for Qwen2-style models with random weights. The loss is the mean log-prob of all response
-tokens. A speed is real tokens (prompt + response, without padding) per second, the median of several repeats. The
-repeats of two contestants alternate, so that other load on the machine slows both. A ratio is the median of the
-ratios of neighboring repeats; repeats are added until its standard error is below 1 %, up to five times the
-minimum. Read the ratios, not the speeds. On a busy machine two threads wait for each other most of the time:
-`--cpu-time` uses one thread and its processor seconds.
+The benchmark measures forward + backward of a batch (no optimizer step) in float32, in one process with as
+many threads as cores, for Qwen2-style models with random weights. The loss is the mean log-prob of all
+response tokens. A speed is real tokens (prompt + response, without padding) per second, the median of several
+repeats. The repeats of two contestants alternate, so that other load on the machine slows both. A ratio is
+the median of the ratios of neighboring repeats; repeats are added until its standard error is below 1 %, up
+to five times the minimum. Read the ratios, not the speeds. On a busy machine two threads wait for each other
+most of the time: `--cpu-time` uses one thread and its processor seconds.
 
 hugging_face   the engine (packed) over `Qwen2ForCausalLM` (sdpa attention) on the same rows, with the same matrix products on both
                sides: torch's own, which are MKL's on x86, and oneDNN's, which the engine uses (megarl/engine/cpu_kernels.py). The peer
@@ -208,8 +208,8 @@ def log_normal_lengths(num_rows: int, longest: int = LONGEST) -> list[int]:
 class Timing:
     """How long to measure.
 
-    Each contestant is timed at least `repeats` times, and up to five times as often until the error of the ratio is
-    below ERROR. `clock` returns seconds.
+    Each contestant is timed at least `repeats` times, and up to five times as often until the error of the
+    ratio is below ERROR. `clock` returns seconds.
     """
 
     clock: Callable[[], float]

@@ -1,8 +1,8 @@
 """Time how an SGLang engine locates the tensors of a large MoE model: a part of benchmarks/weights.py.
 
-The models have the layers and experts of the real ones, so the same number of tensors and parameters, but tiny
-random matrices: the work depends on their number, not on their size. All times are processor seconds of SGLang's
-scheduler and of the engine's worker.
+The models have the layers and experts of the real ones, so the same number of tensors and parameters, but
+tiny random matrices: the work depends on their number, not on their size. All times are processor seconds of
+SGLang's scheduler and of the engine's worker.
 """
 
 from __future__ import annotations

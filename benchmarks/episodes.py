@@ -3,9 +3,10 @@
 python -m benchmarks.episodes
 
 200 episodes run at once, with tools that take up to two seconds, fail, or hang. The environment server, the
-environments and the time limits of calls are those of a run (megarl/workers/environment.py). The engine takes no
-time, and the clock of the loop jumps to the next event. The upper bound is slots / mean time of a call, where a
-call that hangs counts with its time limit. An episode that ends frees its slot for others, until few are left.
+environments and the time limits of calls are those of a run (megarl/workers/environment.py). The engine takes
+no time, and the clock of the loop jumps to the next event. The upper bound is slots / mean time of a call,
+where a call that hangs counts with its time limit. An episode that ends frees its slot for others, until few
+are left.
 """
 
 from __future__ import annotations

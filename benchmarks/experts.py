@@ -2,11 +2,11 @@
 
     python benchmarks/experts.py [--tokens 2048] [--repeats 5] [--cpu-time]
 
-The benchmark measures forward + backward of rows of 256 tokens (no optimizer step) in float32, by one process of
-one thread, for two models with random weights that differ only in their feed-forward networks: 16 experts of width
-256 in each of 8 layers, of which each token uses 4, and one network of width 1024. The experts add a router,
-tokens that are sorted by expert and put back, and products of fewer tokens each. A speed is tokens per second of
-the fastest of several repeats, after a warm-up; the two models alternate.
+The benchmark measures forward + backward of rows of 256 tokens (no optimizer step) in float32, by one process
+of one thread, for two models with random weights that differ only in their feed-forward networks: 16 experts
+of width 256 in each of 8 layers, of which each token uses 4, and one network of width 1024. The experts add a
+router, tokens that are sorted by expert and put back, and products of fewer tokens each. A speed is tokens
+per second of the fastest of several repeats, after a warm-up; the two models alternate.
 """
 
 from __future__ import annotations

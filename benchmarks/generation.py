@@ -3,8 +3,8 @@
     python benchmarks/generation.py              # 32 prompts x 8 samples, about 60 prompt and 62 response tokens, 6.3M parameters
     python benchmarks/generation.py --threads 2
 
-The output is tokens per second of processor time, which depends less on other load. Both generate the same number
-of tokens at temperature 1. The limit is a ratio of 2.5 on one thread.
+The output is tokens per second of processor time, which depends less on other load. Both generate the same
+number of tokens at temperature 1. The limit is a ratio of 2.5 on one thread.
 """
 
 from __future__ import annotations

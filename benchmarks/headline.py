@@ -2,11 +2,11 @@
 
     python -m benchmarks.headline [--quick] [--cpu-time]
 
-The work is the actor's part of a step on 32 rows (16 with the larger model), 8 samples of each prompt: the samples'
-old log-probs, those of a reference, and one update's forward + backward (no optimizer step), in float32. Responses
-have log-normal lengths, on average a third of the longest (192 tokens), and prompts a quarter of that average. The
-models and the rules are those of engine.py: contestants alternate, and their losses must agree. A speed is real
-tokens per second, counting the whole prompt of each sample.
+The work is the actor's part of a step on 32 rows (16 with the larger model), 8 samples of each prompt: the
+samples' old log-probs, those of a reference, and one update's forward + backward (no optimizer step), in
+float32. Responses have log-normal lengths, on average a third of the longest (192 tokens), and prompts a
+quarter of that average. The models and the rules are those of engine.py: contestants alternate, and their
+losses must agree. A speed is real tokens per second, counting the whole prompt of each sample.
 
 naive           every pass, rows padded to the longest of their micro-batch, 8 rows in each: as many as are safe if memory fits 8
                 rows of the longest length. The reference's pass is that of an engine of the same size.

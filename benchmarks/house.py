@@ -4,9 +4,9 @@
     python benchmarks/house.py --tree FOLDER    # another one, of any age
     python benchmarks/house.py --no-step        # without the run
 
-The step is a real one: `megarl train` with actor, reference, critic, reward function and one hf engine, on a model
-of four layers. In each process, every function call of the second `train_step` is recorded; a module counts once,
-in whichever process it runs.
+The step is a real one: `megarl train` with actor, reference, critic, reward function and one hf engine, on a
+model of four layers. In each process, every function call of the second `train_step` is recorded; a module
+counts once, in whichever process it runs.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 For each placement, one run is started with one rank each of actor, reference and critic and a rollout of one
 engine, and one batch is generated. Then the two updates run, each alone and both together, in alternation,
-`--repeats` times; the fastest of each counts. Times are read from the timeline, from the first start to the last
-end in the processes of the two roles, including all moves of state that the placement needs. The ratio is
-together / (critic alone + actor alone): below 0.7 if both have their own devices and there is a core for each, 1 or
-above if they time-share. Overlap is the time in which both updates run, as a share of the shorter one.
+`--repeats` times; the fastest of each counts. Times are read from the timeline, from the first start to the
+last end in the processes of the two roles, including all moves of state that the placement needs. The ratio
+is together / (critic alone + actor alone): below 0.7 if both have their own devices and there is a core for
+each, 1 or above if they time-share. Overlap is the time in which both updates run, as a share of the shorter
+one.
 
 Finally the plan for a cluster of 64 nodes x 8 devices is made, which must take less than a second.
 """

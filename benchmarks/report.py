@@ -3,9 +3,9 @@
     python -m benchmarks.report [--steps 500] [--samples 5000] [--tokens 128]
 
 The benchmark creates the folder of a run of that many steps: 80 metrics, samples of 50 steps with tokens as
-frequent as words, and a timeline of 17 spans per step. It writes the page, opens it in Chromium (`apt-get install
-chromium chromium-driver`), and prints the seconds until the curves are shown, and from there to the table of
-samples. The targets are 20 MB and 3 s.
+frequent as words, and a timeline of 17 spans per step. It writes the page, opens it in Chromium (`apt-get
+install chromium chromium-driver`), and prints the seconds until the curves are shown, and from there to the
+table of samples. The targets are 20 MB and 3 s.
 """
 
 from __future__ import annotations

@@ -2,21 +2,21 @@
 
     python -m benchmarks.scale [--parts 64 16 4] [--of grpo ppo]
 
-The batch is a part of 1,024 prompts x 16 samples: prompts of 2,048 tokens, and responses of log-normal length, on
-average 8,192 tokens and at most 32,768. Every size runs in its own process, in which the training loop makes two
-steps (`PPOTrainer.train_step`, with the real roles, advantages and metrics). The second step counts: in the first,
-a virtual machine receives much of its memory from its host, which took fifteen times as long as using it. The
-first is shown as well.
+The batch is a part of 1,024 prompts x 16 samples: prompts of 2,048 tokens, and responses of log-normal
+length, on average 8,192 tokens and at most 32,768. Every size runs in its own process, in which the training
+loop makes two steps (`PPOTrainer.train_step`, with the real roles, advantages and metrics). The second step
+counts: in the first, a virtual machine receives much of its memory from its host, which took fifteen times as
+long as using it. The first is shown as well.
 
-Other processes are replaced by stubs: samples and results of workers already exist in shared memory, as in Ray's
-object store. Messages are serialized as Ray does it and copied there, into memory that already exists and is not
-counted as the driver's (Ray allocates its store once and reuses freed parts). The benchmark therefore measures only
-the driver's own work, in processor seconds of one thread, and the increase of its own memory (RssAnon) without the
-object store.
+Other processes are replaced by stubs: samples and results of workers already exist in shared memory, as in
+Ray's object store. Messages are serialized as Ray does it and copied there, into memory that already exists
+and is not counted as the driver's (Ray allocates its store once and reuses freed parts). The benchmark
+therefore measures only the driver's own work, in processor seconds of one thread, and the increase of its own
+memory (RssAnon) without the object store.
 
-sent / needed is the bytes of the messages to each role's replicas, relative to the bytes that it reads (int32 ids,
-float32 values, and a prompt once for each replica that has a sample of it). The whole batch is extrapolated linearly
-from the two largest parts.
+sent / needed is the bytes of the messages to each role's replicas, relative to the bytes that it reads (int32
+ids, float32 values, and a prompt once for each replica that has a sample of it). The whole batch is
+extrapolated linearly from the two largest parts.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 python -m benchmarks.sleeping_rollout [--steps 8]
 
-Engines sleep for as long as their samples take, and so does the trainer. Sleeping takes no processor time, so any
-machine will do.
+Engines sleep for as long as their samples take, and so does the trainer. Sleeping takes no processor time, so
+any machine will do.
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@
     python -m benchmarks.step --quick      # one micro-batch and one repeat of each
     python -m benchmarks.step --engine sglang
 
-The work is a Qwen2 of 6.4 million parameters in float32, 32 prompts of 50 to 70 tokens, 8 samples of at most 62
-tokens each, KL of 0.001 in the loss (k3), one update, no gradient checkpointing, and the loss
-`sequence_mean_token_mean`, which TRL calls `grpo`; two threads per process on both sides. Each contestant runs in
-its own process, with one warm-up step before the steps that count.
+The work is a Qwen2 of 6.4 million parameters in float32, 32 prompts of 50 to 70 tokens, 8 samples of at most
+62 tokens each, KL of 0.001 in the loss (k3), one update, no gradient checkpointing, and the loss
+`sequence_mean_token_mean`, which TRL calls `grpo`; two threads per process on both sides. Each contestant
+runs in its own process, with one warm-up step before the steps that count.
 
-The output is the seconds of a step in wall time and processor time, and their parts; on a busy machine, the ratio
-of processor times counts. The target is 1.5, with the hf engine, in wall time. TRL is installed into its own
-environment in a cache folder, on top of this one: the same torch and transformers.
+The output is the seconds of a step in wall time and processor time, and their parts; on a busy machine, the
+ratio of processor times counts. The target is 1.5, with the hf engine, in wall time. TRL is installed into
+its own environment in a cache folder, on top of this one: the same torch and transformers.
 """
 
 from __future__ import annotations

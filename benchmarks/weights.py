@@ -3,28 +3,30 @@
     python benchmarks/weights.py [--repeats 5] [--bucket-mb 64] [--transports device group folder] [--tensor-parallel 1 2]
     python benchmarks/weights.py --planning    # only where tensors go
 
-A Qwen2-style model of 100 million parameters in float32, in real Megatron-Core ranks on Ray, is sent to one real
-SGLang engine by each transport, as in a training step: pause, receive, stamp, flush, resume; without verification.
-The fastest of several weight syncs counts. They alternate with the limits, so that other load on the machine slows
-all of them.
+A Qwen2-style model of 100 million parameters in float32, in real Megatron-Core ranks on Ray, is sent to one
+real SGLang engine by each transport, as in a training step: pause, receive, stamp, flush, resume; without
+verification. The fastest of several weight syncs counts. They alternate with the limits, so that other load
+on the machine slows all of them.
 
-copy      a copy of the same tensors to other memory, in SGLang's process
-own       SGLang's `model.load_weights` of the same tensors, when they are already in its process
-gloo      as many bytes point to point, in the same messages, from the trainer's process to the engine's worker, and nothing else
-files     writing and reading a file of as many bytes in one process, through the system's file cache
+copy      a copy of the same tensors to other memory, in SGLang's process own       SGLang's
+`model.load_weights` of the same tensors, when they are already in its process gloo      as many bytes point
+to point, in the same messages, from the trainer's process to the engine's worker, and nothing else files
+writing and reading a file of as many bytes in one process, through the system's file cache
 
-`of limit` is the speed relative to the slowest limit: of memory (copy, own) for `device`, of the transport's own means
-(gloo, files) for the others. Targets: half for `device` from a trainer of the same layout; for `group` seven tenths if
-the trainer's slices are contiguous (TP1) and half if they must be packed (TP2: some are columns).
+`of limit` is the speed relative to the slowest limit: of memory (copy, own) for `device`, of the transport's
+own means (gloo, files) for the others. Targets: half for `device` from a trainer of the same layout; for
+`group` seven tenths if the trainer's slices are contiguous (TP1) and half if they must be packed (TP2: some
+are columns).
 
-Then one trainer rank sends to 1, 2 and 4 engines of transformers by `group`, in alternation: seconds per byte,
-relative to one engine. The target is 1.3 at most.
+Then one trainer rank sends to 1, 2 and 4 engines of transformers by `group`, in alternation: seconds per
+byte, relative to one engine. The target is 1.3 at most.
 
 Last, the benchmark measures how long an SGLang engine takes to locate the tensors of Qwen3-30B-A3B and
-Qwen3-235B-A22B (engine_planning.py): 5 processor seconds at most in the first weight sync, and 0.2 in every later one.
+Qwen3-235B-A22B (engine_planning.py): 5 processor seconds at most in the first weight sync, and 0.2 in every
+later one.
 
-`extra` is the most memory that a trainer rank needed for a weight sync, as the kernel counts it, in buckets. Packing
-and waiting are shares of the time on the slowest trainer rank.
+`extra` is the most memory that a trainer rank needed for a weight sync, as the kernel counts it, in buckets.
+Packing and waiting are shares of the time on the slowest trainer rank.
 """
 
 from __future__ import annotations

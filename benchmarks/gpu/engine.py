@@ -4,18 +4,19 @@
     python -m benchmarks.gpu.engine --device cpu    # a dry run: a tiny shape, in seconds
 
 Models have the shapes of Qwen2.5 and random weights, the same on both sides. The benchmark measures forward +
-backward of a batch (no optimizer step), for every installed kind of layers and each `recompute`, and the scoring
-pass. A batch has rows of log-normal length, a quarter of each its prompt, split into micro-batches that both sides
-pack without padding. The loss is the mean log-prob of all response tokens, and must be equal. A speed is tokens
-(prompt + response) per second of the fastest repeat; the two sides alternate.
+backward of a batch (no optimizer step), for every installed kind of layers and each `recompute`, and the
+scoring pass. A batch has rows of log-normal length, a quarter of each its prompt, split into micro-batches
+that both sides pack without padding. The loss is the mean log-prob of all response tokens, and must be equal.
+A speed is tokens (prompt + response) per second of the fastest repeat; the two sides alternate.
 
-The peer is `Qwen2ForCausalLM` at its best: its inputs are on the device before the clock starts, it computes logits
-of response tokens only, and its attention of packed rows is flash attention: that of the package flash_attn if it is
-installed, else torch's own `varlen_attn` (on a CPU `sdpa`). Compared with `full`, it recomputes all layers too (its
-gradient checkpointing); compared with `selective`, it recomputes nothing, because it has no such mode.
+The peer is `Qwen2ForCausalLM` at its best: its inputs are on the device before the clock starts, it computes
+logits of response tokens only, and its attention of packed rows is flash attention: that of the package
+flash_attn if it is installed, else torch's own `varlen_attn` (on a CPU `sdpa`). Compared with `full`, it
+recomputes all layers too (its gradient checkpointing); compared with `selective`, it recomputes nothing,
+because it has no such mode.
 
-MFU is the operations that the model needs (megarl/models/flops.py; a third of them for the scoring pass) relative to
-the peak of the GPU.
+MFU is the operations that the model needs (megarl/models/flops.py; a third of them for the scoring pass)
+relative to the peak of the GPU.
 """
 
 from __future__ import annotations
@@ -154,8 +155,8 @@ def build_engine(
 ) -> MegatronEngine:
     """Build an engine from the folder's config.json, with the peer's weights.
 
-    The optimizer only has what a forward and backward pass needs: its state would be twelve bytes per parameter, and the
-    largest shape would not fit on one GPU together with the peer.
+    The optimizer only has what a forward and backward pass needs: its state would be twelve bytes per
+    parameter, and the largest shape would not fit on one GPU together with the peer.
 
     Args:
         recompute: None builds an engine that only scores.

@@ -3,15 +3,15 @@
     python -m benchmarks.gpu.weights [--repeats 5] [--bucket-mb 256]
     python -m benchmarks.gpu.weights --device cpu    # a dry run with few bytes and no limit
 
-The weights are 1.03 GB in bfloat16, with the shapes of a Qwen2 model of eight layers. The engine is of the kind hf,
-and the transport is `device`: IPC buffers in the GPU's memory, shared by CUDA IPC. Seconds are the trainer's, from
-the start of a weight sync until the engine has received everything, the fastest of the repeats; the first one
-includes initialization and does not count. Between two weight syncs the trainer copies as many bytes within the GPU
-(memcpy), and the fastest counts as well.
+The weights are 1.03 GB in bfloat16, with the shapes of a Qwen2 model of eight layers. The engine is of the
+kind hf, and the transport is `device`: IPC buffers in the GPU's memory, shared by CUDA IPC. Seconds are the
+trainer's, from the start of a weight sync until the engine has received everything, the fastest of the
+repeats; the first one includes initialization and does not count. Between two weight syncs the trainer copies
+as many bytes within the GPU (memcpy), and the fastest counts as well.
 
-IPC buffers copy all bytes twice, in and out, and two processes take turns on a GPU: the limit is half the speed of
-memcpy. The target is half of that limit, as the ratio 2 x memcpy's seconds / the weight sync's seconds. Below it the
-exit code is 1.
+IPC buffers copy all bytes twice, in and out, and two processes take turns on a GPU: the limit is half the
+speed of memcpy. The target is half of that limit, as the ratio 2 x memcpy's seconds / the weight sync's
+seconds. Below it the exit code is 1.
 """
 
 from __future__ import annotations

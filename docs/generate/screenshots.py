@@ -2,8 +2,8 @@
 
     python -m docs.generate.screenshots RUN_DIR [RUN_DIR ...]
 
-The command writes report-curves.png, report-samples.png and report-timeline.png to docs/static, from a report of
-these runs. The documentation shows the quickstart and GRPO on the same additions.
+The command writes report-curves.png, report-samples.png and report-timeline.png to docs/static, from a report
+of these runs. The documentation shows the quickstart and GRPO on the same additions.
 """
 
 from __future__ import annotations

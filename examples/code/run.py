@@ -1,8 +1,8 @@
 """Run the code example (`python -m examples.code.run`): a tiny model learns to write functions by their tests.
 
 It takes about ten minutes on two cores. Arguments are overrides of examples/code/grpo.yaml; `trainer.seed`
-also seeds the model, the data and the fine-tuning. Each stage is a separate command, which is printed before it
-runs.
+also seeds the model, the data and the fine-tuning. Each stage is a separate command, which is printed before
+it runs.
 """
 
 from __future__ import annotations

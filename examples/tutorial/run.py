@@ -1,8 +1,8 @@
 """Run the tutorial (`make tutorial`): model, data, GRPO, the score before and after it, and the curves.
 
-It takes 10 to 20 minutes on two cores. Arguments are overrides of examples/tutorial/smollm2.yaml. Each stage is
-a separate command, which is printed before it runs. If you start it again, finished stages are skipped and an
-interrupted run is resumed.
+It takes 10 to 20 minutes on two cores. Arguments are overrides of examples/tutorial/smollm2.yaml. Each stage
+is a separate command, which is printed before it runs. If you start it again, finished stages are skipped and
+an interrupted run is resumed.
 """
 
 from __future__ import annotations

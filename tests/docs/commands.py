@@ -1,7 +1,7 @@
 """Every command on the pages, as it is written there, and what proves that it works.
 
-A command that needs a GPU, a cluster, a Docker engine or the network, or that measures for minutes, has a mark on
-its page instead: a comment such as `<!-- needs a GPU -->` right above its block.
+A command that needs a GPU, a cluster, a Docker engine or the network, or that measures for minutes, has a
+mark on its page instead: a comment such as `<!-- needs a GPU -->` right above its block.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class Environment(NamedTuple):
 def build_wheel(folder: Path) -> Path:
     """Build the wheel of this repository in `folder`.
 
-    setuptools keeps what it built before in `build/` of the repository, and would put files that have moved since into the wheel.
+    setuptools keeps what it built before in `build/` of the repository, and would put files that have moved
+    since into the wheel.
     """
     config = folder / "build.cfg"
     config.write_text(f"[build]\nbuild_base = {folder / 'build'}\n")

@@ -1,6 +1,7 @@
 """Signals that end a run.
 
-The first SIGTERM requests an end, and the second one ends at once. For Ctrl-C, the third one does. The previous handlers are restored afterwards.
+The first SIGTERM requests an end, and the second one ends at once. For Ctrl-C, the third one does. The
+previous handlers are restored afterwards.
 """
 
 from __future__ import annotations
