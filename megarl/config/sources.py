@@ -12,9 +12,11 @@ megarl. A bundled file is `configs/NAME.yaml` in any folder. A preset sets keys 
 from __future__ import annotations
 
 import copy
+import io
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -227,7 +229,9 @@ def _group_file(section: str, name: object, near: Path) -> Path | Refused:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        loaded = OmegaConf.load(file)
+        parsed = _parse_yaml(file.read_text(encoding="utf-8"), os.path.abspath(file))
+        # Callers change the values.
+        values = copy.deepcopy(parsed)
     except FileNotFoundError as error:
         raise ConfigError(
             shown(file), [f"there is no such file (the current directory is {Path.cwd()})"]
@@ -237,11 +241,28 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     except _UNREADABLE as error:
         raise ConfigError(shown(file), [f"is not YAML: {in_one_line(error)}"]) from error
 
-    # Interpolations stay unresolved until all layers are merged.
-    values = OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
     if not isinstance(values, dict):
         raise ConfigError(shown(file), ["must contain a mapping of sections (model:, data:, ...)"])
     return {str(key): value for key, value in values.items()}
+
+
+class _NamedText(io.StringIO):
+    """A text with the file name that the parser's errors contain."""
+
+    def __init__(self, text: str, name: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
+@lru_cache(maxsize=64)
+def _parse_yaml(text: str, name: str) -> object:
+    """Return the values of a YAML text.
+
+    A command reads a file several times, for its kind and for its values, and the parser is slow.
+    """
+    loaded = OmegaConf.load(_NamedText(text, name))
+    # Interpolations stay unresolved until all layers are merged.
+    return OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
 
 
 def in_one_line(error: Exception) -> str:
