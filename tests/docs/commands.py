@@ -72,6 +72,9 @@ _LENGTHS = "--lengths 600,4096 --training-s 60 --tokens-per-s 40"
 _PRESET_GRADIENTS = "tests/integration/test_preset_gradients.py::test_every_case_has_a_gradient_of_its_own"
 _PRESETS = ("ppo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo")
 _GRPO = "megarl check configs/quickstart.yaml algorithm=grpo"
+# The files of the run, its tokenizer, data, weights and reward, are those of the same check without these keys, which
+# is executed as a whole.
+SAME_FILES = Executed("--fast")
 _LINT_AND_TESTS = (
     "ruff check",
     "ruff format --check",
@@ -111,7 +114,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     ),
     "megarl check configs/quickstart.yaml trainer.updates_per_step=3 rollout.top_p=0.9": Executed(status=2),
     f"megarl check configs/quickstart.yaml {_OF_VERL}": Executed(status=2),
-    "megarl check configs/quickstart.yaml algorithm=dapo algorithm.policy_loss.clip_high=0.25": Executed(),
+    "megarl check configs/quickstart.yaml algorithm=dapo algorithm.policy_loss.clip_high=0.25": SAME_FILES,
     "megarl plan configs/quickstart.yaml --output outputs/plan.svg": Executed(),
     "megarl plan configs/quickstart.yaml placement.strategy=hybrid --output outputs/plan.svg": Executed(),
     "megarl plan configs/qwen2.5_7b_grpo.yaml actor.recompute=none": Executed(),
@@ -129,15 +132,15 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         for name in _PRESETS
     },
     "megarl check configs/quickstart.yaml algorithm=reinforce_pp "
-    "algorithm.advantage.estimator=reinforce_plus_plus_baseline": Executed(),
-    f"{_GRPO} algorithm.advantage.estimator=opo": Executed(),
+    "algorithm.advantage.estimator=reinforce_plus_plus_baseline": SAME_FILES,
+    f"{_GRPO} algorithm.advantage.estimator=opo": SAME_FILES,
     f"{_GRPO} algorithm.advantage.estimator=gpg algorithm.policy_loss.kind=gpg trainer.updates_per_step=1": (
-        Executed()
+        SAME_FILES
     ),
-    f"{_GRPO} algorithm.policy_loss.kind=sapo": Executed(),
-    f"{_GRPO} algorithm.kl.estimator=k3_straight_through algorithm.kl.coefficient=0.01": Executed(),
-    f"{_GRPO} algorithm.dynamic_sampling.enabled=true algorithm.overlong.buffer_share=0.2": Executed(),
-    f"{_GRPO} algorithm.rollout_correction.level=token": Executed(),
+    f"{_GRPO} algorithm.policy_loss.kind=sapo": SAME_FILES,
+    f"{_GRPO} algorithm.kl.estimator=k3_straight_through algorithm.kl.coefficient=0.01": SAME_FILES,
+    f"{_GRPO} algorithm.dynamic_sampling.enabled=true algorithm.overlong.buffer_share=0.2": SAME_FILES,
+    f"{_GRPO} algorithm.rollout_correction.level=token": SAME_FILES,
     "megarl rehearse configs/quickstart.yaml device=cuda --ranks all --json outputs/rehearsal.json": Executed(),
     f"megarl rehearse configs/llama3_70b_ppo.yaml {_70B_ON_192}": InTest(
         "tests/unit/rehearsal/test_llama_70b.py::test_parameters_and_held_memory",
@@ -145,7 +148,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     ),
     "megarl plot outputs/quickstart": Executed(),
     "megarl check configs/quickstart.yaml algorithm=async_grpo": Executed(),
-    "megarl check configs/quickstart.yaml algorithm=async_ppo rollout.max_staleness=2": Executed(),
+    "megarl check configs/quickstart.yaml algorithm=async_ppo rollout.max_staleness=2": SAME_FILES,
     f"megarl plan configs/qwen2.5_7b_ppo_split.yaml --simulate {_LENGTHS} --output outputs/steps.svg": (
         InTest(
             "tests/unit/cli/test_simulate.py::test_a_table_and_a_picture",
