@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup quickstart tutorial algorithms troubleshooting test test-all test-wheel gpu lint types docs reference clean
+.PHONY: setup quickstart tutorial algorithms troubleshooting test test-all test-wheel gpu lint types static docs reference clean
 
 setup: $(READY)
 
@@ -39,11 +39,11 @@ algorithms: $(READY)
 troubleshooting: $(READY)
 	MEGARL_WRITE_PAGES=1 $(BIN)/python -m pytest $$(grep -rl "check_documented(" tests --include="test_*.py")
 
-test: $(READY) lint types
+test: $(READY) static
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 # Includes the soak tests, which take minutes each. Run them before a release, or after changes that they cover.
-test-all: $(READY) lint types
+test-all: $(READY) static
 	$(BIN)/python -m pytest tests --ignore tests/gpu $(ARGS)
 
 # Runs tests/gpu and benchmarks/gpu on a machine with a GPU and prints one table. SGLang tests are skipped without SGLang's packages.
@@ -64,7 +64,11 @@ lint: $(READY)
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml
 
 types: $(READY)
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
+
+# Both at the same time, each with its output in one piece.
+static: $(READY)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync lint types
 
 # Builds the site in build/docs/index.html. Warnings, such as broken links, are errors.
 docs: $(READY)
