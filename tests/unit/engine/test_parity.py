@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,16 +221,27 @@ class Reference(NamedTuple):
     results: dict[str, Compared]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    folder = tmp_path_factory.mktemp(request.param)
-    save_model(request.param, folder / "lm")
-    save_critic(folder / "lm", folder / "critic")
-    folders = {key: str(folder / key) for key in ("lm", "critic")}
-    batch = weighted_batch()
-    names = OF_EXPERTS if request.param in EXPERT_FAMILIES else OF_DENSE
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """Return a function that computes the reference of a family once, in whatever order the tests come."""
 
-    return Reference(folders, batch, run_reference(folders, batch, names))
+    @cache
+    def computed(family: str) -> Reference:
+        folder = tmp_path_factory.mktemp(family)
+        save_model(family, folder / "lm")
+        save_critic(folder / "lm", folder / "critic")
+        folders = {key: str(folder / key) for key in ("lm", "critic")}
+        batch = weighted_batch()
+        names = OF_EXPERTS if family in EXPERT_FAMILIES else OF_DENSE
+
+        return Reference(folders, batch, run_reference(folders, batch, names))
+
+    return computed
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def reference(request: pytest.FixtureRequest, reference_of: Callable[[str], Reference]) -> Reference:
+    return reference_of(request.param)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
