@@ -20,10 +20,13 @@ from megarl.rollout.interface import SamplingParameters, plan_requests
 from megarl.weights.checksum import checksum
 from megarl.workers.rollout_worker import RolloutWorker
 from tests.integration.weight_matrix import (
+    LAYOUTS,
     MATRIX,
     MORTAL,
+    SGLANG,
     EngineCase,
     Trained,
+    Trainers,
     push_twice,
     started_engine,
     started_trainers,
@@ -38,15 +41,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trained]]
     return two_of_each_family(tmp_path_factory.mktemp("models"))
 
 
+MOST_TRAINER_RANKS = 8  # at a time, in addition to the engine's processes
+
+
 class Running:
-    """One engine at a time. pytest itself would restart it for each test if it were one of several
-    parameters."""
+    """Keep one engine, and the trainers of the last layouts.
+
+    pytest itself would restart them for each test if they were two of several parameters.
+    """
 
     def __init__(self, models: dict[str, list[Trained]]) -> None:
         self._models = models
         self._stack = ExitStack()
         self._engine: EngineCase | None = None
         self._replicas: Replicas | None = None
+        self._trainers: dict[str, tuple[Trainers, ExitStack]] = {}  # the oldest first
 
     def of(self, engine: EngineCase) -> Replicas:
         if self._replicas is None or engine != self._engine:
@@ -57,21 +66,40 @@ class Running:
             )
         return self._replicas
 
+    def trainers(self, layout: str) -> Trainers:
+        if layout not in self._trainers:
+            wanted = LAYOUTS[layout].world_size
+            while wanted + sum(LAYOUTS[name].world_size for name in self._trainers) > MOST_TRAINER_RANKS:
+                self._close_trainers(next(iter(self._trainers)))
+            stack = ExitStack()
+            self._trainers[layout] = stack.enter_context(started_trainers(layout, self._models)), stack
+        return self._trainers[layout][0]
+
+    def _close_trainers(self, layout: str) -> None:
+        _, stack = self._trainers.pop(layout)
+        stack.close()
+
     def close(self) -> None:
         self._replicas = None
         self._stack.close()
+
+    def close_all(self) -> None:
+        self.close()
+        for layout in list(self._trainers):
+            self._close_trainers(layout)
 
 
 @pytest.fixture(scope="module")
 def running(ray_cluster: None, models: dict[str, list[Trained]]) -> Iterator[Running]:
     made = Running(models)
     yield made
-    made.close()
+    made.close_all()
 
 
+# Every other engine has the same layouts, so that their trainers stay.
 @pytest.mark.parametrize(
     ("engine", "layout", "transport"),
-    [case for case in MATRIX if case[0].mode is not None],
+    sorted((case for case in MATRIX if case[0].mode is not None), key=lambda case: SGLANG.index(case[0]) % 2),
     ids=lambda value: str(getattr(value, "value", value)),
 )
 def test_the_engine_writes_what_hugging_face_writes_with_the_pushed_weights(
@@ -82,8 +110,8 @@ def test_the_engine_writes_what_hugging_face_writes_with_the_pushed_weights(
     transport: Transport,
     tmp_path: Path,
 ) -> None:
-    with started_trainers(layout, models) as trainers:
-        push_twice(trainers, running.of(engine), models[engine.family], engine, transport, tmp_path)
+    trainers = running.trainers(layout)
+    push_twice(trainers, running.of(engine), models[engine.family], engine, transport, tmp_path)
 
 
 def test_a_killed_scheduler_costs_no_sample(running: Running, models: dict[str, list[Trained]]) -> None:
