@@ -160,6 +160,8 @@ def test_a_group_is_a_file_and_can_be_changed_in_place(groups: Path) -> None:
         config.algorithm.kl.coefficient,
         config.algorithm.entropy_coefficient,
     ) == (KLWhere.loss, 0.7, 0.2)
+    # The parsed file is kept, and the first reading has not changed it.
+    assert load_config(PPOConfig, changed) == config
 
 
 def test_choosing_a_group_starts_its_section_afresh(groups: Path) -> None:
