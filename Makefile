@@ -64,7 +64,7 @@ lint: $(READY)
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml
 
 types: $(READY)
-	$(BIN)/mypy --num-workers 2
+	$(BIN)/mypy
 
 # Both at the same time, each with its output in one piece.
 static: $(READY)
