@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -24,8 +24,6 @@ from megarl.machine.files import write_whole
 from megarl.machine.processors import has_gpu
 from megarl.machine.ray_address import cluster_address
 
-Config = typing.TypeVar("Config")
-Run = typing.TypeVar("Run", bound=RunConfig)
 _KIND = "kind"
 # The required keys whose value is a list. The others are strings.
 _REQUIRED_LISTS = ("data.train_files",)
@@ -34,7 +32,7 @@ _LONGEST_NAME = 255
 _LONGEST_TEXT = 4000
 
 
-def load_config(
+def load_config[Config](
     schema: type[Config],
     source: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
@@ -59,7 +57,7 @@ def load_config(
 
 
 @dataclass(frozen=True)
-class PartialConfig(Generic[Config]):
+class PartialConfig[Config]:
     """A configuration with the problems found so far, so that all problems can be reported together.
 
     Attributes:
@@ -92,7 +90,7 @@ def _overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
-def read_config(
+def read_config[Config](
     schema: type[Config],
     source: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
@@ -111,7 +109,7 @@ def read_config(
     )
 
 
-def resolved(config: Config) -> Config:
+def resolved[Config](config: Config) -> Config:
     """Return the configuration with `model.dtype: auto` resolved for its device.
 
     It stays `auto` if the device is not known before the start.
@@ -120,7 +118,7 @@ def resolved(config: Config) -> Config:
     return typing.cast(Config, with_dtype(run, is_on_cuda(run.device)))
 
 
-def with_dtype(config: Run, is_on_cuda: bool) -> Run:
+def with_dtype[Run: RunConfig](config: Run, is_on_cuda: bool) -> Run:
     """Return the configuration with `model.dtype: auto` resolved for the device."""
     if config.model.dtype is not DType.auto:
         return config
@@ -157,7 +155,7 @@ def _schema_of_kind(kind: str | None) -> type[RunConfig] | None:
     return next((schema for each, schema in SCHEMAS.items() if each == kind), None)
 
 
-def _fit(schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialConfig[Config]:
+def _fit[Config](schema: type[Config], path: str, layers: Sequence[Layer]) -> PartialConfig[Config]:
     kind = _kind_of(layers)
     # Nearly every key of another kind of run would be unknown, so this is reported alone.
     if (meant := _schema_of_kind(kind) or schema) is not schema:
@@ -286,7 +284,7 @@ def plain_values(config: Any) -> dict[str, Any]:
     return typing.cast(dict[str, Any], yaml.safe_load(_as_yaml(config)))
 
 
-def with_absolute_paths(config: Config) -> Config:
+def with_absolute_paths[Config](config: Config) -> Config:
     """Return the configuration with absolute paths of all inputs and outputs.
 
     Processes on other nodes have a different current folder than the driver, but must use the same files.

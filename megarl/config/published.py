@@ -9,17 +9,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.config.shipped import CONFIGS_DIR, shown
 
-Run = TypeVar("Run", bound=RunConfig)
 _MODELS = "models"
 
 
-def with_published_models(config: Run, config_path: str) -> tuple[Run, list[str]]:
+def with_published_models[Run: RunConfig](config: Run, config_path: str) -> tuple[Run, list[str]]:
     """Replace the path of each model that is not on this machine with a folder that has its `config.json`.
 
     A path without such a folder is unchanged.

@@ -4,7 +4,7 @@ Exact versions for development are in requirements/. This module imports nothing
 it directly.
 """
 
-PYTHON = ">=3.11"
+PYTHON = ">=3.12"
 
 # Requirements of every run: distribution (with extras) -> range. A range has no upper limit until a release
 # breaks megarl.

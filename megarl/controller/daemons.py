@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ray._private import node, ray_constants, services
 from ray._private.parameter import RayParams
@@ -34,8 +34,6 @@ _TIMED_OUT = "node timed out during startup"
 _SEVERE = re.compile(r"^\[[^\]]* [CE] \d+ \d+\]")  # CRITICAL and ERROR in the logs of Ray's C++ processes
 _NUM_LINES = 4
 _NUM_CHARACTERS = 400
-
-T = TypeVar("T")
 
 
 class NodeStartError(RunError):
@@ -213,7 +211,7 @@ def start_node(
     return started
 
 
-def start_patiently(start: Callable[[], T], say: Callable[[str], None]) -> T:
+def start_patiently[T](start: Callable[[], T], say: Callable[[str], None]) -> T:
     """Call `start`, which starts a `SmallNode`, and retry once after a timeout.
 
     The second attempt finds the files of Ray's programs in the page cache.

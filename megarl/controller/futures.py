@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import ray
@@ -44,7 +44,6 @@ NODE_LOOK_S = 5.0  # interval for checking the nodes of processes that have not 
 _LOG_LINES = 30
 _SHOWN_UIDS = 4
 
-T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -184,7 +183,7 @@ class Call:
 # ---- futures
 
 
-class RemoteFuture(DataProtoFuture, Generic[T_co]):
+class RemoteFuture[T_co](DataProtoFuture):
     """A result that depends on the remote calls `calls`."""
 
     calls: tuple[Call, ...]
@@ -232,7 +231,7 @@ class DerivedFuture(RemoteFuture[T_co]):
         return self._finish(self.gather(self._parts, timeout))
 
 
-def gather(*futures: RemoteFuture[T], timeout: float | None = None) -> list[T]:
+def gather[T](*futures: RemoteFuture[T], timeout: float | None = None) -> list[T]:
     """Wait for futures of any groups at the same time, and return their results in order.
 
     Raises:

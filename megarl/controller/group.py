@@ -26,11 +26,7 @@ from megarl.controller.futures import WorkerFuture
 from megarl.controller.messages import CallRecord
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import (
-    CallP,
-    CallR,
     ColocatedWorkerClass,
-    P,
-    R,
     RayClassWithInitArgs,
     RemoteMethod,
     Worker,
@@ -78,7 +74,7 @@ class RoleGroup:
 
     # ---- calls
 
-    def call(
+    def call[**CallP, CallR](
         self, method: RemoteMethod[..., Any, CallP, CallR], *args: CallP.args, **kwargs: CallP.kwargs
     ) -> CallR:
         """Call a worker's method on the ranks that its `@register` defines.
@@ -94,7 +90,7 @@ class RoleGroup:
         future = self._execute(method.rule, method, args, kwargs)
         return future.get() if method.blocking else future  # type: ignore[return-value]
 
-    def call_rank(
+    def call_rank[**P, R](
         self, rank: int, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs
     ) -> WorkerFuture[R]:
         """Call a worker's method on one rank only, regardless of its `@register`.
@@ -106,7 +102,7 @@ class RoleGroup:
             raise ValueError(f"{self.role} has ranks 0 to {self.world_size - 1}, not {rank}")
         return self._execute(rule_for_rank(rank), method, args, kwargs)
 
-    def call_all(
+    def call_all[**P, R](
         self, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs
     ) -> WorkerFuture[list[R]]:
         """Call a worker's method on every rank with the same arguments, regardless of its `@register`.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import isasyncgenfunction, iscoroutinefunction
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
 from megarl.batch.data_proto import DataProto
 from megarl.controller.dispatch import RULES, Dispatch, Mesh, MeshCoordinate, Rule
@@ -23,15 +23,16 @@ if TYPE_CHECKING:  # worker classes are imported without Ray
 
 
 P = ParamSpec("P")  # the method's parameters on a rank, without self
-R = TypeVar("R", covariant=True)  # its return type on a rank
-CallP = ParamSpec("CallP")  # the parameters of `group.call(method, ...)` on the driver
-CallR = TypeVar("CallR", covariant=True)  # its return type on the driver: one or several results, or a future
+R = TypeVar("R")  # its return type on a rank
 
 
-class RemoteMethod(Generic[P, R, CallP, CallR]):
+class RemoteMethod[**P, R, **CallP, CallR]:
     """A method of a worker class that a group's ranks run: `group.call(ActorWorker.update, parts, loss)`.
 
     On a worker it is an ordinary method.
+
+    The type parameters are the method's parameters, without self, and its return type on a rank; then those
+    of `group.call` on the driver, which returns one or several results, or a future.
     """
 
     def __init__(self, function: Callable[..., Any], rule: Rule, blocking: bool) -> None:

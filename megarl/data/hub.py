@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -19,7 +19,6 @@ from megarl.config.schema import RunConfig
 from megarl.config.sources import is_hub_name
 from megarl.machine.errors import ConfigError, one_line
 
-Run = TypeVar("Run", bound=RunConfig)
 _ANSWER_LIMIT_S = 5.0  # for the hub to list what it has
 _WEIGHTS = "*.safetensors"
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -27,7 +26,7 @@ _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _FAILED = (HfHubHTTPError, HFValidationError, OSError)
 
 
-class HubInputs(NamedTuple, Generic[Run]):
+class HubInputs[Run: RunConfig](NamedTuple):
     """A configuration with its hub names resolved.
 
     Attributes:
@@ -42,7 +41,7 @@ class HubInputs(NamedTuple, Generic[Run]):
     problems: list[str]
 
 
-def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
+def with_hub_inputs[Run: RunConfig](config: Run, fetch: bool) -> HubInputs[Run]:
     """Replace the hub names of models and data sets by local folders and files.
 
     Args:
@@ -84,7 +83,7 @@ def with_hub_inputs(config: Run, fetch: bool) -> HubInputs[Run]:
     return HubInputs(config, list(dict.fromkeys(lines)), list(dict.fromkeys(problems)))
 
 
-def with_cached_models(config: Run) -> Run:
+def with_cached_models[Run: RunConfig](config: Run) -> Run:
     """Replace the names of models that are complete in the hub's cache by their folders.
 
     The hub is not contacted.

@@ -15,7 +15,7 @@ import logging
 import re
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from megarl.config.rules.data import JSON_LINES
 from megarl.config.schema import Overlong
@@ -26,7 +26,6 @@ from megarl.machine.strict_json import load_strictly
 
 logger = logging.getLogger(__name__)
 ROLES = ("system", "user", "assistant", "tool")
-Item = TypeVar("Item")
 _LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|content|from|value)["']\s*:""")
 
 
@@ -226,7 +225,7 @@ class Measured(NamedTuple):
         return cls(row.file, row.number, length)
 
 
-def keep_within(
+def keep_within[Item](
     items: Sequence[Item], measured: Sequence[Measured], limit: int, option: str, overlong: Overlong
 ) -> list[Item]:
     """Return the items of at most `limit` tokens.

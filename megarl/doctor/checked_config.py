@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from megarl.config.load import PartialConfig, read_config, resolved
 from megarl.config.published import with_published_models
@@ -24,7 +24,6 @@ from megarl.placement.memory import budget_problems, plan_memory, refuses
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
 
-Run = TypeVar("Run", bound=RunConfig)
 # Keys that a placement depends on.
 _PLACEMENT_KEYS = (
     *("placement", "actor.parallel", "critic.parallel", "reward.model.parallel"),
@@ -32,7 +31,7 @@ _PLACEMENT_KEYS = (
 )
 
 
-class Checked(NamedTuple, Generic[Run]):
+class Checked[Run: RunConfig](NamedTuple):
     """A configuration without problems.
 
     Attributes:
@@ -47,7 +46,7 @@ class Checked(NamedTuple, Generic[Run]):
 
 
 @dataclass(frozen=True)
-class Inputs(Generic[Run]):
+class Inputs[Run: RunConfig]:
     """The result of `find_inputs` or `find_on_hub`.
 
     Attributes:
@@ -100,7 +99,7 @@ class Inputs(Generic[Run]):
         return [each for each in violations if not self.partial.refuses(each.keys)]
 
 
-def load_checked_anywhere(
+def load_checked_anywhere[Run: RunConfig](
     schema: type[Run], path: str, overrides: Sequence[str] = (), *, starts_elsewhere: bool = False
 ) -> Checked[Run]:
     """Load a configuration and check it. The only file that is read is each model's `config.json`.
@@ -118,7 +117,7 @@ def load_checked_anywhere(
     return Checked(inputs.partial.config, [*inputs.substituted, *map(str, absent)], [])
 
 
-def load_checked_here(schema: type[Run], path: str, overrides: Sequence[str] = ()) -> Run:
+def load_checked_here[Run: RunConfig](schema: type[Run], path: str, overrides: Sequence[str] = ()) -> Run:
     """Load a configuration for a run on this machine, and check it like `load_checked_anywhere`.
 
     Inputs on a hub are fetched.
@@ -131,7 +130,7 @@ def load_checked_here(schema: type[Run], path: str, overrides: Sequence[str] = (
     return inputs.partial.config
 
 
-def find_inputs(partial: PartialConfig[Run]) -> Inputs[Run]:
+def find_inputs[Run: RunConfig](partial: PartialConfig[Run]) -> Inputs[Run]:
     """Find a folder with a `config.json` for each model, for a run that need not start on this machine.
 
     In order: the given folder, the hub's cache, the `models` folders next to the configuration and in
@@ -142,7 +141,7 @@ def find_inputs(partial: PartialConfig[Run]) -> Inputs[Run]:
     return Inputs(inputs.partial, [*lines, *inputs.substituted])
 
 
-def find_on_hub(partial: PartialConfig[Run], fetch: bool) -> Inputs[Run]:
+def find_on_hub[Run: RunConfig](partial: PartialConfig[Run], fetch: bool) -> Inputs[Run]:
     """Replace names on the hub with local folders and files. With `fetch`, download weights and data too."""
     config = resolved(partial.config)
     if not names_a_hub(config):
@@ -173,7 +172,7 @@ def names_a_hub(config: RunConfig) -> bool:
     )
 
 
-def _from_cache(config: Run) -> Run:
+def _from_cache[Run: RunConfig](config: Run) -> Run:
     if not names_a_hub(config):
         return config
     from megarl.data.hub import with_cached_models
@@ -187,7 +186,7 @@ def refuse(path: str, problems: Sequence[str]) -> None:
         raise ConfigError(path, problems)
 
 
-def problems_of(partial: PartialConfig[Run], violations: Sequence[Violation]) -> list[str]:
+def problems_of[Run: RunConfig](partial: PartialConfig[Run], violations: Sequence[Violation]) -> list[str]:
     """Return the schema problems, the violations, and problems of the placement and of engine arguments."""
     config = partial.config
     problems = [*partial.problems, *map(str, violations)]

@@ -11,16 +11,17 @@ from typing import Any
 
 from megarl.config.load import read_config
 from megarl.config.roles import model_roles
+from megarl.config.schema import RunConfig
 from megarl.config.validate import read_architectures
 from megarl.config.violation import Absence, Violation
 from megarl.doctor.check_result import DATA, CheckResult, Status
-from megarl.doctor.checked_config import Checked, Inputs, Run, find_inputs, find_on_hub, problems_of, refuse
+from megarl.doctor.checked_config import Checked, Inputs, find_inputs, find_on_hub, problems_of, refuse
 from megarl.doctor.inputs import ROWS, findings
 
 _CODE_KEYS = ("reward.functions", "agent", "algorithm")
 
 
-def load_for_run(
+def load_for_run[Run: RunConfig](
     schema: type[Run], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> Run:
     """Load the configuration of a run that starts on this machine, and check all inputs.
@@ -42,7 +43,9 @@ def load_for_run(
     return inputs.partial.config
 
 
-def load_examined_anywhere(schema: type[Run], path: str, overrides: Sequence[str] = ()) -> Checked[Run]:
+def load_examined_anywhere[Run: RunConfig](
+    schema: type[Run], path: str, overrides: Sequence[str] = ()
+) -> Checked[Run]:
     """Load a configuration like `load_checked_anywhere`, and check the inputs that are on this machine.
 
     These are model folders, tokenizers, the first rows of the data, reward functions, tools and environments.
@@ -62,7 +65,9 @@ def load_examined_anywhere(schema: type[Run], path: str, overrides: Sequence[str
     return Checked(inputs.partial.config, [*inputs.substituted, *map(str, absent)], warnings)
 
 
-def _examine(inputs: Inputs[Run], violations: Sequence[Violation], num_rows: int) -> list[CheckResult]:
+def _examine[Run: RunConfig](
+    inputs: Inputs[Run], violations: Sequence[Violation], num_rows: int
+) -> list[CheckResult]:
     """Check the inputs of a run, except those with a known problem. For `num_rows` see `findings`."""
     config = inputs.partial.config
     partial = inputs.partial

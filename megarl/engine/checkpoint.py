@@ -13,7 +13,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +32,6 @@ from megarl.engine.groups import ParallelGroups
 from megarl.engine.optimizer import StepCounts
 from megarl.engine.sharding import Shard, sharding_of
 from megarl.machine.errors import UNWRITTEN, CheckpointError
-
-Result = TypeVar("Result")
 
 OPTIMIZER_FORMAT = "fully_reshardable"
 RNG_KEY = "rng_state"
@@ -340,7 +338,9 @@ class _Failure(NamedTuple):
     hint: Sequence[str]
 
 
-def _on_all_ranks(action: Callable[[], Result], folder: Path, done: Literal["read", "written"]) -> Result:
+def _on_all_ranks[Result](
+    action: Callable[[], Result], folder: Path, done: Literal["read", "written"]
+) -> Result:
     """Return the result of `action`. File errors on any rank are raised on every rank."""
     failure = None
     try:

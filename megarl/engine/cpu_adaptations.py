@@ -252,19 +252,19 @@ def _linear(
     sequence_parallel: bool,
     grad_output_buffer: list[torch.Tensor] | None = None,
     wgrad_deferral_limit: int | None = 0,
-    async_grad_allreduce: bool | None = None,
     tp_group: torch.distributed.ProcessGroup | None = None,
+    gtp_remat_size: int = 1,
 ) -> torch.Tensor:
     """Compute Megatron's tensor-parallel linear layer with megarl's matrix product.
 
     On CUDA, Megatron overlaps collectives with products instead. The signature is that of Megatron's
-    `linear_with_grad_accumulation_and_async_allreduce`, in which `async_grad_allreduce` is deprecated and has
-    no effect.
+    `linear_with_grad_accumulation_and_async_allreduce`.
     """
     from megatron.core.tensor_parallel import mappings
 
     assert not gradient_accumulation_fusion
     assert grad_output_buffer is None, "the weight gradients of the last layer are not deferred on the CPU"
+    assert gtp_remat_size == 1, "weights are not sharded a second time on the CPU"
 
     # The backward pass of either collective reduces the input's gradient over the tensor-parallel ranks.
     if sequence_parallel:
@@ -290,7 +290,7 @@ def _linear_with_frozen_weight(
     tp_group: torch.distributed.ProcessGroup | None,
     grad_output_buffer: list[torch.Tensor] | None = None,
     wgrad_deferral_limit: int | None = None,
-    async_grad_allreduce: bool | None = None,
+    gtp_remat_size: int = 1,
 ) -> torch.Tensor:
     """Compute the same as `_linear`, with the signature of Megatron's function of this name.
 
@@ -306,6 +306,7 @@ def _linear_with_frozen_weight(
         sequence_parallel,
         grad_output_buffer=grad_output_buffer,
         tp_group=tp_group,
+        gtp_remat_size=gtp_remat_size,
     )
 
 

@@ -77,7 +77,7 @@ def block_spec(
     if sparse_layers:
         for kind in kinds.values():
             kind.module = RoutedLayer
-        kinds[True].submodules.mlp.submodules.router = ExpertRouter
+        kinds[True].submodules.mlp.keywords["submodules"].router = ExpertRouter  # a functools.partial
 
     # The layers of this chunk, by their numbers in the whole model.
     first = get_transformer_layer_offset(config, vp_stage=chunk)
@@ -189,7 +189,7 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
         modules = gpt_layer_specs.TESpecProvider()
         columns |= {modules.column_parallel_linear(), modules.column_parallel_layer_norm_linear()}
         rows |= {modules.row_parallel_linear()}
-        _, grouped = modules.grouped_mlp_modules(moe_use_grouped_gemm=True, moe_use_legacy_grouped_gemm=False)
+        grouped = modules.grouped_mlp_modules(moe_use_grouped_gemm=True).keywords["submodules"]
         columns.add(grouped.linear_fc1)
         rows.add(grouped.linear_fc2)
 

@@ -84,9 +84,10 @@ def rotary_packed(
     cu_seqlens: Tensor,
     freqs: Tensor,
     rotary_interleaved: bool = False,
-    multi_latent_attention: bool = False,
+    mla_rotary_interleaved: bool = False,
     mscale: float = 1.0,
     cp_group: torch.distributed.ProcessGroup | None = None,
+    multi_latent_attention: bool | None = None,
 ) -> Tensor:
     """Replace Megatron's `_apply_rotary_pos_emb_thd`.
 
@@ -95,9 +96,10 @@ def rotary_packed(
         cu_seqlens: The boundaries of the sequences.
         freqs: (longest sequence, 1, 1, D).
         rotary_interleaved: Not supported.
-        multi_latent_attention: Not supported.
+        mla_rotary_interleaved: Not supported.
         mscale: Must be 1.
         cp_group: The context-parallel group. If ranks share rows, positions must be set.
+        multi_latent_attention: The older name of `mla_rotary_interleaved`.
     """
     assert cp_group is None or cp_group.size() == 1 or hasattr(cu_seqlens, _POSITIONS), (
         "if ranks share rows, positions must be set"
@@ -105,6 +107,7 @@ def rotary_packed(
 
     # Other variants of Megatron's function are refused, since this one would compute them wrongly.
     assert not rotary_interleaved
+    assert not mla_rotary_interleaved
     assert not multi_latent_attention
     assert mscale == 1.0
     assert freqs.shape[-1] == t.shape[-1], "a partial rotation is not supported"

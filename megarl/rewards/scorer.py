@@ -231,6 +231,7 @@ class RewardScorer:
         # The first job completes once a process has run the initializer.
         loading = pool.schedule(process.load_error)
 
+        problem: str | None
         if not self._is_done_in_time(loading):
             files = ", ".join(function.path for function in self._functions)
             problem = (

@@ -250,14 +250,14 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
     strides = row_major_strides(shape)
     source = source if source.shape == target.shape else source.expand(target.shape)
     # Decompose the offset into the index of the slice's first element.
-    position = source.storage_offset()
-    starts = []
+    position = int(source.storage_offset())
+    starts: list[int] = []
 
     for stride in strides:
         starts.append(position // stride)
         position %= stride
 
-    sizes = [1] * len(shape)
+    sizes: list[int] = [1] * len(shape)
     target_dims = {}
 
     # Match each dimension of the view with the tensor's dimension of the same stride.

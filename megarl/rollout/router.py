@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Iterable
-from typing import Generic, TypeVar
 
-Request = TypeVar("Request")
 # 0 for continued requests, 1 for requests with priority, 2 for others; then the request id
 _Priority = tuple[int, int]
 
@@ -24,7 +22,7 @@ class RequestRoutingError(RuntimeError):
     """A replica finished a request that it was not given, or that it had finished before."""
 
 
-class RequestRouter(Generic[Request]):
+class RequestRouter[Request]:
     """Queue of requests for replicas.
 
     Args:

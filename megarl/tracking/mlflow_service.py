@@ -10,7 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
@@ -22,8 +22,6 @@ _STORE = "mlruns"
 _BATCH = 100  # parameters per call; for metrics, the limit is 1000
 _MAX_VALUE = 6000  # characters of a parameter, MLflow's limit; `config.yaml` has the full values
 _EVERY_STEP = "timing_s/step"  # a metric that every step has
-
-Item = TypeVar("Item")
 
 
 class MlflowService:
@@ -92,7 +90,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 4] + " ..."
 
 
-def _batches(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+def _batches[Item](items: Iterable[Item], size: int) -> Iterator[list[Item]]:
     iterator = iter(items)
     while batch := list(itertools.islice(iterator, size)):
         yield batch

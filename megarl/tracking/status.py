@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from megarl.machine.files import write_whole
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
@@ -28,7 +28,6 @@ STOPPED = "stopped"
 INTERRUPTED = "interrupted"
 FAILED = "failed"
 _log = logging.getLogger(__name__)
-_Part = TypeVar("_Part")
 
 
 class StatusError(ValueError):
@@ -228,7 +227,7 @@ class _DamageError(Exception):
     pass
 
 
-def _read(part: type[_Part], values: Any, where: str) -> _Part:
+def _read[Part](part: type[Part], values: Any, where: str) -> Part:
     """Build a dataclass instance from JSON, checking the type of every value."""
     if not isinstance(values, dict):
         raise _DamageError(f"{where or 'the top level'} is not a mapping")

@@ -6,13 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import Field, field, fields, is_dataclass
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 MISSING = "???"  # OmegaConf's marker for a required value
 # Limit of any number, with either sign: a larger one is a typo, and would be harmful as a count or a seed.
 LARGEST = 10**9
-
-Value = TypeVar("Value")
 
 
 class Range(NamedTuple):
@@ -52,7 +50,7 @@ class Range(NamedTuple):
         )
 
 
-def ranged(default: Value, **ends: float) -> Value:
+def ranged[Value](default: Value, **ends: float) -> Value:
     """Declare the default and the range of a key, as in `n: int = ranged(1, at_least=1)`.
 
     Null is in every range.
@@ -85,7 +83,7 @@ def numbers(default: list[float], **ends: float) -> list[float]:
     return field(default_factory=default.copy, metadata={ItemRange: ItemRange(len(default), Range(**ends))})
 
 
-def prose(default: Value) -> Value:
+def prose[Value](default: Value) -> Value:
     """Declare the default of a key whose text is read by a model.
 
     Unlike a name, such a text may be long and contain line breaks.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megarl.controller import hints
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
@@ -25,7 +25,6 @@ from megarl.workers.rollout_worker import RolloutWorker
 if TYPE_CHECKING:
     from megarl.controller.resource_pool import RayResourcePool
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -300,7 +299,7 @@ def _on_each(
     return lost
 
 
-def results_of(
+def results_of[T](
     futures: Mapping[int, WorkerFuture[T]],
     lost: dict[int, Exception],
     is_lost: Callable[[WorkerError | PhaseTimeoutError], bool],

@@ -5,6 +5,7 @@ They compute bitwise the same as the local layers, so that every difference is a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class StubProvider:
     def column_parallel_layer_norm_linear(self) -> type:
         return StubNormColumn
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
         return StubNorm
 
     def core_attention(self) -> type:
@@ -101,14 +102,19 @@ class StubProvider:
     def activation_func(self) -> None:
         return None
 
-    def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-    ) -> tuple[type, MLPSubmodules]:
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> partial[SequentialMLP]:
         """Return experts computed one after another: no test here has any."""
-        return SequentialMLP, MLPSubmodules(linear_fc1=StubColumn, linear_fc2=StubRow)
+        return partial(SequentialMLP, submodules=MLPSubmodules(linear_fc1=StubColumn, linear_fc2=StubRow))
 
 
-def fused_rotary(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Tensor:
+def fused_rotary(
+    t: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    interleaved: bool = False,
+) -> Tensor:
     """Stub of fused_apply_rotary_pos_emb_thd, which Megatron uses on CUDA only."""
     return rotary_packed(t, cu_seqlens, freqs)
 
