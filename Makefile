@@ -1,5 +1,5 @@
 # The main targets are `make quickstart` and `make test`. Both create .venv first, if it does not exist.
-PYTHON ?= python3.11
+PYTHON ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -8,16 +8,31 @@ READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup quickstart tutorial algorithms troubleshooting test test-all test-wheel gpu lint types static docs reference clean
+.PHONY: setup lock quickstart tutorial algorithms troubleshooting test test-all test-wheel gpu lint types static docs reference clean
 
+# Every installation takes its versions from the lock, and uv verifies the hashes there.
+LOCK := requirements/lock.txt
+INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint $(LOCK)
+
+# make setup TORCH_INDEX=URL takes torch from another index, such as torch's own, which has a build without CUDA. The lock has no hashes for it.
 setup: $(READY)
 
-$(READY): requirements/cpu.txt requirements/sglang.txt requirements/dev.txt setup.py
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/cpu.txt -r requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/sglang.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+# --clear: an environment of another Python, or with packages that the lock no longer has, is not used again.
+$(READY): $(wildcard requirements/*.txt) setup.py
+	$(PYTHON) -m venv --clear $(VENV)
+	sed -n '/^uv==/,/[^\\]$$/p' $(LOCK) | $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r /dev/stdin
+	$(if $(TORCH_INDEX),$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --index $(TORCH_INDEX) $$(grep -o '^torch==[^ ]*' $(LOCK)))
+	$(INSTALL) -r requirements/run.txt -r requirements/cpu.txt -r requirements/dev.txt
+	$(INSTALL) --no-deps -r requirements/cpu_no_deps.txt
+	$(INSTALL) --no-deps --no-build-isolation --editable .
 	touch $(READY)
+
+# Writes the lock again after a change of requirements/. make lock ARGS=--upgrade takes the newest versions; ARGS="--upgrade-package ray", one.
+# models.txt is not in it: its package is a plugin, and what it declares is not installed.
+lock:
+	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --python-version 3.12 \
+	  --python-platform x86_64-manylinux_2_34 --prerelease if-necessary-or-explicit --output-file $(LOCK) $(ARGS) \
+	  $(addprefix requirements/,run.txt cpu.txt cpu_no_deps.txt gpu.txt gpu_source.txt dev.txt bundle.txt)
 
 # make quickstart ENGINE=sglang; pass overrides with ARGS: make quickstart ARGS="trainer.total_steps=10 trainer.seed=1"
 # TASK: sums, or one of examples/: make quickstart TASK=agent
@@ -51,7 +66,7 @@ gpu: $(READY)
 	$(BIN)/python -m tests.gpu.table
 
 # Tests the wheel in new environments, with the newest and with the oldest allowed versions. Each takes minutes and gigabytes.
-# make test-wheel ARGS="--python python3.12 --resolution newest"
+# make test-wheel ARGS="--resolution newest"
 test-wheel: $(READY)
 	$(BIN)/python -m tests.wheel $(ARGS)
 

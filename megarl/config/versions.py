@@ -1,7 +1,7 @@
 """The version ranges of megarl's dependencies, which setup.py declares and `megarl doctor` checks.
 
-Exact versions for development are in requirements/. This module imports nothing, so that setup.py can execute
-it directly.
+Exact versions for development are in requirements/lock.txt. This module imports nothing, so that setup.py can
+execute it directly.
 """
 
 PYTHON = ">=3.12"
@@ -9,9 +9,9 @@ PYTHON = ">=3.12"
 # Requirements of every run: distribution (with extras) -> range. A range has no upper limit until a release
 # breaks megarl.
 REQUIRED = {
-    "torch": ">=2.11,<2.15",
-    "megatron-core": ">=0.16.1,<0.17",  # 0.17 changed signatures of functions that megarl patches
-    "transformers": ">=5.12,<5.25",
+    "torch": ">=2.14.1,<2.15",
+    "megatron-core": ">=0.19.2,<0.20",  # minor releases change signatures of functions that megarl patches
+    "transformers": ">=5.19,<5.20",
     "safetensors": ">=0.5",
     "jinja2": ">=3.1.4",
     "huggingface-hub": ">=1.5",
@@ -35,7 +35,7 @@ REQUIRED = {
 }
 
 # Additional requirements of `rollout.engine=sglang`.
-SGLANG = {"sglang": ">=0.5.17,<0.5.24", "aiohttp": ">=3.11"}
+SGLANG = {"sglang": ">=0.5.23,<0.5.24", "aiohttp": ">=3.11"}
 # Packages that SGLang imports on CPU. There it is installed with --no-deps, because most of its declared
 # dependencies are for CUDA.
 SGLANG_CPU = {
@@ -46,7 +46,7 @@ SGLANG_CPU = {
     "fastapi": ">=0.115.6",
     "gguf": ">=0.17",
     "msgspec": ">=0.19",
-    "openai": ">=2.6.1",
+    "openai": ">=2.8",
     "orjson": ">=3.10.12",
     "partial-json-parser": ">=0.2.1.1.post3",
     "pillow": ">=11",
@@ -63,7 +63,7 @@ SGLANG_CPU = {
     "xgrammar": ">=0.2.1,<0.3",
 }
 # Optional layers for CUDA.
-CUDA = {"transformer-engine[pytorch]": ">=2.9"}
+CUDA = {"transformer-engine[pytorch]": ">=2.20,<2.21"}
 
 # Libraries that are built for exact versions of others. The installed versions must match their metadata.
 COUPLED = {"sglang": ("torch", "transformers"), "transformers": ("tokenizers",)}

@@ -159,7 +159,7 @@ def _driver(found: Gpus) -> Iterator[CheckResult]:
         yield wrong(
             CHECK,
             "torch is built without CUDA",
-            "install torch for CUDA (requirements/cuda.txt), or set device=cpu",
+            "install torch's build for CUDA (the package index has it), or set device=cpu",
         )
     elif found.driver_cuda is not None and _numbers(found.driver_cuda)[0] < _numbers(found.torch_cuda)[0]:
         message = (

@@ -92,7 +92,7 @@ def judge(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckR
                 f"{name} {found} (tested {tested.oldest} to {tested.newest})"
                 for name, found, tested in untested
             )
-            hint = "requirements/cpu.txt contains versions that are tested together"
+            hint = "requirements/lock.txt contains versions that are tested together"
             yield doubtful(
                 CHECK,
                 f"{message}: untested with {what}",
@@ -120,7 +120,7 @@ def _untested(installed: Installed, of_engine: Mapping[str, str]) -> list[tuple[
 
 def _faults(installed: Installed, of_engine: Mapping[str, str]) -> Iterator[CheckResult]:
     if not _within(installed.python, PYTHON):
-        hint = "create the virtual environment with another Python, such as 3.11"
+        hint = "create the virtual environment with another Python, such as 3.12"
         yield wrong(CHECK, f"Python {installed.python} is not {PYTHON}", hint, python=installed.python)
 
     for required, versions in {**REQUIRED, **of_engine}.items():

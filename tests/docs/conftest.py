@@ -10,18 +10,20 @@ import pytest
 from tests.docs.clone import Clone, Ended
 from tests.docs.commands import COMMANDS, QUICKSTART, Executed
 from tests.integration.dockerfile_steps import cpu_image
-from tests.integration.linked_wheels import make_wheels
+from tests.integration.linked_wheels import lock_of, make_wheels
 
 
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
-    """Made by the steps of docker/Dockerfile.cpu, without Docker. pip finds wheels that lead to what is
-    installed here; of real ones the image is made by tests/soak/test_cpu_image.py."""
+    """Made by the steps of docker/Dockerfile.cpu, without Docker. pip and uv find wheels that lead to
+    what is installed here, and a lock of these; tests/soak/test_cpu_image.py builds the image of real ones."""
     folder = tmp_path_factory.mktemp("clone")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIP_NO_INDEX", "1")
-        patch.setenv("PIP_FIND_LINKS", str(make_wheels(folder, without="megarl")))
-        image = cpu_image(folder)
+        wheels = make_wheels(folder, without="megarl")
+        for installer in ("PIP", "UV"):
+            patch.setenv(f"{installer}_NO_INDEX", "1")
+            patch.setenv(f"{installer}_FIND_LINKS", str(wheels))
+        image = cpu_image(folder, {"requirements/lock.txt": lock_of(wheels)}, TORCH_INDEX="")
         image.build()
 
     yield Clone(image)

@@ -25,11 +25,12 @@ from dockerfile_parse import DockerfileParser
 ROOT = Path(__file__).parents[2]
 _FOR_THE_RECORD = ("LABEL", "FROM", "HEALTHCHECK", "EXPOSE", "COMMENT")
 _OF_THE_SYSTEM = ("apt-get", "install", "rm", "useradd", "userdel")
-# pip's indexes and certificates on this machine, and its home, which contains pip's own files.
+# The installers' indexes and certificates on this machine, and its home, which contains their own files.
 _FROM_OUTSIDE = (
     "HOME",
     "LANG",
     "PIP_",
+    "UV_",
     "SSL_",
     "REQUESTS_CA_BUNDLE",
     "CURL_CA_BUNDLE",
@@ -39,15 +40,21 @@ _FROM_OUTSIDE = (
 )
 
 
-def cpu_image(folder: Path, **build_args: str) -> DockerfileSteps:
+def cpu_image(folder: Path, replaced: Mapping[str, str] | None = None, **build_args: str) -> DockerfileSteps:
     """Return docker/Dockerfile.cpu in `folder`/image. The base image's `python` is this machine's, of the
-    same version."""
+    same version.
+
+    Args:
+        replaced: Contents for files of the repository, by path.
+    """
     for name in ("image", "programs"):
         (folder / name).mkdir()
     (folder / "programs" / "python").symlink_to(Path(sys.executable).resolve())
     path = f"{folder / 'programs'}:/usr/bin:/bin"
 
-    return DockerfileSteps(ROOT / "docker" / "Dockerfile.cpu", ROOT, folder / "image", build_args, path)
+    return DockerfileSteps(
+        ROOT / "docker" / "Dockerfile.cpu", ROOT, folder / "image", build_args, path, replaced
+    )
 
 
 class DockerfileSteps:
@@ -56,15 +63,23 @@ class DockerfileSteps:
     Args:
         folder: Must be empty.
         build_args: Override the ARGs of the file, like `docker build --build-arg`.
+        replaced: Contents for files of the context, by path.
     """
 
     def __init__(
-        self, dockerfile: Path, context: Path, folder: Path, build_args: Mapping[str, str], path: str
+        self,
+        dockerfile: Path,
+        context: Path,
+        folder: Path,
+        build_args: Mapping[str, str],
+        path: str,
+        replaced: Mapping[str, str] | None = None,
     ) -> None:
         self._context = context
         self.folder = folder
         self._steps = DockerfileParser(fileobj=io.BytesIO(dockerfile.read_bytes())).structure
         self._build_args = dict(build_args)
+        self._replaced = dict(replaced or {})
         self._arguments: dict[str, str] = {}
         outside = {name: value for name, value in os.environ.items() if name.startswith(_FROM_OUTSIDE)}
 
@@ -155,6 +170,9 @@ class DockerfileSteps:
             else:
                 place.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(self._context / source, place)
+        for name, text in self._replaced.items():
+            if (self.folder / name).exists():
+                (self.folder / name).write_text(text)
 
     def _ignored(self, folder: str, names: list[str]) -> set[str]:
         """Return the names that .dockerignore excludes: top-level names, and names anywhere (`**/`)."""

@@ -3,12 +3,15 @@ in seconds and without copies.
 
 A wheel has the name, version, requirements and entry points of an installed distribution. Instead of its
 files it contains a `.pth` that points to a folder of links. An environment that pip creates from such wheels
-contains exactly what its requirements name.
+contains exactly what its requirements name. Programs that are no entry points, such as uv's, become scripts
+that execute the installed ones.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+import sys
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -40,6 +43,17 @@ def make_wheels(folder: Path, without: str) -> Path:
     return wheels
 
 
+def lock_of(wheels: Path) -> str:
+    """Return the content of a lock for these wheels: versions and hashes."""
+    lines = []
+    for wheel in sorted(wheels.glob("*.whl")):
+        name, version, *_ = wheel.name.split("-")
+        lines.append(
+            f"{name.replace('_', '-').lower()}=={version} \\\n    --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def name_of(distribution: Distribution) -> str:
     """Return the name as it appears in the file name of a wheel."""
     return re.sub(r"[-_.]+", "_", distribution.metadata["Name"])
@@ -50,6 +64,16 @@ def _files(distribution: Distribution) -> Iterator[PurePath]:
     for file in distribution.files or ():
         if file.parts[0] not in ("..", "__pycache__") and not file.parts[0].endswith((".dist-info", ".pth")):
             yield PurePath(file)
+
+
+def _programs(distribution: Distribution) -> Iterator[Path]:
+    """Yield the executables, without those that pip writes for entry points."""
+    written = {each.name for each in distribution.entry_points}
+    folder = Path(sys.prefix) / "bin"
+    for file in distribution.files or ():
+        path = Path(str(distribution.locate_file(file))).resolve()
+        if path.parent == folder and path.name not in written:
+            yield path
 
 
 def _top(file: PurePath, owners: dict[PurePath, set[str]]) -> PurePath:
@@ -67,6 +91,10 @@ def _write(wheels: Path, name: str, distribution: Distribution, links: Path) -> 
         f"{info}/entry_points.txt": distribution.read_text("entry_points.txt") or "",
         f"{name}.pth": f"{links}\n",
     }
+    for program in _programs(distribution):
+        content[f"{name}-{distribution.version}.data/scripts/{program.name}"] = (
+            f'#!/bin/sh\nexec {program} "$@"\n'
+        )
     content[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in (*content, f"{info}/RECORD"))
 
     with zipfile.ZipFile(wheels / f"{name}-{distribution.version}-py3-none-any.whl", "w") as wheel:

@@ -1,10 +1,10 @@
 """Test that the wheel works in the environments that users get: `make test-wheel`.
 
-For each Python, with the newest and the oldest versions that megarl/config/versions.py allows, this installs
+With the newest and the oldest versions that megarl/config/versions.py allows, this installs
 the wheel alone, does what a new user does (journey.py), and prints one table.
 
-    python -m tests.wheel                                           # Python 3.11 and 3.12, newest and oldest
-    python -m tests.wheel --python python3.11 --resolution newest
+    python -m tests.wheel                                           # newest and oldest
+    python -m tests.wheel --resolution newest
     python -m tests.wheel --record                                  # and writes the versions to megarl/config/tested_versions.json
 
 An environment is about 8 GB, and is removed after its test. Each takes about ten minutes, and downloads some
@@ -50,7 +50,7 @@ def main(options: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--python", nargs="+", default=["python3.11", "python3.12"], metavar="PROGRAM")
+    parser.add_argument("--python", nargs="+", default=["python3.12"], metavar="PROGRAM")
     parser.add_argument(
         "--resolution",
         nargs="+",

@@ -6,7 +6,7 @@
 The answer is in the last \\boxed{}; see final_answer.py for responses without one. Numbers are compared
 exactly, formulas by their values at several points, and lists, sets, tuples, intervals, inequalities and
 equations by their parts. Math-Verify compares everything else, such as matrices and integrals, within LIMIT_S
-of CPU time. It requires `pip install math-verify` (in requirements/cuda.txt).
+of CPU time. It requires `pip install math-verify` (in requirements/gpu.txt).
 """
 
 from __future__ import annotations

@@ -9,44 +9,42 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED, SGLANG, SGLANG_CPU
+from tests.requirement_files import listed, locked
 
 ROOT = Path(__file__).parents[3]
 
 
-def pins(name: str) -> dict[str, str]:
-    """Return the exact versions in requirements/`name` by distribution."""
-    lines = [line.split("#")[0].strip() for line in (ROOT / "requirements" / name).read_text().splitlines()]
-    found = [Requirement(line) for line in lines if line and not line.startswith("-")]
-    return {each.name: exact.version for each in found for exact in each.specifier if exact.operator == "=="}
-
-
-def test_what_is_pinned_is_within_the_ranges() -> None:
-    pinned = pins("cpu.txt") | pins("sglang.txt")
-    ranges = {Requirement(name).name: versions for name, versions in (REQUIRED | SGLANG | SGLANG_CPU).items()}
-    assert set(ranges) <= set(pinned)
+def test_the_lock_is_within_the_ranges() -> None:
+    lock = locked()
+    ranges = {
+        canonicalize_name(Requirement(name).name): versions
+        for name, versions in (REQUIRED | SGLANG | SGLANG_CPU | CUDA).items()
+    }
+    assert set(ranges) <= set(lock)
     assert [
-        (name, pinned[name], versions)
+        (name, lock[name], versions)
         for name, versions in ranges.items()
-        if pinned[name] not in SpecifierSet(versions)
+        if lock[name] not in SpecifierSet(versions)
     ] == []
 
 
-def test_every_other_file_keeps_to_the_ranges() -> None:
-    ranges = {Requirement(name).name: versions for name, versions in (REQUIRED | SGLANG | CUDA).items()}
-    for file in sorted((ROOT / "requirements").glob("*.txt")):
-        outside = [
-            (name, pin)
-            for name, pin in pins(file.name).items()
-            if pin not in SpecifierSet(ranges.get(name, ""), prereleases=True)
-        ]
-        assert outside == [], file.name
+def test_each_table_of_ranges_has_its_file() -> None:
+    assert names(REQUIRED) <= listed("run.txt")
+    assert names(SGLANG) <= listed("run.txt", "cpu_no_deps.txt") & listed("run.txt", "gpu.txt")
+    assert names(SGLANG_CPU) <= listed("cpu.txt", "cpu_no_deps.txt")
+    assert names(CUDA) <= listed("gpu.txt")
 
 
-def test_what_is_coupled_is_in_the_table_of_a_file() -> None:
+def names(ranges: dict[str, str]) -> set[str]:
+    return {canonicalize_name(Requirement(name).name) for name in ranges}
+
+
+def test_what_is_coupled_is_in_the_lock() -> None:
     assert set(COUPLED) <= {*REQUIRED, *SGLANG}
-    assert {name for names in COUPLED.values() for name in names} <= set(pins("cpu.txt"))
+    assert {name for names in COUPLED.values() for name in names} <= set(locked())
 
 
 def test_the_page_installs_sglang_by_the_table_and_names_every_extra() -> None:

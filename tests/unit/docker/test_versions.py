@@ -7,7 +7,6 @@ import importlib.metadata
 import io
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from dockerfile_parse import DockerfileParser
@@ -17,11 +16,10 @@ from packaging.utils import canonicalize_name
 from megarl import __version__
 from megarl.config.tested_versions import tested_versions
 from megarl.config.versions import COUPLED
+from tests.requirement_files import FOLDER, listed, locked
 
 ROOT = Path(__file__).parents[3]
-TABLE_HEAD = "| | CPU | CUDA |"
-# Not the same on both, for the reason in requirements/cuda.txt.
-DIFFERENT = {"numpy"}
+TABLE_HEAD = "| library | version |"
 LINUX_312 = {
     "python_version": "3.12",
     "python_full_version": "3.12.3",
@@ -31,43 +29,20 @@ LINUX_312 = {
 }
 
 
-class Row(NamedTuple):
-    """Versions; None where a column has none."""
-
-    cpu: str | None
-    cuda: str | None
-
-
-def version_table(file: str) -> dict[str, Row]:
+def version_table(file: str) -> dict[str, str]:
     _, _, below = (ROOT / file).read_text().partition(f"{TABLE_HEAD}\n")
     table = {}
 
     for line in below.splitlines()[1:]:
         if not line.startswith("|"):
             break
-        name, *versions = (cell.strip() for cell in line.strip("|").split("|"))
-        table[name] = Row(*(None if version == "-" else version for version in versions))
+        name, version = (cell.strip() for cell in line.strip("|").split("|"))
+        table[name] = version
 
     return table
 
 
-def pins(*files: str) -> dict[str, str]:
-    """Distribution -> exact version. Raises where a line has none."""
-    found = {}
-    for file in files:
-        for line in (ROOT / "requirements" / file).read_text().splitlines():
-            if text := line.split("#")[0].strip():
-                requirement = Requirement(text)
-                (exact,) = requirement.specifier
-                assert exact.operator == "==", f"{file}: {line}"
-                found[canonicalize_name(requirement.name)] = exact.version
-
-    return found
-
-
-CPU = pins("cpu.txt", "sglang.txt")
-CUDA = pins("cuda.txt")
-LOCK = pins("cuda.lock")
+LOCK = locked()
 
 
 def dockerfile(name: str) -> DockerfileParser:
@@ -80,23 +55,22 @@ def arguments(name: str) -> dict[str, str]:
     return {key: value.strip('"') for key, _, value in (step.partition("=") for step in steps)}
 
 
-def expected_table() -> dict[str, Row]:
-    """As the requirement files and the Dockerfiles have it."""
-    cuda = arguments("Dockerfile")
-    python_cpu = re.match(r"python:(\d+\.\d+)-", arguments("Dockerfile.cpu")["BASE_IMAGE"])
-    python_cuda = re.search(r"python(\d+\.\d+) -m venv", (ROOT / "docker/Dockerfile").read_text())
-    toolkit = re.match(r"nvidia/cuda:(\d+\.\d+\.\d+)-", cuda["BASE_IMAGE"])
-    assert python_cpu
-    assert python_cuda
-    assert toolkit
-    both = ("torch", "megatron-core", "sglang", "ray", "transformers", "tokenizers", "numpy")
-
-    return {name: Row(CPU[name], CUDA[name]) for name in both} | {
-        "Python": Row(python_cpu[1], python_cuda[1]),
-        "CUDA": Row(None, toolkit[1]),
-        "transformer-engine": Row(None, cuda["TRANSFORMER_ENGINE_VERSION"]),
-        "apex": Row(None, cuda["APEX_COMMIT"][:12]),
-    }
+def expected_table() -> dict[str, str]:
+    """Return the table that requirements/lock.txt and .python-version give."""
+    libraries = (
+        "torch",
+        "megatron-core",
+        "transformer-engine",
+        "sglang",
+        "ray",
+        "transformers",
+        "tokenizers",
+        "numpy",
+    )
+    return {
+        "Python": (ROOT / ".python-version").read_text().strip(),
+        "CUDA": ".".join(LOCK["nvidia-cuda-runtime"].split(".")[:2]),
+    } | {name: LOCK[name] for name in libraries}
 
 
 def test_every_table_of_versions_says_what_is_installed() -> None:
@@ -111,20 +85,28 @@ def test_every_table_of_versions_says_what_is_installed() -> None:
         assert version_table(page) == expected_table(), page
 
 
-def test_both_columns_have_the_same_version_but_where_there_is_a_reason() -> None:
-    shared = set(CPU) & set(CUDA)
-    assert {"torch", "megatron-core", "sglang", "ray", "transformers", "tensordict", "omegaconf"} <= shared
-    assert {name for name in shared if CPU[name] != CUDA[name]} == DIFFERENT
+def test_one_python_is_named_everywhere() -> None:
+    python = (ROOT / ".python-version").read_text().strip()
+    assert f"PYTHON ?= python{python}\n" in (ROOT / "Makefile").read_text()
+    assert f"--python-version {python} " in (ROOT / "Makefile").read_text()
+    assert re.match(r"python:(\d+\.\d+)-", arguments("Dockerfile.cpu")["BASE_IMAGE"])[1] == python
 
 
-def test_the_lock_has_what_cuda_txt_asks_for() -> None:
-    assert {name: LOCK.get(name) for name in CUDA} == CUDA
+def test_the_lock_has_every_requirement_and_no_address() -> None:
+    files = {path.name for path in FOLDER.glob("*.txt")} - {"lock.txt", "models.txt"}
+    assert listed(*files) <= set(LOCK)
     assert len(LOCK) > 200
+    assert "://" not in (FOLDER / "lock.txt").read_text()
+
+
+def test_the_makefile_locks_and_watches_every_list() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    (inputs,) = re.findall(r"\$\(addprefix requirements/,([^)]*)\)", makefile)
+    assert {*inputs.split()} == {path.name for path in FOLDER.glob("*.txt")} - {"lock.txt", "models.txt"}
 
 
 def test_the_lock_has_what_the_libraries_declare() -> None:
-    """By the metadata of what is installed here in the lock's version: all that SGLang, Megatron-Core, Ray
-    and the others ask for."""
+    """The metadata of the packages that are installed here in the lock's version name every requirement."""
     asked = 0
     problems = []
 
@@ -156,15 +138,9 @@ def test_the_page_shows_what_was_tested() -> None:
     assert shown == [(name, *tested_versions()[name]) for name in names]
 
 
-def test_megatrons_range_for_transformer_engine() -> None:
-    """It is an extra of Megatron-Core's, and the image installs it otherwise."""
-    declared = [Requirement(line) for line in importlib.metadata.requires("megatron-core") or ()]
-    (engine,) = {each.specifier for each in declared if each.name == "transformer-engine"}
-    assert engine.contains(CUDA["transformer-engine"])
+def test_the_parts_of_transformer_engine_have_one_version() -> None:
     versions = {
-        CUDA["transformer-engine"],
-        CUDA["transformer-engine-cu13"],
-        arguments("Dockerfile")["TRANSFORMER_ENGINE_VERSION"],
+        LOCK[name] for name in ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
     }
     assert len(versions) == 1
 

@@ -14,6 +14,7 @@ import yaml
 from megarl.cli.main import main
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
+from tests.requirement_files import locked
 
 ROOT = Path(__file__).parents[3]
 LAUNCH = ROOT / "launch"
@@ -185,9 +186,7 @@ def test_the_ray_job_has_only_fields_that_there_are(job: dict[str, Any]) -> None
         } == volumes
         assert all(isinstance(value, str) for value in pod["rayStartParams"].values())
 
-    assert f"ray=={cluster['rayVersion']}" in (ROOT / "requirements" / "cpu.txt").read_text().replace(
-        "ray[default]", "ray"
-    )
+    assert cluster["rayVersion"] == locked()["ray"]
     assert isinstance(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"], str)
 
 
