@@ -264,7 +264,7 @@ def _linear(
 
     assert not gradient_accumulation_fusion
     assert grad_output_buffer is None, "the weight gradients of the last layer are not deferred on the CPU"
-    assert gtp_remat_size == 1, "weights are not sharded a second time on the CPU"
+    assert gtp_remat_size == 1, gtp_remat_size
 
     # The backward pass of either collective reduces the input's gradient over the tensor-parallel ranks.
     if sequence_parallel:

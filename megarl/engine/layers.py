@@ -6,7 +6,6 @@ sequence lengths were known on the host when the batch was made.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,13 +16,10 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from megarl.engine.packed_rows import AttentionPlan, PackedRows, attention_plan, key_places
 from megarl.engine.shared_prompts import attend as attend_shared
 
-# torch 2.11 accepts fewer key heads than query heads as is; later versions require a flag.
-_SAYS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _CAUSAL = (-1, 0)  # everything before a token, nothing after it
 # torch's CPU kernel processes this many keys at a time, and does not skip masked keys within a block. Up to
 # this length, responses with a shared prompt are one masked call; beyond it they are two, so that whole
@@ -173,7 +169,6 @@ class AttentionCore(torch.nn.Module):
         )
 
     def attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-        heads = _heads_of(query, key)
         boundaries = packed.cu_seqlens_q
         longest = packed.max_seqlen_q
         mixed = varlen_attn(
@@ -186,10 +181,7 @@ class AttentionCore(torch.nn.Module):
             longest,
             scale=self.softmax_scale,
             window_size=_CAUSAL,
-            **heads,
         )
-        assert isinstance(mixed, Tensor), "only the output was requested"
-
         return mixed.flatten(1)
 
     def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:
@@ -258,7 +250,6 @@ def attend_pieces(
         (T / C, heads * D).
     """
     index = key_places(packed)
-    heads = _heads_of(query, key)
 
     # The maxima are known on the host, so the device is not asked for them.
     most_queries = max(piece.length for piece in packed.pieces)
@@ -273,15 +264,22 @@ def attend_pieces(
         most_keys,
         scale=scale,
         window_size=_CAUSAL,  # counted from the last query and the last key of each piece
-        **heads,
     )
-    assert isinstance(mixed, Tensor), "only the output was requested"
-
     return mixed.flatten(1)
 
 
-def _heads_of(query: Tensor, key: Tensor) -> dict[str, Any]:
-    return {"enable_gqa": query.shape[1] != key.shape[1]} if _SAYS_GQA else {}
+def varlen_attn(query: Tensor, key: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """Call torch's function of this name, also with fewer key heads than query heads.
+
+    Its module is imported here because it loads torch's compiler: 0.7 s of processor time in each process,
+    and only CUDA needs it.
+    """
+    from torch.nn.attention import varlen
+
+    mixed = varlen.varlen_attn(query, key, *arguments, enable_gqa=query.shape[1] != key.shape[1], **options)
+    assert isinstance(mixed, Tensor), "only the output was requested"
+
+    return mixed
 
 
 def sharing_prompts(attention: type) -> Any:

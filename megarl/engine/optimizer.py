@@ -242,7 +242,7 @@ class Optimizer:
         """
         gradients: dict[Any, list[torch.Tensor]] = defaultdict(list)  # by the process group that sums them
         for part in self._parts():
-            by_name = sorted(part.get_main_grads_for_grad_norm(), key=self._gradient_names(part).__getitem__)
+            by_name = sorted(part.get_grads_for_grad_norm(), key=self._gradient_names(part).__getitem__)
             gradients[part.get_grad_stats_parallel_group()] += by_name
 
         # Squared norms add up if parts, such as experts, are summed over different groups.

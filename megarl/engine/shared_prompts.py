@@ -17,7 +17,6 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.attention.varlen  # noqa: F401  (registers the operators)
 from torch import Tensor
 
 from megarl.engine.platform import to_device
@@ -214,6 +213,9 @@ class VarlenKernel:
     def forward(
         query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, causal: bool, scale: float | None
     ) -> _Part:
+        # This registers the operators. It also loads torch's compiler, which processes on a CPU do without.
+        import torch.nn.attention.varlen  # noqa: F401
+
         output, log_sum, state = torch.ops.torch_attn._varlen_attn(
             query, key, value, *_bounds(sequences), causal, scale=scale
         )

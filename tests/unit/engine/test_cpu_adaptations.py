@@ -138,7 +138,7 @@ def linear_parameters() -> dict[str, list[str]]:
     input = torch.ones(2, 1, 3)
     weight = torch.arange(6.0).reshape(2, 3)
     bias = torch.ones(2)
-    unused = {LINEAR[0]: (None, 0, None, None), LINEAR[1]: (None, None, None, None)}
+    unused = {LINEAR[0]: (None, 0, None, 1), LINEAR[1]: (None, None, None, 1)}
 
     for name in LINEAR:
         output = getattr(layers, name)(input, weight, bias, False, False, False, *unused[name])
