@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import varlen
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
@@ -131,7 +132,6 @@ def attend(heads: Heads, lengths: list[int], scale: float, way: str) -> Attended
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
-    from megarl.engine import layers
     from megarl.engine.layers import AttentionCore
     from megarl.engine.packed_rows import PackedRows
 
@@ -142,10 +142,8 @@ def attend(heads: Heads, lengths: list[int], scale: float, way: str) -> Attended
     if way == "packed":
         mixed = core(query, key, value, packed_seq_params=packed)
     elif way == "varlen":
-        kernel = layers.varlen_attn
-        layers.varlen_attn = slow_varlen_attn
-        mixed = core.attend_varlen(query, key, value, packed)
-        layers.varlen_attn = kernel
+        with mock.patch.object(varlen, "varlen_attn", slow_varlen_attn):
+            mixed = core.attend_varlen(query, key, value, packed)
     else:
         count = len(lengths)
         length = lengths[0]
@@ -311,7 +309,6 @@ def attend_among_ranks(
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
-    from megarl.engine import layers
     from megarl.engine.context import ContextParallelRank, own_tokens
     from megarl.engine.layers import AttentionCore, attend_pieces
     from megarl.engine.packed_rows import PackedRows, attention_plan
@@ -333,7 +330,7 @@ def attend_among_ranks(
     key, value = (tensor[torch.cat(owned)] for tensor in (key, value))
     whole = torch.zeros(sum(padded), heads.weight.shape[1])
 
-    with mock.patch.object(layers, "varlen_attn", slow_varlen_attn):
+    with mock.patch.object(varlen, "varlen_attn", slow_varlen_attn):
         for packed, own in zip(ranks, owned, strict=True):
             if way == "varlen":
                 mixed = attend_pieces(query[own], key, value, packed, scale)
