@@ -9,8 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Any
 
-from megarl.rollout.sglang.features import Features
-
 
 class CallRefusedError(RuntimeError):
     """SGLang refused or failed a call. The message is its own."""
@@ -60,11 +58,6 @@ class Backend(ABC):
 
         There are requests in flight.
         """
-
-    @property
-    @abstractmethod
-    def features(self) -> Features:
-        """Features of the SGLang version that was started."""
 
     @abstractmethod
     def dead_process(self) -> str | None:

@@ -6,7 +6,6 @@ of SGLang's source that makes it necessary; a test fails when a new SGLang no lo
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +121,7 @@ def _replace_murmur_hash() -> None:
     murmur_hash.murmur_hash32 = sampler.murmur_hash32 = murmur_hash32  # the sampler imports it by name
 
 
-def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
     """Return MurmurHash3 (x86, 32 bits) of the 16 bytes (seed, position, column).
 
     The result equals that of SGLang's Triton kernel.
@@ -130,7 +129,7 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Te
     Args:
         seed: Shape (B,), 64-bit.
         positions: Shape (B,), of which 32 bits count.
-        columns: Shape (V,), of which 32 bits count.
+        col_indices: Shape (V,), of which 32 bits count.
 
     Returns:
         Shape (B, V) uint32.
@@ -140,7 +139,7 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Te
     hashed = _mix(torch.zeros_like(seed), seed & _MASK)
     hashed = _mix(hashed, (seed >> 32) & _MASK)
     hashed = _mix(hashed, positions.to(torch.int64) & _MASK)
-    hashed = _mix(hashed[:, None], columns.to(torch.int64)[None, :] & _MASK)
+    hashed = _mix(hashed[:, None], col_indices.to(torch.int64)[None, :] & _MASK)
     # Finalize: the length in bytes, then MurmurHash3's last mixing steps.
     hashed = hashed ^ 16
     hashed = hashed ^ (hashed >> 16)
@@ -166,14 +165,11 @@ def _disable_batch_invariant_kernels() -> None:
     On a CPU, a row of a product differs with the batch by rounding, which almost never changes a sample.
     """
     from sglang.srt import batch_invariant_ops
-    from sglang.srt.model_executor import model_runner
 
-    def nothing(*arguments: object, **keywords: object) -> None:
+    def nothing(enable_bmm: bool = True) -> None:
         pass
 
     batch_invariant_ops.enable_batch_invariant_mode = nothing
-    if hasattr(model_runner, "enable_batch_invariant_mode"):  # some versions import it by name
-        model_runner.enable_batch_invariant_mode = nothing
 
 
 class _PaddedBatch(NamedTuple):
@@ -223,16 +219,16 @@ def _batch_decode_attention() -> None:
         req_to_token: torch.Tensor,
         req_pool_indices: torch.Tensor,
         seq_lens: torch.Tensor,
-        *arguments: Any,
-        **keywords: Any,
+        encoder_lens: torch.Tensor | None = None,
+        scaling: float | None = None,
+        enable_gqa: bool = False,
+        causal: bool = False,
+        is_cross_attn: bool = False,
+        sliding_window_size: int | None = None,
     ) -> torch.Tensor:
-        sliding_window = keywords.get("sliding_window_size")
-        is_plain = (
-            not arguments and keywords.get("encoder_lens") is None and not keywords.get("is_cross_attn")
-        )
-
+        is_windowed = sliding_window_size is not None and sliding_window_size > -1
         # SGLang's own loop still handles cross-attention and sliding windows.
-        if not is_plain or (sliding_window is not None and sliding_window > -1):
+        if encoder_lens is not None or causal or is_cross_attn or is_windowed:
             return one_by_one(
                 self,
                 query,
@@ -242,15 +238,18 @@ def _batch_decode_attention() -> None:
                 req_to_token,
                 req_pool_indices,
                 seq_lens,
-                *arguments,
-                **keywords,
+                encoder_lens,
+                scaling=scaling,
+                enable_gqa=enable_gqa,
+                causal=causal,
+                is_cross_attn=is_cross_attn,
+                sliding_window_size=sliding_window_size,
             )
 
         if self.megarl_padded is None:
             self.megarl_padded = pad_batch(req_to_token, req_pool_indices, seq_lens, query.dtype)
-        scaling = keywords.get("scaling")
-        grouped = keywords.get("enable_gqa", False)
-        output.copy_(padded_decode_attention(query, k_cache, v_cache, self.megarl_padded, scaling, grouped))
+        padded = self.megarl_padded
+        output.copy_(padded_decode_attention(query, k_cache, v_cache, padded, scaling, enable_gqa))
 
         return output
 
@@ -306,20 +305,20 @@ def _release_memory_for_real() -> None:
     # Tensors by tag; a process has one manager, and the class has slots.
     released: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
 
-    def release_for_real(self: Any, request: Any) -> Any:
-        answer = release(self, request)
+    def release_for_real(self: Any, recv_req: Any) -> Any:
+        answer = release(self, recv_req)
         # Without the memory saver, which needs CUDA, SGLang has freed nothing yet.
         for tag, tensors in _resident_tensors(self.tp_worker.model_runner).items():
-            if not request.tags or tag in request.tags:
+            if not recv_req.tags or tag in recv_req.tags:
                 released[tag] = empty_storages(tensors)
         return answer
 
-    def resume_for_real(self: Any, request: Any) -> Any:
+    def resume_for_real(self: Any, recv_req: Any) -> Any:
         # The memory must be allocated before SGLang resumes.
         for tag in list(released):
-            if not request.tags or tag in request.tags:
+            if not recv_req.tags or tag in recv_req.tags:
                 refill_storages(released.pop(tag))
-        return resume(self, request)
+        return resume(self, recv_req)
 
     Manager.release_memory_occupation = release_for_real
     Manager.resume_memory_occupation = resume_for_real
@@ -332,9 +331,7 @@ def _sleep_while_paused() -> None:
     """
     from sglang.srt.managers.scheduler import Scheduler
 
-    record = getattr(Scheduler, "_record_scheduler_state_for_paused_engine", None)
-    if record is None:
-        return  # a version without this place polls in a busy loop, which is only slower
+    record = Scheduler._record_scheduler_state_for_paused_engine
 
     def record_and_sleep(self: Any) -> None:
         record(self)
@@ -348,24 +345,25 @@ def _skip_experts_of_others() -> None:
 
     forward = fused_moe_native.moe_forward_native
 
-    def forward_own(layer: Any, x: torch.Tensor, topk_output: Any, runner_config: Any) -> torch.Tensor:
+    def forward_own(layer: Any, x: torch.Tensor, topk_output: Any, moe_runner_config: Any) -> torch.Tensor:
         weights, ids, _ = topk_output
         # SGLang's own implementation works if all experts are on this rank.
         if not bool((ids < 0).any()):
-            return forward(layer, x, topk_output, runner_config)
-        assert runner_config.activation == "silu"
-        assert not runner_config.apply_router_weight_on_input
+            return forward(layer, x, topk_output, moe_runner_config)
+        assert moe_runner_config.activation == "silu"
+        assert not moe_runner_config.apply_router_weight_on_input
         return own_experts(x, weights, ids, layer.w13_weight, layer.w2_weight)
 
     fused_moe_native.moe_forward_native = forward_own
 
 
 def _leave_memory_unpinned() -> None:
-    if importlib.util.find_spec("sglang.srt.state_capturer") is None:
-        return  # an older version, which has this code elsewhere
     from sglang.srt.mem_cache.pool_host import common
 
-    common._cuda_host_register = lambda buffer, granularity=None: None
+    def nothing(buffer: torch.Tensor, registration_granularity_bytes: int | None = None) -> None:
+        pass
+
+    common._cuda_host_register = nothing
 
 
 def own_experts(

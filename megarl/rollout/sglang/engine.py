@@ -105,7 +105,6 @@ class SGLangEngine(RolloutEngine):
         self._tickets = itertools.count()
         self._session_is_open = self._is_paused = False
         self._has_cache = True
-        self._last_version = -1  # of the last complete weights
         self._last_sign_s = time.monotonic()
         self._wait_for(self.backend.open())
         self._loader = LoaderClient(self._send_to_loader, self._num_ranks)
@@ -148,8 +147,6 @@ class SGLangEngine(RolloutEngine):
             self._in_flight[ticket] = _InFlight(request, self._loop.submit(self._generate(ticket, request)))
 
     async def _generate(self, ticket: int, request: GenerationRequest) -> None:
-        # Older versions do not report which weights wrote which tokens, so keep the version at submission.
-        submitted = self._last_version
         outcome: FinishedRequest | BaseException
 
         try:
@@ -157,7 +154,7 @@ class SGLangEngine(RolloutEngine):
                 generation_payload(request, self._end_token_ids, _name(ticket))
             )
             outcome = FinishedRequest(
-                request.request_id, read_sample(answer, request.sampling, submitted, self._routes_as)
+                request.request_id, read_sample(answer, request.sampling, self._routes_as)
             )
         except Exception as error:  # noqa: BLE001  the boundary of the loop's thread: `collect` raises it
             outcome = error
@@ -319,19 +316,13 @@ class SGLangEngine(RolloutEngine):
         self._lifecycle.require("end a weight update", LifecycleState.UPDATING)
         self._close_session()
         self._lifecycle.end(version)
-        self._last_version = version
-        started_anew: list[GenerationRequest] = []
 
-        # Cached prefixes were computed by the old weights.
+        # Cached prefixes were computed by the old weights. Requests that wait for the end of the update have
+        # none, so they do not prevent the flush.
         if not self._wait_for(self._stamp_and_flush(version), self.health_limit_s):
-            # Older versions flush only when idle: requests that wait for the end of the update are restarted
-            # after it.
-            started_anew = [in_flight.request for in_flight in self._in_flight.values()]
-            self.abort()
             self._flush()
 
         self._resume()
-        self.submit(started_anew)
 
     async def _stamp_and_flush(self, version: int) -> bool:
         """Set the version and flush the cache in one coroutine.
@@ -339,8 +330,9 @@ class SGLangEngine(RolloutEngine):
         Each wait for the loop's thread takes as long as setting the version. Returns whether the cache could
         be flushed.
         """
-        if self.backend.features.has("update_weight_version"):
-            await self._request("update_weight_version", new_version=str(version), abort_all_requests=False)
+        await self.backend.call(
+            "update_weight_version", {"new_version": str(version), "abort_all_requests": False}
+        )
         return await self.backend.flush_cache()
 
     def join_weights(self, links: Sequence[EngineLink]) -> None:
@@ -372,8 +364,8 @@ class SGLangEngine(RolloutEngine):
     def _send_to_loader(self, tensors: list[tuple[str, torch.Tensor]], time_limit: bool) -> None:
         """Send one message to the weight loader of every rank, while generation is paused."""
         assert self._is_paused
-        # Versions with sessions accept weights only inside one.
-        if not self._session_is_open and self.backend.features.has("begin_weight_update"):
+        # SGLang accepts weights only inside a session.
+        if not self._session_is_open:
             self._call("begin_weight_update")
             self._session_is_open = True
 
@@ -412,12 +404,13 @@ class SGLangEngine(RolloutEngine):
         return self._wait_for(self.backend.flush_cache(), self.health_limit_s)
 
     def _flush(self) -> None:
-        """Flush the cache once SGLang has processed the aborts of all requests."""
+        """Flush the cache once SGLang has processed the pause and the aborts of requests."""
         start_s = time.monotonic()
         while not self._try_to_flush():
             if time.monotonic() - start_s > self.health_limit_s:
                 raise EngineDeadError(
-                    f"SGLang has not ended the requests that were aborted {self.health_limit_s:g} s ago"
+                    f"SGLang has not emptied its cache within {self.health_limit_s:g} s: it still has "
+                    "requests that run"
                 )
             time.sleep(_FLUSH_POLL_S)
 
@@ -487,11 +480,8 @@ class SGLangEngine(RolloutEngine):
             time_limit_s: None for no limit; 0 for `health_limit_s`.
         """
         self._wait_for(
-            self._request(endpoint, **values), self.health_limit_s if time_limit_s == 0 else time_limit_s
+            self.backend.call(endpoint, values), self.health_limit_s if time_limit_s == 0 else time_limit_s
         )
-
-    def _request(self, endpoint: str, **values: Any) -> Coroutine[Any, Any, None]:
-        return self.backend.call(endpoint, self.backend.features.payload(endpoint, **values))
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, T], limit_s: float | None = None) -> T:
         """Wait for a coroutine. Raises EngineDeadError if a process ends or the limit is reached first."""

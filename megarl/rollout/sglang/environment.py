@@ -8,21 +8,34 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-STUBS = Path(__file__).parent / "stubs"
+STUBS = Path(__file__).parent / "stubs"  # last on the path: a real package takes precedence
+PREFERRED_STUBS = STUBS / "preferred"  # first on the path
 
 
-def prepare(device: str, num_ranks: int = 1) -> None:
+def prepare_for(server_args: Mapping[str, Any]) -> None:
+    """Prepare the process for an engine with these arguments."""
+    prepare(
+        server_args["device"], server_args["tp_size"], has_memory_saver="enable_memory_saver" in server_args
+    )
+
+
+def prepare(device: str, num_ranks: int = 1, *, has_memory_saver: bool = False) -> None:
     """Prepare the process.
 
     Call this before `sglang` is imported; spawned processes inherit both the variables and sys.path.
 
-    On the CPU, packages that SGLang imports but does not use there (sgl_kernel, triton, torchvision, IPython,
-    soundfile) are replaced by stubs. Their folder comes last on the path, so a real package always takes
-    precedence.
+    On the CPU, packages that SGLang imports but does not use there (sgl_kernel, torchvision, IPython,
+    soundfile) are replaced by stubs if they are not installed. Triton, which comes with CUDA builds of torch
+    only, always is: each process then starts faster, with 100 MB less, and does the same for every build.
+
+    Args:
+        has_memory_saver: Whether the engine releases its memory while it sleeps.
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of loading files, in a log
 
@@ -38,6 +51,10 @@ def prepare(device: str, num_ranks: int = 1) -> None:
         # preloaded library lacks a dependency.
         paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if path]
         os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(dict.fromkeys([*paths, str(folder)]))
+
+    if has_memory_saver:
+        # Otherwise the memory saver leaves out CUDA graphs, which then stay on the device during sleep.
+        os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
 
     if device == "cpu":
         if "transformers" in sys.modules and find_spec("torchvision") is None:
@@ -59,6 +76,7 @@ def prepare(device: str, num_ranks: int = 1) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         if str(STUBS) not in sys.path:
             sys.path.append(str(STUBS))
+            sys.path.insert(0, str(PREFERRED_STUBS))
 
 
 def cuda_runtime_folder() -> Path | None:
@@ -66,12 +84,12 @@ def cuda_runtime_folder() -> Path | None:
 
     None if it is the system's.
     """
-    for name in ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"):  # CUDA 13 and later, and CUDA 12
-        try:
-            files = metadata.files(name) or []
-        except metadata.PackageNotFoundError:
-            continue
-        for file in files:
-            if file.name.startswith("libcudart.so."):
-                return Path(str(file.locate())).resolve().parent
+    try:
+        files = metadata.files("nvidia-cuda-runtime") or []
+    except metadata.PackageNotFoundError:
+        return None
+
+    for file in files:
+        if file.name.startswith("libcudart.so."):
+            return Path(str(file.locate())).resolve().parent
     return None

@@ -113,12 +113,12 @@ def _read(name: str | None, arguments: str) -> ToolCall | CallError:
 
 def _make_ready() -> None:
     """Prepare this process for the parsers. It has no engine, and may have imported transformers."""
-    from megarl.rollout.sglang.environment import STUBS
+    from megarl.rollout.sglang.environment import PREFERRED_STUBS, STUBS
 
     os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     if str(STUBS) not in sys.path:
-        sys.path.append(str(STUBS))
+        sys.path += [str(STUBS), str(PREFERRED_STUBS)]  # this process may use Triton for other things
 
     # a model's mistakes are counted, not logged one by one
     logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)

@@ -14,9 +14,9 @@ from typing import Any
 
 from megarl.machine.ports import hold_port
 from megarl.rollout.interface import EngineDeadError
-from megarl.rollout.sglang import environment, features, processes
+from megarl.rollout.sglang import environment, processes
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
-from megarl.rollout.sglang.features import ENDPOINTS, Features
+from megarl.rollout.sglang.endpoints import ENDPOINTS
 from megarl.rollout.sglang.last_words import LastWords
 
 _END_LIMIT_S = 10.0
@@ -28,7 +28,7 @@ class InProcessBackend(Backend):
         self._children: list[BaseProcess] = []
 
     def start(self) -> None:
-        environment.prepare(self._server_args["device"], self._server_args["tp_size"])
+        environment.prepare_for(self._server_args)
         self._last_words = LastWords()
 
         # SGLang would choose a port for its ranks seconds before they listen on it; on a busy machine,
@@ -54,11 +54,6 @@ class InProcessBackend(Backend):
         self._manager._subprocess_watchdog.stop()
         atexit.unregister(self._engine.shutdown)  # kills every child of this process, not only its own
         atexit.register(self.stop)
-        self._features = features.detect()
-
-    @property
-    def features(self) -> Features:
-        return self._features
 
     async def open(self) -> None:
         self._manager.auto_create_handle_loop()

@@ -172,8 +172,8 @@ class LoaderClient:
 
     Args:
         send: Passes the tensors to SGLang's update_weights_from_tensor, with this module's `run` as load
-            format, for every rank, inside a weight-update session if SGLang has sessions. Returns when all
-            ranks have run it, with or without a time limit.
+            format, for every rank, inside a weight-update session. Returns when all ranks have run it, with
+            or without a time limit.
     """
 
     def __init__(self, send: Send, num_ranks: int) -> None:

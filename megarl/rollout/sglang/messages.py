@@ -58,12 +58,11 @@ def pickled_tensors(tensors: list[tuple[str, torch.Tensor]]) -> bytes:
 
 
 def read_sample(
-    answer: dict[str, Any], sampling: SamplingParameters, submitted: int, routes_as: np.dtype | None = None
+    answer: dict[str, Any], sampling: SamplingParameters, routes_as: np.dtype | None = None
 ) -> Sample:
     """Convert SGLang's response to a sample.
 
     Args:
-        submitted: Version of the weights when the request was submitted.
         routes_as: Dtype of the expert indices, if routes are requested.
 
     Raises:
@@ -84,11 +83,7 @@ def read_sample(
         )
 
     ended: Literal["stop", "length"] = reason["type"]
-    if "weight_versions" in meta:  # newer versions of SGLang report which weights wrote which tokens
-        spans = tuple(VersionSpan(int(span["version"]), int(span["end"])) for span in meta["weight_versions"])
-    else:  # the oldest version that can have written any of it
-        spans = (VersionSpan(submitted, len(tokens)),)
-
+    spans = tuple(VersionSpan(int(span["version"]), int(span["end"])) for span in meta["weight_versions"])
     token_ids = np.array([token for _, token, *_ in tokens], dtype=np.int32)
     routes = (
         np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).astype(routes_as)

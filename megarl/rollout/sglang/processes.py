@@ -19,20 +19,24 @@ from megarl.rollout.sglang import last_words
 
 def run_scheduler(server_args: Any, *arguments: Any, **keywords: Any) -> Any:
     """Run one rank of the model. Passed to SGLang as its `run_scheduler_process_func`."""
-    # Adapt this process before the scheduler starts.
+    adapt_scheduler(server_args.device)
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    return run_scheduler_process(server_args, *arguments, **keywords)
+
+
+def adapt_scheduler(device: str) -> None:
+    """Adapt this process before the scheduler starts."""
     _end_alone()
-    hide_megatron()
+    hide_training_packages()
     _stay_on_this_machine()
 
-    if server_args.device == "cpu":
+    if device == "cpu":
         from megarl.rollout.sglang import cpu_adaptations
 
         cpu_adaptations.install_in_scheduler()
 
     _fall_asleep_together()
-    from sglang.srt.managers.scheduler import run_scheduler_process
-
-    return run_scheduler_process(server_args, *arguments, **keywords)
 
 
 def run_detokenizer(*arguments: Any, **keywords: Any) -> Any:
@@ -42,14 +46,15 @@ def run_detokenizer(*arguments: Any, **keywords: Any) -> Any:
     return run_detokenizer_process(*arguments, **keywords)
 
 
-def hide_megatron() -> None:
-    """Make every import of Megatron-Core in this process fail as if it were not installed.
+def hide_training_packages() -> None:
+    """Make imports of Megatron-Core and Transformer Engine in this process fail, as if not installed.
 
-    SGLang's tool for dumping tensors imports it if it is installed, and with it Transformer Engine on CUDA.
-    In each scheduler, that would cost 200 MB or more, seconds of startup, and a second cuDNN, without any
-    use.
+    SGLang's tool for dumping tensors imports Megatron-Core if it is installed, and with it Transformer Engine
+    on CUDA. In each scheduler, that would cost 200 MB or more, seconds of startup, and a second cuDNN,
+    without any use.
     """
-    sys.modules.setdefault("megatron", None)  # type: ignore[arg-type]  # importing it raises ImportError
+    for name in ("megatron", "transformer_engine"):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # importing it raises ImportError
 
 
 def _end_alone() -> None:
@@ -61,12 +66,12 @@ def _end_alone() -> None:
     """
     send_signal = psutil.Process.send_signal
 
-    def send(process: psutil.Process, number: int) -> None:
-        if number == signal.SIGQUIT and process.pid == os.getppid():
+    def send(self: psutil.Process, sig: int) -> None:
+        if sig == signal.SIGQUIT and self.pid == os.getppid():
             last_words.leave(traceback.format_exc())  # called while the error is handled
             logging.shutdown()
             os._exit(1)
-        send_signal(process, number)
+        send_signal(self, sig)
 
     psutil.Process.send_signal = send
 
@@ -83,12 +88,17 @@ def _stay_on_this_machine() -> None:
     open_store = rendezvous.TCPStore
 
     def make(
-        host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        *more: Any,
+        **options: Any,
     ) -> Any:
         # Only the rank that creates the store listens: give it a socket of this one address.
         if is_master:
             options["master_listen_fd"] = listen(host_name, port).detach()
-        return open_store(host_name, port, world_size, is_master, **options)
+        return open_store(host_name, port, world_size, is_master, *more, **options)
 
     rendezvous.TCPStore = make  # type: ignore[attr-defined]
 
@@ -104,8 +114,8 @@ def _fall_asleep_together() -> None:
 
     release = Manager.release_memory_occupation
 
-    def release_together(self: Any, request: Any) -> Any:
-        answer = release(self, request)
+    def release_together(self: Any, recv_req: Any) -> Any:
+        answer = release(self, recv_req)
         torch.distributed.barrier(self.tp_cpu_group)
         return answer
 

@@ -20,7 +20,6 @@ import psutil
 
 from megarl.rollout.interface import EngineDeadError
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
-from megarl.rollout.sglang.features import Features
 from megarl.rollout.sglang.http_client import ServerClient
 from megarl.rollout.sglang.last_words import LastWords
 
@@ -79,14 +78,9 @@ class ServerBackend(Backend):
             )
             raise EngineDeadError(f"SGLang's server did not start: {why}")
 
-        found = json.loads(answer)
-        self._features = Features(**found["features"])
-        self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{found['port']}"
+        port = json.loads(answer)["port"]
+        self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
         self._children = psutil.Process(self._process.pid).children()  # its descendants change
-
-    @property
-    def features(self) -> Features:
-        return self._features
 
     async def open(self) -> None:
         self._client = ServerClient(self.url, self.api_key)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
@@ -89,6 +89,17 @@ _UNSUPPORTED = {
         "megarl starts the engine's processes and its server, which only this machine reaches"
     ),
 }
+# SGLang's largest decode batch with a CUDA graph, if nothing else is set.
+_MAX_GRAPH_BATCH = 512
+# Arguments that set the sizes of decode graphs, or turn them off.
+_DECODE_GRAPHS = {
+    "cuda_graph_max_bs_decode",
+    "cuda_graph_bs_decode",
+    "cuda_graph_config",
+    "disable_cuda_graph",
+    "disable_decode_cuda_graph",
+}
+_PHASES = ("prefill", "decode")
 _SPARE_TOKENS = 8  # SGLang reserves a few of the context, and of the cache
 _CPU_CACHE_TOKENS = 65536  # or enough for max_concurrency sequences, whichever is less
 
@@ -97,13 +108,14 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
     """Return all arguments of the engine except those of the HTTP server.
 
     Raises:
-        ConfigError: `refuse_own_server_args` refuses an argument, or the model's config.json does not name
-            its class.
+        ConfigError: `refuse_own_server_args` refuses an argument, CUDA graphs are asked for that cannot be
+            released, or the model's config.json does not name its class.
     """
     model = spec.model
     rollout = spec.rollout
     on_cpu = spec.device is Device.cpu
-    refuse_own_server_args(rollout.sglang.server_args)
+    given = rollout.sglang.server_args
+    refuse_own_server_args(given)
     _refuse_nameless_class(model.path)
     longest = context_length(model.path)
     arguments: dict[str, Any] = {
@@ -141,14 +153,42 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         if "num_experts_per_tok" in _model_config(model.path):
             # others rearrange experts' weights, so that a weight sync cannot find them
             arguments["moe_runner_backend"] = "triton"
+        # Without a limit, SGLang captures graphs for larger batches than it may run.
+        if not given.keys() & _DECODE_GRAPHS:
+            arguments["cuda_graph_max_bs_decode"] = min(rollout.max_concurrency, _MAX_GRAPH_BATCH)
         # SGLang can release memory and allocate it again only with its memory saver.
         if spec.release_memory:
+            _refuse_breakable_graphs(given)
             arguments["enable_memory_saver"] = True
+            if given.get("cuda_graph_backend_prefill") is None:
+                given = given | {"cuda_graph_backend_prefill": "disabled"}
 
     # The user's arguments take precedence; None keeps SGLang's default.
-    return {
-        name: value for name, value in (arguments | rollout.sglang.server_args).items() if value is not None
-    }
+    return {name: value for name, value in (arguments | given).items() if value is not None}
+
+
+def _refuse_breakable_graphs(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for graphs that SGLang does not capture with its memory saver.
+
+    Breakable graphs are its default for prefill.
+    """
+    backends = {f"cuda_graph_backend_{phase}": given.get(f"cuda_graph_backend_{phase}") for phase in _PHASES}
+    if isinstance(config := given.get("cuda_graph_config"), Mapping):
+        backends |= {f"cuda_graph_config.{phase}.backend": _backend(config, phase) for phase in _PHASES}
+
+    problems = [
+        f"rollout.sglang.server_args.{name} is 'breakable', and an engine that shares its device with other "
+        "roles cannot release such CUDA graphs; set it to 'full' or 'disabled', or remove it"
+        for name, backend in backends.items()
+        if backend == "breakable"
+    ]
+    if problems:
+        raise ConfigError("rollout.sglang.server_args", problems)
+
+
+def _backend(config: Mapping[str, Any], phase: str) -> object:
+    of_phase = config.get(phase)
+    return of_phase.get("backend") if isinstance(of_phase, Mapping) else None
 
 
 def needs_tokenizer(rollout: RolloutConfig) -> bool:
@@ -253,20 +293,15 @@ def known_server_args() -> frozenset[str]:
             "rollout.engine", ["SGLang is not installed; install it as described on the installation page"]
         )
 
-    runtime = Path(spec.origin).parent / "srt"
-    declared = {runtime / "server_args.py": "ServerArgs"} | dict.fromkeys(
-        (runtime / "arg_groups" / "fields").glob("*.py")
-    )
-    return frozenset(name for file, of_class in declared.items() for name in _declared_fields(file, of_class))
+    # The fields of ServerArgs are declared by the classes of this folder.
+    folder = Path(spec.origin).parent / "srt" / "arg_groups" / "fields"
+    return frozenset(name for file in folder.glob("*.py") for name in _declared_fields(file))
 
 
-def _declared_fields(file: Path, of_class: str | None) -> Iterator[str]:
-    """Yield the fields declared by the classes in a file, or by one class.
-
-    Older versions have all fields in one class, newer ones in several files.
-    """
+def _declared_fields(file: Path) -> Iterator[str]:
+    """Yield the fields declared by the classes in a file."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and of_class in (None, node.name):
+        if isinstance(node, ast.ClassDef):
             yield from (
                 entry.target.id
                 for entry in node.body

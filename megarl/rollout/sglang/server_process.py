@@ -7,7 +7,6 @@ of JSON to the given file descriptor.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ from typing import Any
 import psutil
 
 from megarl.machine.ports import hold_port
-from megarl.rollout.sglang import environment, features, last_words, processes
+from megarl.rollout.sglang import environment, last_words, processes
 
 _POLL_S = 0.05
 
@@ -42,7 +41,7 @@ def main() -> None:
 
 def _serve(settings: dict[str, Any]) -> None:
     server_args = settings["server_args"]
-    environment.prepare(server_args["device"], server_args["tp_size"])
+    environment.prepare_for(server_args)
 
     if server_args["device"] == "cpu":
         from megarl.rollout.sglang import cpu_adaptations
@@ -60,9 +59,8 @@ def _serve(settings: dict[str, Any]) -> None:
 
     def ready() -> None:
         _wait_until_listening(host, port)
-        answer = {"port": port, "features": dataclasses.asdict(features.detect())}
         with os.fdopen(settings["ready_fd"], "w") as pipe:
-            pipe.write(json.dumps(answer) + "\n")
+            pipe.write(json.dumps({"port": port}) + "\n")
 
     launch_server(
         ServerArgs(

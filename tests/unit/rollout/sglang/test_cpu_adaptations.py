@@ -16,7 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.rollout.sglang import cpu_adaptations
 from megarl.rollout.sglang.cpu_adaptations import EVIDENCE, SGLangEvidence
-from megarl.rollout.sglang.environment import STUBS
+from megarl.rollout.sglang.environment import PREFERRED_STUBS, STUBS
+from tests import fork_server
 
 ROOT = Path(__file__).parents[4]
 MIB = 2**20
@@ -50,12 +51,14 @@ def test_sglang_still_does_what_is_adapted(evidence: SGLangEvidence) -> None:
     )
 
 
+# Packages of which SGLang finds stubs on the CPU because they are not installed.
+STUBBED = ("sgl_kernel", "torchvision", "IPython", "soundfile")
 # Runs in a separate interpreter that has only the stubs. Prints the name of each check with the expected
 # result.
 UNADAPTED = """
-import types
+import sys, types
 from importlib.util import find_spec
-for package in ("sgl_kernel", "triton", "torchvision", "IPython", "soundfile"):
+for package in sys.argv[1:]:
     if find_spec(package) is None:
         print(package)
 
@@ -85,42 +88,101 @@ arguments = types.SimpleNamespace(attention_backend="torch_native", enable_deter
 fails("deterministic", lambda: _deterministic_attention_backend(arguments), ValueError)
 if type(TorchMemorySaverAdapter.create(enable=False)).__name__ == "_TorchMemorySaverAdapterNoop":
     print("memory")
+from sglang.srt.batch_invariant_ops import enable_batch_invariant_mode
+fails("invariant", enable_batch_invariant_mode, RuntimeError)
+if torch.version.cuda is None:
+    print("synchronize")
+else:
+    fails("synchronize", lambda: torch.get_device_module().synchronize(), AssertionError, RuntimeError)
 """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine with a GPU the originals work")
 def test_without_adaptations_sglang_fails_here() -> None:
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", UNADAPTED],
+        [sys.executable, "-W", "ignore", "-c", UNADAPTED, *STUBBED],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    packages = run.stdout.split()[:5]
-    checks = run.stdout.split()[5:]
-    assert packages == ["sgl_kernel", "triton", "torchvision", "IPython", "soundfile"], (
-        "stubs of what is there can go"
-    )
-    assert checks == ["kernel", "sound", "image", "triton", "murmur", "deterministic", "memory"], run.stderr
+    packages = run.stdout.split()[: len(STUBBED)]
+    checks = run.stdout.split()[len(STUBBED) :]
+    assert packages == list(STUBBED), "stubs of what is there can go"
+    assert checks == [
+        "kernel",
+        "sound",
+        "image",
+        "triton",
+        "murmur",
+        "deterministic",
+        "memory",
+        "invariant",
+        "synchronize",
+    ], run.stderr
 
 
-def test_stubs_come_last_on_the_path() -> None:
+# Runs in a process of SGLang. Prints one step of decoding, first as SGLang does it, then with its own loop
+# broken, so that only the adaptation can have made it.
+DECODE = """
+from types import SimpleNamespace
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
+from megarl.rollout.sglang import cpu_adaptations
+
+generator = torch.Generator().manual_seed(0)
+keys, values = (torch.randn(40, 2, 8, generator=generator) for _ in range(2))
+query = torch.randn(3, 4 * 8, generator=generator)
+table = torch.randint(40, (5, 12), generator=generator)
+layer = SimpleNamespace(
+    layer_id=0, tp_q_head_num=4, tp_k_head_num=2, qk_head_dim=8, v_head_dim=8, scaling=0.3,
+    is_cross_attention=False, sliding_window_size=-1,
+)
+pool = SimpleNamespace(get_key_buffer=lambda layer: keys, get_value_buffer=lambda layer: values)
+runner = SimpleNamespace(
+    device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=table), token_to_kv_pool=pool
+)
+batch = SimpleNamespace(
+    out_cache_loc=None, req_pool_indices=torch.tensor([3, 0, 4]), seq_lens=torch.tensor([1, 9, 4]),
+    encoder_lens=None,
+)
+
+def decode():
+    backend = Backend(runner)
+    backend.init_forward_metadata(batch)
+    return backend.forward_decode(query, None, None, layer, batch, save_kv_cache=False)
+
+expected = decode()
+Backend._run_sdpa_forward_decode = None
+cpu_adaptations.install_in_scheduler()
+torch.testing.assert_close(decode(), expected)
+assert decode().abs().sum() > 0
+"""
+
+
+def test_decoding_uses_the_batched_attention(forked_processes: None) -> None:
+    command = [*fork_server.PYTHON, "--sglang", "-c", DECODE]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_stubs_come_last_on_the_path_and_tritons_first() -> None:
     program = (
         "import sys; from megarl.rollout.sglang import environment; environment.prepare(sys.argv[1]); "
-        "print(sys.path[-1])"
+        "print(*sys.path, sep=chr(10))"
     )
-    last = {
+    path = {
         device: subprocess.run(
             [sys.executable, "-c", program, device], capture_output=True, text=True, check=True, cwd=ROOT
-        ).stdout.strip()
+        ).stdout.splitlines()
         for device in ("cpu", "cuda")
     }
-    assert last["cpu"] == str(STUBS)
-    assert last["cuda"] != str(STUBS)
+    assert (path["cpu"][0], path["cpu"][-1]) == (str(PREFERRED_STUBS), str(STUBS))
+    assert not {str(PREFERRED_STUBS), str(STUBS)} & set(path["cuda"])
+    assert [file.name for file in PREFERRED_STUBS.iterdir()] == ["triton"]
 
 
 def murmur3(data: bytes) -> int:

@@ -10,6 +10,21 @@ from pathlib import Path
 
 import pytest
 
+PREPARED = """
+import os
+from megarl.rollout.sglang import environment
+environment.prepare_for({"device": "cuda", "tp_size": 1, **ARGUMENTS})
+print(os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH"))
+"""
+
+
+@pytest.mark.parametrize(("arguments", "value"), [({"enable_memory_saver": True}, "1"), ({}, "None")])
+def test_cuda_graphs_are_released_by_engines_that_sleep(arguments: dict[str, bool], value: str) -> None:
+    program = PREPARED.replace("ARGUMENTS", repr(arguments))
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == [value]
+
+
 PROGRAM = """
 import os, subprocess, sys
 if sys.argv[2] == "prepared":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,16 @@ import pytest
 
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
 from megarl.rollout.sglang.messages import generation_payload, read_sample
+from tests import fork_server
 
 SAMPLING = SamplingParameters(max_new_tokens=3, seed=5, temperature=0.5, stop_token_ids=(9, 2))
 
 
 def answer(reason: dict[str, Any], count: int = 3, **meta: Any) -> dict[str, Any]:
     tokens = [(-0.5 * index, 10 + index, None) for index in range(count)]
-    return {"output_ids": [], "meta_info": {"finish_reason": reason, "output_token_logprobs": tokens, **meta}}
+    told = {"finish_reason": reason, "output_token_logprobs": tokens}
+    told["weight_versions"] = [{"version": "4", "start": 0, "end": count}]
+    return {"output_ids": [], "meta_info": told | meta}
 
 
 def test_a_request_says_everything_explicitly() -> None:
@@ -38,26 +42,25 @@ def test_with_ignore_eos_nothing_stops() -> None:
 
 
 def test_an_answer_becomes_a_sample() -> None:
-    sample = read_sample(answer({"type": "length", "length": 3}), SAMPLING, 4)
+    sample = read_sample(answer({"type": "length", "length": 3}), SAMPLING)
     assert (sample.token_ids.tolist(), sample.log_probs.tolist()) == ([10, 11, 12], [0.0, -0.5, -1.0])
     assert (sample.token_ids.dtype, sample.log_probs.dtype, sample.finish_reason) == (
         np.int32,
         np.float32,
         "length",
     )
-    assert read_sample(answer({"type": "stop", "matched": 11}, count=2), SAMPLING, 4).finish_reason == "stop"
+    assert read_sample(answer({"type": "stop", "matched": 11}, count=2), SAMPLING).finish_reason == "stop"
 
 
-def test_weight_versions_by_token_or_by_request() -> None:
+def test_weight_versions_by_token() -> None:
     length = {"type": "length", "length": 3}
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
-    sample = read_sample(answer(length, weight_versions=spans), SAMPLING, 3)
+    sample = read_sample(answer(length, weight_versions=spans), SAMPLING)
     assert (sample.spans, sample.weight_versions, sample.token_versions.tolist()) == (
         ((3, 1), (4, 3)),
         (3, 4),
         [3, 4, 4],
     )
-    assert read_sample(answer(length), SAMPLING, 2).spans == ((2, 3),)  # older versions of SGLang
 
 
 @pytest.mark.parametrize(
@@ -65,4 +68,36 @@ def test_weight_versions_by_token_or_by_request() -> None:
 )
 def test_a_sample_that_was_cut_off_is_an_error(reason: dict[str, Any], count: int) -> None:
     with pytest.raises(RuntimeError, match="after 2 of 3 tokens"):
-        read_sample(answer(reason, count), SAMPLING, 4)
+        read_sample(answer(reason, count), SAMPLING)
+
+
+# Runs in a process that has imported Megatron-Core, as a trainer's process has.
+PICKLE = """
+import pickle, sys, torch, megatron.core
+from megarl.rollout.sglang.messages import pickled_tensors
+tensors = [("message", torch.arange(5, dtype=torch.uint8))]
+for data in (pickle.dumps(tensors), pickled_tensors(tensors)):
+    print(data.hex())
+"""
+# Runs in a process of SGLang, with the two messages as its arguments.
+UNPICKLE = """
+import io, sys
+from sglang.srt.utils.common import SafeUnpickler
+for data in map(bytes.fromhex, sys.argv[1:]):
+    try:
+        print(SafeUnpickler(io.BytesIO(data)).load()[0][1].tolist())
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_sglang_accepts_tensors_of_a_process_with_megatron(forked_processes: None) -> None:
+    def run(*arguments: str) -> list[str]:
+        command = [*fork_server.PYTHON, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-2:]
+
+    pickled, message = run("-c", PICKLE)
+    refused, accepted = run("--sglang", "-c", UNPICKLE, pickled, message)
+    # Megatron's function in torch's place is the reason why the message needs a name of its own.
+    assert "megatron.core.safe_globals.safe_load_from_bytes" in refused
+    assert accepted == "[0, 1, 2, 3, 4]"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,71 @@ def test_on_cuda(tmp_path: Path) -> None:
     assert not {"attention_backend", "max_total_tokens", "mem_fraction_static"} & arguments.keys()
 
 
+@pytest.mark.parametrize(
+    ("server_args", "max_graph_batch"),
+    [
+        ({}, 4),
+        ({"cuda_graph_max_bs_decode": None}, None),
+        ({"cuda_graph_max_bs_decode": 2}, 2),
+        ({"cuda_graph_bs_decode": [1, 2]}, None),
+        ({"cuda_graph_config": {"decode": {"max_bs": 3}}}, None),
+        ({"disable_cuda_graph": True}, None),
+    ],
+)
+def test_decode_graphs_are_as_large_as_batches(
+    tmp_path: Path, server_args: dict[str, Any], max_graph_batch: int | None
+) -> None:
+    given = spec(tmp_path, Device.cuda, sglang=SGLangConfig(server_args=server_args))
+    assert build_server_args(given).get("cuda_graph_max_bs_decode") == max_graph_batch
+    on_cpu = build_server_args(spec(tmp_path, sglang=SGLangConfig(server_args={})))
+    assert "cuda_graph_max_bs_decode" not in on_cpu
+
+
+def test_more_sequences_than_the_largest_graph_run_without_one(tmp_path: Path) -> None:
+    given = spec(tmp_path, Device.cuda)
+    many = dataclasses.replace(given.rollout, max_concurrency=2000)
+    arguments = build_server_args(dataclasses.replace(given, rollout=many))
+    assert arguments["cuda_graph_max_bs_decode"] == 512
+
+
+@pytest.mark.parametrize(
+    ("server_args", "name"),
+    [
+        ({"cuda_graph_backend_prefill": "breakable"}, "cuda_graph_backend_prefill"),
+        ({"cuda_graph_backend_decode": "breakable"}, "cuda_graph_backend_decode"),
+        ({"cuda_graph_config": {"prefill": {"backend": "breakable"}}}, "cuda_graph_config.prefill.backend"),
+    ],
+)
+def test_graphs_that_cannot_be_released_are_refused_on_a_shared_device(
+    tmp_path: Path, server_args: dict[str, Any], name: str
+) -> None:
+    chosen = SGLangConfig(server_args=server_args)
+    with pytest.raises(ConfigError, match=rf"server_args\.{name} is 'breakable'.*'full' or 'disabled'"):
+        build_server_args(spec(tmp_path, Device.cuda, release_memory=True, sglang=chosen))
+    assert "enable_memory_saver" not in build_server_args(spec(tmp_path, Device.cuda, sglang=chosen))
+
+
+def test_prefill_graphs_are_off_where_memory_is_released(tmp_path: Path) -> None:
+    shared = spec(tmp_path, Device.cuda, release_memory=True)
+    assert build_server_args(shared)["cuda_graph_backend_prefill"] == "disabled"
+    assert "cuda_graph_backend_prefill" not in build_server_args(spec(tmp_path, Device.cuda))
+
+    for chosen, expected in ((None, "disabled"), ("full", "full")):
+        server_args = SGLangConfig(server_args={"cuda_graph_backend_prefill": chosen})
+        shared = spec(tmp_path, Device.cuda, release_memory=True, sglang=server_args)
+        assert build_server_args(shared)["cuda_graph_backend_prefill"] == expected
+
+
+def test_sglang_cannot_release_breakable_graphs() -> None:
+    """Evidence in SGLang's source for the arguments of engines that release their memory."""
+    folder = Path(str(find_spec("sglang").origin)).parent / "srt" / "model_executor" / "runner_backend"
+    saver = 'get_bool_env_var("SGLANG_MEMORY_SAVER_CUDA_GRAPH")'
+    full = (folder / "full_cuda_graph_backend.py").read_text()
+    breakable = (folder / "breakable_cuda_graph_backend.py").read_text()
+    assert saver in full
+    assert "raise NotImplementedError" in breakable[breakable.index(saver) :][:400]
+
+
 def test_the_users_arguments_win_over_defaults(tmp_path: Path) -> None:
     chosen = SGLangConfig(server_args={"attention_backend": "intel_amx", "schedule_policy": "lpm"})
     arguments = build_server_args(spec(tmp_path, sglang=chosen))
@@ -127,10 +194,9 @@ def test_unknown_arguments_are_refused_with_what_was_meant() -> None:
 
 def test_the_arguments_that_are_read_from_its_source_are_those_of_sglang(forked_processes: None) -> None:
     program = (
-        "import json\nfrom megarl.rollout.sglang import environment\nenvironment.prepare('cpu')\n"
-        "from sglang.srt.server_args import ServerArgs\nfrom megarl.rollout.sglang.features import "
-        "field_names\n"
-        "print(json.dumps(field_names(ServerArgs)))\n"
+        "import json\nfrom megarl.rollout.sglang import environment\n"
+        "environment.prepare('cpu')\nfrom sglang.srt.server_args import ServerArgs\n"
+        "print(json.dumps(ServerArgs.__struct_fields__))\n"
     )
     ended = subprocess.run(
         [*fork_server.PYTHON, "--sglang", "-c", program], capture_output=True, text=True, check=True
@@ -186,16 +252,16 @@ def test_ordinary_arguments_are_passed_on() -> None:
 
 
 def test_a_scheduler_does_not_import_megatron() -> None:
-    """SGLang's own module that would import it finds Megatron-Core missing."""
+    """SGLang's own module that would import it finds Megatron-Core and Transformer Engine missing."""
     program = (
         "from megarl.rollout.sglang import environment\n"
         "environment.prepare('cpu')\n"
-        "from megarl.rollout.sglang.processes import hide_megatron\n"
-        "hide_megatron()\n"
+        "from megarl.rollout.sglang.processes import hide_training_packages\n"
+        "hide_training_packages()\n"
         "import sys\n"
         "from sglang.srt.debug_utils import dumper\n"
         "print(dumper._MegatronPlugin._available, [name for name in sys.modules if "
-        "name.startswith('megatron.')])\n"
+        "name.startswith(('megatron.', 'transformer_engine.'))], sys.modules['transformer_engine'])\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert ended.stdout.splitlines()[-1:] == ["False []"], ended.stderr
+    assert ended.stdout.splitlines()[-1:] == ["False [] None"], ended.stderr
