@@ -21,6 +21,8 @@ from torch import Tensor
 
 from megarl.engine.platform import to_device
 
+_NO_DROPOUT = 0.0
+
 
 class Sequences(NamedTuple):
     """The sequences of one call.
@@ -203,21 +205,28 @@ def _of_prompts(key: Tensor, value: Tensor, shared: PromptSharing) -> tuple[Tens
 
 
 class VarlenKernel:
-    """torch's variable-length flash attention.
+    """torch's variable-length flash attention: its own kernels, or those that `flash_attention` activates.
 
-    `varlen_attn` is based on it, but its backward pass supports a single call only. Its log-sum-exps are
-    (heads, T). Grouped heads need no flag, and the causal mask is aligned to the lower right.
+    `varlen_attn` is based on the same operators, but its backward pass supports a single call only. Without a
+    window it would also choose cuDNN if there are as many key heads as query heads, whose log-sum-exps have
+    another shape. Those of flash attention are (heads, T). Grouped heads need no flag, and the causal mask is
+    aligned to the lower right.
     """
 
     @staticmethod
     def forward(
         query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, causal: bool, scale: float | None
     ) -> _Part:
-        # This registers the operators. It also loads torch's compiler, which processes on a CPU do without.
-        import torch.nn.attention.varlen  # noqa: F401
-
-        output, log_sum, state = torch.ops.torch_attn._varlen_attn(
-            query, key, value, *_bounds(sequences), causal, scale=scale
+        output, log_sum, state, *_ = torch.ops.aten._flash_attention_forward(
+            query,
+            key,
+            value,
+            *_bounds(sequences),
+            _NO_DROPOUT,
+            causal,
+            False,  # no mask for debugging
+            scale=scale,
+            **_window(causal),
         )
         return _Part(output, log_sum.t().contiguous(), state)
 
@@ -233,7 +242,7 @@ class VarlenKernel:
         scale: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         log_sum = whole.log_sum.t().contiguous()
-        return torch.ops.torch_attn._varlen_attn_backward(
+        return torch.ops.aten._flash_attention_backward(
             gradient,
             query,
             key,
@@ -241,10 +250,18 @@ class VarlenKernel:
             whole.output,
             log_sum,
             *_bounds(sequences),
+            _NO_DROPOUT,
             causal,
             whole.state,
-            scale,
+            query.new_empty(0),  # the second part of a state that only dropout has
+            scale=scale,
+            **_window(causal),
         )
+
+
+def _window(causal: bool) -> dict[str, int]:
+    """Return the keys that a query sees to its left and right, -1 for all."""
+    return {"window_size_left": -1, "window_size_right": 0 if causal else -1}
 
 
 def _bounds(sequences: Sequences) -> tuple[Tensor, Tensor, int, int]:

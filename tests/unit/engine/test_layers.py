@@ -183,22 +183,27 @@ def test_attention_stays_inside_its_sequence(
         assert max_difference(getattr(got, key), value) < 1e-5, key
 
 
-class SlowVarlenOperators:
-    """Replaces the operators of torch's `varlen_attn`, which have no CPU kernel, one sequence at a time.
+class SlowFlashOperators:
+    """Replaces torch's operators of flash attention, which have no CPU kernel, one sequence at a time.
 
     As in flash attention, the backward pass recomputes the weights from a given log-sum-exp and knows nothing
     else of the forward pass.
     """
 
-    def _varlen_attn(self, query: Tensor, key: Tensor, value: Tensor, *bounds: Any, scale: float) -> Any:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, scale: float, **window: int
+    ) -> Any:
+        *bounds, dropout, causal, debug = rest
+        self._check(dropout, causal, window)
+        assert debug is False
         output = torch.empty_like(query)
         log_sum = torch.empty(query.shape[1], query.shape[0])
-        for queries, _, scores, values in self._sequences(query, key, value, *bounds, scale):
+        for queries, _, scores, values in self._sequences(query, key, value, *bounds, causal, scale):
             output[queries] = (scores.softmax(-1) @ values).transpose(0, 1)
             log_sum[:, queries] = scores.logsumexp(-1)
-        return output, log_sum, torch.tensor(7)
+        return output, log_sum, torch.tensor(7), torch.tensor(0), torch.tensor(0)
 
-    def _varlen_attn_backward(
+    def backward(
         self,
         gradient: Tensor,
         query: Tensor,
@@ -206,13 +211,17 @@ class SlowVarlenOperators:
         value: Tensor,
         output: Tensor,
         log_sum: Tensor,
-        *bounds: Any,
+        *rest: Any,
+        scale: float,
+        **window: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        *bounds, state, scale = bounds
+        *bounds, dropout, causal, state, unused = rest
+        self._check(dropout, causal, window)
         assert int(state) == 7
+        assert unused.numel() == 0
         totals = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
-        for queries, keys, scores, values in self._sequences(query, key, value, *bounds, scale):
+        for queries, keys, scores, values in self._sequences(query, key, value, *bounds, causal, scale):
             weights = (scores - log_sum[:, queries, None]).exp()
             grad = gradient[queries].transpose(0, 1)
             inner = (
@@ -229,6 +238,11 @@ class SlowVarlenOperators:
                 total[keys] = part.unflatten(0, (-1, repeats)).sum(1).transpose(0, 1)
 
         return totals
+
+    @staticmethod
+    def _check(dropout: float, causal: bool, window: dict[str, int]) -> None:
+        assert dropout == 0.0
+        assert window == {"window_size_left": -1, "window_size_right": 0 if causal else -1}
 
     @staticmethod
     def _sequences(
@@ -289,8 +303,10 @@ def attend_sharing(
         mixed = core.attend_packed(query, key, value, attention_plan(packed))
         (mixed * heads.weight).sum().backward()
     else:
+        operators = SlowFlashOperators()
         with (
-            mock.patch.object(torch.ops, "torch_attn", SlowVarlenOperators()),
+            mock.patch.object(torch.ops.aten, "_flash_attention_forward", operators.forward),
+            mock.patch.object(torch.ops.aten, "_flash_attention_backward", operators.backward),
             mock.patch.object(shared_prompts, "kernel_for", return_value=shared_prompts.VarlenKernel),
         ):
             mixed = shared_prompts.attend(query, key, value, packed.shared, scale)
