@@ -1,11 +1,24 @@
-"""Resolves `engine.layers` for a device: the layer implementation of a run's models, and why."""
+"""Resolves `engine.layers` for a device, and tells which kernels of flash attention are installed."""
 
 from __future__ import annotations
 
 import importlib.util
+from importlib import metadata
 from typing import NamedTuple
 
-from megarl.config.schema import Device, DType, Layers, RunConfig
+from megarl.config.schema import Device, DType, FlashAttention, Layers, RunConfig
+
+# The packages that contain kernels of flash attention, and how to install them.
+_FLASH_ATTENTION_PACKAGES = {
+    FlashAttention.fa3: (
+        "flash-attn-3",
+        "build it from the folder `hopper` of FlashAttention's sources, or use engine.flash_attention=fa2",
+    ),
+    FlashAttention.fa4: (
+        "flash-attn-4",
+        "pip install --pre flash-attn-4, or use engine.flash_attention=fa2",
+    ),
+}
 
 
 class LayerChoice(NamedTuple):
@@ -19,6 +32,24 @@ def has_transformer_engine() -> bool:
         importlib.util.find_spec(name) is not None
         for name in ("transformer_engine", "transformer_engine_torch")
     )
+
+
+class MissingPackage(NamedTuple):
+    name: str
+    hint: str
+
+
+def missing_flash_attention(asked: FlashAttention) -> MissingPackage | None:
+    """Return the package of the requested kernels if it is not installed. Imports nothing."""
+    if asked not in _FLASH_ATTENTION_PACKAGES:
+        return None
+
+    package = MissingPackage(*_FLASH_ATTENTION_PACKAGES[asked])
+    try:
+        metadata.version(package.name)
+    except metadata.PackageNotFoundError:
+        return package
+    return None
 
 
 def choose_layers(asked: Layers, dtype: DType, *, on_cuda: bool, has_transformer_engine: bool) -> LayerChoice:

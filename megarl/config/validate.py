@@ -28,6 +28,8 @@ RULES: Mapping[Callable[[RunConfig], Violations], Keys] = {
     models.optimizers: (),
     data.train_files: (),
     run.layers: (),
+    run.flash_attention: (),
+    run.ring_attention: (),
     run.validation: (),
     run.compared_validations: (),
     run.output_folders: (),

@@ -11,8 +11,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megarl import __version__
-from megarl.config.layers import choose_layers, has_transformer_engine
-from megarl.config.schema import Layers, RolloutEngineKind
+from megarl.config.layers import choose_layers, has_transformer_engine, missing_flash_attention
+from megarl.config.schema import CPCommType, Layers, RolloutEngineKind
 from megarl.config.tested_versions import Tested, tested_versions
 from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED
 from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
@@ -175,7 +175,7 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 
 def layers(subject: ExaminedRun) -> Iterator[CheckResult]:
-    """Report the layer implementation of the run's models in this environment."""
+    """Report the layer implementation of the run's models, and kernels that are not installed here."""
     config = subject.config
     installed = has_transformer_engine()
     assert config is not None
@@ -188,6 +188,17 @@ def layers(subject: ExaminedRun) -> Iterator[CheckResult]:
         yield wrong(
             "layers", "engine.layers=transformer_engine, but Transformer Engine is not installed", hint
         )
+        return
+
+    asked = config.engine.flash_attention
+    if subject.use_gpu and (missing := missing_flash_attention(asked)) is not None:
+        problem = f"engine.flash_attention={asked.value}, but the package {missing.name} is not installed"
+        yield wrong("layers", problem, missing.hint)
+        return
+
+    if subject.use_gpu and config.engine.cp_comm_type is CPCommType.p2p and not installed:
+        hint = "pip install 'transformer-engine[pytorch]' (docs/versions.md), or set engine.cp_comm_type=auto"
+        yield wrong("layers", "engine.cp_comm_type=p2p, but Transformer Engine is not installed", hint)
         return
 
     yield good("layers", f"{choice.layers.value}: {choice.why}", layers=choice.layers.value)

@@ -49,6 +49,17 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(left, right, bias)
 
 
+def product_in_float32(left: Tensor, right: Tensor) -> Tensor:
+    """Return left (M, K) @ right.T, right (N, K), in float32. Has no gradient.
+
+    Products of 16-bit numbers are exact in float32, so only the order of the sum is not defined. CUDA has a
+    kernel for it. On a CPU, both matrices are converted first.
+    """
+    if left.device.type == "cuda" and left.dtype != torch.float32:
+        return torch.mm(left, right.t(), out_dtype=torch.float32)
+    return product(left.float(), right.float())
+
+
 def product_and_sum(left: Tensor, right: Tensor, summand: Tensor) -> Tensor:
     """Return the product of left (M, K) and right.T, right (N, K), plus `summand` (M, N).
 

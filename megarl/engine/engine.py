@@ -28,7 +28,7 @@ from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import ends_with_predictors, layers_for
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
 from megarl.engine.micro_batch_layout import UNCUT, SequenceSlice
-from megarl.engine.model import ModelChunk, build_chunks
+from megarl.engine.model import ModelChunk, build_chunks, keep_hidden
 from megarl.engine.moe_router import RoutedTokens, RouterStatistics, freeze_routers, told_to_routers
 from megarl.engine.offload import MovableState, OffloadableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
@@ -98,6 +98,7 @@ class MegatronEngine:
             dtype=dtype,
             layers=self.layers.layers,
             recomputation=spec.recomputation,
+            cp_comm_type=spec.engine.cp_comm_type,
             device=self._device,
         )
         self.layout = layouts_of(spec.architecture, groups.parallel)[groups.rank]
@@ -465,7 +466,12 @@ class MegatronEngine:
             else told_to_routers(RoutedTokens.of(micro_batch, tally, self.groups))
         )
         hidden = chunk(
-            micro_batch.tokens, micro_batch.positions, None, packed_seq_params=micro_batch.packed, **routed
+            micro_batch.tokens,
+            micro_batch.positions,
+            None,
+            packed_seq_params=micro_batch.packed,
+            output_processor=keep_hidden,
+            **routed,
         )
 
         # Megatron calls this on the last pipeline stage only.
@@ -512,6 +518,7 @@ class MegatronEngine:
             chunk_tokens=logit_chunk_tokens(self.spec.engine, self.spec.architecture),
             group=self.groups.tensor,
             extras=extras,
+            in_float32=self.spec.engine.fp32_lm_head,
         )
 
         return self._whole(

@@ -293,6 +293,7 @@ def sharing_prompts(attention: type) -> Any:
             self.context: dist.ProcessGroup | None = (
                 pg_collection.cp if config.context_parallel_size > 1 else None
             )
+            self.gathers = self.context is not None and config.cp_comm_type == "all_gather"
 
         def forward(
             self,
@@ -303,8 +304,9 @@ def sharing_prompts(attention: type) -> Any:
             packed_seq_params: PackedRows | None = None,
             **options: Any,
         ) -> Tensor:
-            # Transformer Engine's kernel treats sequences as independent.
-            if packed_seq_params is not None and packed_seq_params.shares_prompts:
+            # Transformer Engine's kernels treat sequences as independent. Its ring expects the tokens where
+            # `context` has them.
+            if packed_seq_params is not None and (packed_seq_params.shares_prompts or self.gathers):
                 if self.context is not None:
                     return attend_pieces(
                         query, *whole_keys(key, value, self.context), packed_seq_params, None

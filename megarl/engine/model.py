@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.config.schema import Layers, ParallelConfig, Recomputation, Recompute, RecomputeModule
+from megarl.config.schema import CPCommType, Layers, ParallelConfig, Recomputation, Recompute, RecomputeModule
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import (
     block_spec,
@@ -40,6 +40,7 @@ def transformer_config(
     dtype: torch.dtype,
     layers: Layers,
     recomputation: Recomputation,
+    cp_comm_type: CPCommType,
     on_cpu: bool,
 ) -> TransformerConfig:
     """Return Megatron's configuration of the model.
@@ -73,6 +74,7 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=virtual,
         sequence_parallel=parallel.sequence_parallel,
         context_parallel_size=parallel.context_parallel_size,
+        cp_comm_type="all_gather" if cp_comm_type is CPCommType.all_gather else "p2p",
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # for dense models too: required by variable_seq_lengths
         overlap_p2p_comm=virtual is not None,
@@ -186,10 +188,16 @@ class ValueHead(torch.nn.Module):
         return F.linear(hidden, self.weight)[..., 0].float()
 
 
-class ModelChunk(GPTModel):
-    """A GPTModel whose last stage returns hidden states, because its head runs in chunks of tokens.
+def keep_hidden(*, hidden_states: Tensor, **unused: Any) -> Tensor:
+    """Replace Megatron's head and loss: an `output_processor` of a GPTModel's forward pass."""
+    return hidden_states
 
-    See `vocab_parallel`.
+
+class ModelChunk(GPTModel):
+    """A GPTModel with the names of its parameters in the whole model, and the inputs of its head.
+
+    Its forward pass ends with `keep_hidden` on the last stage, because the head runs in chunks of tokens (see
+    `vocab_parallel`).
     """
 
     def __init__(
@@ -241,9 +249,6 @@ class ModelChunk(GPTModel):
         for name, parameter in self.named_parameters():
             yield canonical_name(name, first_layer, self._first_expert), parameter
 
-    def _postprocess(self, hidden_states: Tensor, **unused: Any) -> Tensor:
-        return hidden_states
-
     def output_hidden(self, hidden: Tensor) -> Tensor:
         """Return the last stage's hidden states (S * b, H), complete on each tensor-parallel rank.
 
@@ -278,11 +283,22 @@ def build_chunks(
     dtype: torch.dtype,
     layers: Layers,
     recomputation: Recomputation,
+    cp_comm_type: CPCommType,
     device: torch.device,
 ) -> list[ModelChunk]:
     """Build this rank's part of the model: one chunk per virtual pipeline stage. Weights are not set yet."""
+    if (
+        cp_comm_type is CPCommType.p2p
+        and layers is Layers.local
+        and groups.parallel.context_parallel_size > 1
+    ):
+        raise ValueError(
+            "engine.cp_comm_type=p2p, but the layers are local, which gather keys and values: install "
+            "'transformer-engine[pytorch]' (docs/versions.md), or use engine.cp_comm_type=auto"
+        )
+
     config = transformer_config(
-        architecture, groups.parallel, dtype, layers, recomputation, on_cpu=device.type == "cpu"
+        architecture, groups.parallel, dtype, layers, recomputation, cp_comm_type, on_cpu=device.type == "cpu"
     )
     chunks = (
         ModelChunk(architecture, config, layers, groups, head, chunk) for chunk in range(groups.num_chunks)

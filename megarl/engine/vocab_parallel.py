@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.engine.cpu_kernels import add_product_over_rows, in_main_grad, product
+from megarl.engine.cpu_kernels import add_product_over_rows, in_main_grad, product, product_in_float32
 
 # The number of logits that a core processes at a time: half a MiB, which stays in its cache together with as
 # much derived data.
@@ -42,10 +42,12 @@ class _Vocabulary(NamedTuple):
     chunk_tokens: int
     group: dist.ProcessGroup
     extras: frozenset[Extra]
+    in_float32: bool
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return float32 logits (t, size) of hidden (t, H) and weight (>= size, H)."""
-        logits = product(hidden, weight[: self.size]).float()
+        columns = weight[: self.size]
+        logits = product_in_float32(hidden, columns) if self.in_float32 else product(hidden, columns).float()
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,6 +241,7 @@ def token_scores(
     chunk_tokens: int,
     group: dist.ProcessGroup,
     extras: Collection[Extra] = ENTROPY,
+    in_float32: bool = False,
 ) -> TokenScores:
     """Score `targets` under softmax(hidden @ weight.T / temperature).
 
@@ -252,11 +255,12 @@ def token_scores(
         chunk_tokens: The number of tokens whose logits exist at a time.
         group: The tensor-parallel group.
         extras: The scores to compute in addition to log-probs.
+        in_float32: Whether logits of 16-bit weights are not rounded to 16 bits.
     """
     # The rows that only pad the vocabulary are at its end, and are excluded from the product.
     first = group.rank() * weight.shape[0]
     size = max(0, min(weight.shape[0], vocab_size - first))
-    vocabulary = _Vocabulary(first, size, temperature, chunk_tokens, group, frozenset(extras))
+    vocabulary = _Vocabulary(first, size, temperature, chunk_tokens, group, frozenset(extras), in_float32)
     log_probs, entropy, sum_pi_squared = _Scores.apply(hidden, weight, targets, vocabulary)
 
     return TokenScores(

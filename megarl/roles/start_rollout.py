@@ -69,6 +69,7 @@ def start_replicas(
         device=device,
         release_memory=takes_turns,
         returns_routes=config.engine.routing_replay is RoutingReplay.rollout,
+        fp32_lm_head=config.engine.fp32_lm_head,
     )
     limit_s = config.trainer.phase_time_limit_s
     return Replicas(

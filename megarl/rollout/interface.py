@@ -32,6 +32,7 @@ class RolloutEngineSpec:
         device: cpu or cuda.
         release_memory: Whether the engine time-shares its device with other roles.
         returns_routes: Whether samples may request their routes.
+        fp32_lm_head: Whether logits of 16-bit weights are computed in float32, as in the trainer.
     """
 
     model: ModelConfig
@@ -39,6 +40,7 @@ class RolloutEngineSpec:
     device: Device
     release_memory: bool = False
     returns_routes: bool = False
+    fp32_lm_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from megarl.batch.token_rows import first_with_prompt
 from megarl.config.schema import ParallelConfig
 from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
 from megarl.controller.worker import register
-from megarl.engine import platform
+from megarl.engine import flash_attention, platform
 from megarl.engine.offload import StatePart
 from megarl.engine.rendezvous import open_store
 from megarl.engine.spec import ModelSpec
@@ -178,7 +178,8 @@ class MegatronWorker(WeightExport):
         super().__init__()
 
         # The platform must be active before anything imports Megatron.
-        platform.activate(spec.device)
+        if platform.activate(spec.device).is_cuda:
+            flash_attention.activate(spec.engine.flash_attention)
         self._groups = _process_groups(spec)
         from megarl.engine.engine import MegatronEngine
 

@@ -28,6 +28,7 @@ LIMIT_S = 300  # per file or script; all of them together should end in ten minu
 # The part of tests/gpu and benchmarks/gpu that a CPU can run: the same code over gloo.
 REHEARSALS = (
     "engine/test_one_device.py",
+    "engine/test_one_device_kernels.py",
     "weights/test_shared_device.py",
     "test_gpu_benchmarks.py",
     "test_gpu_table.py",

@@ -1,4 +1,4 @@
-"""Rules for the trainer's settings: mini-batches, validation, layers, and output folders."""
+"""Rules for the trainer's settings: mini-batches, validation, layers and kernels, and output folders."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from math import lcm
 from pathlib import Path
 
 from megarl.config.schema import (
+    CPCommType,
     Device,
     DType,
     EarlyStopConfig,
+    FlashAttention,
     KeepBestConfig,
     Layers,
     MetricMode,
@@ -96,6 +98,40 @@ def layers(config: RunConfig) -> Violations:
             ("engine.layers", "model.dtype"),
             "transformer_engine has no float32 attention for packed rows; use engine.layers=auto or local, "
             "or model.dtype=bfloat16",
+        )
+
+
+def flash_attention(config: RunConfig) -> Violations:
+    asked = config.engine.flash_attention
+    if asked is FlashAttention.fa2:
+        return
+    if config.device is Device.cpu:
+        yield Violation(
+            ("engine.flash_attention", "device"),
+            f"{asked.value} supports CUDA only, but device is cpu; use engine.flash_attention=fa2",
+        )
+    elif config.model.dtype is DType.float32:
+        yield Violation(
+            ("engine.flash_attention", "model.dtype"),
+            f"{asked.value} has no float32 kernels; use engine.flash_attention=fa2, or model.dtype=bfloat16",
+        )
+
+
+def ring_attention(config: RunConfig) -> Violations:
+    """Check the requirements of cp_comm_type=p2p, which only Transformer Engine's attention has."""
+    if config.engine.cp_comm_type is not CPCommType.p2p:
+        return
+    if config.engine.layers is Layers.local or config.device is Device.cpu:
+        yield Violation(
+            ("engine.cp_comm_type", "engine.layers", "device"),
+            "p2p is an exchange of Transformer Engine's attention, which local layers and a CPU do not have; "
+            "use engine.cp_comm_type=auto, or engine.layers=auto on CUDA",
+        )
+    if config.engine.share_prompts:
+        yield Violation(
+            ("engine.cp_comm_type", "engine.share_prompts"),
+            "p2p treats sequences as independent, but samples share their prompts; use "
+            "engine.cp_comm_type=auto, or engine.share_prompts=false",
         )
 
 

@@ -37,6 +37,22 @@ class Layers(str, Enum):
     local = "local"  # layers of torch and megarl, on CUDA and CPU
 
 
+class FlashAttention(str, Enum):
+    fa2 = "fa2"  # FlashAttention 2, which is part of torch
+    fa3 = "fa3"  # FlashAttention 3 for Hopper, from a build of flash_attn_3
+    fa4 = "fa4"  # FlashAttention 4 for Hopper and Blackwell, from the package flash-attn-4
+
+
+class CPCommType(str, Enum):
+    """How context-parallel ranks exchange keys and values. The names are Megatron's."""
+
+    auto = "auto"  # p2p where Transformer Engine computes the attention, otherwise all_gather
+    all_gather = "all_gather"  # each rank gathers the keys and values of whole sequences
+    # keys and values travel around a ring, overlapped with the attention; requires Transformer Engine's
+    # layers, and share_prompts=false
+    p2p = "p2p"
+
+
 class RoutingReplay(str, Enum):
     """The source of the expert choices of each token in an update."""
 
@@ -55,6 +71,13 @@ class EngineConfig:
     share_prompts: bool = True
     # tokens whose logits are materialized at a time; null: 1024, or as many as fit in 64 MiB
     log_prob_chunk_tokens: int | None = ranged(None, at_least=1)
+    # kernels of torch's flash attention on CUDA: shared prompts, context parallelism and local layers use it
+    # (for other rows, Transformer Engine chooses kernels itself)
+    flash_attention: FlashAttention = FlashAttention.fa2
+    cp_comm_type: CPCommType = CPCommType.auto  # how context-parallel ranks exchange keys and values
+    # compute logits in float32 from 16-bit weights, in trainer and engine (SGLang's enable_fp32_lm_head), so
+    # that log-probs are not rounded to 16 bits
+    fp32_lm_head: bool = False
     routing_replay: RoutingReplay = RoutingReplay.off  # router replay of a mixture-of-experts actor
 
 

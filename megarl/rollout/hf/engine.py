@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
@@ -34,6 +36,11 @@ from megarl.weights.schedule import Part
 from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
 
 _kind = attrgetter(*(field.name for field in fields(SamplingParameters) if field.name != "seed"))
+
+
+def _logits_in_float32(head: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """Return logits (B, S, V) float32 of hidden (B, S, H). The weights are converted in each step."""
+    return F.linear(hidden.float(), head.weight.float())
 
 
 class HFEngine(RolloutEngine):
@@ -68,6 +75,9 @@ class HFEngine(RolloutEngine):
             else torch.device("cpu")
         )
         self.model = model.to(self._device).eval().requires_grad_(False)
+        if spec.fp32_lm_head:
+            head = self.model.get_output_embeddings()
+            head.forward = partial(_logits_in_float32, head)
         self.max_concurrency = spec.rollout.max_concurrency
         self._max_length: int = config.max_position_embeddings
         self._vocab_size: int = config.vocab_size

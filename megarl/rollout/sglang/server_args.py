@@ -41,6 +41,7 @@ _OWN = {
     "max_running_requests": "rollout.max_concurrency",
     "enable_deterministic_inference": "rollout.sglang.deterministic",
     "enable_return_routed_experts": "engine.routing_replay",
+    "enable_fp32_lm_head": "engine.fp32_lm_head",
     "dp_size": "rollout.num_replicas",
     "data_parallel_size": "rollout.num_replicas",
     "pp_size": None,
@@ -137,6 +138,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         "log_level": "error",
         "sleep_on_idle": True,  # otherwise each scheduler keeps a core busy while others train
         **({"enable_return_routed_experts": True} if spec.returns_routes else {}),
+        **({"enable_fp32_lm_head": True} if spec.fp32_lm_head else {}),
     }
 
     if on_cpu:

@@ -141,6 +141,27 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             "engine.layers=auto or local, or model.dtype=bfloat16",
         ),
         (
+            ["engine.flash_attention=fa4", "device=cpu"],
+            "engine.flash_attention, device: fa4 supports CUDA only, but device is cpu; use "
+            "engine.flash_attention=fa2",
+        ),
+        (
+            ["engine.flash_attention=fa3", "device=cuda", "model.dtype=float32"],
+            "engine.flash_attention, model.dtype: fa3 has no float32 kernels; use engine.flash_attention=fa2, "
+            "or model.dtype=bfloat16",
+        ),
+        (
+            ["engine.cp_comm_type=p2p", "device=cuda", "engine.layers=local", "engine.share_prompts=false"],
+            "engine.cp_comm_type, engine.layers, device: p2p is an exchange of Transformer Engine's attention, "
+            "which local layers and a CPU do not have; use engine.cp_comm_type=auto, or engine.layers=auto on "
+            "CUDA",
+        ),
+        (
+            ["engine.cp_comm_type=p2p", "device=cuda"],
+            "engine.cp_comm_type, engine.share_prompts: p2p treats sequences as independent, but samples share "
+            "their prompts; use engine.cp_comm_type=auto, or engine.share_prompts=false",
+        ),
+        (
             ["actor.recompute=selective", "actor.recompute_modules=[]"],
             "actor.recompute_modules, actor.recompute: selective recomputes nothing, because "
             "recompute_modules is empty; list a module, such as [core_attn], or use recompute=none",

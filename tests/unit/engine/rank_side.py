@@ -16,7 +16,15 @@ from torch.nn.utils.rnn import pad_sequence
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.schema import Device, DType, EngineConfig, Layers, ParallelConfig, RoutingReplay
+from megarl.config.schema import (
+    CPCommType,
+    Device,
+    DType,
+    EngineConfig,
+    Layers,
+    ParallelConfig,
+    RoutingReplay,
+)
 from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
@@ -84,6 +92,7 @@ def build(
     chunk_tokens: int = 8,
     layers: Layers = Layers.auto,
     routing_replay: RoutingReplay = RoutingReplay.off,
+    cp_comm_type: CPCommType = CPCommType.auto,
     **spec: Any,
 ) -> MegatronEngine:
     """Build an engine.
@@ -104,6 +113,7 @@ def build(
             log_prob_chunk_tokens=chunk_tokens,
             layers=layers,
             routing_replay=routing_replay,
+            cp_comm_type=cp_comm_type,
         ),
         device=Device(platform.current().name),
         **{"head": "lm", "seed": 0, **spec},

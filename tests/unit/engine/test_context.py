@@ -33,6 +33,38 @@ def test_every_token_is_on_one_rank_and_all_have_the_same_work(lengths: list[int
     assert len({int((offset[own] + 1).sum()) for own in owned}) == 1  # pairs of a query and a key
 
 
+def tokens_of_te(boundaries: list[int], size: int, rank: int) -> list[int]:
+    """Return the tokens of a rank as Transformer Engine's ring expects them (its thd_get_partitioned_indices).
+
+    A rank has `1 / size` of each sequence: the first half of its part is chunk `rank` of the sequence, the
+    second half is as far from the sequence's end.
+    """
+    found = []
+    for local in range(boundaries[-1] // size):
+        (sequence,) = [
+            number
+            for number in range(len(boundaries) - 1)
+            if boundaries[number] <= local * size < boundaries[number + 1]
+        ]
+        begin, end = boundaries[sequence], boundaries[sequence + 1]
+        half = (end - begin) // size // 2
+        within = local - begin // size
+        found.append(begin + rank * half + within if within < half else end - (rank + 2) * half + within)
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS, size=SIZES)
+def test_transformer_engines_ring_finds_the_tokens_where_it_expects_them(
+    lengths: list[int], size: int
+) -> None:
+    lengths = [padded_length(length, size) for length in lengths]
+    boundaries = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    for rank in range(size):
+        expected = tokens_of_te(boundaries, size, rank)
+        assert own_tokens(lengths, ContextParallelRank(size, rank)).tolist() == expected
+
+
 @settings(max_examples=100, deadline=None)
 @given(lengths=LENGTHS, size=st.integers(1, 5), prompt=st.integers(0, 7))
 def test_pieces_see_what_stands_before_them(lengths: list[int], size: int, prompt: int) -> None:

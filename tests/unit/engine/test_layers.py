@@ -401,6 +401,57 @@ def test_ranks_that_share_rows_attend_to_all_that_stands_before(
         assert max_difference(getattr(got, key), value) < 1e-5, key
 
 
+def attentions_of_context_parallel_rows(prompt_of: list[int | None], cp_comm_type: str) -> list[str]:
+    """Run in a rank: return who computes the attention of Transformer Engine's layers."""
+    from megarl.engine import platform
+
+    platform.activate(Device.cpu)
+    from megarl.engine import layers
+    from megarl.engine.context import ContextParallelRank
+    from megarl.engine.packed_rows import PackedRows
+
+    found = []
+
+    class Ring:
+        def __init__(self, config: Any, pg_collection: Any) -> None:
+            pass
+
+        def forward(self, query: Tensor, *arguments: Any, packed_seq_params: Any, **options: Any) -> Tensor:
+            # The boundaries of padded sequences are enough only without others.
+            assert packed_seq_params.cu_seqlens_q_padded is None
+            assert packed_seq_params.cu_seqlens_q.tolist() == [0, 8, 12]
+            found.append("ring")
+            return query
+
+    def gathers(key: Tensor, value: Tensor, context: object) -> tuple[Tensor, Tensor]:
+        found.append("gather")
+        return key, value
+
+    config = SimpleNamespace(context_parallel_size=2, cp_comm_type=cp_comm_type)
+    attention = layers.sharing_prompts(Ring)(config, pg_collection=SimpleNamespace(cp="ranks"))
+    rows = PackedRows([7, 4], torch.device("cpu"), prompt_of, ContextParallelRank(2, 0))
+    heads = make_heads(6, HEADS)
+
+    with (
+        mock.patch.object(layers, "whole_keys", gathers),
+        mock.patch.object(layers, "attend_pieces", lambda query, *rest: query),
+    ):
+        attention.forward(*heads[:3], packed_seq_params=rows)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("prompt_of", "cp_comm_type", "who"),
+    [([None, None], "p2p", "ring"), ([None, None], "all_gather", "gather"), ([None, 0], "p2p", "gather")],
+)
+def test_rows_travel_around_a_ring_unless_they_share_prompts(
+    prompt_of: list[int | None], cp_comm_type: str, who: str, rank_pool: RankPool
+) -> None:
+    assert rank_pool.run(
+        attentions_of_context_parallel_rows, world_size=1, prompt_of=prompt_of, cp_comm_type=cp_comm_type
+    ) == [[who]]
+
+
 def plan_on_host(lengths: list[int]) -> int:
     """Run in a rank: return how many of three layers make the plan of a micro-batch."""
     from megarl.engine import platform

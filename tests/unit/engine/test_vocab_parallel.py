@@ -82,7 +82,7 @@ def reference(inputs: Inputs, case: Case) -> Scored:
 
 
 def run_scores(
-    inputs: Inputs, cases: dict[str, Case], dtype: torch.dtype = torch.float32
+    inputs: Inputs, cases: dict[str, Case], dtype: torch.dtype = torch.float32, in_float32: bool = False
 ) -> dict[str, Scored]:
     """Run in a rank of a tensor-parallel group that is the whole world."""
     from megarl.engine import platform
@@ -110,6 +110,7 @@ def run_scores(
                 temperature=case.temperature,
                 chunk_tokens=case.chunk_tokens,
                 group=dist.group.WORLD,
+                in_float32=in_float32,
             )
             assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
             loss = (scores.log_probs * inputs.log_prob_weight).sum()
@@ -231,6 +232,26 @@ def test_bfloat16_weights_give_float32_scores(rank_pool: RankPool) -> None:
         float((results["bf16"].weight_grad.double() - want.weight_grad).norm() / want.weight_grad.norm())
         < 0.02
     )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_logits_in_float32_are_not_rounded(size: int, rank_pool: RankPool) -> None:
+    """The inputs are exact in bfloat16, so only the product could round."""
+    inputs = make_inputs(scale=4.0, entropy=0.0)
+    inputs = inputs._replace(hidden=inputs.hidden.bfloat16().float(), weight=inputs.weight.bfloat16().float())
+    want = reference(inputs, Case())
+
+    for in_float32 in (True, False):
+        for results in rank_pool.run(
+            run_scores,
+            world_size=size,
+            inputs=inputs,
+            cases={"bf16": Case(chunk_tokens=7)},
+            dtype=torch.bfloat16,
+            in_float32=in_float32,
+        ):
+            distance = max_difference(results["bf16"].log_probs, want.log_probs)
+            assert distance < 5 * TOLERANCE if in_float32 else distance > 1000 * TOLERANCE
 
 
 def largest_saved_tensor(inputs: Inputs, chunk_tokens: int) -> int:

@@ -77,6 +77,7 @@ def engine_for(
     max_concurrency: int = 64,
     dtype: torch.dtype = torch.float32,
     is_ended: Callable[[list[int]], bool] | None = None,
+    fp32_lm_head: bool = False,
 ) -> HFEngine:
     """Return an engine without weights, from a folder without weights."""
     model.config.save_pretrained(folder)
@@ -85,7 +86,10 @@ def engine_for(
 
     return HFEngine(
         RolloutEngineSpec(
-            model=policy, rollout=RolloutConfig(max_concurrency=max_concurrency), device=Device.cpu
+            model=policy,
+            rollout=RolloutConfig(max_concurrency=max_concurrency),
+            device=Device.cpu,
+            fp32_lm_head=fp32_lm_head,
         ),
         is_ended,
     )

@@ -77,6 +77,19 @@ def test_log_probs_are_those_of_a_plain_forward(
             assert sample.token_ids.tolist() == greedy_reference(model, PROMPTS[index // 2], 7)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_in_float32_are_not_rounded(tmp_path: Path, tied: bool) -> None:
+    model = random_model(tied=tied).bfloat16()
+    engine = engine_for(model, tmp_path, dtype=torch.bfloat16, fp32_lm_head=True)
+    push(model, engine)
+    hidden = torch.randn(3, 1, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = hidden.double() @ model.lm_head.weight.double().T
+
+    assert float((engine.model.lm_head(hidden).double() - exact).abs().max()) < 1e-5
+    assert float((model.lm_head(hidden).double() - exact).abs().max()) > 1e-3  # what the option avoids
+    assert len(engine.generate(PROMPTS, greedy(2))) == len(PROMPTS)
+
+
 def test_samples_are_prompt_major_and_repeatable(engine: HFEngine) -> None:
     sampling = SamplingParameters(max_new_tokens=5, seed=7, n=3)
     samples = engine.generate(PROMPTS, sampling)

@@ -156,6 +156,14 @@ def test_sglang_cannot_release_breakable_graphs() -> None:
     assert "raise NotImplementedError" in breakable[breakable.index(saver) :][:400]
 
 
+def test_logits_in_float32_are_the_trainers_choice(tmp_path: Path) -> None:
+    asked = spec(tmp_path, Device.cuda)
+    assert "enable_fp32_lm_head" not in build_server_args(asked)
+    assert build_server_args(dataclasses.replace(asked, fp32_lm_head=True))["enable_fp32_lm_head"] is True
+    with pytest.raises(ConfigError, match=r"enable_fp32_lm_head is set by megarl; set engine\.fp32_lm_head"):
+        refuse_unknown_server_args({"enable_fp32_lm_head": True})
+
+
 def test_the_users_arguments_win_over_defaults(tmp_path: Path) -> None:
     chosen = SGLangConfig(server_args={"attention_backend": "intel_amx", "schedule_policy": "lpm"})
     arguments = build_server_args(spec(tmp_path, sglang=chosen))

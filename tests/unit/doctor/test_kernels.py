@@ -1,0 +1,48 @@
+"""`megarl doctor` reports kernels that the run selects and that are not installed."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from unittest import mock
+
+import pytest
+
+from megarl.config.schema import (
+    CPCommType,
+    Device,
+    DType,
+    EngineConfig,
+    FlashAttention,
+    ModelConfig,
+    PPOConfig,
+)
+from megarl.doctor import software
+from megarl.doctor.check_result import Status
+from megarl.doctor.examined_run import ExaminedRun
+
+
+def subject(engine: EngineConfig, device: Device) -> ExaminedRun:
+    return ExaminedRun(
+        config=PPOConfig(model=ModelConfig(path="model", dtype=DType.bfloat16), engine=engine, device=device)
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "named"),
+    [
+        (EngineConfig(flash_attention=FlashAttention.fa3), "flash-attn-3"),
+        (EngineConfig(flash_attention=FlashAttention.fa4), "flash-attn-4"),
+        (EngineConfig(cp_comm_type=CPCommType.p2p), "engine.cp_comm_type=p2p"),
+    ],
+)
+def test_kernels_that_are_not_installed(engine: EngineConfig, named: str) -> None:
+    with (
+        mock.patch.object(metadata, "version", side_effect=metadata.PackageNotFoundError),
+        mock.patch.object(software, "has_transformer_engine", return_value=False),
+    ):
+        (found,) = software.layers(subject(engine, Device.cuda))
+        (other,) = software.layers(subject(EngineConfig(), Device.cuda))
+    assert found.status is Status.error
+    assert named in found.message
+    assert found.hint
+    assert other.status is Status.ok
