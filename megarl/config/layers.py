@@ -52,6 +52,16 @@ def missing_flash_attention(asked: FlashAttention) -> MissingPackage | None:
     return None
 
 
+def has_transformer_engine_modules() -> bool:
+    """Whether Transformer Engine's Python modules, which a dry run uses, can be imported. Imports nothing.
+
+    They import Triton, which torch's builds for CPUs do not install.
+    """
+    return all(
+        importlib.util.find_spec(name) is not None for name in ("transformer_engine", "triton", "einops")
+    )
+
+
 def choose_layers(asked: Layers, dtype: DType, *, on_cuda: bool, has_transformer_engine: bool) -> LayerChoice:
     # An explicit choice is kept; `rules.run.layers` reports where it cannot work.
     if asked is not Layers.auto:
@@ -64,6 +74,31 @@ def choose_layers(asked: Layers, dtype: DType, *, on_cuda: bool, has_transformer
         return LayerChoice(Layers.local, "Transformer Engine is not installed")
 
     return LayerChoice(Layers.transformer_engine, "on CUDA with Transformer Engine installed")
+
+
+def simulated_layers(config: RunConfig) -> LayerChoice:
+    """Choose the layers of a dry run, which simulates the compiled part of Transformer Engine in bfloat16.
+
+    Raises:
+        ValueError: The requested layers cannot be simulated.
+    """
+    asked = config.engine.layers
+    dtype = config.model.dtype
+    installed = has_transformer_engine_modules()
+
+    if asked is Layers.transformer_engine and not installed:
+        raise ValueError(
+            "engine.layers=transformer_engine: a dry run uses Transformer Engine's Python modules, which are "
+            "not installed: pip install --no-deps transformer-engine (no GPU or compiler is needed), or use "
+            "engine.layers=local"
+        )
+    if asked is Layers.transformer_engine and dtype is DType.float32:
+        raise ValueError(
+            "engine.layers=transformer_engine: a dry run simulates its kernels in bfloat16, but model.dtype "
+            "is float32: use engine.layers=local or model.dtype=bfloat16"
+        )
+
+    return choose_layers(asked, dtype, on_cuda=True, has_transformer_engine=installed)
 
 
 def describe_layers(config: RunConfig) -> str:

@@ -11,7 +11,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megarl import __version__
-from megarl.config.layers import choose_layers, has_transformer_engine, missing_flash_attention
+from megarl.config.layers import (
+    choose_layers,
+    has_transformer_engine,
+    has_transformer_engine_modules,
+    missing_flash_attention,
+)
 from megarl.config.schema import CPCommType, Layers, RolloutEngineKind
 from megarl.config.tested_versions import Tested, tested_versions
 from megarl.config.versions import COUPLED, CUDA, PYTHON, REQUIRED
@@ -182,6 +187,17 @@ def layers(subject: ExaminedRun) -> Iterator[CheckResult]:
     choice = choose_layers(
         config.engine.layers, config.model.dtype, on_cuda=subject.use_gpu, has_transformer_engine=installed
     )
+
+    # The Python modules alone are what a machine without a GPU has, for dry runs.
+    is_half = subject.use_gpu and has_transformer_engine_modules() and not installed
+    if is_half:
+        yield doubtful(
+            "layers",
+            "Transformer Engine is installed without its compiled extension transformer_engine_torch, so a "
+            f"run cannot use it; engine.layers={config.engine.layers.value}",
+            "pip install --no-build-isolation 'transformer-engine[pytorch]', which compiles it "
+            "(docs/versions.md), or uninstall transformer-engine",
+        )
 
     if choice.layers is Layers.transformer_engine and not installed:
         hint = "pip install 'transformer-engine[pytorch]' (docs/versions.md), or set engine.layers=auto"

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megarl.engine import fake_transformer_engine
 from megarl.engine.cpu_adaptations import InertStream, MegatronEvidence, no_compiler
 
 CUDA = torch.device("cuda", 0)
@@ -287,23 +288,26 @@ def _adapt_megatron() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
-def install(on_wait: Callable[[], None]) -> None:
+def install(on_wait: Callable[[], None], transformer_engine: types.ModuleType | None) -> None:
     """Install every adaptation. Imports Megatron-Core.
 
     The device itself is torch's: in a CPU build, a guard for it must be loaded before torch.
 
     Args:
         on_wait: Called where the host would wait for the device without reading a tensor.
+        transformer_engine: A stub of Transformer Engine's compiled module; None if it is not installed.
     """
     _adapt_cuda(on_wait)
     _adapt_groups()
-    for module in ("megatron.core", "torch"):
+    for module in ("megatron.core", "torch", "transformer_engine"):
         warnings.filterwarnings("ignore", module=module.replace(".", r"\."))
 
     # The pointer is 0 and passed to the fake runtime.
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     with no_compiler(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if transformer_engine is not None:
+            fake_transformer_engine.install(transformer_engine)
         for module in ("megatron.core", "megatron.core.optimizer", "megatron.core.models.gpt"):
             importlib.import_module(module)
 

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
+from megarl.config.layers import has_transformer_engine
 from megarl.config.schema import Device, DType
 from megarl.engine import rotary
 from megarl.machine.usage import keep_freed_memory, trim_heap
@@ -86,12 +88,16 @@ def activate(device: Device) -> Platform:
     if cuda:
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         torch.cuda.set_device(index)
+        # Without its compiled part, its import fails with an error that Megatron does not expect.
+        if not has_transformer_engine():
+            _hide_transformer_engine()
         with _without(*_UNUSED):
             rotary.install()
         _active = Platform(name="cuda", device=torch.device("cuda", index), distributed_backend="nccl")
     else:
         from megarl.engine import cpu_adaptations
 
+        _hide_transformer_engine()
         with _without(*_UNUSED):
             cpu_adaptations.install()
         keep_freed_memory()
@@ -104,6 +110,14 @@ def activate(device: Device) -> Platform:
 # process 1.7 s of processor time and 34 MB, and creates folders in TMPDIR that remain when the process is
 # killed, as worker processes are; tensorboard costs 0.2 s and 11 MB.
 _UNUSED = ("wandb", "torch.utils.tensorboard")
+
+
+def _hide_transformer_engine() -> None:
+    """Make every import of Transformer Engine in this process fail as if it were not installed.
+
+    Megatron imports it if it is installed. It requires CUDA, and costs a process seconds of startup.
+    """
+    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -121,17 +135,22 @@ def _without(*modules: str) -> Iterator[None]:
             del sys.modules[module]
 
 
-def activate_fake_cuda(on_wait: Callable[[], None]) -> Platform:
+def activate_fake_cuda(on_wait: Callable[[], None], transformer_engine: ModuleType | None) -> Platform:
     """Prepare CUDA for a process whose tensors are fake (see fake_cuda.py).
 
     Must run before Megatron is imported, instead of `activate`.
+
+    Args:
+        on_wait: Called where the host would wait for the device without reading a tensor.
+        transformer_engine: A stub of Transformer Engine's compiled module; None if it is not installed.
     """
     global _active
     assert _active is None, "this process already runs on a device"
     from megarl.engine import fake_cuda
 
-    fake_cuda.install(on_wait)
     with _without(*_UNUSED):
+        fake_cuda.install(on_wait, transformer_engine)
+        rotary.install()
         rotary.install()
     _active = Platform(name="cuda", device=fake_cuda.CUDA, distributed_backend="fake")
 

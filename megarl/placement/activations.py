@@ -1,9 +1,9 @@
 """Memory that a model needs at work in addition to its state: saved activations plus transient peaks. Pure.
 
 On CUDA the estimate is a close upper bound; docs/verification.md lists measurements. Transformer Engine's
-layers, which no dry run can execute, save the same tensors as the local ones, and possibly a second copy of
-the attention values, which is included. On a CPU, where norms consist of more operations, the estimate is
-coarser.
+layers save the same tensors as the local ones, and need some memory of their own (fused_layers.py). Where
+the run's machines decide between the two, the larger size counts. On a CPU, where norms consist of more
+operations, the estimate is coarser.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.placement.activation_widths import Kernels, chunks_under_way, kernels_of, widths_of
 from megarl.placement.expert_activations import sparse_layer
+from megarl.placement.fused_layers import (
+    WORKSPACE_BYTES,
+    LayerKind,
+    layer_kind,
+    placeholder_elements,
+    workspace_bytes,
+)
 
 _FLOAT32 = 4
 # Per token of a pass, all of whose micro-batches are on the device when it begins. Sharded by context
@@ -80,8 +87,10 @@ def working_memory(
     trains = role.optim is not None
     stays = work.stays(trains)
 
-    # On CUDA, Adam materializes the square roots of all its second moments at once.
-    roots = 0 if work.kernels is Kernels.cpu else moments
+    # On CUDA, torch's Adam materializes the square roots of all its second moments at once. Transformer
+    # Engine's does not.
+    is_fused = layer_kind(config) is LayerKind.fused
+    roots = 0 if work.kernels is Kernels.cpu or is_fused else moments
     return WorkingMemory(
         score=stays + work.score(),
         train=stays + work.train() if trains else 0,
@@ -167,14 +176,12 @@ class _Work:
     def stays(self, trains: bool) -> int:
         """Return the bytes that remain allocated between passes.
 
-        These are Megatron's buffer for tokens gathered by sequence parallelism (if weights train), what each
-        (virtual) stage received last (a micro-batch, and the gradient that it sent back), and the RoPE angles
-        of the longest row. MoE models also keep how often each token counts, and the statistics of routers
-        that train.
+        These are what the layers keep, what each (virtual) stage received last (a micro-batch, and the
+        gradient that it sent back), and the RoPE angles of the longest row. MoE models also keep how often
+        each token counts, and the statistics of routers that train.
         """
         # Buffers outlive a pass, so the maximum of scoring and training counts.
         tokens = max(self._tokens(trains), self._tokens(trains=False))
-        gathered = self._widths.whole * self._parallel.sequence_parallel * trains
         chunks = self._parallel.virtual_pipeline_parallel_size or 1
         # The first stage receives nothing from another rank, but its later virtual stages do.
         received = self._widths.part * (1 + trains) * (chunks - self._is_first)
@@ -185,10 +192,28 @@ class _Work:
         )
 
         return (
-            tokens * (gathered + received) * self._element
+            self._layers_keep(tokens, trains)
+            + tokens * received * self._element
             + angles
             + counted * (self._architecture.experts is not None)
         )
+
+    def _layers_keep(self, tokens: int, trains: bool) -> int:
+        """Return the bytes that layers keep.
+
+        Local layers have Megatron's buffer for tokens gathered by sequence parallelism (if weights train);
+        those of Transformer Engine have workspaces and placeholders of weight gradients. Routers use its
+        product if it is installed, also with local layers.
+        """
+        local = tokens * self._widths.whole * self._parallel.sequence_parallel * trains * self._element
+        if self._architecture.experts is not None and self.kernels is not Kernels.cpu:
+            local += WORKSPACE_BYTES
+        fused = workspace_bytes(self._architecture) + trains * self._element * placeholder_elements(
+            self._architecture, self._parallel
+        )
+        kind = layer_kind(self._config)
+
+        return {LayerKind.local: local, LayerKind.fused: fused, LayerKind.either: max(local, fused)}[kind]
 
     def score(self) -> int:
         tokens = self._tokens(trains=False)

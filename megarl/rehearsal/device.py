@@ -160,7 +160,7 @@ class FakeDevice(TorchDispatchMode):
             with self._fake:
                 result = operator(*arguments, **keywords)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
-            if operator is _SELECT and (mask := _value(arguments[1])) is not None:
+            if operator is _SELECT and (mask := known_value(arguments[1])) is not None:
                 known = torch.empty(int(mask.sum()), dtype=arguments[0].dtype)
             if known is None:
                 raise RehearsalError(
@@ -196,12 +196,12 @@ class FakeDevice(TorchDispatchMode):
             return torch.zeros(tensors[0].shape, dtype=keywords["dtype"])
 
         # The value is known only if all inputs are, and the operator defines its elements.
-        values = [_value(each) for each in tensors]
+        values = [known_value(each) for each in tensors]
         if any(value is None for value in values) or "empty" in operator._opname:
             return None
         if not tensors and keywords.get("dtype") not in _INTEGERS and operator._opname != "arange":
             return None
-        arguments, keywords = tree_map_only(Tensor, _value, (arguments, keywords))
+        arguments, keywords = tree_map_only(Tensor, known_value, (arguments, keywords))
         if keywords.get("device") is not None:
             keywords = {**keywords, "device": torch.device("cpu")}
         result = operator(*arguments, **keywords)
@@ -219,7 +219,7 @@ class FakeDevice(TorchDispatchMode):
         # Reading a number makes the host wait for the device.
         if tensor.device.type == "cuda":
             self.ledger.synchronizes("read")
-        value = _value(tensor)
+        value = known_value(tensor)
         if value is not None:
             return value.item()
         if tensor.is_floating_point():
@@ -286,7 +286,7 @@ def _gather_known(gathered: Any, part: Any, num_ranks: int) -> None:
     if (
         isinstance(gathered, FakeTensor)
         and isinstance(part, FakeTensor)
-        and (value := _value(part)) is not None
+        and (value := known_value(part)) is not None
     ):
         vars(gathered)[_KNOWN] = torch.cat([value] * num_ranks).view(gathered.shape)
 
@@ -313,7 +313,7 @@ def _has_room(tensor: Tensor) -> bool:
     return tensor.numel() <= _MOST_KNOWN
 
 
-def _value(tensor: Tensor) -> Tensor | None:
+def known_value(tensor: Tensor) -> Tensor | None:
     """Return the value of a tensor that is known on the host, if any."""
     if isinstance(tensor, FakeTensor):
         return vars(tensor).get(_KNOWN)

@@ -24,12 +24,15 @@ class PredictedMemory(NamedTuple):
             parameters twice, before the optimizer has its state.
         batches: The part of each peak that belongs to the batch of a whole pass, of which a dry run has only
             a few micro-batches.
+        roots: The part of the step's peak that only torch's Adam allocates. With local layers, Megatron uses
+            Transformer Engine's Adam as well, if it is installed.
     """
 
     held: int
     stays: int
     peaks: Mapping[str, int]
     batches: Mapping[str, int]
+    roots: int
 
 
 def predicted_memory(
@@ -55,5 +58,9 @@ def predicted_memory(
         if phase != "step"
     }
     return PredictedMemory(
-        held, work.stays, {phase: held + size for phase, size in transient.items()}, batches
+        held,
+        work.stays,
+        {phase: held + size for phase, size in transient.items()},
+        batches,
+        max(0, work.step - work.stays),
     )

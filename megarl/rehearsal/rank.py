@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.batch_arithmetic import fullest_micro_batch
+from megarl.config.layers import has_transformer_engine_modules
 from megarl.config.load import with_dtype
 from megarl.config.roles import ModelRole, model_roles, needs_sum_pi_squared
 from megarl.config.schema import Device, PPOConfig, RoutingReplay, RunConfig
@@ -26,6 +27,8 @@ from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import spec_of
 from megarl.models.architecture import Architecture
+from megarl.rehearsal import te_kernels, te_stub
+from megarl.rehearsal.built import check_engine
 from megarl.rehearsal.device import FakeDevice
 from megarl.rehearsal.ledger import Ledger, place_of
 from megarl.rehearsal.prediction import UNEVEN
@@ -48,12 +51,20 @@ def _on_wait() -> None:
         _ledger.synchronizes("synchronize")
 
 
+def _on_flops(flops: int) -> None:
+    if _ledger is not None:
+        _ledger.computes(flops)
+
+
 def prepare() -> None:
     """Activate the fake device, once per process and before any other use of the engine.
 
     Takes as long as importing Megatron.
     """
-    platform.activate_fake_cuda(_on_wait)
+    te_kernels.count_flops_with(_on_flops)
+    platform.activate_fake_cuda(
+        _on_wait, te_stub.compiled_module() if has_transformer_engine_modules() else None
+    )
     # Import the engine here, so that the processes of ranks, which are forked from this one, have it.
     importlib.import_module("megarl.engine.engine")
     with FakeTensorMode():  # the same for what torch imports for its first fake tensor
@@ -167,6 +178,7 @@ class _Rehearsal:
             self._config.with_sections(engine=own_routes), self._role, self._architecture, Device.cuda
         )
         engine = RehearsedEngine(spec, groups.initialize(spec.parallel, spec.seed))
+        check_engine(engine, with_transformer_engine=has_transformer_engine_modules())
         self.num_parameters = sum(parameter.numel() for parameter in engine.parameters().values())
         yield end("build")
         push = (

@@ -18,9 +18,10 @@ from megarl.cli.tables.console import output_console
 from megarl.cli.tables.placement import print_absent
 from megarl.cli.tables.rehearsal import collectives_table, memory_table, waits_table
 from megarl.cli.tables.rehearsal_progress import RehearsalProgress
+from megarl.config.layers import simulated_layers
 from megarl.config.load import read_config
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import Device, DType, Layers, ParallelConfig, PPOConfig, RoutingReplay, RunConfig
+from megarl.config.schema import Device, ParallelConfig, PPOConfig, RoutingReplay, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import find_inputs, refuse
 from megarl.machine.wording import counted
@@ -36,11 +37,6 @@ from megarl.weights.plan import NUM_IPC_BUFFERS
 GOOD = 0
 MISTAKES = 2
 
-_LAYERS_ARE_LOCAL = (
-    "Layers: local. If Transformer Engine is installed, the run uses its layers (engine.layers: auto), which "
-    "have the same parameters but different saved activations and synchronizations."
-)
-
 
 def run(
     config_path: str,
@@ -54,8 +50,8 @@ def run(
 
     Raises:
         ConfigError: The configuration has errors.
-        ValueError: The role or a rank does not exist, the layers require a GPU, or the device guard cannot be
-            compiled.
+        ValueError: The role or a rank does not exist, the layers cannot be simulated, or the device guard
+            cannot be compiled.
     """
     partial = read_config(schema, config_path, overrides)
 
@@ -67,7 +63,17 @@ def run(
     refuse(config_path, [*inputs.partial.problems, *map(str, violations)])
     config = inputs.partial.config
     absent = [*inputs.substituted, *map(str, absences)]
-    _check_devices(config_path, config)
+    if config.device is Device.cpu:
+        raise ValueError(
+            f"{config_path} has device: cpu, but the dry run simulates GPUs; add device=cuda to simulate the "
+            f"run on GPUs"
+        )
+
+    # The run's layers on a GPU. The simulation provides routes, so it does not matter where they come from.
+    layers, why = simulated_layers(config)
+    config = config.with_sections(
+        engine=replace(config.engine, layers=layers, routing_replay=RoutingReplay.off)
+    )
 
     role = _role(config, role_name)
     architectures, _ = read_architectures(config)
@@ -91,8 +97,7 @@ def run(
         console.print(waits_table(record))
 
     print_absent(absent, console)
-    if config.engine.layers is Layers.auto and config.model.dtype is DType.bfloat16:
-        _say(console, _LAYERS_ARE_LOCAL)
+    _say(console, f"Layers: {layers.value} ({why}).")
     _say(console, _unseen(role.parallel, numbers, ranks))
     for mistake in mistakes:
         console.print(f"error: {mistake}", style="red", soft_wrap=True, highlight=False, markup=False)
@@ -105,21 +110,6 @@ def run(
     return MISTAKES if mistakes else GOOD
 
 
-def _check_devices(config_path: str, config: RunConfig) -> None:
-    """Raise ValueError for a run whose layers or devices cannot be simulated."""
-    if config.device is Device.cpu:
-        raise ValueError(
-            f"{config_path} has device: cpu, but the dry run simulates GPUs; add device=cuda to simulate the "
-            f"run on GPUs"
-        )
-
-    if config.engine.layers is Layers.transformer_engine:
-        raise ValueError(
-            f"{config_path} has engine.layers: transformer_engine, whose kernels require a GPU; add "
-            f"engine.layers=local, whose layers have the same parameters"
-        )
-
-
 def _rehearse(
     config: RunConfig,
     role: ModelRole,
@@ -128,11 +118,7 @@ def _rehearse(
     pushes: Mapping[int, RankPush],
 ) -> list[RankRecord]:
     """Simulate ranks of a role, and return their records in the order of ranks."""
-    # The simulation provides routes, so it does not matter where replayed routes come from.
-    local = config.with_sections(
-        engine=replace(config.engine, layers=Layers.local, routing_replay=RoutingReplay.off)
-    )
-    requests = [RankRequest(local, role.name, rank, num_micro_batches, pushes.get(rank)) for rank in ranks]
+    requests = [RankRequest(config, role.name, rank, num_micro_batches, pushes.get(rank)) for rank in ranks]
     records: list[RankRecord] = []
 
     with RehearsalProgress(len(ranks)) as progress:

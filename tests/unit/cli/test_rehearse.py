@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from megarl.cli.main import main
+from megarl.config.layers import has_transformer_engine_modules
 from tests.unit.rehearsal.runs import TINY, save_config
 
 pytestmark = pytest.mark.usefixtures("forked_rehearsals")
@@ -55,7 +56,8 @@ def test_all_ranks_are_rehearsed_and_compared(
     assert f"Rank 0 (stage 0, tensor rank 0, data rank 0): {parameters:,} parameters" in rows
     assert "train send PIPELINE_MODEL_PARALLEL_GROUP 2 bfloat16 2 0.1" in rows
     assert "Verified: the collectives of all 2 ranks" in out
-    assert "Layers: local. If Transformer Engine is installed, the run uses its layers" in out
+    layers = "transformer_engine" if has_transformer_engine_modules() else "local"
+    assert f"Layers: {layers} (" in out
     assert "NCCL buffers" in out
     assert "simulated 2 of 2 ranks of the actor, no errors" in out
     document = json.loads(written.read_text())
@@ -98,7 +100,10 @@ def test_a_critic_that_does_not_fit(
         (["--role", "reward_model"], "--role reward_model: this run has actor, reference, critic"),
         (["--ranks", "2"], "--ranks 2: the role has 2 ranks"),
         (["device=cpu"], "has device: cpu, but the dry run simulates GPUs; add device=cuda"),
-        (["engine.layers=transformer_engine"], "whose kernels require a GPU; add engine.layers=local"),
+        (
+            ["engine.layers=transformer_engine", "model.dtype=float32", "engine.packing=false"],
+            "engine.layers=transformer_engine: a dry run",
+        ),
         (["actor.parallel.tensor_parallel_size=3"], "actor.parallel.tensor_parallel_size"),
     ],
 )

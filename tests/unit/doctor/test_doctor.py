@@ -9,6 +9,7 @@ import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ from megarl.config.schema import (
     AlgorithmConfig,
     CriticConfig,
     DataConfig,
+    DType,
+    EngineConfig,
+    Layers,
     ModelConfig,
     ParallelConfig,
     PlacementConfig,
@@ -431,6 +435,24 @@ def test_another_nodes_limits_and_files_are_its_own() -> None:
     assert files.message.startswith("node 10.0.0.2: a process may open 512 files")
     assert model.message == "node 10.0.0.2: /models/policy does not exist"
     assert "does not see files that this machine writes to /runs" in checkpoints.message
+
+
+@pytest.mark.parametrize(
+    ("asked", "statuses"),
+    [(Layers.auto, [Status.warning, Status.ok]), (Layers.transformer_engine, [Status.warning, Status.error])],
+)
+def test_transformer_engine_without_its_compiled_part(
+    asked: Layers, statuses: list[Status], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(software, "has_transformer_engine", lambda: False)
+    monkeypatch.setattr(software, "has_transformer_engine_modules", lambda: True)
+    run = PPOConfig(engine=EngineConfig(layers=asked), model=ModelConfig(path="m", dtype=DType.bfloat16))
+    on_gpu = SimpleNamespace(config=run, use_gpu=True)
+    found = list(software.layers(on_gpu))  # type: ignore[arg-type]
+    assert [result.status for result in found] == statuses
+    assert "transformer_engine_torch" in found[0].message
+    on_cpu = SimpleNamespace(config=run, use_gpu=False)
+    assert Status.warning not in [result.status for result in software.layers(on_cpu)]  # type: ignore[arg-type]
 
 
 # What a run reads

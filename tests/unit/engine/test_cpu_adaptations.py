@@ -44,8 +44,9 @@ def test_megatron_still_does_what_is_adapted(evidence: MegatronEvidence) -> None
 
 # Runs in a separate interpreter without adaptations. Prints the name of each check that succeeds.
 UNADAPTED = """
-import os, tempfile, warnings
+import os, sys, tempfile, warnings
 warnings.simplefilter("ignore")
+sys.modules["transformer_engine"] = None  # as on a machine that does not have it
 import torch, torch.distributed as dist
 from megatron.core import jit
 from megatron.core.models.common.embeddings import rope_utils
@@ -186,6 +187,24 @@ def has_wandb() -> bool:
     import megatron.core  # noqa: F401
 
     return "wandb" in sys.modules
+
+
+def finds_transformer_engine() -> tuple[bool, bool]:
+    """Run in a rank: whether Transformer Engine was imported, and whether it could be."""
+    from megarl.config.schema import Device
+    from megarl.engine import platform
+
+    platform.activate(Device.cpu)
+    import megatron.core  # noqa: F401
+
+    return sys.modules.get("transformer_engine") is not None, bool(
+        importlib.util.find_spec("transformer_engine")
+    )
+
+
+def test_a_process_on_a_cpu_has_no_transformer_engine(rank_pool: RankPool) -> None:
+    """Its import fails without a compiled part, with errors that Megatron does not expect."""
+    assert rank_pool.run(finds_transformer_engine, world_size=1) == [(False, False)]
 
 
 def test_megatron_does_not_bring_wandb(rank_pool: RankPool) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.config.layers import has_transformer_engine_modules, simulated_layers
 from megarl.config.load import load_config
 from megarl.config.published import with_published_models
 from megarl.config.roles import ModelRole, model_roles
@@ -88,8 +90,9 @@ def _load(run: str, overrides: list[str]) -> PPOConfig | SFTConfig:
     parallel = role_of(known, name).parallel
     half = max(1, architecture.num_hidden_layers // _pieces(parallel) // 2)
     config = load_config(schema, path, [*size, *(override.format(half=half) for override in overrides)])
+    whole = with_published_models(config, path)[0]
 
-    return with_published_models(config, path)[0]
+    return whole.with_sections(engine=replace(whole.engine, layers=simulated_layers(whole).layers))
 
 
 def _pieces(parallel: ParallelConfig) -> int:
@@ -149,13 +152,15 @@ def beyond_bounds(record: RankRecord, plan: PredictedMemory) -> list[str]:
     for phase in record.phases:
         if phase.name not in plan.peaks:  # a weight sync, whose buffers come from the plan
             continue
-        # A dry run has only a few micro-batches of the batch.
+        # A dry run has only a few micro-batches of the batch. If Transformer Engine is installed, torch's
+        # Adam is not used.
+        unused = plan.roots if phase.name == "step" and has_transformer_engine_modules() else 0
         sizes = [
             (
                 "peak",
                 phase.peak,
                 plan.peaks[phase.name],
-                measured_most(phase.peak, PEAK) + plan.batches.get(phase.name, 0),
+                measured_most(phase.peak, PEAK) + plan.batches.get(phase.name, 0) + unused,
             )
         ]
         if phase.name in held:

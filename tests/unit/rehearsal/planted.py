@@ -124,22 +124,105 @@ def another_shape_than_the_layout(rank: int) -> None:
     RMSNorm.__init__ = planted  # type: ignore[method-assign]
 
 
-def transformer_engine(rank: int) -> None:
-    """Use layers of stubs of Transformer Engine's modules. This is not a mistake."""
-    from tests.unit.engine import transformer_engine_stubs
-
-    transformer_engine_stubs.install(True)
+def fused_layers(rank: int) -> None:
+    """Assert that the layers are those of Transformer Engine. This is not a mistake."""
     from megarl.engine import engine
 
     built = engine.build_chunks
 
-    def planted(*arguments: Any, **keywords: Any) -> Any:
+    def checked(*arguments: Any, **keywords: Any) -> Any:
         chunks = built(*arguments, **keywords)
-        assert any(name.endswith("linear_qkv.layer_norm_weight") for name, _ in chunks[0].named_parameters())
+        decoder = chunks[0].decoder
+        fused = [module for module in decoder.modules() if getattr(module, "fuse_wgrad_accumulation", False)]
+        assert len(fused) == 4 * len(decoder.layers)  # queries, keys and values; output; the MLP's two
+        for module in (*fused, decoder.final_layernorm):
+            assert any(kind.__module__.startswith("transformer_engine.") for kind in type(module).__mro__)
+        assert any(name.endswith("linear_qkv.layer_norm_weight") for name, _ in decoder.named_parameters())
+        assert type(decoder.layers[-1]).__name__ == "LogitLayer"
         assert chunks[0].config.apply_rope_fusion
         return chunks
 
-    engine.build_chunks = planted
+    engine.build_chunks = checked
+
+
+def an_argument_less_for_the_fused_norm(rank: int) -> None:
+    """Call the compiled norm as an older version of Transformer Engine declared it."""
+    import transformer_engine.pytorch.module._common as common
+    import transformer_engine_torch as compiled
+
+    forward = compiled.rmsnorm_fwd
+    common.tex.rmsnorm_fwd = lambda *arguments: forward(*arguments[:-1])
+
+
+def a_number_instead_of_a_tensor_for_rope(rank: int) -> None:
+    import transformer_engine_torch as compiled
+
+    forward = compiled.fused_rope_forward
+
+    def planted(*arguments: Any) -> Any:
+        return forward(*arguments[:2], 0, *arguments[3:])
+
+    compiled.fused_rope_forward = planted  # type: ignore[attr-defined]
+
+
+def an_unknown_name_for_a_fused_product(rank: int) -> None:
+    import transformer_engine_torch as compiled
+
+    product = compiled.generic_gemm
+
+    def planted(*arguments: Any, **keywords: Any) -> Any:
+        return product(*arguments, **keywords, accumulate_in_fp32=True)
+
+    compiled.generic_gemm = planted  # type: ignore[attr-defined]
+
+
+def another_shape_of_a_gradient_buffer(rank: int) -> None:
+    """Give a weight a gradient buffer of another shape than the layer's product."""
+    from megarl.engine import engine
+
+    wrap = engine.wrap_models
+
+    def planted(models: Any, *arguments: Any) -> Any:
+        import torch
+
+        wrapped = wrap(models, *arguments)
+        weight = models[0].decoder.layers[0].mlp.linear_fc2.weight
+        weight.main_grad = torch.zeros(weight.shape[0], weight.shape[1] + 1, device="cuda")
+        return wrapped
+
+    engine.wrap_models = planted
+
+
+def separate_gradients(rank: int) -> None:
+    from megarl.engine import model
+
+    model.fuse_gradient_accumulation = lambda chunk: None
+
+
+def unmarked_parameters(rank: int) -> None:
+    """Drop the mark of a column-parallel layer."""
+    from megarl.engine import model
+
+    mark = model.mark_cut_parameters
+
+    def planted(chunk: Any) -> None:
+        mark(chunk)
+        chunk.decoder.layers[0].mlp.linear_fc1.weight.tensor_model_parallel = False
+
+    model.mark_cut_parameters = planted
+
+
+def another_optimizer(rank: int) -> None:
+    import torch
+    from megatron.core import optimizer
+
+    class Plain(torch.optim.AdamW):
+        """Accepts the arguments that Megatron gives to Transformer Engine's optimizer."""
+
+        def __init__(self, params: Any, *, lr: float, weight_decay: float, **others: Any) -> None:
+            super().__init__(params, lr=lr, weight_decay=weight_decay)
+
+    optimizer.Adam = Plain
 
 
 PLANTS: dict[str, Callable[[int], None]] = {
@@ -153,6 +236,13 @@ PLANTS: dict[str, Callable[[int], None]] = {
         gradients_in_sixteen_bits,
         a_token_less_from_the_first_stage,
         another_shape_than_the_layout,
-        transformer_engine,
+        fused_layers,
+        an_argument_less_for_the_fused_norm,
+        a_number_instead_of_a_tensor_for_rope,
+        an_unknown_name_for_a_fused_product,
+        another_shape_of_a_gradient_buffer,
+        separate_gradients,
+        unmarked_parameters,
+        another_optimizer,
     )
 }

@@ -11,6 +11,8 @@ from megarl.config.schema import (
     DataConfig,
     Device,
     DType,
+    EngineConfig,
+    Layers,
     MicroBatchConfig,
     ModelConfig,
     ParallelConfig,
@@ -68,6 +70,7 @@ def ppo(
     max_tokens: int = TOKENS,
     recompute: Recompute = Recompute.none,
     device_gb: float | None = None,
+    layers: Layers = Layers.local,
 ) -> PPOConfig:
     return PPOConfig(
         model=ModelConfig(path=model, dtype=DType.bfloat16),
@@ -77,6 +80,7 @@ def ppo(
         ),
         placement=PlacementConfig(device_memory_gb=device_gb),
         trainer=TrainerConfig(prompts_per_step=1024),
+        engine=EngineConfig(layers=layers),
         device=Device.cuda,
     )
 

@@ -18,7 +18,6 @@ from tests.unit.rehearsal.runs import SMALL, TINY, ppo, requests, save_config
 PAIR = ParallelConfig(tensor_parallel_size=2)
 REPLICAS = ParallelConfig(data_parallel_size=2)
 STAGES = ParallelConfig(pipeline_parallel_size=2)
-SEQUENCE = ParallelConfig(tensor_parallel_size=2, sequence_parallel=True)
 # (64, 64), of which the second rank holds the last 32 rows.
 QUERIES = "model.layers.1.self_attn.q_proj.weight"
 PUSH = RankPush(
@@ -41,8 +40,6 @@ PLANTED = (
     ("another_shape_than_the_layout", ParallelConfig(), [0]),
     ("too_small_a_device", SMALL, [0]),
     ("a_push_of_what_another_rank_holds", PAIR, [0]),
-    ("transformer_engine", SEQUENCE, [0, 1]),
-    ("local", SEQUENCE, [0, 1]),
 )
 
 pytestmark = pytest.mark.usefixtures("forked_rehearsals")
@@ -159,22 +156,3 @@ def test_a_push_of_what_the_rank_does_not_hold(found: dict[str, list[RankRecord]
         == f"a weight sync sends 1,024 elements of {QUERIES} as torch.bfloat16, but this rank holds 0 of them as torch.bfloat16"
     )
     assert record.phases[-1].name == "offload"
-
-
-def test_transformer_engines_layers_have_the_parameters_and_calls_of_local_ones(
-    found: dict[str, list[RankRecord]],
-) -> None:
-    """This is not a mistake.
-
-    The stubs have norms in the linear layers that follow them, and a rotation of their own.
-    """
-    for fused, local in zip(found["transformer_engine"], found["local"], strict=True):
-        assert fused.error is None
-        assert fused.num_parameters == local.num_parameters
-        assert [phase.name for phase in fused.phases] == [phase.name for phase in local.phases]
-        for one, other in zip(fused.phases, local.phases, strict=True):
-            assert (one.held, one.flops) == (other.held, other.flops), one.name
-            assert [call[:-2] for call in one.collectives] == [call[:-2] for call in other.collectives], (
-                one.name
-            )
-    assert hangs(found["transformer_engine"]) == []

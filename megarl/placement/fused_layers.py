@@ -1,0 +1,58 @@
+"""Memory of Transformer Engine's layers that local layers do not need. Pure."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from megarl.config.schema import Device, DType, Layers, ParallelConfig, RunConfig
+from megarl.models.architecture import Architecture
+
+# The workspace of cuBLAS on Hopper. A grouped product runs on four streams with one each.
+WORKSPACE_BYTES = 32 * 1024**2 + 1024
+_GROUPED_STREAMS = 4
+
+
+class LayerKind(Enum):
+    """The layers of a run, if the configuration determines them."""
+
+    local = "local"
+    fused = "transformer_engine"
+    either = "either"  # Transformer Engine's if the run's machines have it
+
+
+def layer_kind(config: RunConfig) -> LayerKind:
+    """Return the kind of layers of a run. `device: auto` counts as a GPU."""
+    asked = config.engine.layers
+    if asked is not Layers.auto:
+        return LayerKind(asked.value)
+    on_cpu = config.device is Device.cpu
+    return LayerKind.local if on_cpu or config.model.dtype is DType.float32 else LayerKind.either
+
+
+def workspace_bytes(architecture: Architecture) -> int:
+    """Return the bytes of workspaces, which remain allocated from the first pass on."""
+    return WORKSPACE_BYTES * (1 + _GROUPED_STREAMS * (architecture.experts is not None))
+
+
+def placeholder_elements(architecture: Architecture, parallel: ParallelConfig) -> int:
+    """Return the elements of the gradients that autograd receives in place of the accumulated ones.
+
+    Weight gradients are added to Megatron's buffer directly. For autograd there is one tensor of each shape
+    that a weight of the rank has, which remains allocated from the first backward pass on.
+    """
+    cut = parallel.tensor_parallel_size
+    hidden = architecture.hidden_size
+    query = architecture.num_attention_heads * architecture.head_dim // cut
+    key = architecture.num_key_value_heads * architecture.head_dim // cut
+    shapes = {(query + 2 * key, hidden), (hidden, query)}
+
+    # The intermediate size of each kind of MLP on the rank.
+    inner = {architecture.intermediate_size // cut} if architecture.num_dense_layers else set()
+    if (experts := architecture.experts) is not None:
+        inner.add(experts.intermediate_size // parallel.expert_tensor_parallel_size)
+        if experts.shared_intermediate_size:
+            inner.add(experts.shared_intermediate_size // cut)
+    for size in inner:
+        shapes |= {(2 * size, hidden), (hidden, size)}
+
+    return sum(rows * columns for rows, columns in shapes)
