@@ -516,7 +516,7 @@ def fused_attn_fwd(  # noqa: PLR0913
     output = _new((*Q.shape[:-1], V.shape[-1]), fake_dtype)
     state = _new((2,), torch.int64)
 
-    return [output, _new(statistics, torch.float32), state] if is_training else [output, state]
+    return [output, _new(statistics, torch.float32), state]
 
 
 @_kernel

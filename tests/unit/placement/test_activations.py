@@ -10,6 +10,8 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import (
     Device,
     DType,
+    EngineConfig,
+    Layers,
     ModelConfig,
     ParallelConfig,
     PPOConfig,
@@ -132,3 +134,18 @@ def test_a_stage_keeps_the_micro_batches_under_way(
         assert work.stays == TOKENS * received[stage] * HIDDEN * 2 + (virtual or 1) * ANGLES
         moment = layer + (3 if stage == 0 else 2) * HIDDEN + 4 * 18944
         assert work.train - work.stays == TOKENS * (kept[stage] * HIDDEN + moment) * 2 + BATCH
+
+
+def test_fused_layers_keep_a_workspace_and_a_tensor_of_each_shape() -> None:
+    """Queries, keys and values; attention's output; gate and up; down. There are no square roots of moments."""
+    run = with_recompute(Recompute.full)
+    local = of_actor(run)
+    fused = of_actor(replace(run, engine=EngineConfig(layers=Layers.transformer_engine)))
+    shapes = HIDDEN * (QUERY + 2 * KEY + QUERY + 2 * GATE + GATE)
+    assert fused.stays - local.stays == 32 * 2**20 + 1024 + 2 * shapes
+    assert fused.step == fused.stays
+    assert local.step > local.stays
+
+    # What the run's machines decide counts as the larger of the two.
+    either = of_actor(replace(run, engine=EngineConfig(layers=Layers.auto)))
+    assert (either.stays, either.step - either.stays) == (fused.stays, local.step - local.stays)

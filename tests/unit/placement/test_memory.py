@@ -12,6 +12,8 @@ from megarl.config.schema import (
     DataConfig,
     Device,
     DType,
+    EngineConfig,
+    Layers,
     MicroBatchConfig,
     ModelConfig,
     OverBudget,
@@ -66,6 +68,7 @@ def config(strategy: PlacementStrategy, **placement: object) -> PPOConfig:
         reference=ReferenceConfig(micro_batch=tokens),
         rollout=RolloutConfig(num_replicas=2, tensor_parallel_size=2),
         trainer=TrainerConfig(prompts_per_step=128),
+        engine=EngineConfig(layers=Layers.local),
         placement=PlacementConfig(strategy=strategy, **placement),  # type: ignore[arg-type]
     )
 
