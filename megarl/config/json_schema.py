@@ -18,7 +18,7 @@ from megarl.config.review import key_types
 from megarl.config.schema import SCHEMAS, AlgorithmConfig, PPOConfig, RunKind
 from megarl.config.schema.keys import LARGEST, MISSING, ItemRange, Range, range_of
 from megarl.config.shipped import CONFIGS_DIR
-from megarl.config.sources import BASE, GROUPS, WITH
+from megarl.config.sources import BASE, COMBINED, GROUPS, WITH
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 ANY_RUN = "run"
@@ -54,9 +54,13 @@ def _run(kind: RunKind) -> Schema:
     # A schema of one kind accepts no other value of `kind`.
     properties["kind"] = {"const": kind.value, "description": properties["kind"]["description"]}
 
-    for name in GROUPS:
-        if name in properties:
-            properties[name] = _with_presets(name, properties[name])
+    for key, folder in GROUPS.items():
+        *outer, name = key.split(".")
+        inside = properties
+        for section_name in outer:
+            inside = inside.get(section_name, {}).get("properties", {})
+        if name in inside:
+            inside[name] = _with_presets(folder, inside[name])
 
     properties[BASE] = {
         "type": "string",
@@ -78,20 +82,21 @@ def _run(kind: RunKind) -> Schema:
     return section | {"if": {"not": {"required": [BASE]}}, "then": needed}
 
 
-def _with_presets(name: str, section: Schema) -> Schema:
-    """Return the schema of a section that may have a preset.
+def _with_presets(folder: str, section: Schema) -> Schema:
+    """Return the schema of a section that may have a preset, or several that are combined.
 
     Its value is the preset's name, or a mapping with a preset under `base` and keys that override it.
     """
-    presets = [file.stem for file in sorted((CONFIGS_DIR / name).glob("*.yaml"))]
-    preset = {
+    presets = [file.stem for file in sorted((CONFIGS_DIR / folder).glob("*.yaml"))]
+    preset: Schema = {
         "type": "string",
-        "description": f"a built-in preset, or a file {name}/NAME.yaml next to this file",
+        "description": f"a built-in preset, or a file {folder}/NAME.yaml next to this file",
         "examples": presets,
     }
-    section["properties"][BASE] = preset
+    several: list[Schema] = [{"type": "array", "items": preset}] if folder in COMBINED else []
+    section["properties"][BASE] = {"anyOf": [preset, *several]} if several else preset
 
-    return {"description": section.pop("description", ""), "anyOf": [preset, section]}
+    return {"description": section.pop("description", ""), "anyOf": [preset, *several, section]}
 
 
 def _preset() -> Schema:

@@ -174,7 +174,7 @@ def _fit[Config](schema: type[Config], path: str, layers: Sequence[Layer]) -> Pa
         review.add(layer)
         # A preset replaces its whole section; keys of layers with lower precedence must not remain in it.
         for section in layer.replaces:
-            given.pop(section, None)
+            _drop(given, section)
         given = OmegaConf.unsafe_merge(given, review.fitting(schema, layer.values, "", layer))
 
     problems = list(review.problems)

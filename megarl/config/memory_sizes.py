@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megarl.config.megatron_options import element_bytes
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import DType, EngineConfig, RunConfig
 from megarl.models.architecture import Architecture
@@ -13,8 +14,9 @@ from megarl.models.counts import num_expert_parameters, num_parameters
 def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> int:
     """Return the bytes of weights, gradients and optimizer state on a rank.
 
-    Weights are in `dtype`. A trained model also has float32 gradients and, sharded over the ranks with the
-    same parameters (ZeRO 1), two float32 Adam moments and a float32 master copy of bfloat16 weights.
+    Weights are in `dtype`. A trained model also has gradients and, sharded over the ranks with the same
+    parameters (ZeRO 1), two Adam moments and a float32 master copy of bfloat16 weights. Gradients and moments
+    are float32, unless the options of Megatron say otherwise.
     """
     parallel = role.parallel
     of_experts = num_expert_parameters(architecture)
@@ -23,8 +25,8 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
     expert_cut = (
         parallel.expert_parallel_size * parallel.expert_tensor_parallel_size * parallel.pipeline_parallel_size
     )
-    # Float32 weights are their own master copy.
-    weight_bytes, master_bytes = (4, 0) if dtype is DType.float32 else (2, 4)
+    weight_bytes = 4 if dtype is DType.float32 else 2
+    of_element = element_bytes(dtype, role.megatron)
     total = 0
 
     # Experts are sharded over other ranks than the rest, and have fewer copies for ZeRO 1.
@@ -34,7 +36,8 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
     ):
         total += parameters * weight_bytes
         if role.optim is not None:
-            total += parameters * 4 + parameters * (8 + master_bytes) // copies
+            state = of_element.moments + of_element.master
+            total += parameters * of_element.gradient + parameters * state // copies
 
     return total
 
@@ -51,7 +54,7 @@ def logit_chunk_tokens(config: EngineConfig, architecture: Architecture) -> int:
 def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture]) -> int:
     """Return the bytes of one checkpoint, without its small files.
 
-    A checkpoint contains the weights, float32 master weights and two float32 moments of each trained model.
+    A checkpoint contains the weights, float32 master weights and two moments of each trained model.
     With `save_hf` it contains the policy's weights twice.
     """
     weight_bytes = 4 if config.model.dtype is DType.float32 else 2
@@ -60,8 +63,9 @@ def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture
     for role in model_roles(config):
         if role.optim is not None:
             parameters = num_parameters(architectures[role.name], with_value_head=role.with_value_head)
-            # Twelve bytes: the float32 master and the two float32 moments.
-            total += parameters * (weight_bytes + 12)
+            # Four bytes for the float32 master, in addition to the moments.
+            moments = element_bytes(config.model.dtype, role.megatron).moments
+            total += parameters * (weight_bytes + 4 + moments)
             total += parameters * weight_bytes * (role.name == "actor" and config.checkpoint.save_hf)
 
     return total

@@ -14,11 +14,14 @@ from operator import attrgetter
 from megarl.config.schema import (
     AlgorithmConfig,
     ExpertsConfig,
+    FrozenMegatronConfig,
+    MegatronConfig,
     MicroBatchConfig,
     OptimConfig,
     ParallelConfig,
     PPOConfig,
     Recomputation,
+    ReferenceMegatronConfig,
     RejectionEstimator,
     RunConfig,
     TrainedModelConfig,
@@ -78,6 +81,7 @@ class Role:
         path_keys: The keys of its model folder. The first one that is set applies.
         parallel_key: Its parallel layout.
         micro_batch_key: The limit of its micro-batches.
+        megatron_keys: Its options of Megatron. The first section that is set applies.
         phases: The phases of a step that it executes.
         trained_key: The section with its optimizer and recomputation. None for a frozen model.
         with_value_head: Whether its output is a scalar per token.
@@ -92,6 +96,7 @@ class Role:
     path_keys: tuple[str, ...]
     parallel_key: str
     micro_batch_key: str
+    megatron_keys: tuple[str, ...]
     phases: tuple[RolePhase, ...]
     trained_key: str | None = None
     with_value_head: bool = False
@@ -112,6 +117,8 @@ class ModelRole:
         optim: Its optimizer. None for a frozen model.
         recomputation: What is recomputed in the backward pass.
         experts: How the routers of a mixture-of-experts model are trained.
+        megatron: Its options of Megatron.
+        megatron_key: The section of these options.
         shares_with: The role whose devices it shares by default.
     """
 
@@ -123,6 +130,8 @@ class ModelRole:
     optim: OptimConfig | None
     recomputation: Recomputation = Recomputation()
     experts: ExpertsConfig = ExpertsConfig()
+    megatron: MegatronConfig = MegatronConfig()
+    megatron_key: str = "actor.megatron"
     shares_with: str | None = None
 
     @property
@@ -194,6 +203,7 @@ ROLES: tuple[Role, ...] = (
         path_keys=("model.path",),
         parallel_key="actor.parallel",
         micro_batch_key="actor.micro_batch",
+        megatron_keys=("actor.megatron",),
         trained_key="actor",
         phases=(
             RolePhase(
@@ -215,6 +225,7 @@ ROLES: tuple[Role, ...] = (
         path_keys=("reference.path", "model.path"),
         parallel_key="actor.parallel",  # It runs in the actor's processes.
         micro_batch_key="reference.micro_batch",
+        megatron_keys=("reference.megatron", "actor.megatron"),
         shares_with=("actor",),
         phases=(RolePhase(name="ref", stage=Stage.score, calls=("log_probs",), writes=("ref_log_prob",)),),
     ),
@@ -225,6 +236,7 @@ ROLES: tuple[Role, ...] = (
         path_keys=("critic.model.path", "model.path"),
         parallel_key="critic.parallel",
         micro_batch_key="critic.micro_batch",
+        megatron_keys=("critic.megatron",),
         trained_key="critic",
         with_value_head=True,
         phases=(
@@ -245,6 +257,7 @@ ROLES: tuple[Role, ...] = (
         path_keys=("reward.model.path",),
         parallel_key="reward.model.parallel",
         micro_batch_key="reward.model.micro_batch",
+        megatron_keys=("reward.model.megatron",),
         with_value_head=True,
         shares_with=("critic", "reward"),
         reads_policy_tokens=False,
@@ -281,6 +294,7 @@ def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
     section: TrainedModelConfig | None = (
         None if role.trained_key is None else attrgetter(role.trained_key)(config)
     )
+    megatron_key, megatron = _megatron_options(role, config)
     return ModelRole(
         row=role,
         path=attrgetter(path_key)(config),
@@ -290,5 +304,18 @@ def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
         optim=None if section is None else section.optim,
         recomputation=Recomputation() if section is None else section.recomputation,
         experts=ExpertsConfig() if section is None else section.experts,
+        megatron=megatron,
+        megatron_key=megatron_key,
         shares_with=next((other for other in role.shares_with if other in names), None),
     )
+
+
+def _megatron_options(role: Role, config: RunConfig) -> tuple[str, MegatronConfig]:
+    """Return the key and the value of a role's options of Megatron. A frozen model has only layers."""
+    sections: list[tuple[str, MegatronConfig | ReferenceMegatronConfig | FrozenMegatronConfig]] = [
+        (key, attrgetter(key)(config)) for key in role.megatron_keys
+    ]
+    key, section = next(each for each in sections if each[1].transformer is not None)
+    if isinstance(section, MegatronConfig) and role.trained_key is not None:
+        return key, section
+    return key, MegatronConfig(transformer=section.transformer or {})

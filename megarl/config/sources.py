@@ -6,7 +6,8 @@ The sources are a file, the files that it inherits from, preset files and the co
 have preset files: `algorithm: ppo` is the file `algorithm/ppo.yaml`, and `algorithm: {base: ppo, kl: {...}}`
 is the same with changes. Presets are searched next to the file that names them, then among those included in
 megarl. A bundled file is `configs/NAME.yaml` in any folder. A preset sets keys of other sections below
-`with`.
+`with`. Sections inside others may have presets too: `actor: {megatron: fused_experts}`, or several of them as
+`base: [fused_experts, deepep]`, which are combined.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from megarl.machine.errors import ConfigError
 
 BASE = "base"
 WITH = "with"
-GROUPS = ("algorithm",)  # sections that have preset files in `configs/<section>/`
+# Sections that have presets, and the folder of their files in `configs/`.
+GROUPS = {"algorithm": "algorithm", "actor.megatron": "megatron", "critic.megatron": "megatron"}
+COMBINED = ("megatron",)  # folders whose presets can be combined
 COMMAND_LINE = "command line"
 GIVEN = "given values"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # such as `Qwen/Qwen3-0.6B`
@@ -127,9 +130,10 @@ def read_layers(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     for section in GROUPS:
         prefix = f"{section}="
         if names := [override.removeprefix(prefix) for override in overrides if override.startswith(prefix)]:
-            chosen[section] = names[-1]
+            chosen[section] = _preset_names(names[-1])
 
-    layers += _group_layers({name: {BASE: group} for name, group in chosen.items()}, COMMAND_LINE, near)
+    for section, name in chosen.items():
+        layers += _chosen_layers(section, name, COMMAND_LINE, near)
     # The remaining overrides are of single keys, which take precedence over every file.
     others = [
         override
@@ -176,44 +180,64 @@ def _file_layers(file: Path, chain: tuple[Path, ...]) -> list[Layer]:
     return [*layers, *_group_layers(values, shown(file), file.parent), Layer(shown(file), values, file=file)]
 
 
+def _preset_names(written: str) -> Any:
+    """Return the value of an override that selects presets: a name, or `[name,name]`."""
+    return [name.strip() for name in written[1:-1].split(",")] if written.startswith("[") else written
+
+
 def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer]:
-    """Remove the choice of a preset from `values`, and return the preset's layers."""
+    """Remove the choices of presets from `values`, and return the presets' layers."""
     layers = []
     for section in GROUPS:
         # A preset is chosen by its name, or by a section with the name under `base`.
-        choice = values.get(section)
-        if isinstance(choice, str):
-            name = values.pop(section)
+        *outer, last = section.split(".")
+        parent: Any = values
+        for name in outer:
+            parent = parent.get(name) if isinstance(parent, dict) else None
+        choice = parent.get(last) if isinstance(parent, dict) else None
+        if isinstance(choice, str) or (isinstance(choice, list) and GROUPS[section] in COMBINED):
+            layers += _chosen_layers(section, parent.pop(last), source, near)
         elif isinstance(choice, dict) and BASE in choice:
-            name = choice.pop(BASE)
-        else:
-            continue
+            layers += _chosen_layers(section, choice.pop(BASE), source, near)
+
+    return layers
+
+
+def _chosen_layers(section: str, choice: object, source: str, near: Path) -> list[Layer]:
+    """Return the layers of the presets that are chosen for a section: one, or several that are combined."""
+    is_combined = isinstance(choice, list) and GROUPS[section] in COMBINED
+    layers: list[Layer] = []
+    for name in choice if isinstance(choice, list) and is_combined else [choice]:
         found = _group_file(section, name, near)
         # A wrong name is kept as a problem, so that the other layers are still checked.
         if isinstance(found, Refused):
             layers.append(Layer(source, {}, refused=(found,)))
             continue
-        inherited = _file_layers(found, ())
-        # Only the first layer replaces the section; later ones change single keys of it.
-        for number, layer in enumerate(inherited):
+        for layer in _file_layers(found, ()):
             others = layer.values.pop(WITH, {})
-            if not isinstance(others, dict) or section in others:
+            if not isinstance(others, dict) or section.partition(".")[0] in others:
                 raise ConfigError(
                     layer.source,
                     [f"{WITH!r} is {others!r}, but must be a mapping of sections other than {section}"],
                 )
-            layers.append(
-                layer._replace(
-                    values={section: layer.values, **others}, replaces=(section,) if number == 0 else ()
-                )
-            )
+            # Only the first layer replaces the section; later ones change single keys of it.
+            replaces = () if any(each.replaces for each in layers) else (section,)
+            layers.append(layer._replace(values=_below(section, layer.values) | others, replaces=replaces))
 
     return layers
 
 
+def _below(section: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return values of a section, which may be nested, as values of the root."""
+    for name in reversed(section.split(".")):
+        values = {name: values}
+    return values
+
+
 def _group_file(section: str, name: object, near: Path) -> Path | Refused:
     # The user's own file takes precedence over a bundled one of the same name.
-    folders = list(dict.fromkeys([near / section, CONFIGS_DIR / section]))
+    group = GROUPS[section]
+    folders = list(dict.fromkeys([near / group, CONFIGS_DIR / group]))
     for folder in folders:
         if os.path.isfile(folder / f"{name}.yaml"):  # False also for an invalid file name
             return folder / f"{name}.yaml"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
-from megarl.config.rules import agent, algorithm, data, experts, models, reward, rollout, run
+from megarl.config.rules import agent, algorithm, data, experts, megatron, models, reward, rollout, run
 from megarl.config.schema import PPOConfig, RunConfig, SFTConfig
 from megarl.config.schema.keys import leaves
 from megarl.config.violation import Violation, Violations
@@ -64,11 +64,13 @@ ROLE_RULES: Mapping[Callable[[RunConfig, ModelRole], Violations], Keys] = {
     models.micro_batch: (),
     models.recomputation: (),
     models.rows_of_mini_batch: (*_ROWS, "{role}.data_parallel_size"),
+    megatron.options: (),
 }
 # Rules for each model whose architecture could be read.
 MODEL_RULES: Mapping[Callable[[ModelRole, Architecture], Violations], Keys] = {
     models.fit_layout: ("{role}",),
     experts.fit_layout: ("{role}",),
+    megatron.fit_model: (),
 }
 # Rules for the architecture of one role's model.
 PPO_MODEL_RULES: Mapping[str, Mapping[Callable[[PPOConfig, Architecture], Violations], Keys]] = {

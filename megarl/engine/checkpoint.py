@@ -29,7 +29,7 @@ from megarl.checkpoints.torch_dist_writer import ItemToWrite, WrittenItem, write
 from megarl.engine import platform
 from megarl.engine.engine import MegatronEngine, TrainingState
 from megarl.engine.groups import ParallelGroups
-from megarl.engine.optimizer import StepCounts
+from megarl.engine.optimizer import MOMENTS, StepCounts
 from megarl.engine.sharding import Shard, sharding_of
 from megarl.machine.errors import UNWRITTEN, CheckpointError
 
@@ -266,9 +266,14 @@ def _check_shards(index: TorchDistIndex, shards: Sequence[Shard], vocab_size: in
                 f"{index.folder}: {shard.key} has shape {stored.shape}, but this model needs {shard.shape}"
             )
         if stored.dtype != shard.tensor.dtype:
+            # Moments have dtypes of their own with Transformer Engine's Adam.
+            is_moment = any(name in shard.key for name in MOMENTS)
+            keys = (
+                "the dtypes of moments in megatron.optimizer, or model.dtype" if is_moment else "model.dtype"
+            )
             raise CheckpointError(
                 f"{index.folder}: {shard.key} is {stored.dtype}, but this run uses {shard.tensor.dtype}: set "
-                f"model.dtype"
+                f"{keys}"
             )
 
 

@@ -5,7 +5,7 @@ Gradients are reduced and parameters gathered bucket by bucket, overlapping with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.core.distributed import (
@@ -17,18 +17,22 @@ from torch import Tensor
 
 from megarl.config.schema import ParallelConfig
 from megarl.engine import platform
+from megarl.engine.megatron_options import NO_OPTIONS, build_config
 from megarl.engine.model import ModelChunk
 
 
-def wrap_models(models: Sequence[ModelChunk], parallel: ParallelConfig) -> list[DistributedDataParallel]:
+def wrap_models(
+    models: Sequence[ModelChunk], parallel: ParallelConfig, options: Mapping[str, Any] = NO_OPTIONS
+) -> list[DistributedDataParallel]:
     """Wrap the models that train. Megatron moves their parameters into its own contiguous buffers.
 
     Args:
         models: One for each virtual pipeline stage of this rank.
         parallel: The layout.
+        options: Fields of Megatron's configuration in addition to those that megarl sets.
     """
     overlap = overlaps(parallel, platform.current().is_cuda)
-    config = DistributedDataParallelConfig(
+    own = dict(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=overlap,
@@ -36,6 +40,7 @@ def wrap_models(models: Sequence[ModelChunk], parallel: ParallelConfig) -> list[
         # The optimizer step starts gathering all buckets, so no layer has to start gathering the next one.
         align_param_gather=overlap,
     )
+    config = build_config(DistributedDataParallelConfig, own, options)
 
     # Later virtual stages communicate while the first one still computes, so one bucket each is enough.
     chunks = [

@@ -19,6 +19,7 @@ from torch import Tensor
 from megarl.batch.metrics import Metric, merge_metrics
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS
+from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.schema import OptimConfig, RoutingReplay
 from megarl.engine import platform
@@ -26,6 +27,7 @@ from megarl.engine.context import ContextParallelRank
 from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import ends_with_predictors, layers_for
+from megarl.engine.megatron_options import require_supported
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
 from megarl.engine.micro_batch_layout import UNCUT, SequenceSlice
 from megarl.engine.model import ModelChunk, build_chunks, keep_hidden
@@ -91,6 +93,7 @@ class MegatronEngine:
         self._device = platform.current().device
         dtype = getattr(torch, spec.dtype.value)
         self.layers = layers_for(spec.engine.layers, spec.dtype, on_cuda=platform.current().is_cuda)
+        require_supported(spec.megatron, self.layers.layers, on_cuda=platform.current().is_cuda)
         self.models = build_chunks(
             spec.architecture,
             groups,
@@ -100,9 +103,16 @@ class MegatronEngine:
             recomputation=spec.recomputation,
             cp_comm_type=spec.engine.cp_comm_type,
             device=self._device,
+            options=spec.megatron.transformer,
         )
         self.layout = layouts_of(spec.architecture, groups.parallel)[groups.rank]
         trainable = spec.optim is not None
+        multiple = token_multiple(spec.megatron)
+        self._slice = (
+            SequenceSlice(groups.parallel.tensor_parallel_size, groups.tensor_rank, multiple)
+            if groups.parallel.sequence_parallel
+            else SequenceSlice(1, 0, multiple)
+        )
 
         # Set before the wrapping, because Megatron allocates gradients only for parameters that require them.
         for model in self.models:
@@ -113,7 +123,7 @@ class MegatronEngine:
         self._routes = self._route_keeper()
 
         # Wrapped before loading: Megatron moves parameters into its own contiguous buffers.
-        self._wrapped = wrap_models(self.models, groups.parallel) if trainable else []
+        self._wrapped = wrap_models(self.models, groups.parallel, spec.megatron.ddp) if trainable else []
         self.chunks: list[Any] = list(self._wrapped or self.models)
         self._state = OffloadableState(self._offloadable_parts())
         self._gradients_are_made = False
@@ -142,7 +152,14 @@ class MegatronEngine:
 
     def _build_optimizer(self, optim: OptimConfig, dtype: torch.dtype) -> Optimizer:
         names = {parameter: name for model in self.models for name, parameter in model.canonical_parameters()}
-        return Optimizer(optim, self.chunks, names, dtype, self.spec.total_optimizer_steps)
+        return Optimizer(
+            optim,
+            self.chunks,
+            names,
+            dtype,
+            self.spec.total_optimizer_steps,
+            self.spec.megatron.optimizer,
+        )
 
     def _offloadable_parts(self) -> dict[StatePart, MovableState]:
         parts = {StatePart.parameters: MovableState(self._parameter_list)}
@@ -384,9 +401,7 @@ class MegatronEngine:
                 share_prompts=self.spec.engine.share_prompts,
                 ends_with_predictors=ends_with_predictors(self.spec.architecture.sparse_layers),
                 device=self._device,
-                cut=SequenceSlice(parallel.tensor_parallel_size, self.groups.tensor_rank)
-                if parallel.sequence_parallel
-                else UNCUT,
+                cut=self._slice,
                 place=ContextParallelRank(parallel.context_parallel_size, self.groups.context_rank),
             )
             for rows in micro_batches

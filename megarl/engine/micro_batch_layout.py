@@ -184,10 +184,19 @@ class ModelInputs(NamedTuple):
 
 
 class SequenceSlice(NamedTuple):
-    """The number of ranks that sequence parallelism splits a micro-batch over, and this rank among them."""
+    """The number of ranks that sequence parallelism splits a micro-batch over, and this rank among them.
+
+    Each rank's number of tokens is a multiple of `multiple`, which FP8 requires.
+    """
 
     size: int
     rank: int
+    multiple: int = 1
+
+    @property
+    def unit(self) -> int:
+        """The number that the tokens of all ranks are padded to a multiple of."""
+        return self.size * self.multiple
 
 
 UNCUT = SequenceSlice(1, 0)
@@ -196,7 +205,8 @@ UNCUT = SequenceSlice(1, 0)
 def logit_positions(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> tuple[Tensor, Tensor]:
     """Choose the tokens that the last layer keeps.
 
-    Ranks keep equally many tokens, at least one; the first token of a part is used as padding.
+    Ranks keep equally many tokens, at least one and a multiple of `cut.multiple`; the first token of a part
+    is used as padding.
 
     Args:
         predictors: (N,) indices among T tokens.
@@ -215,7 +225,7 @@ def logit_positions(predictors: Tensor, num_tokens: int, cut: SequenceSlice) -> 
     counts = part.bincount(minlength=cut.size)
 
     # The ranks' outputs are gathered, which requires that all parts have the same length.
-    most = max(1, int(counts.max()))
+    most = _aligned(max(1, int(counts.max())), cut.multiple)
     among = torch.arange(len(chosen)) + (torch.arange(cut.size) * most - (counts.cumsum(0) - counts))[part]
     own = chosen[part == cut.rank] - cut.rank * size
 
@@ -243,7 +253,7 @@ def packed_inputs(
     # Every rank's part is padded to a multiple of the slice size. The padding is one more sequence, of which
     # all ranks have chunks.
     padding = (
-        _aligned(num_tokens, cut.size if place.size == 1 else place.size * lcm(2, cut.size)) - num_tokens
+        _aligned(num_tokens, cut.unit if place.size == 1 else place.size * lcm(2, cut.unit)) - num_tokens
     )
     last = [padding] if padding else []
 
@@ -287,7 +297,7 @@ def packed_inputs(
 
 def padded_inputs(rows: ConcatenatedRows, cut: SequenceSlice) -> ModelInputs:
     num_rows = len(rows.prompts)
-    longest = _aligned(int((rows.prompts + rows.responses).max()), cut.size)
+    longest = _aligned(int((rows.prompts + rows.responses).max()), cut.unit)
 
     # Zeros pad on the right, where the causal mask hides them from the real tokens.
     tokens = torch.zeros(num_rows, longest, dtype=torch.long)

@@ -6,7 +6,7 @@ The model is a policy or a critic.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from megarl.engine.layer_specs import (
     fuse_gradient_accumulation,
     mark_cut_parameters,
 )
+from megarl.engine.megatron_options import NO_OPTIONS, build_config
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.tensor_table import Head
@@ -42,8 +43,9 @@ def transformer_config(
     recomputation: Recomputation,
     cp_comm_type: CPCommType,
     on_cpu: bool,
+    options: Mapping[str, Any] = NO_OPTIONS,
 ) -> TransformerConfig:
-    """Return Megatron's configuration of the model.
+    """Return Megatron's configuration of the model, with the `options` of the run.
 
     Losses are sums over a fixed denominator, so Megatron must not average them again.
 
@@ -53,7 +55,7 @@ def transformer_config(
     residual sums have nothing to fuse, and the softmax is inside the attention.
     """
     virtual = parallel.virtual_pipeline_parallel_size
-    return TransformerConfig(
+    own = dict(
         num_layers=architecture.num_hidden_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.intermediate_size,
@@ -94,6 +96,7 @@ def transformer_config(
         **_recompute_options(recomputation, architecture),
         **_expert_options(architecture, parallel, layers),
     )
+    return build_config(TransformerConfig, own, options)
 
 
 def _expert_options(architecture: Architecture, parallel: ParallelConfig, layers: Layers) -> dict[str, Any]:
@@ -285,8 +288,12 @@ def build_chunks(
     recomputation: Recomputation,
     cp_comm_type: CPCommType,
     device: torch.device,
+    options: Mapping[str, Any] = NO_OPTIONS,
 ) -> list[ModelChunk]:
-    """Build this rank's part of the model: one chunk per virtual pipeline stage. Weights are not set yet."""
+    """Build this rank's part of the model: one chunk per virtual pipeline stage. Weights are not set yet.
+
+    `options` are fields of Megatron's TransformerConfig in addition to those that megarl sets.
+    """
     if (
         cp_comm_type is CPCommType.p2p
         and layers is Layers.local
@@ -298,7 +305,14 @@ def build_chunks(
         )
 
     config = transformer_config(
-        architecture, groups.parallel, dtype, layers, recomputation, cp_comm_type, on_cpu=device.type == "cpu"
+        architecture,
+        groups.parallel,
+        dtype,
+        layers,
+        recomputation,
+        cp_comm_type,
+        on_cpu=device.type == "cpu",
+        options=options,
     )
     chunks = (
         ModelChunk(architecture, config, layers, groups, head, chunk) for chunk in range(groups.num_chunks)

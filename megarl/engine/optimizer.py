@@ -16,9 +16,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config.schema import OptimConfig
 from megarl.engine import platform
+from megarl.engine.megatron_options import NO_OPTIONS, build_config
 from megarl.machine.errors import RunError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # per element, by the names of Adam and Megatron
+_MASTER = "master_param"  # the float32 masters in the state of Transformer Engine's Adam
+_DECOUPLED = "decoupled_grad"
 
 
 class TrainingDivergedError(RunError):
@@ -40,7 +43,7 @@ class OptimizerSlice(NamedTuple):
         start: The first element.
         stop: The end of the elements.
         tensors: `param` (the float32 master, or the parameter's own memory), `exp_avg` and `exp_avg_sq`, each
-            (stop - start,) float32.
+            (stop - start,) float32. Moments may be bfloat16 with Transformer Engine's Adam.
     """
 
     parameter: torch.nn.Parameter
@@ -79,6 +82,7 @@ class Optimizer:
             order.
         dtype: The dtype of the weights.
         total_steps: The end of the decay.
+        options: Fields of Megatron's configuration in addition to those that megarl sets.
     """
 
     def __init__(
@@ -88,8 +92,9 @@ class Optimizer:
         names: Mapping[torch.nn.Parameter, str],
         dtype: torch.dtype,
         total_steps: int,
+        options: Mapping[str, Any] = NO_OPTIONS,
     ) -> None:
-        megatron_config = MegatronOptimizerConfig(
+        own = dict(
             optimizer="adam",
             lr=config.lr,
             min_lr=config.min_lr,
@@ -101,13 +106,17 @@ class Optimizer:
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=True,
+            # Checkpoints store whole float32 masters, not only the bits that bfloat16 weights lack.
+            store_param_remainders=False,
+            fp8_recipe=chunks[0].config.fp8_recipe if chunks[0].config.fp8 else None,
         )
+        megatron_config = build_config(MegatronOptimizerConfig, own, options)
         with _construction():
             self.megatron_optimizer: MegatronOptimizer = get_megatron_optimizer(megatron_config, chunks)
 
         # Moments exist before the first step, so that they can be offloaded, saved and loaded.
         for part in self._parts():
-            _make_moments(part.optimizer)
+            _make_moments(part)
         self._schedule = OptimizerParamScheduler(
             self.megatron_optimizer,
             init_lr=0.0,
@@ -152,10 +161,12 @@ class Optimizer:
                 for parameter, parameter_ranges in ranges["param_map"].items():
                     # Map Megatron's range of a parameter to the tensors that its optimizer steps.
                     group, number = optimizer.model_param_group_index_map[parameter]
-                    master = optimizer.optimizer.param_groups[group]["params"][number]
-                    moments = optimizer.optimizer.state[master]
+                    stepped = optimizer.optimizer.param_groups[group]["params"][number]
+                    state = optimizer.optimizer.state[stepped]
                     held = parameter_ranges["param"]
-                    tensors = {"param": master.detach(), **{name: moments[name] for name in MOMENTS}}
+                    # Transformer Engine's Adam may step bfloat16 weights, with the masters in its state.
+                    master = state.get(_MASTER, stepped)
+                    tensors = {"param": master.detach(), **{name: state[name] for name in MOMENTS}}
                     slices.append(OptimizerSlice(parameter, held.start, held.end, tensors))
 
         return slices
@@ -228,7 +239,12 @@ class Optimizer:
         # All parts are clipped by the single norm of the whole model.
         if self._clip_grad > 0:
             for part in self._parts():
-                clip_grads.clip_grad_by_total_norm_fp32(part.get_parameters(), self._clip_grad, norm)
+                clip_grads.clip_grad_by_total_norm_fp32(
+                    part.get_parameters(),
+                    self._clip_grad,
+                    norm,
+                    use_decoupled_grad=_gradient_attribute(part) == _DECOUPLED,
+                )
 
         self.megatron_optimizer.step_with_ready_grads()
         return StepStatistics(grad_norm=norm, lr=self.megatron_optimizer.param_groups[0]["lr"])
@@ -256,14 +272,35 @@ class Optimizer:
         """Return the canonical parameter name of each gradient of one of Megatron's optimizers."""
         masters = [group["params"] for group in part.optimizer.param_groups]
         places = part.model_param_group_index_map.items()
-        return {masters[group][number].grad: self._names[parameter] for parameter, (group, number) in places}
+        attribute = _gradient_attribute(part)
+        return {
+            getattr(masters[group][number], attribute): self._names[parameter]
+            for parameter, (group, number) in places
+        }
 
 
-def _make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Create the moments, as the first step would.
+def _gradient_attribute(part: Any) -> str:
+    """Return where one of Megatron's optimizers has its gradients.
+
+    Torch allows only gradients of a parameter's own dtype, so Transformer Engine's Adam has another attribute
+    for the gradients of bfloat16 weights.
+    """
+    return _DECOUPLED if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
+
+
+def _make_moments(part: Any) -> None:
+    """Create the moments of one of Megatron's optimizers, as the first step would.
 
     The state that can be offloaded or saved is then the same before and after the first step.
     """
+    optimizer = part.optimizer
+    # Transformer Engine's Adam knows the dtypes, and also creates the masters.
+    if part.config.use_precision_aware_optimizer:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.initialize_state(parameter, store_param_remainders=False)
+        return
+
     counts_by_tensor = isinstance(optimizer, torch.optim.Adam)
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -11,6 +11,7 @@ from megarl.config.schema import (
     DType,
     EngineConfig,
     ExpertsConfig,
+    MegatronConfig,
     OptimConfig,
     ParallelConfig,
     Recomputation,
@@ -43,6 +44,7 @@ class ModelSpec:
         total_optimizer_steps: The end of the learning-rate decay.
         recomputation: What is recomputed in the backward pass.
         experts: The configuration of routers and experts.
+        megatron: Options that are passed on to Megatron.
         offloaded_at_first: State that is offloaded when the model has been built, because others need its
             memory.
         collective_limit_s: The time limit of collectives, in seconds.
@@ -62,6 +64,7 @@ class ModelSpec:
     total_optimizer_steps: int = 1
     recomputation: Recomputation = Recomputation()
     experts: ExpertsConfig = ExpertsConfig()
+    megatron: MegatronConfig = MegatronConfig()
     offloaded_at_first: tuple[StatePart, ...] = ()
     collective_limit_s: float = 1800.0
     device_peak_tflops: float | None = None
@@ -89,6 +92,7 @@ def spec_of(
         total_optimizer_steps=optimizer_steps(config, role),
         recomputation=role.recomputation,
         experts=role.experts,
+        megatron=role.megatron,
         offloaded_at_first=offloaded_at_first,
         collective_limit_s=config.trainer.phase_time_limit_s + _GRACE_S,
         device_peak_tflops=config.placement.device_peak_tflops,

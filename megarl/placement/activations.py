@@ -18,6 +18,7 @@ from megarl.config.batch_arithmetic import (
     rows_of_prompt,
     rows_of_replica,
 )
+from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.roles import ModelRole
 from megarl.config.schema import DType, Recompute, RecomputeModule, RunConfig
@@ -64,12 +65,24 @@ class WorkingMemory(NamedTuple):
     trained_batch: int
 
 
+class StepMemory(NamedTuple):
+    """Bytes that an optimizer step takes for a moment.
+
+    Attributes:
+        roots: The square roots of the second moments of the rank's largest optimizer.
+        copies: Float32 copies of gradients that have another dtype.
+    """
+
+    roots: int
+    copies: int
+
+
 def working_memory(
     config: RunConfig,
     role: ModelRole,
     architecture: Architecture,
     stage: int,
-    moments: int,
+    step: StepMemory,
     *,
     uneven: bool = True,
 ) -> WorkingMemory:
@@ -80,21 +93,21 @@ def working_memory(
         role: The role of the model.
         architecture: The model.
         stage: The pipeline stage of the rank.
-        moments: Bytes of second moments in the largest optimizer of the rank.
+        step: The temporary memory of the optimizer step.
         uneven: Whether one of the rank's experts receives twice its share of the tokens.
     """
     work = _Work(config, role, architecture, stage, uneven)
     trains = role.optim is not None
     stays = work.stays(trains)
 
-    # On CUDA, torch's Adam materializes the square roots of all its second moments at once. Transformer
+    # Torch's Adam materializes the square roots of all its second moments at once on CUDA. Transformer
     # Engine's does not.
     is_fused = layer_kind(config) is LayerKind.fused
-    roots = 0 if work.kernels is Kernels.cpu or is_fused else moments
+    roots = 0 if work.kernels is Kernels.cpu or is_fused else step.roots
     return WorkingMemory(
         score=stays + work.score(),
         train=stays + work.train() if trains else 0,
-        step=stays + roots if trains else 0,
+        step=stays + roots + step.copies if trains else 0,
         stays=stays,
         scored_batch=work.batch(trains=False),
         trained_batch=work.batch(trains=True) if trains else 0,
@@ -164,7 +177,7 @@ class _Work:
         else:
             tokens = len(rows) * max(row.tokens for row in rows)
 
-        cut = self._parallel.tensor_parallel_size
+        cut = self._parallel.tensor_parallel_size * token_multiple(self._role.megatron)
         return -(-tokens // cut) * cut
 
     def batch(self, trains: bool) -> int:

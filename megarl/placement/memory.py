@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import ceil
 
+from megarl.config.megatron_options import element_bytes
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, RunConfig, Transport
 from megarl.models.architecture import Architecture
 from megarl.models.counts import ParameterCount, num_parameters, rank_parameters
-from megarl.placement.activations import working_memory
+from megarl.placement.activations import StepMemory, working_memory
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
 from megarl.placement.expert_activations import layers_of_stage
 from megarl.placement.offload_plan import OffloadPlan
@@ -230,8 +231,8 @@ class _Sizes:
             for part in (PARAMETERS, GRADIENTS, OPTIMIZER)
             if Item(role, part) in held
         }
-        moments = second_moments(model, self._architectures[role], stage)
-        work = working_memory(self._config, model, self._architectures[role], stage, moments)
+        step = step_memory(model, self._architectures[role], self._config.model.dtype, stage)
+        work = working_memory(self._config, model, self._architectures[role], stage, step)
 
         # The optimizer step follows the backward pass, so the larger of the two counts.
         if Item(role, GRADIENTS) in phase.needs:
@@ -358,36 +359,37 @@ def engine_share(config: PPOConfig) -> int | None:
 def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stage: int) -> Usage:
     """Return the parameters, gradients and optimizer state of one rank of a pipeline stage.
 
-    Weights are in `dtype`. A model that trains also has float32 gradients and, sharded over the ranks with
-    equal weights (ZeRO 1; fewer ranks for experts), two float32 moments and, for bfloat16, a float32 master
-    copy.
+    Weights are in `dtype`. A model that trains also has gradients and, sharded over the ranks with equal
+    weights (ZeRO 1; fewer ranks for experts), two moments and, for bfloat16, a float32 master copy. Gradients
+    and moments are float32, unless the options of Megatron say otherwise.
     """
     parallel = model.parallel
     held = stage_parameters(architecture, parallel, stage, with_value_head=model.with_value_head)
-    element_bytes = weight_bytes(dtype)
-    master_bytes = 0 if dtype is DType.float32 else 4
+    parameters = held.total * weight_bytes(dtype)
     if model.optim is None:
-        return Usage(parameters=held.total * element_bytes)
+        return Usage(parameters=parameters)
 
-    state_bytes = 8 + master_bytes
+    of_element = element_bytes(dtype, model.megatron)
+    state_bytes = of_element.moments + of_element.master
     # Experts have fewer copies than dense weights, so ZeRO 1 divides their state by less.
     optimizer = -(-held.dense * state_bytes // parallel.num_copies)
     optimizer += -(-held.experts * state_bytes // parallel.expert_data_parallel_size)
 
     return Usage(
-        parameters=held.total * element_bytes,
-        gradients=held.total * _FLOAT32,
+        parameters=parameters,
+        gradients=held.total * of_element.gradient,
         optimizer=optimizer,
     )
 
 
-def second_moments(model: ModelRole, architecture: Architecture, stage: int) -> int:
-    """Return the bytes of second moments in the larger optimizer of a rank. Experts have a separate one."""
+def step_memory(model: ModelRole, architecture: Architecture, dtype: DType, stage: int) -> StepMemory:
+    """Return the temporary memory of a rank's optimizer step. Experts have a separate optimizer."""
     parallel = model.parallel
     held = stage_parameters(architecture, parallel, stage, with_value_head=model.with_value_head)
     dense = -(-held.dense // parallel.num_copies)
     of_experts = -(-held.experts // parallel.expert_data_parallel_size)
-    return _FLOAT32 * max(dense, of_experts)
+    copies = element_bytes(dtype, model.megatron).stepped * (dense + of_experts)
+    return StepMemory(_FLOAT32 * max(dense, of_experts), copies)
 
 
 def stage_parameters(

@@ -9,7 +9,7 @@ from megarl.config.roles import ModelRole
 from megarl.config.schema import RunConfig
 from megarl.models.architecture import Architecture
 from megarl.placement.activations import working_memory
-from megarl.placement.memory import model_state, second_moments, stage_of
+from megarl.placement.memory import model_state, stage_of, step_memory
 
 UNEVEN = ", uneven"  # suffix of a phase in which one expert has twice its share of the tokens
 
@@ -41,14 +41,14 @@ def predicted_memory(
     stage = stage_of(role.parallel, rank)
     state = model_state(role, architecture, config.model.dtype, stage)
     held = state.total
-    moments = second_moments(role, architecture, stage)
-    work = working_memory(config, role, architecture, stage, moments, uneven=False)
+    step = step_memory(role, architecture, config.model.dtype, stage)
+    work = working_memory(config, role, architecture, stage, step, uneven=False)
     built = 0 if role.optim is None else max(0, state.parameters - state.optimizer)
     passes = {"score": work.score, "train": work.train, "train again": work.train, "step": work.step}
 
     # Predict the passes with uneven routing as well.
     if architecture.experts:
-        crowded = working_memory(config, role, architecture, stage, moments, uneven=True)
+        crowded = working_memory(config, role, architecture, stage, step, uneven=True)
         passes |= {f"score{UNEVEN}": crowded.score, f"train{UNEVEN}": crowded.train}
 
     transient = {"build": built, **passes, "offload": work.stays, "restore": work.stays}

@@ -122,6 +122,8 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl check configs/qwen2.5_7b_grpo.yaml actor.recompute=none actor.micro_batch.max_tokens=32768": Executed(
         status=2
     ),
+    "megarl check --fast configs/qwen3_30b_a3b_grpo.yaml actor.megatron.transformer.moe_permute_fuson=true "
+    "actor.megatron.optimizer.lr=1e-5": Executed(status=2),
     "megarl check configs/quickstart.yaml trainer.updates_per_step=3 rollout.top_p=0.9": Executed(status=2),
     f"megarl check configs/quickstart.yaml {_OF_VERL}": Executed(status=2),
     "megarl check configs/quickstart.yaml algorithm=dapo algorithm.policy_loss.clip_high=0.25": SAME_FILES,

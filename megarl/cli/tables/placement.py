@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.tables.console import print_line, table, table_of_numbers
+from megarl.config.megatron_options import uncounted_options
+from megarl.config.roles import model_roles
 from megarl.config.schema import Device, PPOConfig, RunConfig, Transport
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
@@ -48,6 +50,15 @@ def print_placement(
     console.print(parts_table(memory))
     if with_push and isinstance(config, PPOConfig):
         console.print(push_table(config, plan, architectures["actor"]))
+
+    for role in model_roles(config):
+        if names := uncounted_options(role.megatron):
+            print_line(
+                console,
+                f"warning: the memory plan of {role.name} does not count {', '.join(names)} of "
+                f"{role.megatron_key}, which changes its working memory; measure it with a short run",
+                style="yellow",
+            )
 
     # If the configuration refuses such a plan, the command has already ended.
     if not refuses(config):

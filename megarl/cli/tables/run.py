@@ -20,6 +20,7 @@ from megarl.config.batch_arithmetic import max_conversation_tokens, optimizer_st
 from megarl.config.derive import RoleArithmetic, RunArithmetic, derive
 from megarl.config.layers import describe_layers
 from megarl.config.load import is_on_cuda, plain_values
+from megarl.config.megatron_options import options_of, written
 from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
 from megarl.config.paths import checkpoint_path
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
@@ -56,6 +57,7 @@ def print_run(config: RunConfig, console: Console, with_push: bool = True, is_he
     print_models(config, architectures, console)
     console.print(_models(model_roles(config), architectures, arithmetic))
     print_line(console, f"layers: {describe_layers(config)}")
+    print_megatron_options(config, console)
     console.print(_arithmetic(arithmetic))
     console.print(_per_role(arithmetic))
     plan = plan_placement(config)
@@ -95,6 +97,18 @@ def print_models(config: RunConfig, architectures: Mapping[str, Architecture], c
             f"{', '.join(names)}: {shown(Path(path))} ({architectures[names[0]].model_type}, "
             f"{config.model.dtype.value})",
         )
+
+
+def print_megatron_options(config: RunConfig, console: Console) -> None:
+    """Print a table of the options that are passed on to Megatron, if there are any."""
+    drawn = table("Options of Megatron-Core", "model", "field", "value", "from")
+    for role in model_roles(config):
+        for option in options_of(role.megatron):
+            key = f"{role.megatron_key}.{option.section}"
+            drawn.add_row(role.name, option.name, written(option.value), key)
+
+    if drawn.row_count:
+        console.print(drawn)
 
 
 def _models(

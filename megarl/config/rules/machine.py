@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.rules.data import FORMATS, SAVED_TO_DISK, SPLITS
+from megarl.config.rules.megatron import requirements_here
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, LoggerKind, RunConfig
 from megarl.config.sources import is_hub_name
 from megarl.config.violation import Absence, Violation, Violations
@@ -215,4 +216,13 @@ def _resumed_folder(config: RunConfig) -> Violations:
     yield Violation(("checkpoint.resume",), message, Absence.input if resume.strip() else None)
 
 
-_RULES = (_data_files, code_files, _model_files, _gpus, _engine_packages, _loggers, _resumed_folder)
+_RULES = (
+    _data_files,
+    code_files,
+    _model_files,
+    _gpus,
+    requirements_here,
+    _engine_packages,
+    _loggers,
+    _resumed_folder,
+)

@@ -42,6 +42,7 @@ from megarl.config.schema.data import (
     SFTDataConfig,
 )
 from megarl.config.schema.keys import MISSING
+from megarl.config.schema.megatron import FrozenMegatronConfig, MegatronConfig, ReferenceMegatronConfig
 from megarl.config.schema.models import (
     ActorConfig,
     CriticConfig,

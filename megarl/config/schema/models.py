@@ -7,6 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from megarl.config.schema.keys import MISSING, InputKind, names, numbers, ranged
+from megarl.config.schema.megatron import MegatronConfig, ReferenceMegatronConfig
 
 
 class DType(str, Enum):
@@ -188,6 +189,7 @@ class TrainedModelConfig:
     recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [RecomputeModule.core_attn])
     # full: number of layers to recompute, from the first of each (virtual) stage; null: all
     recompute_num_layers: int | None = ranged(None, at_least=1)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
     @property
     def recomputation(self) -> Recomputation:
@@ -218,3 +220,4 @@ class ReferenceConfig:
     # model folder of the reference; null: the policy's folder
     path: str | None = field(default=None, metadata=names(InputKind.data))
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
+    megatron: ReferenceMegatronConfig = field(default_factory=ReferenceMegatronConfig)

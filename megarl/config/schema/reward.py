@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megarl.config.schema.keys import MISSING, InputKind, names, ranged
+from megarl.config.schema.megatron import FrozenMegatronConfig
 from megarl.config.schema.models import MicroBatchConfig, ParallelConfig
 
 
@@ -59,6 +60,7 @@ class RewardModelConfig:
     # maximum length in the reward model's tokens; null: limited by its positions and by a micro-batch
     max_length: int | None = ranged(None, at_least=1)
     overlong: OverlongConversation = OverlongConversation.refuse  # how to handle longer conversations
+    megatron: FrozenMegatronConfig = field(default_factory=FrozenMegatronConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

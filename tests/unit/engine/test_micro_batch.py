@@ -42,7 +42,7 @@ def make(
     packing: bool,
     share_prompts: bool,
     ends: bool,
-    cut: tuple[int, int],
+    cut: tuple[int, ...],
     place: tuple[int, int],
 ) -> dict[str, Any]:
     """Run in a rank: return the micro-batch as plain values."""
@@ -88,7 +88,7 @@ def made(
     packing: bool,
     share_prompts: bool = True,  # different prompts have nothing to share
     ends: bool = False,
-    cut: tuple[int, int] = (1, 0),
+    cut: tuple[int, ...] = (1, 0),
     place: tuple[int, int] = (1, 0),
     batch: dict[str, RaggedTensor] = BATCH,
 ) -> dict[str, Any]:
@@ -232,6 +232,23 @@ def test_packed_and_aligned(rank_pool: RankPool) -> None:
     assert got["boundaries"] == [0, 4, 8, 9]
     assert got["predictors"] == [1, 2, 6]
     assert made(rank_pool, rows=[0, 1], packing=True, cut=(4, 0))["boundaries"] == [0, 4, 8]
+
+
+def test_parts_of_ranks_are_multiples(rank_pool: RankPool) -> None:
+    """FP8 needs multiples of tokens in every layer, also in the last one, which keeps those that predict."""
+    alone = made(rank_pool, rows=[0, 1, 2, 3], packing=True, ends=True, cut=(1, 0, 8), batch=ONE_PROMPT)
+    assert len(alone["tokens"][0]) == 16
+    assert alone["predicting"] == [1, 2, 4, 5, 9, 0, 0, 0]
+    assert alone["predictors"] == [0, 1, 4, 0, 2, 3]
+    second = made(rank_pool, rows=[0, 1, 2, 3], packing=True, ends=True, cut=(2, 1, 4), batch=ONE_PROMPT)
+    assert second["predicting"] == [1, 0, 0, 0]
+    assert second["predictors"] == alone["predictors"]
+
+    # Ranks that share rows have two chunks each; padded rows are all longer.
+    shared = made(rank_pool, rows=[0, 1], packing=True, place=(2, 0), cut=(1, 0, 8))
+    assert len(shared["tokens"][0]) == 8
+    padded = made(rank_pool, rows=[0, 1], packing=False, cut=(1, 0, 8))
+    assert [len(row) for row in padded["tokens"]] == [8, 8]
 
 
 def test_padded(rank_pool: RankPool) -> None:

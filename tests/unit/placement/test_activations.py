@@ -19,7 +19,7 @@ from megarl.config.schema import (
     RecomputeModule,
 )
 from megarl.placement.activations import WorkingMemory, working_memory
-from megarl.placement.memory import model_state, second_moments
+from megarl.placement.memory import model_state, step_memory
 from tests.unit.placement.test_memory import QWEN_7B, PlacementStrategy, config
 
 # Tokens of a micro-batch, which is two rows of 2,048.
@@ -39,7 +39,7 @@ ANGLES = 2048 * 128 * 4
 
 def of_actor(run: PPOConfig) -> WorkingMemory:
     role = model_roles(run)[0]
-    return working_memory(run, role, QWEN_7B, 0, second_moments(role, QWEN_7B, 0))
+    return working_memory(run, role, QWEN_7B, 0, step_memory(role, QWEN_7B, run.model.dtype, 0))
 
 
 def with_recompute(how: Recompute, **settings: object) -> PPOConfig:

@@ -24,6 +24,7 @@ TEACHER = Role(
     path_keys=("reference.path", "model.path"),
     parallel_key="actor.parallel",
     micro_batch_key="reference.micro_batch",
+    megatron_keys=("reference.megatron", "actor.megatron"),
     shares_with=("actor",),
     phases=(RolePhase(name="teach", stage=Stage.score, calls=("log_probs",), writes=("teacher_log_prob",)),),
 )

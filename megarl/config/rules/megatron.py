@@ -1,0 +1,156 @@
+"""Rules for the options of Megatron-Core that are passed on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
+
+from megarl.config.layers import choose_layers, has_transformer_engine
+from megarl.config.megatron_fields import DTYPES, find_megatron, megatron_fields
+from megarl.config.megatron_options import (
+    MOMENT_DTYPES,
+    Option,
+    Requirement,
+    options_of,
+    owned_fields,
+    written,
+)
+from megarl.config.roles import ModelRole, model_roles
+from megarl.config.schema import Device, DType, Layers, RunConfig
+from megarl.config.violation import Absence, Violation, Violations
+from megarl.machine.processors import has_gpu
+from megarl.machine.ray_address import cluster_address
+from megarl.models.architecture import Architecture
+
+# Options without an effect unless another one has one of the given values.
+_PRECISE = ("optimizer", "use_precision_aware_optimizer", (True,))
+_FP8 = ("transformer", "fp8", ("e4m3", "hybrid"))
+_FLEX = ("transformer", "moe_token_dispatcher_type", ("flex",))
+_WITHOUT_EFFECT: Mapping[str, tuple[str, str, tuple[object, ...]]] = {
+    **dict.fromkeys(MOMENT_DTYPES, _PRECISE),
+    **dict.fromkeys(
+        (
+            "fp8_recipe",
+            "fp8_quantizer_factory",
+            "fp8_margin",
+            "fp8_interval",
+            "fp8_amax_history_len",
+            "fp8_amax_compute_algo",
+            "fp8_wgrad",
+            "fp8_dot_product_attention",
+            "fp8_multi_head_attention",
+            "tp_only_amax_red",
+            "first_last_layers_bf16",
+        ),
+        _FP8,
+    ),
+    **dict.fromkeys(
+        ("moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_deepep_num_sms", "moe_hybridep_num_sms"),
+        _FLEX,
+    ),
+    **dict.fromkeys(("fp4_recipe", "fp4_quantizer_factory"), ("transformer", "fp4", ("e2m1",))),
+}
+
+
+def options(config: RunConfig, role: ModelRole) -> Violations:
+    """Check the options of one model: names, owners, types, and what they need."""
+    given = list(options_of(role.megatron))
+    # Without Megatron's source, which the machine of the run has, only the owners are known.
+    is_installed = bool(given) and find_megatron() is not None
+
+    for option in given:
+        key = f"{role.megatron_key}.{option.section}.{option.name}"
+        if (reason := owned_fields(option.section).get(option.name)) is not None:
+            yield Violation((key,), reason.replace("{role}", role.parallel_key.removesuffix(".parallel")))
+        elif is_installed and option.name not in megatron_fields(option.section):
+            yield Violation((key,), f"Megatron-Core has no such field; {_nearest(option)}")
+        elif is_installed and option.value not in megatron_fields(option.section)[option.name]:
+            accepted = megatron_fields(option.section)[option.name]
+            yield Violation((key,), f"is {option.value!r}, but must be {accepted}")
+        else:
+            yield from _effect(config, role, option, key)
+
+
+def _nearest(option: Option) -> str:
+    fields = megatron_fields(option.section)
+    if near := get_close_matches(option.name, fields, n=3):
+        return f"did you mean {' or '.join(near)}?"
+    return f"see the fields of Megatron's configuration of {option.section}"
+
+
+def _effect(config: RunConfig, role: ModelRole, option: Option, key: str) -> Violations:
+    """Check that an option has an effect with the others, on the device and with the layers of the run."""
+    if (needed := _WITHOUT_EFFECT.get(option.name)) is not None:
+        section, name, values = needed
+        if getattr(role.megatron, section).get(name) not in values:
+            other = f"{role.megatron_key}.{section}.{name}"
+            either = " or ".join(map(written, values))
+            yield Violation(
+                (key, other),
+                f"{option.name} has no effect unless {name} is {either}; set {other}={written(values[0])}, "
+                f"or remove {option.name}",
+            )
+            return
+
+    # Other dtypes have scales of their own, which checkpoints do not store.
+    if option.name in MOMENT_DTYPES and DTYPES[str(option.value)] not in ("float32", "bfloat16"):
+        yield Violation((key,), f"is {option.value}, but moments are stored in float32 or bfloat16; use one")
+        return
+
+    may_be_on_cuda = config.device is not Device.cpu
+    layers = config.engine.layers
+    if layers is Layers.auto and config.model.dtype is DType.float32:
+        layers = Layers.local  # Transformer Engine has no float32 attention for packed rows
+
+    if (lacking := option.lacks(on_cuda=may_be_on_cuda, layers=layers)) is not None:
+        keys = ("device",) if lacking == "CUDA" else ("engine.layers", "model.dtype")
+        yield Violation((key, *keys), f"{option.name} requires {lacking}; remove it, or change {keys[0]}")
+
+
+def fit_model(role: ModelRole, architecture: Architecture) -> Violations:
+    """Check that a dense model has no options for experts, which Megatron would ignore."""
+    if architecture.experts is not None:
+        return
+    for option in options_of(role.megatron):
+        if option.section == "transformer" and option.name.startswith("moe_"):
+            yield Violation(
+                (f"{role.megatron_key}.{option.section}.{option.name}",),
+                f"is for mixture-of-experts models, but {role.path} is dense; remove it",
+            )
+
+
+def requirements_here(config: RunConfig) -> Violations:
+    """Check that this machine has what the options need, if the run joins no cluster."""
+    if cluster_address() is not None or config.device is Device.cpu:
+        return
+    for role in model_roles(config):
+        yield from _requirements_here(config, role)
+
+
+def _has_dispatcher(role: ModelRole) -> bool:
+    """Whether the package of a flexible dispatcher is installed. DeepEP also has the hybrid one."""
+    backend = role.megatron.transformer.get("moe_flex_dispatcher_backend", "deepep")
+    return backend == "ncclep" or find_spec("deep_ep") is not None
+
+
+def _requirements_here(config: RunConfig, role: ModelRole) -> Iterator[Violation]:
+    for option in options_of(role.megatron):
+        key = f"{role.megatron_key}.{option.section}.{option.name}"
+        if option.value == "flex" and not _has_dispatcher(role):
+            message = f"{option.value} requires the package deep_ep, which is not installed"
+            yield Violation((key,), f"{message}; install it, or remove the option", Absence.package)
+        # With device=cuda, the missing GPU is reported once.
+        if option.requirement is not Requirement.nothing and config.device is Device.auto and not has_gpu():
+            message = f"{option.name} requires CUDA, but this machine has no GPU that torch can use"
+            yield Violation((key,), f"{message}; remove it, or use a machine with GPUs", Absence.gpu)
+        elif option.requirement is Requirement.transformer_engine and not has_transformer_engine():
+            choice = choose_layers(
+                config.engine.layers, config.model.dtype, on_cuda=True, has_transformer_engine=False
+            )
+            # With the layers requested explicitly, the missing package is reported where they are checked.
+            if choice.layers is Layers.local or option.section == "optimizer":
+                message = f"{option.name} requires Transformer Engine, which is not installed"
+                yield Violation(
+                    (key,), f"{message}; see docs/versions.md, or remove the option", Absence.package
+                )

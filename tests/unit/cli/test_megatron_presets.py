@@ -1,0 +1,72 @@
+"""The presets of configs/megatron in shipped configurations: `megarl check`, and the memory that they plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.cli.main import main
+from megarl.config.roles import model_roles
+from megarl.config.schema import PPOConfig
+from megarl.config.shipped import CONFIGS_DIR
+from megarl.config.validate import read_architectures
+from megarl.doctor.checked_config import load_checked_anywhere
+from megarl.models.counts import num_parameters
+from megarl.placement.memory import model_state
+
+DENSE = "configs/qwen2.5_7b_grpo.yaml"
+EXPERTS = "configs/qwen3_30b_a3b_grpo.yaml"
+RUN_OF = {
+    "fused_experts": EXPERTS,
+    "deepep": EXPERTS,
+    "precise_optimizer": DENSE,
+    "bf16_gradients": DENSE,
+    "fp8_blockwise": DENSE,
+}
+
+
+def state_bytes(run: str, *overrides: str) -> int:
+    config = load_checked_anywhere(PPOConfig, run, overrides).config
+    return model_state(
+        model_roles(config)[0], read_architectures(config)[0]["actor"], config.model.dtype, 0
+    ).total
+
+
+def test_every_preset_has_a_run() -> None:
+    assert sorted(RUN_OF) == sorted(file.stem for file in (CONFIGS_DIR / "megatron").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", RUN_OF)
+def test_presets_fit_a_shipped_run(preset: str) -> None:
+    checked = load_checked_anywhere(PPOConfig, RUN_OF[preset], [f"actor.megatron={preset}"])
+    assert checked.config.actor.megatron.transformer or preset in ("precise_optimizer", "bf16_gradients")
+
+
+def test_the_plan_counts_moments_and_gradients() -> None:
+    """Tensor parallelism of 2 and four replicas, which share the moments."""
+    config = load_checked_anywhere(PPOConfig, DENSE, []).config
+    parallel = config.actor.parallel
+    assert (parallel.tensor_parallel_size, parallel.num_copies) == (2, 4)
+    usual = state_bytes(DENSE)
+    # Norms and the padding of the vocabulary are on both ranks.
+    held = num_parameters(read_architectures(config)[0]["actor"]) / 2
+    assert usual - state_bytes(DENSE, "actor.megatron=precise_optimizer") == pytest.approx(
+        4 * held / 4, rel=1e-3
+    )
+    assert usual - state_bytes(DENSE, "actor.megatron=bf16_gradients") == pytest.approx(2 * held, rel=1e-3)
+
+
+def test_check_shows_options_and_what_the_plan_does_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--fast", DENSE, "actor.megatron=fp8_blockwise"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    # The reference computes with the options of the actor.
+    rows = [line.split() for line in lines if "fp8_recipe" in line and "requires" not in line]
+    assert [(row[0], *row[2:4]) for row in rows] == [
+        (role, "blockwise", "actor.megatron.transformer") for role in ("actor", "reference")
+    ]
+    (warning,) = [line for line in lines if line.startswith("warning: the memory plan of actor ")]
+    assert "fp8" in warning
+
+
+def test_without_options_nothing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--fast", DENSE]) == 0
+    assert "megatron" not in capsys.readouterr().out.lower()

@@ -1,0 +1,276 @@
+"""Options of Megatron-Core: which are passed on, and what is refused of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load_config, plain_values, read_config
+from megarl.config.megatron_fields import DTYPES, SECTIONS, megatron_fields
+from megarl.config.megatron_options import (
+    element_bytes,
+    owned_fields,
+    requirements,
+    token_multiple,
+    uncounted_options,
+)
+from megarl.config.review import schema_keys
+from megarl.config.roles import model_roles
+from megarl.config.schema import DType, MegatronConfig, PPOConfig
+from megarl.config.shipped import CONFIGS_DIR
+from megarl.config.validate import validate
+from megarl.machine.errors import ConfigError
+from tests.unit.config.folders import model_folder, ppo_values, write_yaml
+from tests.unit.config.rules.test_experts import EXPERTS
+
+_T = "actor.megatron.transformer"
+_O = "actor.megatron.optimizer"
+_D = "actor.megatron.ddp"
+_ON_CUDA = ("device=cuda", "model.dtype=bfloat16")
+PRESETS = sorted(file.stem for file in (CONFIGS_DIR / "megatron").glob("*.yaml"))
+
+
+@pytest.fixture
+def ppo(tmp_path: Path) -> str:
+    """The actor and the reference have experts, the critic is dense."""
+    values = ppo_values(tmp_path)
+    values["model"]["path"] = str(model_folder(tmp_path / "experts", **EXPERTS))
+    values["critic"]["model"] = {"path": str(tmp_path / "model")}
+    values["actor"]["parallel"]["sequence_parallel"] = True
+    values["rollout"]["engine"] = "sglang"
+
+    return write_yaml(tmp_path / "run.yaml", values)
+
+
+def load(path: str, *overrides: str) -> PPOConfig:
+    return load_config(PPOConfig, path, list(overrides))
+
+
+def violations(path: str, *overrides: str) -> list[str]:
+    return [str(violation) for violation in validate(load(path, *overrides))]
+
+
+# ---- the tables of fields
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_field_of_megatron_is_in_one_table(section: str) -> None:
+    """A new Megatron may add fields, and megarl must decide what to do with each."""
+    owned = set(owned_fields(section))
+    passed_on = set(requirements(section))
+    assert owned & passed_on == set()
+    assert owned | passed_on == set(megatron_fields(section))
+
+
+def test_reasons_name_keys_that_exist() -> None:
+    known = {key.partition(".")[2] for key in _keys("actor")} | {"parallel", "optim"}
+    for section in SECTIONS:
+        for name, reason in owned_fields(section).items():
+            for word in reason.split("{role}.")[1:]:
+                key = word.split()[0].rstrip(",;")
+                # The last parts of a key may be names of Megatron's fields.
+                assert any(key == each or key.startswith("megatron.") for each in known), (name, key)
+
+
+def _keys(section: str) -> list[str]:
+    return [key for key in schema_keys(PPOConfig) if key.startswith(f"{section}.")]
+
+
+def test_values_by_type() -> None:
+    fields = megatron_fields("transformer")
+    assert True in fields["moe_permute_fusion"]
+    assert 1 not in fields["moe_permute_fusion"]
+    assert "flash" in fields["attention_backend"]
+    assert "fast" not in fields["attention_backend"]
+    assert None in fields["fp8"]
+    assert "e4m3" in fields["fp8"]
+    assert "e5m2" not in fields["fp8"]
+    assert 3 in fields["moe_z_loss_coeff"]  # an integer is a number
+    assert True not in fields["moe_z_loss_coeff"]
+    assert [1, 0] in fields["moe_layer_freq"]
+    assert ["a"] not in fields["moe_layer_freq"]
+    assert fields["activation_func"].is_empty
+    assert DTYPES["bf16"] == "bfloat16"
+    assert "bf16" in megatron_fields("optimizer")["exp_avg_dtype"]
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (f"{_T}.moe_permute_fuson=true", "did you mean moe_permute_fusion"),
+        (f"{_D}.bucket_sise=1", "did you mean bucket_size"),
+        (f"{_T}.hidden_size=64", "use model.path"),
+        (f"{_T}.tensor_model_parallel_size=2", "use actor.parallel.tensor_parallel_size"),
+        ("critic.megatron.transformer.sequence_parallel=true", "use critic.parallel.sequence_parallel"),
+        (f"{_T}.recompute_granularity=full", "use actor.recompute"),
+        (f"{_T}.moe_aux_loss_coeff=0.1", "use actor.experts.aux_loss_coefficient"),
+        (f"{_T}.params_dtype=bf16", "use model.dtype"),
+        (f"{_T}.hidden_dropout=0.1", "fixed at 0"),
+        (f"{_T}.activation_func=silu", "no file can contain"),
+        (f"{_T}.tp_comm_overlap=true", "equal numbers of tokens"),
+        (f"{_T}.fp8_param=true", "weight sync"),
+        (f"{_D}.overlap_grad_reduce=false", "leave it out"),
+        (f"{_D}.use_megatron_fsdp=true", "ZeRO 1"),
+        (f"{_O}.lr=0.1", "use actor.optim.lr"),
+        (f"{_O}.optimizer=sgd", "AdamW"),
+        (f"{_O}.optimizer_cpu_offload=true", "offloading"),
+        (f"{_T}.moe_router_fusion=1", "must be true or false"),
+        (f"{_T}.attention_backend=fast", "one of flash"),
+        (f"{_D}.bucket_size=large", "must be an integer"),
+        (f"{_O}.exp_avg_dtype=bf16", "has no effect unless use_precision_aware_optimizer is true"),
+        (f"{_T}.fp8_recipe=blockwise", "has no effect unless fp8"),
+        ("reference.megatron.transformer={hidden_size: 3}", "reference.megatron.transformer.hidden_size"),
+        (
+            f"{_O}={{use_precision_aware_optimizer: true, exp_avg_dtype: fp8}}",
+            "stored in float32 or bfloat16",
+        ),
+    ],
+)
+def test_refused(ppo: str, overrides: str, expected: str) -> None:
+    (found,) = violations(ppo, *_ON_CUDA, overrides)
+    assert found.startswith(overrides.partition("=")[0])
+    assert expected in found
+
+
+def test_experts_options_of_a_dense_model_are_refused(ppo: str) -> None:
+    (found,) = violations(ppo, *_ON_CUDA, "critic.megatron.transformer.moe_permute_fusion=true")
+    assert "dense" in found
+    assert violations(ppo, *_ON_CUDA, f"{_T}.moe_permute_fusion=true") == []
+
+
+@pytest.mark.parametrize(
+    "option",
+    [f"{_T}.moe_permute_fusion=true", f"{_T}.fp8=e4m3", f"{_T}.moe_token_dispatcher_type=flex"],
+)
+def test_on_a_cpu_options_for_cuda_are_refused(ppo: str, option: str) -> None:
+    (found,) = violations(ppo, "device=cpu", option)
+    assert "requires CUDA" in found
+
+
+def test_local_layers_have_no_options_of_transformer_engine(ppo: str) -> None:
+    (found,) = violations(ppo, *_ON_CUDA, "engine.layers=local", f"{_T}.moe_permute_fusion=true")
+    assert "engine.layers=transformer_engine" in found
+    (found,) = violations(ppo, "device=cuda", "model.dtype=float32", f"{_T}.moe_permute_fusion=true")
+    assert "engine.layers=transformer_engine" in found
+
+
+def test_what_works_on_a_cpu_is_accepted(ppo: str) -> None:
+    options = f"{_D}={{bucket_size: 1000, check_for_nan_in_grad: true}}"
+    assert violations(ppo, "device=cpu", options, f"{_O}.decoupled_weight_decay=true") == []
+
+
+# ---- presets
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_accepted_on_cuda(ppo: str, preset: str) -> None:
+    assert violations(ppo, *_ON_CUDA, f"actor.megatron={preset}") == []
+
+
+def test_presets_are_combined_and_changed(ppo: str) -> None:
+    config = load(ppo, "actor.megatron=[fused_experts,fp8_blockwise]", f"{_T}.fp8=hybrid")
+    assert config.actor.megatron.transformer == {
+        "moe_permute_fusion": True,
+        "moe_router_fusion": True,
+        "fp8": "hybrid",
+        "fp8_recipe": "blockwise",
+    }
+    assert config.critic.megatron == MegatronConfig()
+
+
+def test_a_preset_in_a_file(tmp_path: Path) -> None:
+    values = ppo_values(tmp_path)
+    values["actor"]["megatron"] = {"base": ["bf16_gradients", "mine"], "ddp": {"bucket_size": 5}}
+    values["critic"]["megatron"] = "bf16_gradients"
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron/mine.yaml").write_text("ddp: {bucket_size: 3, check_for_nan_in_grad: true}\n")
+    path = write_yaml(tmp_path / "run.yaml", values)
+
+    config = load(path)
+    assert config.actor.megatron.ddp == {
+        "grad_reduce_in_fp32": False,
+        "bucket_size": 5,
+        "check_for_nan_in_grad": True,
+    }
+    assert config.critic.megatron.ddp == {"grad_reduce_in_fp32": False}
+
+    # A preset on the command line replaces those of the file.
+    assert load(path, "actor.megatron=bf16_gradients").actor.megatron.ddp == {"grad_reduce_in_fp32": False}
+
+
+def test_unknown_presets_are_named(ppo: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(ppo, "actor.megatron=fused")
+    (problem,) = caught.value.problems
+    assert "fused_experts" in problem
+
+
+def test_the_resolved_configuration_has_the_options(ppo: str) -> None:
+    values = plain_values(load(ppo, "actor.megatron=fused_experts"))
+    assert values["actor"]["megatron"]["transformer"] == {
+        "moe_permute_fusion": True,
+        "moe_router_fusion": True,
+    }
+
+
+# ---- roles
+
+
+def test_the_reference_computes_as_the_actor(ppo: str) -> None:
+    options = ("algorithm.kl.where=loss", f"{_T}.moe_permute_fusion=true", f"{_D}.bucket_size=3")
+    roles = {role.name: role for role in model_roles(load(ppo, *options))}
+    assert roles["reference"].megatron == MegatronConfig(transformer={"moe_permute_fusion": True})
+    assert roles["reference"].megatron_key == "actor.megatron"
+    assert roles["critic"].megatron == MegatronConfig()
+
+    own = {role.name: role for role in model_roles(load(ppo, *options, "reference.megatron.transformer={}"))}
+    assert own["reference"].megatron == MegatronConfig()
+
+
+# ---- sizes
+
+
+def test_bytes_of_a_parameter() -> None:
+    """Twelve bytes of state, eight with bfloat16 moments; gradients of four bytes or two."""
+    assert element_bytes(DType.bfloat16, MegatronConfig()) == (4, 4, 8, 0)
+    assert element_bytes(DType.float32, MegatronConfig()) == (4, 0, 8, 0)
+    precise = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bfloat16"}
+    assert element_bytes(DType.bfloat16, MegatronConfig(optimizer=precise)) == (4, 4, 4, 0)
+    half = {"grad_reduce_in_fp32": False}
+    assert element_bytes(DType.bfloat16, MegatronConfig(ddp=half)) == (2, 4, 8, 4)
+    assert element_bytes(DType.bfloat16, MegatronConfig(ddp=half, optimizer=precise)) == (2, 4, 4, 0)
+    assert element_bytes(DType.float32, MegatronConfig(ddp=half)) == (4, 0, 8, 0)
+
+
+def test_multiples_of_tokens() -> None:
+    assert token_multiple(MegatronConfig()) == 1
+    assert token_multiple(MegatronConfig(transformer={"fp8": "e4m3"})) == 16
+    assert token_multiple(MegatronConfig(transformer={"fp8": "e4m3", "fp8_recipe": "blockwise"})) == 128
+
+
+def test_options_that_the_memory_plan_does_not_count() -> None:
+    assert uncounted_options(MegatronConfig(transformer={"fp8": "e4m3", "fp8_recipe": "blockwise"})) == [
+        "fp8"
+    ]
+    assert uncounted_options(MegatronConfig(ddp={"grad_reduce_in_fp32": False})) == []
+
+
+def test_names_are_read_without_importing_megatron() -> None:
+    """A check stays fast, and needs no torch."""
+    code = (
+        "import sys; from megarl.config.megatron_fields import *; "
+        "[megatron_fields(section) for section in SECTIONS]; "
+        "assert not {'torch', 'megatron.core'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_refused_options_are_reported_with_others(ppo: str) -> None:
+    partial = read_config(PPOConfig, ppo, ["actor.megatron.transformer=3", "actor.megatron.dpp={}"])
+    assert len(partial.problems) == 2
