@@ -383,7 +383,8 @@ class ElementBytes(NamedTuple):
         gradient: In the buffers, which every rank has whole.
         master: The float32 master copy; 0 if the weights are float32.
         moments: Both of Adam's moments.
-        stepped: A float32 copy of the gradient during the optimizer step, sharded as the optimizer state.
+        stepped: Float32 copies of the gradient and of a moment during the optimizer step, sharded as the
+            optimizer state.
     """
 
     gradient: int
@@ -400,13 +401,14 @@ def element_bytes(dtype: DType, config: MegatronConfig) -> ElementBytes:
     in_float32 = config.ddp.get("grad_reduce_in_fp32", True) or is_float32
     # With the scaled recipes, Megatron has the masters itself, and copies gradients to float32.
     recipe = config.transformer.get("fp8_recipe", "delayed") if config.transformer.get("fp8") else "delayed"
-    moments = [options.get(name, "float32") if is_precise else "float32" for name in MOMENT_DTYPES]
+    moments = [DTYPES[options.get(name, "float32")] if is_precise else "float32" for name in MOMENT_DTYPES]
+    copies_gradient = not (in_float32 or (is_precise and recipe == "delayed"))
     return ElementBytes(
         gradient=4 if in_float32 else 2,
         master=0 if is_float32 else 4,
-        moments=sum(_DTYPE_BYTES[DTYPES[moment]] for moment in moments),
-        # Transformer Engine's optimizer reads gradients of either dtype.
-        stepped=0 if in_float32 or (is_precise and recipe == "delayed") else 4,
+        moments=sum(_DTYPE_BYTES[moment] for moment in moments),
+        # Transformer Engine's kernel reads gradients of either dtype, but both moments must have the same.
+        stepped=4 * copies_gradient + 4 * (len(set(moments)) > 1),
     )
 
 

@@ -630,6 +630,53 @@ def _check_part(whole: Tensor, part: Tensor, is_half: bool) -> None:
     _check(part.numel() == expected, f"a part has {part.numel()} elements, not {expected}")
 
 
+@_kernel
+def fused_topk_with_score_function_fwd(
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool,
+    num_groups: int | None,
+    group_topk: int | None,
+    scaling_factor: float | None,
+    score_function: str,
+    expert_bias: Tensor | None,
+    routing_map_format: int = 0,
+    topk_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return probabilities and a routing map like the logits, and float32 scores for the backward pass."""
+    _check_router(logits, topk, score_function)
+    _check(routing_map_format == 0 and topk_indices is None, "only routing maps of bytes are simulated")
+    # The simulated device knows the choices of a top-k, and so the number of tokens of each expert.
+    chosen = logits.topk(topk, dim=-1).indices
+    routing_map = torch.zeros_like(logits).int().scatter(1, chosen, 1).bool()
+    return _new(logits.shape, logits.dtype), routing_map, _new(logits.shape, torch.float32)
+
+
+@_kernel
+def fused_topk_with_score_function_bwd(
+    routing_map: Tensor,
+    intermediate_output: Tensor,
+    grad_probs: Tensor,
+    grad_logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool,
+    scaling_factor: float | None,
+    score_function: str,
+    use_dense_indices: bool = False,
+    routing_map_format: int = 0,
+) -> None:
+    """Write the gradient of the logits."""
+    _check_router(grad_probs, topk, score_function)
+    shapes = {tuple(each.shape) for each in (routing_map, intermediate_output, grad_probs, grad_logits)}
+    _check(len(shapes) == 1, f"the tensors have the shapes {sorted(shapes)}")
+
+
+def _check_router(values: Tensor, topk: int, score_function: str) -> None:
+    _check(values.is_contiguous(), "the values of the experts are not contiguous")
+    _check(0 < topk <= values.shape[-1], f"topk is {topk} of {values.shape[-1]} experts")
+    _check(score_function in ("softmax", "sigmoid", "sqrtsoftplus"), f"the score is {score_function}")
+
+
 def _check_lists(tensor_lists: list[list[Tensor]], number: int) -> None:
     _check(len(tensor_lists) == number, f"there are {len(tensor_lists)} lists of tensors, not {number}")
     for tensors in zip(*tensor_lists, strict=True):
@@ -655,9 +702,11 @@ def multi_tensor_adam(
     """Take gradients, parameters and both moments, and masters if parameters have fewer bits."""
     _check_lists(tensor_lists, 5 if len(tensor_lists) == 5 else 4)
     _check(noop_flag.dtype == torch.int32, f"the flag is {noop_flag.dtype}, not torch.int32")
-    for name, tensors in zip(("exp_avg", "exp_avg_sq", "master"), tensor_lists[2:], strict=False):
-        for each in tensors:
-            _check(each.dtype == torch.float32, f"{name} is {each.dtype}, not torch.float32")
+    moments = {each.dtype for tensors in tensor_lists[2:4] for each in tensors}
+    is_known = moments in (set(), {torch.float32}, {torch.bfloat16})
+    _check(is_known, f"the moments are {sorted(map(str, moments))}, not all float32 or all bfloat16")
+    for each in tensor_lists[4] if len(tensor_lists) == 5 else ():
+        _check(each.dtype == torch.float32, f"a master is {each.dtype}, not torch.float32")
 
 
 @_kernel

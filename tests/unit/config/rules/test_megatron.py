@@ -242,6 +242,8 @@ def test_bytes_of_a_parameter() -> None:
     assert element_bytes(DType.float32, MegatronConfig()) == (4, 0, 8, 0)
     precise = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bfloat16"}
     assert element_bytes(DType.bfloat16, MegatronConfig(optimizer=precise)) == (4, 4, 4, 0)
+    one = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+    assert element_bytes(DType.bfloat16, MegatronConfig(optimizer=one)) == (4, 4, 6, 4)
     half = {"grad_reduce_in_fp32": False}
     assert element_bytes(DType.bfloat16, MegatronConfig(ddp=half)) == (2, 4, 8, 4)
     assert element_bytes(DType.bfloat16, MegatronConfig(ddp=half, optimizer=precise)) == (2, 4, 4, 0)
