@@ -249,7 +249,7 @@ def _batch_decode_attention() -> None:
         if self.megarl_padded is None:
             self.megarl_padded = pad_batch(req_to_token, req_pool_indices, seq_lens, query.dtype)
         padded = self.megarl_padded
-        output.copy_(padded_decode_attention(query, k_cache, v_cache, padded, scaling, enable_gqa))
+        output.copy_(padded_decode_attention(query, k_cache, v_cache, padded, scaling))
 
         return output
 
@@ -263,7 +263,6 @@ def padded_decode_attention(
     v_cache: torch.Tensor,
     batch: _PaddedBatch,
     scaling: float | None,
-    grouped: bool,
 ) -> torch.Tensor:
     """Compute the attention of a decode step.
 
@@ -283,11 +282,11 @@ def padded_decode_attention(
         .transpose(1, 2)
         .to(query.dtype)
     )
-    attended = scaled_dot_product_attention(
-        query.unsqueeze(2), keys, values, attn_mask=batch.bias, scale=scaling, enable_gqa=grouped
-    )
+    # The query heads that share a KV head are the rows of its attention, so keys and values are not repeated.
+    rows = query.view(query.shape[0], k_cache.shape[1], -1, query.shape[-1])
+    attended = scaled_dot_product_attention(rows, keys, values, attn_mask=batch.bias, scale=scaling)
 
-    return attended.squeeze(2)
+    return attended.flatten(1, 2)
 
 
 def _release_memory_for_real() -> None:

@@ -260,7 +260,7 @@ def test_batched_decode_attention_equals_one_sequence_at_a_time(kv_heads: int) -
     query = torch.randn(len(lengths), heads, width, generator=generator)
     k_cache[0] = v_cache[0] = 1e4  # slots to which the table's padding points must not matter
     batch = cpu_adaptations.pad_batch(table, rows, torch.tensor(lengths), query.dtype)
-    attended = cpu_adaptations.padded_decode_attention(query, k_cache, v_cache, batch, 0.3, kv_heads < heads)
+    attended = cpu_adaptations.padded_decode_attention(query, k_cache, v_cache, batch, 0.3)
 
     for index, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
         where = table[row, :length].long()
