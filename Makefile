@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup lock quickstart tutorial algorithms troubleshooting test test-all test-wheel gpu lint types static docs reference clean
+.PHONY: setup lock sbom quickstart tutorial algorithms troubleshooting test test-all test-wheel gpu lint types static docs reference clean
 
 # Every installation takes its versions from the lock, and uv verifies the hashes there.
 LOCK := requirements/lock.txt
@@ -32,7 +32,13 @@ $(READY): $(wildcard requirements/*.txt) setup.py
 lock:
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --python-version 3.12 \
 	  --python-platform x86_64-manylinux_2_34 --prerelease if-necessary-or-explicit --output-file $(LOCK) $(ARGS) \
-	  $(addprefix requirements/,run.txt cpu.txt cpu_no_deps.txt gpu.txt gpu_source.txt dev.txt bundle.txt)
+	  $(addprefix requirements/,run.txt cpu.txt cpu_no_deps.txt gpu.txt gpu_source.txt dev.txt bundle.txt sbom.txt)
+
+# Writes a software bill of materials of the lock: every package with its version and hashes, as CycloneDX.
+sbom: $(READY)
+	mkdir -p build
+	$(BIN)/uv tool run --quiet --python $(BIN)/python --constraints $(LOCK) --from cyclonedx-bom \
+	  cyclonedx-py requirements --output-reproducible --output-file build/sbom.cdx.json $(LOCK)
 
 # make quickstart ENGINE=sglang; pass overrides with ARGS: make quickstart ARGS="trainer.total_steps=10 trainer.seed=1"
 # TASK: sums, or one of examples/: make quickstart TASK=agent

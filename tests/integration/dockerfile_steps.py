@@ -23,10 +23,10 @@ from string import Template
 from dockerfile_parse import DockerfileParser
 
 ROOT = Path(__file__).parents[2]
-_FOR_THE_RECORD = ("LABEL", "FROM", "HEALTHCHECK", "EXPOSE", "COMMENT")
+FOR_THE_RECORD = ("LABEL", "FROM", "HEALTHCHECK", "EXPOSE", "COMMENT")
 _OF_THE_SYSTEM = ("apt-get", "install", "rm", "useradd", "userdel")
 # The installers' indexes and certificates on this machine, and its home, which contains their own files.
-_FROM_OUTSIDE = (
+FROM_OUTSIDE = (
     "HOME",
     "LANG",
     "PIP_",
@@ -81,7 +81,7 @@ class DockerfileSteps:
         self._build_args = dict(build_args)
         self._replaced = dict(replaced or {})
         self._arguments: dict[str, str] = {}
-        outside = {name: value for name, value in os.environ.items() if name.startswith(_FROM_OUTSIDE)}
+        outside = {name: value for name, value in os.environ.items() if name.startswith(FROM_OUTSIDE)}
 
         # This machine has a C compiler; the image has one if the Dockerfile installs it.
         has_compiler = any(" gcc " in step["value"] for step in self._steps if step["instruction"] == "RUN")
@@ -115,7 +115,7 @@ class DockerfileSteps:
             elif kind == "CMD":
                 self.command = json.loads(value)
             else:
-                assert kind in _FOR_THE_RECORD, f"line {step['startline'] + 1}: {kind} is not known here"
+                assert kind in FOR_THE_RECORD, f"line {step['startline'] + 1}: {kind} is not known here"
             self.seconds[f"{step['startline'] + 1} {kind}"] = time.monotonic() - started
 
     def start(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -165,7 +165,11 @@ class DockerfileSteps:
             place = self.folder / target
             if (self._context / source).is_dir():
                 shutil.copytree(
-                    self._context / source, place, ignore=self._ignored, dirs_exist_ok=True, symlinks=True
+                    self._context / source,
+                    place,
+                    ignore=lambda folder, names: is_ignored(self._context, folder, names),
+                    dirs_exist_ok=True,
+                    symlinks=True,
                 )
             else:
                 place.mkdir(parents=True, exist_ok=True)
@@ -174,14 +178,15 @@ class DockerfileSteps:
             if (self.folder / name).exists():
                 (self.folder / name).write_text(text)
 
-    def _ignored(self, folder: str, names: list[str]) -> set[str]:
-        """Return the names that .dockerignore excludes: top-level names, and names anywhere (`**/`)."""
-        lines = (line.strip() for line in (self._context / ".dockerignore").read_text().splitlines())
-        patterns = [line for line in lines if line and not line.startswith("#")]
-        assert not any(
-            "/" in pattern.removeprefix("**/") or pattern.startswith("!") for pattern in patterns
-        ), "not known here"
-        is_top = Path(folder) == self._context
-        wanted = [pattern.removeprefix("**/") for pattern in patterns if is_top or pattern.startswith("**/")]
 
-        return set(shutil.ignore_patterns(*wanted)(folder, names))
+def is_ignored(context: Path, folder: str, names: list[str]) -> set[str]:
+    """Return the names that .dockerignore excludes: top-level names, and names anywhere (`**/`)."""
+    lines = (line.strip() for line in (context / ".dockerignore").read_text().splitlines())
+    patterns = [line for line in lines if line and not line.startswith("#")]
+    assert not any("/" in pattern.removeprefix("**/") or pattern.startswith("!") for pattern in patterns), (
+        "not known here"
+    )
+    is_top = Path(folder) == context
+    wanted = [pattern.removeprefix("**/") for pattern in patterns if is_top or pattern.startswith("**/")]
+
+    return set(shutil.ignore_patterns(*wanted)(folder, names))

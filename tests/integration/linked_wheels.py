@@ -91,12 +91,15 @@ def _write(wheels: Path, name: str, distribution: Distribution, links: Path) -> 
         f"{info}/entry_points.txt": distribution.read_text("entry_points.txt") or "",
         f"{name}.pth": f"{links}\n",
     }
-    for program in _programs(distribution):
-        content[f"{name}-{distribution.version}.data/scripts/{program.name}"] = (
-            f'#!/bin/sh\nexec {program} "$@"\n'
-        )
+    scripts = {
+        f"{name}-{distribution.version}.data/scripts/{program.name}": f'#!/bin/sh\nexec {program} "$@"\n'
+        for program in _programs(distribution)
+    }
+    content |= scripts
     content[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in (*content, f"{info}/RECORD"))
 
     with zipfile.ZipFile(wheels / f"{name}-{distribution.version}-py3-none-any.whl", "w") as wheel:
         for path, text in content.items():
-            wheel.writestr(path, text)
+            file = zipfile.ZipInfo(path)
+            file.external_attr = (0o100755 if path in scripts else 0o100644) << 16
+            wheel.writestr(file, text)
