@@ -29,7 +29,7 @@ from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import ends_with_predictors, layers_for
 from megarl.engine.megatron_options import require_supported
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
-from megarl.engine.micro_batch_layout import UNCUT, SequenceSlice
+from megarl.engine.micro_batch_layout import SequenceSlice
 from megarl.engine.model import ModelChunk, build_chunks, keep_hidden
 from megarl.engine.moe_router import RoutedTokens, RouterStatistics, freeze_routers, told_to_routers
 from megarl.engine.offload import MovableState, OffloadableState, StatePart
