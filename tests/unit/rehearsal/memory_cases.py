@@ -14,6 +14,7 @@ from megarl.config.published import with_published_models
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import ParallelConfig, PPOConfig, SFTConfig
 from megarl.config.validate import read_architectures
+from megarl.placement.fused_layers import WORKSPACE_BYTES
 from megarl.rehearsal.prediction import PredictedMemory, predicted_memory
 from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import distinct_ranks
@@ -148,6 +149,8 @@ def beyond_bounds(record: RankRecord, plan: PredictedMemory) -> list[str]:
         return [record.error]
     held = {"build": plan.held, "offload": plan.stays, "restore": plan.held + plan.stays}
     problems = []
+    # Routers use Transformer Engine's product, and its workspace, only if it is installed.
+    workspace = 0 if has_transformer_engine_modules() else WORKSPACE_BYTES
 
     for phase in record.phases:
         if phase.name not in plan.peaks:  # a weight sync, whose buffers come from the plan
@@ -160,11 +163,11 @@ def beyond_bounds(record: RankRecord, plan: PredictedMemory) -> list[str]:
                 "peak",
                 phase.peak,
                 plan.peaks[phase.name],
-                measured_most(phase.peak, PEAK) + plan.batches.get(phase.name, 0) + unused,
+                measured_most(phase.peak, PEAK) + plan.batches.get(phase.name, 0) + unused + workspace,
             )
         ]
         if phase.name in held:
-            sizes.append(("held", phase.held, held[phase.name], measured_most(phase.held, HELD)))
+            sizes.append(("held", phase.held, held[phase.name], measured_most(phase.held, HELD) + workspace))
         for name, measured, planned, most in sizes:
             if not measured * (1 - _COUNTED) - 4096 <= planned <= most:
                 problems.append(
