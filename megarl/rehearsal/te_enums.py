@@ -7,7 +7,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 
-class DType(IntEnum):
+class TEDType(IntEnum):  # DType; megarl has another class of that name
     kByte = 0
     kInt32 = 2
     kFloat32 = 4
@@ -152,5 +152,7 @@ class NVTEQBHistogramMode(IntEnum):
 
 
 ENUMS: dict[str, type[IntEnum]] = {
-    each.__name__: each for each in IntEnum.__subclasses__() if each.__module__ == __name__
+    "DType" if each is TEDType else each.__name__: each
+    for each in IntEnum.__subclasses__()
+    if each.__module__ == __name__
 }

@@ -28,23 +28,23 @@ from megarl.rehearsal.device import known_value
 from megarl.rehearsal.ledger import place
 from megarl.rehearsal.record import RehearsalError
 from megarl.rehearsal.te_enums import (
-    DType,
     NVTE_Bias_Type,
     NVTE_Fused_Attn_Backend,
     NVTE_Mask_Type,
     NVTE_QKV_Format,
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
+    TEDType,
 )
 
 KERNELS: dict[str, Callable[..., Any]] = {}
 
 _TORCH_DTYPES = {
-    DType.kByte: torch.uint8,
-    DType.kInt32: torch.int32,
-    DType.kFloat32: torch.float32,
-    DType.kFloat16: torch.float16,
-    DType.kBFloat16: torch.bfloat16,
+    TEDType.kByte: torch.uint8,
+    TEDType.kInt32: torch.int32,
+    TEDType.kFloat32: torch.float32,
+    TEDType.kFloat16: torch.float16,
+    TEDType.kBFloat16: torch.bfloat16,
 }
 _HALF = (torch.bfloat16, torch.float16)
 _CUDNN = "nvidia-cudnn-cu13"
@@ -171,9 +171,9 @@ def generic_gemm(  # noqa: PLR0913
     transB: bool,  # noqa: N803
     D: Tensor | None,  # noqa: N803
     quantizer: None,
-    output_dtype: DType | None,
+    output_dtype: TEDType | None,
     bias: Tensor | None,
-    bias_type: DType,
+    bias_type: TEDType,
     gelu: bool,
     gelu_in: Tensor | None,
     grad: bool,
@@ -189,7 +189,7 @@ def generic_gemm(  # noqa: PLR0913
     beta: float | None = None,
 ) -> list[Tensor | None]:
     shape = _product_shape(A, transA, B, transB)
-    dtype = A.dtype if output_dtype is None else _TORCH_DTYPES[DType(output_dtype)]
+    dtype = A.dtype if output_dtype is None else _TORCH_DTYPES[TEDType(output_dtype)]
     _check(not gelu, "a fused GELU is not simulated")
     _check(accumulate or not beta, f"beta={beta}, but the product is not accumulated")
     _check(workspace.numel() >= workspace_size, f"the workspace has {workspace.numel()} bytes")
@@ -217,10 +217,10 @@ def te_general_grouped_gemm(
     B: list[Tensor],  # noqa: N803
     transb: bool,
     D: list[Tensor] | None,  # noqa: N803
-    D_type: DType,  # noqa: N803
+    D_type: TEDType,  # noqa: N803
     m_splits: list[int],
     bias: list[Tensor],
-    bias_type: DType,
+    bias_type: TEDType,
     single_output: bool,
     pre_gelu_out: list[Tensor],
     grad: bool,
@@ -237,7 +237,7 @@ def te_general_grouped_gemm(
         _check(len(tensors) == number, f"A has {number} tensors, but {other} has {len(tensors)}")
     _check(all(not each.numel() for each in pre_gelu_out), "a fused GELU is not simulated")
     assert D is not None
-    dtype = _TORCH_DTYPES[DType(D_type)]
+    dtype = _TORCH_DTYPES[TEDType(D_type)]
     shapes = [_product_shape(a, transa, b, transb) for a, b in zip(A, B, strict=True)]
 
     # One output holds all products, one after another.
@@ -282,7 +282,7 @@ def rmsnorm_fwd(
     eps: float,
     ln_out: Tensor | None,
     quantizer: None,
-    otype: DType,
+    otype: TEDType,
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Tensor | None]:
@@ -292,7 +292,7 @@ def rmsnorm_fwd(
         f"the weight has shape {tuple(weight.shape)}, the input {width} columns",
     )
     if ln_out is None:
-        ln_out = _new(input.shape, _TORCH_DTYPES[DType(otype)])
+        ln_out = _new(input.shape, _TORCH_DTYPES[TEDType(otype)])
     _check(ln_out.shape == input.shape, f"the output has shape {tuple(ln_out.shape)}")
     return [ln_out, None, _new((rows,), torch.float32)]
 
@@ -373,7 +373,7 @@ _ATTENTION_FIELDS: dict[str, Any] = {
         ("is_training", "deterministic", "cuda_graph", "return_max_logit", "bottom_right_diagonal"), bool
     ),
     **dict.fromkeys(("dropout", "attn_scale"), float),
-    **dict.fromkeys(("qkv_dtype", "o_dtype", "do_dtype", "dqkv_dtype"), DType),
+    **dict.fromkeys(("qkv_dtype", "o_dtype", "do_dtype", "dqkv_dtype"), TEDType),
     **dict.fromkeys(("qkv_layout", "dqkv_layout"), NVTE_QKV_Layout),
     **dict.fromkeys(
         ("window_size_left", "window_size_right", "batch_size", "num_attn_heads", "num_gqa_groups"), int
@@ -397,7 +397,7 @@ def get_fused_attn_backend(fused_attn_params: Any) -> tuple[NVTE_Fused_Attn_Back
         value = getattr(fused_attn_params, field)
         _check(_converts(value, kind), f"{field} is {_kind(value)}, not {kind.__name__}")
 
-    is_half = _TORCH_DTYPES.get(DType(fused_attn_params.qkv_dtype)) in _HALF
+    is_half = _TORCH_DTYPES.get(TEDType(fused_attn_params.qkv_dtype)) in _HALF
     sizes = (fused_attn_params.head_dim_qk, fused_attn_params.head_dim_v)
     if is_half and all(size % 8 == 0 and size <= 256 for size in sizes):
         return NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
