@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -20,6 +21,13 @@ def locked() -> dict[str, str]:
     found = {canonicalize_name(entry["name"]): entry["version"] for entry in _ENTRY.finditer(text)}
     assert len(found) == text.count("=="), "each entry must be an exact version with hashes"
     return found
+
+
+def lock_environment(names: Iterable[str]) -> dict[str, str]:
+    """Return the environment "lock" of megarl/config/tested_versions.json: what all tests run on."""
+    lock = locked()
+    python = (FOLDER.parent / ".python-version").read_text().strip()
+    return {"python": python} | {name: lock[name] for name in sorted(names)}
 
 
 def listed(*files: str) -> set[str]:

@@ -1,6 +1,7 @@
-"""The versions that `make test-wheel` was run with.
+"""The versions that megarl was run with.
 
-It ran from the quickstart to a converted checkpoint, with both engines.
+"lock" has the versions that all tests run on. The other environments are those of `make test-wheel`, which
+runs from the quickstart to a converted checkpoint with both engines.
 """
 
 from __future__ import annotations

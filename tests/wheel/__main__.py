@@ -28,6 +28,7 @@ from rich.table import Table
 from megarl.config.tested_versions import RECORD, as_text
 from megarl.config.versions import REQUIRED, SGLANG, SGLANG_CPU
 from megarl.machine.files import write_whole
+from tests.requirement_files import lock_environment
 from tests.wheel.environments import (
     ROOT,
     Environment,
@@ -106,7 +107,8 @@ def main(options: Sequence[str] | None = None) -> int:
         write_whole(
             RECORD,
             as_text(
-                {
+                {"lock": lock_environment(ours)}
+                | {
                     each.name: minor[each] | {name: found[name] for name in ours}
                     for each, found in versions.items()
                 }

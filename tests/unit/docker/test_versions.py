@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import json
 import re
 from pathlib import Path
 
@@ -14,9 +15,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megarl import __version__
-from megarl.config.tested_versions import tested_versions
+from megarl.config.tested_versions import RECORD, tested_versions
 from megarl.config.versions import COUPLED
-from tests.requirement_files import FOLDER, listed, locked
+from tests.requirement_files import FOLDER, listed, lock_environment, locked
 
 ROOT = Path(__file__).parents[3]
 TABLE_HEAD = "| library | version |"
@@ -136,6 +137,11 @@ def test_the_page_shows_what_was_tested() -> None:
     ]
     names = ["python", "torch", "megatron-core", "transformers", "sglang", "ray", "numpy"]
     assert shown == [(name, *tested_versions()[name]) for name in names]
+
+
+def test_the_lock_is_recorded_as_tested() -> None:
+    recorded = json.loads(RECORD.read_text())["lock"]
+    assert recorded == lock_environment(recorded.keys() - {"python"})
 
 
 def test_the_parts_of_transformer_engine_have_one_version() -> None:

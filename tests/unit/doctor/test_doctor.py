@@ -102,12 +102,14 @@ def test_versions_beyond_those_that_were_tested_are_a_warning() -> None:
 def test_libraries_that_are_built_for_each_other() -> None:
     found = software.probe()
     on_cpu = replace(
-        found, versions={**found.versions, "torch": "2.14.2"}, requires={"sglang": {"torch": "==2.14.1"}}
+        found,
+        versions={**found.versions, "torch": "2.14.1.post1"},
+        requires={"sglang": {"torch": "==2.14.1"}},
     )
     assert only(software.judge(on_cpu, SGLANG)).status is Status.ok  # make test-wheel runs such environments
     other_torch = replace(on_cpu, versions={**on_cpu.versions, "sglang-kernel": "0.4.7"})
     fault = only(software.judge(other_torch, SGLANG))
-    assert "is built for torch==2.14.1, but torch 2.14.2 is installed" in fault.message
+    assert "is built for torch==2.14.1, but torch 2.14.1.post1 is installed" in fault.message
     absent = software.Installed(python="3.10.1", versions={**found.versions, "sglang": None})
     python, sglang = software.judge(absent, SGLANG)
     assert python.message == "Python 3.10.1 is not >=3.12"
