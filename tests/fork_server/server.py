@@ -84,9 +84,9 @@ def _import_for_sglang() -> None:
     setproctitle.getproctitle()
 
     environment.prepare("cpu")
-    from megarl.rollout.sglang.processes import hide_megatron
+    from megarl.rollout.sglang.processes import hide_training_packages
 
-    hide_megatron()  # as each scheduler does before these imports
+    hide_training_packages()  # as each scheduler does before these imports
 
     for name in (
         "megarl.rollout.sglang.cpu_adaptations",
