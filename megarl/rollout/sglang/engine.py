@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import queue
 import time
 from collections.abc import Collection, Coroutine, Iterator, Sequence
@@ -34,7 +35,7 @@ from megarl.rollout.sglang.backend import Backend, CallRefusedError
 from megarl.rollout.sglang.in_process import InProcessBackend
 from megarl.rollout.sglang.loader import LoaderClient
 from megarl.rollout.sglang.loop import LoopThread
-from megarl.rollout.sglang.messages import generation_payload, pickled_tensors, read_sample
+from megarl.rollout.sglang.messages import generation_payload, read_sample
 from megarl.rollout.sglang.server import ServerBackend
 from megarl.rollout.sglang.server_args import (
     WEIGHT_LOADER,
@@ -369,7 +370,7 @@ class SGLangEngine(RolloutEngine):
             self._call("begin_weight_update")
             self._session_is_open = True
 
-        message = pickled_tensors(tensors)
+        message = pickle.dumps(tensors)
         try:
             self._call(
                 "update_weights_from_tensor",

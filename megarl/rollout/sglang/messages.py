@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import pickle
 from collections.abc import Collection
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from megarl.rollout.interface import (
     GenerationRequest,
@@ -42,19 +40,6 @@ def generation_payload(
         "return_logprob": True,
         **({"return_routed_experts": True} if sampling.with_routes else {}),
     }
-
-
-def pickled_tensors(tensors: list[tuple[str, torch.Tensor]]) -> bytes:
-    """Pickle named tensors for SGLang, which unpickles only functions of a fixed list of names.
-
-    Megatron-Core 0.19 replaces `torch.storage._load_from_bytes` with a function of its own, which pickled
-    tensors then refer to by Megatron's name. SGLang refuses that name, so the function gets torch's.
-    """
-    load: Any = torch.storage._load_from_bytes
-    load.__module__ = "torch.storage"
-    load.__name__ = load.__qualname__ = "_load_from_bytes"
-
-    return pickle.dumps(tensors)
 
 
 def read_sample(

@@ -71,13 +71,19 @@ def test_a_sample_that_was_cut_off_is_an_error(reason: dict[str, Any], count: in
         read_sample(answer(reason, count), SAMPLING)
 
 
-# Runs in a process that has imported Megatron-Core, as a trainer's process has.
+# Runs in a process that has imported Megatron-Core, as a trainer's process has: pickles with the name that
+# Megatron gives to torch's function, and with the name that the trainer gives to it.
 PICKLE = """
-import pickle, sys, torch, megatron.core
-from megarl.rollout.sglang.messages import pickled_tensors
+import pickle, torch
+from megarl.config.schema import Device
+from megarl.engine import platform
 tensors = [("message", torch.arange(5, dtype=torch.uint8))]
-for data in (pickle.dumps(tensors), pickled_tensors(tensors)):
-    print(data.hex())
+platform.activate(Device.cpu)
+message = pickle.dumps(tensors)
+load = torch.storage._load_from_bytes
+load.__module__, load.__qualname__ = "megatron.core.safe_globals", "safe_load_from_bytes"
+print(pickle.dumps(tensors).hex())
+print(message.hex())
 """
 # Runs in a process of SGLang, with the two messages as its arguments.
 UNPICKLE = """
