@@ -200,11 +200,15 @@ def read_outline(file: ReadableFile, source: str) -> Any:
     Objects of listed classes are `Inert`.
 
     Raises:
-        CheckpointError: Contains `source`, see `refuse_code`.
+        CheckpointError: Contains `source`, see `refuse_code`. Also if the file contains a sparse tensor.
     """
     with _damage_named(source):
         try:
             return torch.load(file, map_location="meta", weights_only=True)  # type: ignore[arg-type]
+        except NotImplementedError as error:
+            raise CheckpointError(
+                f"{source}: contains a sparse tensor, which megarl does not read; save it as a dense one"
+            ) from error
         except pickle.UnpicklingError as error:  # its message recommends running the file
             if not isinstance(file, Path):
                 file.seek(0)

@@ -67,13 +67,16 @@ def test_elements_are_mapped_where_they_lie(tmp_path: Path) -> None:
 
 
 def test_what_is_no_contiguous_tensor_has_no_place(tmp_path: Path) -> None:
-    torch.save([torch.ones(3, 4).T, torch.ones(3, 4).to_sparse(), 3.0], tmp_path / "data.pt")
-    assert [stored_tensor(value) for value in read_outline(tmp_path / "data.pt", "data")] == [
-        None,
-        None,
-        None,
-    ]
+    torch.save([torch.ones(3, 4).T, 3.0], tmp_path / "data.pt")
+    assert [stored_tensor(value) for value in read_outline(tmp_path / "data.pt", "data")] == [None, None]
     assert stored_tensor(torch.ones(3)) is None  # not stored in a file
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
+def test_a_sparse_tensor_is_named(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3, 4).to_sparse()}, tmp_path / "data.pt")
+    with pytest.raises(CheckpointError, match="data: contains a sparse tensor"):
+        read_outline(tmp_path / "data.pt", "data")
 
 
 def test_objects_are_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

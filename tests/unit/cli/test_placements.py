@@ -95,7 +95,7 @@ IMPOSSIBLE = [
         "use device or folder, or auto",
     ),
     (
-        ["placement.strategy=fully_collocate", "placement.device_memory_gb=0.001"],
+        ["placement.strategy=fully_collocate", "placement.device_memory_gb=0.001", "device=cpu"],
         "(pool all) needs 0.00 GiB",  # of a step of 48 rows, less than 5 MiB
         "use larger parallel sizes, smaller micro-batches",
     ),
