@@ -92,7 +92,7 @@ def activate(device: Device) -> Platform:
         # Without its compiled part, its import fails with an error that Megatron does not expect.
         if not has_transformer_engine():
             _hide_transformer_engine()
-        with _without(*_UNUSED):
+        with without_modules(*_UNUSED):
             rotary.install()
         _name_as_torch()
         _active = Platform(name="cuda", device=torch.device("cuda", index), distributed_backend="nccl")
@@ -100,7 +100,7 @@ def activate(device: Device) -> Platform:
         from megarl.engine import cpu_adaptations
 
         _hide_transformer_engine()
-        with _without(*_UNUSED):
+        with without_modules(*_UNUSED):
             cpu_adaptations.install()
         _name_as_torch()
         keep_freed_memory()
@@ -124,8 +124,8 @@ def _hide_transformer_engine() -> None:
 
 
 @contextmanager
-def _without(*modules: str) -> Iterator[None]:
-    """Hide modules from Megatron, unless this process has imported them already."""
+def without_modules(*modules: str) -> Iterator[None]:
+    """Hide modules from imports of Megatron, unless this process has imported them already."""
     hidden = [module for module in modules if module not in sys.modules]
     for module in hidden:
         # Importing it then raises ImportError, which Megatron treats as its absence.
@@ -163,7 +163,7 @@ def activate_fake_cuda(on_wait: Callable[[], None], transformer_engine: ModuleTy
     assert _active is None, "this process already runs on a device"
     from megarl.engine import fake_cuda
 
-    with _without(*_UNUSED):
+    with without_modules(*_UNUSED):
         fake_cuda.install(on_wait, transformer_engine)
         rotary.install()
     _name_as_torch()

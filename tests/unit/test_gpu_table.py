@@ -39,7 +39,7 @@ def test_without_a_gpu_everything_is_left_out(capsys: pytest.CaptureFixture[str]
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "torch sees no GPU: everything is left out"
     files = [line.split() for line in lines if line.startswith(("tests/", "benchmarks/"))]
-    tests = [f"tests/gpu/test_{name}.py" for name in ("engine", "sglang", "weights")]
+    tests = [f"tests/gpu/test_{name}.py" for name in ("engine", "kernels", "sglang", "weights")]
     names = [*tests, "benchmarks/gpu/engine.py", "benchmarks/gpu/weights.py"]
     assert files == [[name, "0", "0", "0"] for name in names]
     assert lines.count("    left out: torch sees no GPU") == len(names)

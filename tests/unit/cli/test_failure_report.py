@@ -34,13 +34,17 @@ from megarl.controller import hints
 from megarl.controller.errors import PhaseTimeoutError, RankFailure, RankReport, RayEndedError, WorkerError
 from megarl.controller.messages import CallFailure, FailureKind, Rows, qualified_name
 from megarl.controller.resource_pool import InsufficientResourcesError
-from megarl.engine.optimizer import TrainingDivergedError
+from megarl.engine.platform import without_modules
 from megarl.machine.errors import UNWRITTEN, CheckpointError, HintedError, RunError, hint_of
 from megarl.rewards.process import RewardFunctionError
 from megarl.rewards.scorer import RewardError
 from megarl.roles.rollout.replicas import NodeLostError, RestartLimitError
 from megarl.rollout.interface import EngineDeadError
 from megarl.trainers.monitor import Position
+
+# On a machine without a GPU, Transformer Engine has no compiled part, which Megatron does not expect.
+with without_modules("transformer_engine"):
+    from megarl.engine.optimizer import TrainingDivergedError
 
 CONFIG = PPOConfig(
     actor=ActorConfig(micro_batch=MicroBatchConfig(max_tokens=12_345)),
@@ -257,7 +261,8 @@ def all_hints() -> dict[str, Sequence[str]]:
         if not module.name.startswith(("megarl.__main__", "megarl.configs")):
             source = Path(importlib.util.find_spec(module.name).origin or "").read_text()  # type: ignore[union-attr]
             if re.search(r"\((Run|Hinted)Error|Error\(.*hint=", source):
-                importlib.import_module(module.name)
+                with without_modules("transformer_engine"):
+                    importlib.import_module(module.name)
 
     found: dict[str, Sequence[str]] = {}
     classes = [HintedError]

@@ -18,7 +18,7 @@ from megarl.config.schema import (
     Recompute,
     RecomputeModule,
 )
-from megarl.placement.activations import WorkingMemory, working_memory
+from megarl.placement.activations import StepMemory, WorkingMemory, working_memory
 from megarl.placement.memory import model_state, step_memory
 from tests.unit.placement.test_memory import QWEN_7B, PlacementStrategy, config
 
@@ -130,7 +130,7 @@ def test_a_stage_keeps_the_micro_batches_under_way(
     layer = 4 * HIDDEN + 3 * 28 * 128 + 4 * 4 * 128 + 2 * 28 + 3 * 18944
 
     for stage in (0, 3):
-        work = working_memory(run, critic, QWEN_7B, stage, 0)
+        work = working_memory(run, critic, QWEN_7B, stage, StepMemory(roots=0, copies=0))
         assert work.stays == TOKENS * received[stage] * HIDDEN * 2 + (virtual or 1) * ANGLES
         moment = layer + (3 if stage == 0 else 2) * HIDDEN + 4 * 18944
         assert work.train - work.stays == TOKENS * (kept[stage] * HIDDEN + moment) * 2 + BATCH
