@@ -10,9 +10,10 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup lock sbom quickstart tutorial algorithms troubleshooting test test-all test-wheel gpu lint types static docs reference clean
 
-# Every installation takes its versions from the lock, and uv verifies the hashes there.
+# Every installation takes its versions from the lock, and uv verifies the hashes there. Without compiled files, the first process of everything
+# would compile them.
 LOCK := requirements/lock.txt
-INSTALL := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint $(LOCK)
+INSTALL := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --constraint $(LOCK)
 
 # make setup TORCH_INDEX=URL takes torch from another index, such as torch's own, which has a build without CUDA. The lock has no hashes for it.
 setup: $(READY)
