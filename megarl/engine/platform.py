@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
@@ -16,6 +15,7 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from megarl.config.layers import has_transformer_engine
 from megarl.config.schema import Device, DType
 from megarl.engine import rotary
+from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.machine.usage import keep_freed_memory, trim_heap
 from megarl.models.flops import peak_tflops
 
@@ -94,7 +94,7 @@ def activate(device: Device) -> Platform:
             _hide_transformer_engine()
         with without_modules(*_UNUSED):
             rotary.install()
-        _name_as_torch()
+        pickle_as_torch()
         _active = Platform(name="cuda", device=torch.device("cuda", index), distributed_backend="nccl")
     else:
         from megarl.engine import cpu_adaptations
@@ -102,7 +102,7 @@ def activate(device: Device) -> Platform:
         _hide_transformer_engine()
         with without_modules(*_UNUSED):
             cpu_adaptations.install()
-        _name_as_torch()
+        pickle_as_torch()
         keep_freed_memory()
         _active = Platform(name="cpu", device=torch.device("cpu"), distributed_backend="gloo")
 
@@ -138,18 +138,6 @@ def without_modules(*modules: str) -> Iterator[None]:
             del sys.modules[module]
 
 
-def _name_as_torch() -> None:
-    """Let tensors that this process pickles be unpickled by processes without Megatron.
-
-    Megatron replaces `torch.storage._load_from_bytes`, which pickled tensors refer to, with a function of its
-    own. Under that function's name, every process that receives a tensor through Ray would import Megatron,
-    and SGLang, which accepts a fixed list of names, would refuse it.
-    """
-    load: Any = torch.storage._load_from_bytes
-    load.__module__ = "torch.storage"
-    load.__name__ = load.__qualname__ = "_load_from_bytes"
-
-
 def activate_fake_cuda(on_wait: Callable[[], None], transformer_engine: ModuleType | None) -> Platform:
     """Prepare CUDA for a process whose tensors are fake (see fake_cuda.py).
 
@@ -166,7 +154,7 @@ def activate_fake_cuda(on_wait: Callable[[], None], transformer_engine: ModuleTy
     with without_modules(*_UNUSED):
         fake_cuda.install(on_wait, transformer_engine)
         rotary.install()
-    _name_as_torch()
+    pickle_as_torch()
     _active = Platform(name="cuda", device=fake_cuda.CUDA, distributed_backend="fake")
 
     return _active

@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from megarl.batch.token_rows import route_dtype
 from megarl.config.schema import SGLangMode
+from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.models.families import read_architecture
 from megarl.rollout.interface import (
     EngineDeadError,
@@ -370,6 +371,7 @@ class SGLangEngine(RolloutEngine):
             self._call("begin_weight_update")
             self._session_is_open = True
 
+        pickle_as_torch()  # also if other code of this process has imported Megatron
         message = pickle.dumps(tensors)
         try:
             self._call(
