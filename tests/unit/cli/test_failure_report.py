@@ -36,6 +36,7 @@ from megarl.controller.messages import CallFailure, FailureKind, Rows, qualified
 from megarl.controller.resource_pool import InsufficientResourcesError
 from megarl.engine.platform import without_modules
 from megarl.machine.errors import UNWRITTEN, CheckpointError, HintedError, RunError, hint_of
+from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.rewards.process import RewardFunctionError
 from megarl.rewards.scorer import RewardError
 from megarl.roles.rollout.replicas import NodeLostError, RestartLimitError
@@ -45,6 +46,7 @@ from megarl.trainers.monitor import Position
 # On a machine without a GPU, Transformer Engine has no compiled part, which Megatron does not expect.
 with without_modules("transformer_engine"):
     from megarl.engine.optimizer import TrainingDivergedError
+pickle_as_torch()  # the tests of this process send tensors to others
 
 CONFIG = PPOConfig(
     actor=ActorConfig(micro_batch=MicroBatchConfig(max_tokens=12_345)),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from megarl.checkpoints.convert.open import open_model
 from megarl.engine.platform import without_modules
 from megarl.machine.errors import CheckpointError
+from megarl.machine.tensor_pickles import pickle_as_torch
 from tests.ranks import RankPool
 from tests.unit.checkpoints.convert.classic_side import save_classic, save_distributed
 from tests.unit.checkpoints.convert.test_source import everything
@@ -117,7 +118,9 @@ def folder(written: Path, tmp_path: Path) -> Path:
 def load_with_classes(path: Path) -> Any:
     """Load a file that was written by this test, whose classes are Megatron's."""
     with without_modules("transformer_engine"):  # has no compiled part on a machine without a GPU
-        return torch.load(path, weights_only=False)
+        content = torch.load(path, weights_only=False)
+    pickle_as_torch()  # the tests of this process send tensors to others
+    return content
 
 
 def rewrite(folder: Path, rank: str, change: Callable[[dict[str, Any]], None]) -> None:
