@@ -53,13 +53,8 @@ def missing_flash_attention(asked: FlashAttention) -> MissingPackage | None:
 
 
 def has_transformer_engine_modules() -> bool:
-    """Whether Transformer Engine's Python modules, which a dry run uses, can be imported. Imports nothing.
-
-    They import Triton, which torch's builds for CPUs do not install.
-    """
-    return all(
-        importlib.util.find_spec(name) is not None for name in ("transformer_engine", "triton", "einops")
-    )
+    """Whether Transformer Engine's Python modules, which a dry run uses, can be imported. Imports nothing."""
+    return all(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "einops"))
 
 
 def choose_layers(asked: Layers, dtype: DType, *, on_cuda: bool, has_transformer_engine: bool) -> LayerChoice:

@@ -11,6 +11,8 @@ PYTHON = ">=3.12"
 REQUIRED = {
     "torch": ">=2.14.1,<2.15",
     "megatron-core": ">=0.19.2,<0.20",  # minor releases change signatures of functions that megarl patches
+    # Megatron-Core imports it but does not declare it, and only CUDA builds of torch do.
+    "triton": ">=3.8",
     "transformers": ">=5.19,<5.20",
     "safetensors": ">=0.5",
     "jinja2": ">=3.1.4",

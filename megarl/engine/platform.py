@@ -20,6 +20,12 @@ from megarl.machine.usage import keep_freed_memory, trim_heap
 from megarl.models.flops import peak_tflops
 
 
+# Megatron imports these if they are installed, for functions that megarl does not use. wandb costs each
+# process 1.7 s of processor time and 34 MB, and creates folders in TMPDIR that remain when the process is
+# killed, as worker processes are; tensorboard costs 0.2 s and 11 MB.
+_UNUSED = ("wandb", "torch.utils.tensorboard")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Platform:
     name: str
@@ -107,12 +113,6 @@ def activate(device: Device) -> Platform:
         _active = Platform(name="cpu", device=torch.device("cpu"), distributed_backend="gloo")
 
     return _active
-
-
-# Megatron imports these if they are installed, for functions that megarl does not use. wandb costs each
-# process 1.7 s of processor time and 34 MB, and creates folders in TMPDIR that remain when the process is
-# killed, as worker processes are; tensorboard costs 0.2 s and 11 MB.
-_UNUSED = ("wandb", "torch.utils.tensorboard")
 
 
 def _hide_transformer_engine() -> None:

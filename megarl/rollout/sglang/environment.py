@@ -31,8 +31,8 @@ def prepare(device: str, num_ranks: int = 1, *, has_memory_saver: bool = False) 
     Call this before `sglang` is imported; spawned processes inherit both the variables and sys.path.
 
     On the CPU, packages that SGLang imports but does not use there (sgl_kernel, torchvision, IPython,
-    soundfile) are replaced by stubs if they are not installed. Triton, which comes with CUDA builds of torch
-    only, always is: each process then starts faster, with 100 MB less, and does the same for every build.
+    soundfile) are replaced by stubs if they are not installed. Triton always is: each process then starts
+    with 100 MB less.
 
     Args:
         has_memory_saver: Whether the engine releases its memory while it sleeps.

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.config.versions import REQUIRED
 from megarl.engine.cpu_adaptations import EVIDENCE, MegatronEvidence
 from tests.ranks import RankPool
 
@@ -177,6 +178,17 @@ def test_clipping_does_the_originals_arithmetic(rank_pool: RankPool) -> None:
         [0.6, 0.8], rel=1e-5
     )
     assert rank_pool.run(clip, world_size=1, max_norm=6.0, total_norm=5.0)[0] == [3.0, 4.0]
+
+
+def test_megatron_imports_triton_which_it_does_not_declare() -> None:
+    """megarl declares it: only CUDA builds of torch do, and without it no rank could start."""
+    assert "triton" in REQUIRED
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    kernels = Path(spec.submodule_search_locations[0], "core/transformer/moe/ops/paged_stash.py")
+    imports = [node for node in ast.parse(kernels.read_text()).body if isinstance(node, ast.Import)]
+    assert "triton" in [alias.name for node in imports for alias in node.names]
 
 
 def has_wandb() -> bool:
