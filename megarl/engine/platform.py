@@ -19,7 +19,6 @@ from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.machine.usage import keep_freed_memory, trim_heap
 from megarl.models.flops import peak_tflops
 
-
 # Megatron imports these if they are installed, for functions that megarl does not use. wandb costs each
 # process 1.7 s of processor time and 34 MB, and creates folders in TMPDIR that remain when the process is
 # killed, as worker processes are; tensorboard costs 0.2 s and 11 MB.
