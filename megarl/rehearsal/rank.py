@@ -27,7 +27,7 @@ from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import spec_of
 from megarl.models.architecture import Architecture
-from megarl.rehearsal import te_kernels, te_stub
+from megarl.rehearsal import te_signature, te_stub
 from megarl.rehearsal.built import check_engine
 from megarl.rehearsal.device import FakeDevice
 from megarl.rehearsal.ledger import Ledger, place_of
@@ -61,7 +61,7 @@ def prepare() -> None:
 
     Takes as long as importing Megatron.
     """
-    te_kernels.count_flops_with(_on_flops)
+    te_signature.count_flops_with(_on_flops)
     platform.activate_fake_cuda(
         _on_wait, te_stub.compiled_module() if has_transformer_engine_modules() else None
     )

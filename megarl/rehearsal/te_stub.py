@@ -1,7 +1,8 @@
 """A stub of `transformer_engine_torch`, the compiled module of Transformer Engine, which requires a GPU.
 
 Transformer Engine's Python modules run unchanged on it: the classes of the layers, the choice of kernels,
-and the arguments of each kernel are those of the installed version. The kernels are in te_kernels.py.
+and the arguments of each kernel are those of the installed version. The kernels are in
+te_kernels.py and te_attention.py, which register them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from megarl.rehearsal import te_attention, te_kernels  # noqa: F401  (register their functions)
 from megarl.rehearsal.ledger import place
 from megarl.rehearsal.record import RehearsalError
 from megarl.rehearsal.te_enums import ENUMS
-from megarl.rehearsal.te_kernels import KERNELS
+from megarl.rehearsal.te_signature import KERNELS
 
 _NAME = "transformer_engine_torch"
 # All functions of version 2.20. Those without a simulation can be imported, but not called.
