@@ -72,20 +72,23 @@ def test_a_sample_that_was_cut_off_is_an_error(reason: dict[str, Any], count: in
 
 
 # Runs in a process that has imported Megatron-Core, as a trainer's process has: pickles with the name that
-# Megatron gives to torch's function, and with the name that the trainer gives to it.
+# Megatron gives to torch's function, and with torch's name, as the trainer and the engine restore it.
 PICKLE = """
 import pickle, torch
 from megarl.config.schema import Device
 from megarl.engine import platform
+from megarl.machine.tensor_pickles import pickle_as_torch
 tensors = [("message", torch.arange(5, dtype=torch.uint8))]
 platform.activate(Device.cpu)
 message = pickle.dumps(tensors)
 load = torch.storage._load_from_bytes
 load.__module__, load.__qualname__ = "megatron.core.safe_globals", "safe_load_from_bytes"
 print(pickle.dumps(tensors).hex())
+pickle_as_torch()
 print(message.hex())
+print(pickle.dumps(tensors).hex())
 """
-# Runs in a process of SGLang, with the two messages as its arguments.
+# Runs in a process of SGLang, with the messages as its arguments.
 UNPICKLE = """
 import io, sys
 from sglang.srt.utils.common import SafeUnpickler
@@ -100,10 +103,8 @@ for data in map(bytes.fromhex, sys.argv[1:]):
 def test_sglang_accepts_tensors_of_a_process_with_megatron(forked_processes: None) -> None:
     def run(*arguments: str) -> list[str]:
         command = [*fork_server.PYTHON, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-2:]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-3:]
 
-    pickled, message = run("-c", PICKLE)
-    refused, accepted = run("--sglang", "-c", UNPICKLE, pickled, message)
-    # Megatron's function in torch's place is the reason why the message needs a name of its own.
+    refused, *accepted = run("--sglang", "-c", UNPICKLE, *run("-c", PICKLE))
     assert "megatron.core.safe_globals.safe_load_from_bytes" in refused
-    assert accepted == "[0, 1, 2, 3, 4]"
+    assert accepted == ["[0, 1, 2, 3, 4]"] * 2
