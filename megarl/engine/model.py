@@ -5,7 +5,6 @@ The model is a policy or a critic.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +29,7 @@ from megarl.engine.layer_specs import (
     mark_cut_parameters,
 )
 from megarl.engine.megatron_options import NO_OPTIONS, build_config
+from megarl.engine.rope_frequencies import attention_factor, inverse_frequencies
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.tensor_table import Head
@@ -52,7 +52,8 @@ def transformer_config(
     Fused kernels are used if they replace several passes over the tokens: the activation of the MLP (by
     torch.compile on CUDA, by cpu_kernels.py on a CPU); on CUDA, Transformer Engine's rotary embedding, and
     Apex's accumulation of weight gradients in Megatron's buffer if it is installed. Without dropout, the
-    residual sums have nothing to fuse, and the softmax is inside the attention.
+    residual sums have nothing to fuse, and the softmax is inside the attention. Transformer Engine's rotary
+    embedding has no factor for cosine and sine, so models that have one use megarl's.
     """
     virtual = parallel.virtual_pipeline_parallel_size
     own = dict(
@@ -90,7 +91,9 @@ def transformer_config(
         bias_activation_fusion=True,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=layers is Layers.transformer_engine and not on_cpu,
+        apply_rope_fusion=layers is Layers.transformer_engine
+        and not on_cpu
+        and attention_factor(architecture.rope_scaling) == 1,
         gradient_accumulation_fusion=not on_cpu and tensor_parallel_layers._grad_accum_fusion_available,
         persist_layer_norm=False,
         **_recompute_options(recomputation, architecture),
@@ -152,33 +155,6 @@ def _recompute_options(recomputation: Recomputation, architecture: Architecture)
     }
 
 
-def inverse_frequencies(architecture: Architecture) -> Tensor:
-    """Return the rotary inverse frequencies, (head_dim / 2,) float32.
-
-    They include Llama 3's scaling if the model has it. Megatron supports that scaling with one set of
-    constants only, so the frequencies are computed here. As in Hugging Face's `rope_type: llama3` (Llama
-    3.1), long wavelengths are slowed by `factor`, short ones are kept, and those between are blended.
-    """
-    exponent = torch.arange(0, architecture.head_dim, 2, dtype=torch.float32) / architecture.head_dim
-    frequencies = 1.0 / (architecture.rope_theta**exponent)
-    scaling = architecture.rope_scaling
-    if scaling is None:
-        return frequencies
-
-    # Blend by how often a wavelength fits into the original context length.
-    original = scaling.original_max_position_embeddings
-    wavelength = 2 * math.pi / frequencies
-    smooth = (original / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
-    scaled = torch.where(
-        wavelength > original / scaling.low_freq_factor, frequencies / scaling.factor, blended
-    )
-
-    return torch.where(wavelength < original / scaling.high_freq_factor, frequencies, scaled)
-
-
 class ValueHead(torch.nn.Module):
     """The output layer of a critic: one number per token, from replicated hidden states. weight: (1, H)."""
 
@@ -223,6 +199,7 @@ class ModelChunk(GPTModel):
             post_process=groups.is_last_stage(chunk),
             share_embeddings_and_output_weights=architecture.tie_word_embeddings and head == "lm",
             position_embedding_type="rope",
+            rotary_percent=architecture.partial_rotary_factor,
             vp_stage=virtual_stage,
         )
         self.head = head
@@ -230,10 +207,7 @@ class ModelChunk(GPTModel):
             groups.expert_rank * architecture.num_experts // groups.parallel.expert_parallel_size
         )
 
-        # Megatron supports Llama 3's scaling with one set of constants only.
-        self.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(
-            self.rotary_pos_emb.inv_freq.device
-        )
+        self._set_rotary_embedding(architecture)
 
         # A critic has one output per token instead of one per vocabulary entry.
         if self.post_process and head == "value":
@@ -245,6 +219,20 @@ class ModelChunk(GPTModel):
         forget_routes(self)
         if layers is Layers.transformer_engine:
             fuse_gradient_accumulation(self)
+
+    def _set_rotary_embedding(self, architecture: Architecture) -> None:
+        """Replace Megatron's rotary frequencies, and set the factor of cosine and sine.
+
+        Megatron supports Llama 3's scaling with one set of constants only, and reads YaRN's factor from
+        attributes that its configuration does not declare.
+        """
+        frequencies = inverse_frequencies(
+            architecture.rotary_dim, architecture.rope_theta, architecture.rope_scaling
+        )
+        self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
+
+        for layer in self.decoder.layers:
+            layer.self_attention._yarn_concentration_factor = attention_factor(architecture.rope_scaling)
 
     def canonical_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the parameters with their names in local layers, numbered over the whole model."""

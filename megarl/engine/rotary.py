@@ -51,7 +51,7 @@ def _fused_or_packed(
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation. Its gradient is the inverse rotation."""
+    """A rotation, scaled by the magnitude of cosine and sine. Its gradient is rotated back and scaled too."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -65,12 +65,15 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Rotate each pair (x_i, x_{i + D/2}) of heads (T, heads, D) by the angle of its token and i.
+    """Rotate each pair (x_i, x_{i + R/2}) of heads (T, heads, D) by the angle of its token and i.
 
-    The cosine and sine are (T, 1, D/2).
+    The cosine and sine are (T, 1, R/2). Elements of a head from R on are passed through.
     """
     turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
-    (first, second), (turned_first, turned_second) = heads.chunk(2, -1), turned.chunk(2, -1)
+    rotary_dim = 2 * cos.shape[-1]
+    first, second = heads[..., :rotary_dim].chunk(2, -1)
+    turned_first, turned_second = turned[..., :rotary_dim].chunk(2, -1)
+    turned[..., rotary_dim:] = heads[..., rotary_dim:]
 
     # Both halves are written into one output, without a temporary tensor for each product.
     torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-direction)
@@ -94,10 +97,10 @@ def rotary_packed(
     Args:
         t: (T, heads, D).
         cu_seqlens: The boundaries of the sequences.
-        freqs: (longest sequence, 1, 1, D).
+        freqs: (longest sequence, 1, 1, R). Elements of a head from R on are not rotated.
         rotary_interleaved: Not supported.
         mla_rotary_interleaved: Not supported.
-        mscale: Must be 1.
+        mscale: The factor of cosine and sine.
         cp_group: The context-parallel group. If ranks share rows, positions must be set.
         multi_latent_attention: The older name of `mla_rotary_interleaved`.
     """
@@ -109,29 +112,28 @@ def rotary_packed(
     assert not rotary_interleaved
     assert not mla_rotary_interleaved
     assert not multi_latent_attention
-    assert mscale == 1.0
-    assert freqs.shape[-1] == t.shape[-1], "a partial rotation is not supported"
-
-    return _Rotation.apply(t, *_angles(cu_seqlens, freqs, t))
+    return _Rotation.apply(t, *_angles(cu_seqlens, freqs, t, mscale))
 
 
-def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine, (T, 1, D/2) each.
+def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor, mscale: float) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine, (T, 1, R/2) each, multiplied by `mscale`.
 
     They are computed once per micro-batch and cached on its `cu_seqlens`, because every layer needs them.
     """
     kept = getattr(cu_seqlens, "megarl_angles", None)
 
-    # Cached angles are valid only for the frequency table that they were made from.
-    if kept is None or kept[0] is not freqs:
+    # Cached angles are valid only for the frequency table and the factor that they were made from.
+    if kept is None or kept[0] is not freqs or kept[1] != mscale:
         num_tokens = like.shape[0]
         positions = getattr(cu_seqlens, _POSITIONS, None)
         if positions is None:
             # With the number of tokens given, the sum of the lengths need not be read from the device.
             starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=num_tokens)
             positions = torch.arange(num_tokens, device=like.device) - starts
-        angles = freqs[positions, 0, :, : like.shape[-1] // 2]  # Megatron repeats them for each half
-        kept = (freqs, angles.cos().to(like.dtype), angles.sin().to(like.dtype))
+        angles = freqs[positions, 0, :, : freqs.shape[-1] // 2]  # Megatron repeats them for each half
+        cos = (angles.cos() * mscale).to(like.dtype)
+        sin = (angles.sin() * mscale).to(like.dtype)
+        kept = (freqs, mscale, cos, sin)
         cu_seqlens.megarl_angles = kept  # type: ignore[attr-defined]
 
-    return kept[1], kept[2]
+    return kept[2], kept[3]

@@ -10,13 +10,49 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
+class LinearScaling:
+    """Position interpolation (`rope_type: linear`): all frequencies are divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
     """Llama 3's frequency scaling (`rope_type: llama3`)."""
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (`rope_type: yarn`, Peng et al. 2023).
+
+    Attributes:
+        factor: How many times the context is longer than the original one.
+        original_max_position_embeddings: The context length of the model before it was extended.
+        beta_fast: A frequency with more rotations than this within the original context is kept.
+        beta_slow: A frequency with fewer rotations than this is divided by `factor`.
+        truncate: Whether the bounds between which frequencies are blended are rounded to whole dimensions.
+        mscale: The coefficient of the magnitude of rotated queries and keys; None if the folder has none.
+        mscale_all_dim: The coefficient by which that magnitude is divided. Multi-head latent attention also
+            scales its softmax by it.
+        attention_factor: The resulting factor of cosine and sine.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +82,8 @@ class Experts:
 class Architecture:
     """The architecture of a model. Field names are Hugging Face's.
 
-    If `tie_word_embeddings` is set, the output layer is the input embedding.
+    If `tie_word_embeddings` is set, the output layer is the input embedding. Of each head, the first
+    `partial_rotary_factor` of the elements are rotated, and the others are passed through.
     """
 
     model_type: str  # a key of `FAMILIES` in megarl/models/families.py
@@ -64,7 +101,13 @@ class Architecture:
     tie_word_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    partial_rotary_factor: float = 1.0
     experts: Experts | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of elements of a head that the position rotates."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def num_experts(self) -> int:

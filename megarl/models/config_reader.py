@@ -18,7 +18,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention_dropout": (0, None),
     "router_jitter_noise": (0, None),
     "mlp_bias": (False, None),
-    "partial_rotary_factor": (1, None),
     "rope_interleaved": (False, None),
     "use_mrope": (False, None),
     "quantization_config": (None,),

@@ -1,33 +1,59 @@
-"""Read the rotary position embedding from `config.json`: the base frequency and Llama 3's scaling."""
+"""Read the rotary position embedding (RoPE) from `config.json`: base frequency, scaling, partial rotation."""
 
 from __future__ import annotations
 
-from megarl.models.architecture import RopeScaling
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from megarl.models.architecture import Architecture, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from megarl.models.config_reader import ConfigReader
 
-_ALWAYS_KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_FIELDS_OF_TYPE = {
-    "default": _ALWAYS_KNOWN,
-    "llama3": {*_ALWAYS_KNOWN, *RopeScaling.__dataclass_fields__},
+_BASE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_MODEL_OF_IMAGES = "positions in three axes are those of a model of images, which megarl does not train yet"
+
+# Types that are refused for a reason that a user should know.
+_REFUSED_TYPES = {
+    "dynamic": "its frequencies depend on the longest row of a batch, so a token's log-prob would depend on "
+    "the other rows; use yarn, as published models do",
+    "longrope": "its frequencies depend on the length of a row, and packed rows share one set",
+    "proportional": "rotating the first pairs of both halves of a head is not implemented",
+    "mrope": _MODEL_OF_IMAGES,
 }
+
+
+class Rope(NamedTuple):
+    """The rotary embedding of a model."""
+
+    theta: float
+    scaling: RopeScaling | None
+    partial_rotary_factor: float
 
 
 def read_rope(
     reader: ConfigReader,
     max_position_embeddings: int,
     default_theta: float,
-) -> tuple[float, RopeScaling | None]:
-    """Read the base frequency and the scaling of the rotary embedding.
+    default_partial_rotary_factor: float | None = None,
+) -> Rope:
+    """Read the rotary embedding.
 
-    transformers v5 keeps both in `rope_parameters`. v4 has `rope_theta` at the top level and the scaling in
-    `rope_scaling`, whose type may be named `type`.
+    transformers v5 keeps all of it in `rope_parameters`. v4 has `rope_theta` and `partial_rotary_factor` at
+    the top level and the scaling in `rope_scaling`, whose type may be named `type`.
+
+    Args:
+        reader: The fields of `config.json`.
+        max_position_embeddings: The original context length of a scaling that does not name one.
+        default_theta: The base frequency if the field is missing.
+        default_partial_rotary_factor: The rotated fraction of a head if the field is missing; None if the
+            family always rotates whole heads.
     """
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(reader.take(name), dict | None):
             reader.problems.append(f"field {name!r} is {reader.fields[name]!r}, but must be an object")
-            return default_theta, None
+            return Rope(default_theta, None, 1.0)
 
-    # Choose the object to read, and merge the top-level field of v4 into it.
+    # Choose the object to read, and merge the top-level fields of v4 into it.
     older = reader.fields.get("rope_scaling")
     newer = reader.fields.get("rope_parameters")
     name = "rope_scaling" if older else "rope_parameters"
@@ -37,8 +63,36 @@ def read_rope(
         reader.problems.append(f"{both} are both given and differ; keep one")
 
     # A separate reader collects these problems, so that they can name the object that contains the field.
-    rope = ConfigReader({"rope_theta": reader.take("rope_theta")} | (reader.fields.get(name) or {}))
+    outer = {field: reader.take(field) for field in ("rope_theta", "partial_rotary_factor")}
+    rope = ConfigReader(outer | (reader.fields.get(name) or {}))
+    scaling = _read_scaling(rope, max_position_embeddings)
+    theta = rope.number("rope_theta", float, default_theta)
+    rotated = _read_partial_rotary_factor(rope, default_partial_rotary_factor)
 
+    # A field may be given inside the object, at the top level, or in both places.
+    for field, value in outer.items():
+        if value is not None and value != rope.fields[field]:
+            differing = f"{rope.fields[field]!r} here and {value!r} at the top"
+            rope.problems.append(f"field {field!r} is {differing}; keep one")
+
+    # The message names the object, unless the field is at the top level.
+    is_nested = name in reader.fields
+    reader.problems.extend(f"{name}: {problem}" if is_nested else problem for problem in rope.problems)
+
+    return Rope(theta, scaling, rotated)
+
+
+def _read_partial_rotary_factor(rope: ConfigReader, default: float | None) -> float:
+    if default is None:
+        if rope.fields.get("partial_rotary_factor") not in (None, 1):
+            rope.refuse("partial_rotary_factor", "only 1 is supported by this family")
+        return 1.0
+
+    return rope.number("partial_rotary_factor", float, default, at_most=1.0)
+
+
+def _read_scaling(rope: ConfigReader, max_position_embeddings: int) -> RopeScaling | None:
+    """Read the scaling of the object that contains it. None for `rope_type: default`."""
     # transformers v4 used either name for the type, and both may be present.
     rope_type = rope.fields.get("rope_type", rope.fields.get("type", "default"))
 
@@ -46,37 +100,31 @@ def read_rope(
         differing = f"'rope_type' {rope_type!r} and 'type' {rope.fields['type']!r}"
         rope.problems.append(f"fields {differing} differ; keep one")
 
-    # The base frequency may be given inside the object, at the top level, or in both places.
-    rope_theta = rope.number("rope_theta", float, default_theta)
-    outer_theta = reader.fields.get("rope_theta")
+    if not isinstance(rope_type, str) or rope_type not in _SCALINGS:
+        reason = f"; {_REFUSED_TYPES[rope_type]}" if rope_type in _REFUSED_TYPES else ""
+        supported = f"supported: {', '.join(_SCALINGS)}"
+        rope.problems.append(f"field 'rope_type' is {rope_type!r}{reason}; {supported}")
+        return None
 
-    if outer_theta is not None and outer_theta != rope.fields["rope_theta"]:
-        differing = f"{rope.fields['rope_theta']!r} here and {outer_theta!r} at the top"
-        rope.problems.append(f"field 'rope_theta' is {differing}; keep one")
+    # A field that the type does not use may imply another embedding, so it is not ignored.
+    fields, read = _SCALINGS[rope_type]
+    for extra in sorted(set(rope.fields) - _BASE_FIELDS - fields):
+        rope.refuse(extra, f"rope_type {rope_type!r} is not known to use it")
 
-    scaling = None
-    if not isinstance(rope_type, str) or rope_type not in _FIELDS_OF_TYPE:
-        rope.problems.append(f"field 'rope_type' is {rope_type!r}; supported: {', '.join(_FIELDS_OF_TYPE)}")
-    else:
-        # A field that the type does not use may imply another embedding, so it is not ignored.
-        for extra in sorted(set(rope.fields) - _FIELDS_OF_TYPE[rope_type]):
-            rope.refuse(extra, f"rope_type {rope_type!r} is not known to use it")
-        if rope_type == "llama3":
-            scaling = _read_llama3_scaling(rope, max_position_embeddings)
-
-    if rope.fields.get("partial_rotary_factor") not in (None, 1):
-        rope.refuse("partial_rotary_factor", "only 1 is supported")
-
-    # The message names the object, unless the field is at the top level.
-    is_nested = name in reader.fields
-    reader.problems.extend(f"{name}: {problem}" if is_nested else problem for problem in rope.problems)
-
-    return rope_theta, scaling
+    return read(rope, max_position_embeddings)
 
 
-def _read_llama3_scaling(rope: ConfigReader, max_position_embeddings: int) -> RopeScaling:
+def _read_none(rope: ConfigReader, max_position_embeddings: int) -> None:
+    return None
+
+
+def _read_linear(rope: ConfigReader, max_position_embeddings: int) -> LinearScaling:
+    return LinearScaling(factor=rope.number("factor", float))
+
+
+def _read_llama3(rope: ConfigReader, max_position_embeddings: int) -> Llama3Scaling:
     original = rope.number("original_max_position_embeddings", int, max_position_embeddings)
-    scaling = RopeScaling(
+    scaling = Llama3Scaling(
         factor=rope.number("factor", float),
         low_freq_factor=rope.number("low_freq_factor", float),
         high_freq_factor=rope.number("high_freq_factor", float),
@@ -88,3 +136,69 @@ def _read_llama3_scaling(rope: ConfigReader, max_position_embeddings: int) -> Ro
         rope.problems.append(f"'high_freq_factor' {scaling.high_freq_factor} must be above {low}")
 
     return scaling
+
+
+def _read_yarn(rope: ConfigReader, max_position_embeddings: int) -> YarnScaling:
+    original = rope.number("original_max_position_embeddings", int, max_position_embeddings)
+    factor = rope.number("factor", float)
+    mscale = rope.number("mscale", float, None)
+    mscale_all_dim = rope.number("mscale_all_dim", float, None)
+    attention_factor = _default_attention_factor(factor, mscale, mscale_all_dim)
+
+    scaling = YarnScaling(
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=rope.number("beta_fast", float, 32.0),
+        beta_slow=rope.number("beta_slow", float, 1.0),
+        truncate=rope.flag("truncate") if rope.fields.get("truncate") is not None else True,
+        mscale=mscale,
+        mscale_all_dim=mscale_all_dim,
+        attention_factor=rope.number("attention_factor", float, attention_factor),
+    )
+
+    if not rope.problems and scaling.beta_fast <= scaling.beta_slow:
+        slow = f"'beta_slow' {scaling.beta_slow}"
+        rope.problems.append(f"'beta_fast' {scaling.beta_fast} must be above {slow}")
+
+    return scaling
+
+
+def _default_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """Return YaRN's factor of cosine and sine if the folder does not give it."""
+    if mscale is None or mscale_all_dim is None:
+        return yarn_magnitude(factor, 1.0)
+    return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
+
+
+def yarn_magnitude(factor: float, coefficient: float) -> float:
+    """Return 0.1 * coefficient * ln(factor) + 1, the magnitude of a context `factor` times as long."""
+    return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+_Read = Callable[[ConfigReader, int], RopeScaling | None]
+# The supported types, with the fields that each uses besides those of every type.
+_SCALINGS: dict[str, tuple[set[str], _Read]] = {
+    "default": (set(), _read_none),
+    "linear": ({"factor"}, _read_linear),
+    "llama3": (set(Llama3Scaling.__dataclass_fields__), _read_llama3),
+    "yarn": (set(YarnScaling.__dataclass_fields__), _read_yarn),
+}
+
+
+def sglang_rope_differs(architecture: Architecture) -> Iterator[str]:
+    """Yield what SGLang's rotary embedding would compute differently.
+
+    SGLang does not read `attention_factor`. Its fused kernel of mixture-of-experts models takes `factor` from
+    the ratio of the context lengths.
+    """
+    scaling = architecture.rope_scaling
+    if not isinstance(scaling, YarnScaling):
+        return
+
+    used = _default_attention_factor(scaling.factor, scaling.mscale, scaling.mscale_all_dim)
+    if not math.isclose(used, scaling.attention_factor, rel_tol=1e-6):
+        yield f"a YaRN attention_factor of {scaling.attention_factor:.6g}, for which it uses {used:.6g}"
+
+    ratio = architecture.max_position_embeddings / scaling.original_max_position_embeddings
+    if architecture.experts is not None and ratio != scaling.factor:
+        yield f"a YaRN factor of {scaling.factor:g}, for which it uses the ratio of the contexts {ratio:g}"

@@ -126,6 +126,7 @@ def read_trunk(
     default_head_dim: int | None = None,
     multi_head_by_default: bool = False,
     default_rope_theta: float = 10000.0,
+    default_partial_rotary_factor: float | None = None,
     read_experts: Callable[[ConfigReader, int], Experts] | None = None,
 ) -> Architecture:
     """Read what the families share. The defaults are those of transformers for missing fields.
@@ -137,12 +138,13 @@ def read_trunk(
         default_head_dim: The size of a head; None: hidden_size / num_attention_heads.
         multi_head_by_default: Whether `num_key_value_heads` defaults to the number of query heads.
         default_rope_theta: The base frequency.
+        default_partial_rotary_factor: The rotated fraction of a head; None: the family rotates whole heads.
         read_experts: Reads the experts of a model with the given number of layers.
     """
     hidden_size = reader.number("hidden_size", int)
     heads = _read_heads(reader, hidden_size, default_head_dim, multi_head_by_default)
     max_position_embeddings = reader.number("max_position_embeddings", int)
-    rope_theta, rope_scaling = read_rope(reader, max_position_embeddings, default_rope_theta)
+    rope = read_rope(reader, max_position_embeddings, default_rope_theta, default_partial_rotary_factor)
 
     # Layers. The dense size has no meaning if all layers are sparse, and a folder may omit it.
     num_hidden_layers = reader.number("num_hidden_layers", int)
@@ -162,8 +164,9 @@ def read_trunk(
         vocab_size=reader.number("vocab_size", int),
         max_position_embeddings=max_position_embeddings,
         rms_norm_eps=reader.number("rms_norm_eps", float, at_most=_LARGEST_EPS),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        partial_rotary_factor=rope.partial_rotary_factor,
         tie_word_embeddings=reader.flag("tie_word_embeddings"),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,

@@ -365,6 +365,7 @@ def _expected_arguments(architecture: Architecture) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "norm_epsilon": architecture.rms_norm_eps,
         "rotary_base": architecture.rope_theta,
+        "rotary_percent": architecture.partial_rotary_factor,
         "add_bias_linear": False,
         "num_experts": None,
         "multi_latent_attention": False,

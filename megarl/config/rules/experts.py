@@ -18,7 +18,6 @@ from megarl.config.schema import (
 )
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
 from megarl.models.architecture import Architecture
-from megarl.models.families import FAMILIES
 
 _ENGINE_KEY = "rollout.expert_parallel_size"
 _REPLAY = "engine.routing_replay"
@@ -134,14 +133,6 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
             f"{path}; use {others}",
         )
         return
-
-    # SGLang would silently compute a different model if its class ignores a setting.
-    for difference in FAMILIES[policy.model_type].sglang_differs(policy):
-        yield Violation(
-            ("rollout.engine",),
-            f"{path} has experts and {difference}: SGLang's {policy.model_type} would compute a different "
-            "model",
-        )
 
     # The checks below use tensor // expert_parallel, which has to be exact.
     if tensor % expert_parallel:

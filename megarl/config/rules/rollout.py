@@ -6,6 +6,8 @@ They cover samplers that training supports, engines that fit the model and the d
 
 from __future__ import annotations
 
+from itertools import chain
+
 from megarl.config.schema import (
     CorrectionLevel,
     Late,
@@ -16,6 +18,8 @@ from megarl.config.schema import (
 )
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
 from megarl.models.architecture import Architecture
+from megarl.models.families import FAMILIES
+from megarl.models.rope import sglang_rope_differs
 
 _LEAST_TEMPERATURE = 0.01
 _TP = "rollout.tensor_parallel_size"
@@ -124,7 +128,7 @@ def shared_devices(config: PPOConfig) -> Violations:
 
 
 def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
-    """Check that an engine can shard the model.
+    """Check that an engine computes the same model and can shard it.
 
     Query heads and the MLP must divide evenly. Key-value heads are divided over ranks or replicated.
     """
@@ -132,6 +136,13 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
     path = config.model.path
     if not config.rollout.engine.needs.cuts_models:
         return
+
+    # SGLang would silently compute a different model if its class ignores a setting.
+    for difference in chain(sglang_rope_differs(policy), FAMILIES[policy.model_type].sglang_differs(policy)):
+        yield Violation(
+            ("rollout.engine",),
+            f"{path} has {difference}: SGLang's {policy.model_type} would compute a different model",
+        )
 
     # A model without dense layers has no MLP of this width to shard.
     for field in ("num_attention_heads", *(["intermediate_size"] if policy.num_dense_layers else [])):

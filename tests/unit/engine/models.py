@@ -34,6 +34,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
 EXPERT_FAMILIES: dict[str, PretrainedConfig] = {
     family: example_config(family, **_HEADS, mlp_only_layers=[1]) for family in SPARSE_FAMILIES
 }
+# The context is longer than the original one, and rows are too.
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 8}
+# Dense models with a part that no family's example has.
+VARIANTS: dict[str, PretrainedConfig] = {"yarn": example_config("qwen3", **_HEADS)}
+VARIANTS["yarn"].rope_parameters = YARN
 IDLE_EXPERT = 3
 
 
@@ -44,7 +49,9 @@ def save_model(family: str, folder: Path, seed: int = 0) -> None:
     the others, so that it is rarely selected.
     """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config({**FAMILIES, **EXPERT_FAMILIES}[family], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        {**FAMILIES, **EXPERT_FAMILIES, **VARIANTS}[family], dtype=torch.float32
+    )
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -75,9 +75,11 @@ if jit.jit_fuser is torch.compile:
 # The packed rotary embedding that replaces Megatron's loop returns the same numbers.
 boundaries = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
 heads, frequencies = torch.randn(12, 2, 8), torch.randn(7, 1, 1, 4).repeat(1, 1, 1, 2)
-want = rope_utils._apply_rotary_pos_emb_thd(heads, boundaries, frequencies, cp_group=dist.group.WORLD)
-if torch.allclose(rotary_packed(heads, boundaries, frequencies, cp_group=dist.group.WORLD), want, rtol=0, atol=1e-6):
-    print("rotary")
+for name, rotated in {"rotary": frequencies, "half rotary": frequencies[..., ::2]}.items():
+    given = dict(mscale=1.5 if name == "half rotary" else 1.0, cp_group=dist.group.WORLD)
+    want = rope_utils._apply_rotary_pos_emb_thd(heads, boundaries, rotated, **given)
+    if torch.allclose(rotary_packed(heads, boundaries, rotated, **given), want, rtol=0, atol=1e-6):
+        print(name)
 
 # The adapted functions also respect the device of a context, and so do models that are loaded in one.
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -118,6 +120,7 @@ def test_without_adaptations_megatron_fails_here() -> None:
         "current device",
         "compiler",
         "rotary",
+        "half rotary",
         "device context",
         "inv_freq",
     ]

@@ -1,11 +1,9 @@
-"""The layers that replace Megatron's: attention, RMSNorm, and rotary frequencies."""
+"""The layers that replace Megatron's: attention and RMSNorm."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -15,13 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from megarl.config.schema import Device
-from megarl.models.architecture import Architecture
-from megarl.models.families import read_architecture
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import max_difference
 
@@ -502,37 +496,3 @@ def test_rms_norm_rounds_as_hugging_face_does(
     (got,) = rank_pool.run(norm, world_size=1, hidden=hidden, weight=reference.weight.detach(), eps=1e-5)
     assert got.dtype == dtype
     assert max_difference(got, want) <= tolerance
-
-
-def frequencies(architecture: Architecture) -> Tensor:
-    from megarl.engine import platform
-
-    platform.activate(Device.cpu)
-    from megarl.engine.model import inverse_frequencies
-
-    return inverse_frequencies(architecture)
-
-
-def test_rope_scaling_with_the_numbers_of_llama_3_1(rank_pool: RankPool, tmp_path: Path) -> None:
-    scaling = {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    config = LlamaConfig(
-        hidden_size=4096,
-        num_attention_heads=32,
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **scaling},
-    )
-    config.save_pretrained(tmp_path)
-    architecture = read_architecture(str(tmp_path))
-    (got,) = rank_pool.run(frequencies, world_size=1, architecture=architecture)
-    torch.testing.assert_close(got, LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6, atol=0.0)
-    (plain,) = rank_pool.run(frequencies, world_size=1, architecture=replace(architecture, rope_scaling=None))
-    kept = int((got == plain).sum())
-    slowed = int(torch.isclose(got, plain / 8).sum())
-    assert kept > 20
-    assert slowed > 20
-    assert kept + slowed < 64  # the band between is blended

@@ -21,6 +21,7 @@ from tests.unit.engine.models import (
     EXPERT_FAMILIES,
     FAMILIES,
     IDLE_EXPERT,
+    VARIANTS,
     gradients_of,
     load_critic,
     load_lm,
@@ -252,6 +253,14 @@ def test_engine_gives_what_hugging_face_gives(reference: Reference, layout: str,
 @pytest.mark.parametrize("reference", ["qwen3-tied"], indirect=True)
 @pytest.mark.parametrize("layout", [*MIXED_LAYOUTS, *CONTEXT_LAYOUTS])
 def test_replicas_of_a_cut_model_and_ranks_that_share_rows(
+    reference: Reference, layout: str, rank_pool: RankPool
+) -> None:
+    compare(reference, ALL_LAYOUTS[layout], rank_pool)
+
+
+@pytest.mark.parametrize("reference", VARIANTS, indirect=True)
+@pytest.mark.parametrize("layout", ["TP1", "TP2+SP", "CP2"])
+def test_variants_that_no_family_has_by_default(
     reference: Reference, layout: str, rank_pool: RankPool
 ) -> None:
     compare(reference, ALL_LAYOUTS[layout], rank_pool)

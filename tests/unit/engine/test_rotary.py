@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megarl.engine.rotary import rotary_packed
@@ -19,10 +20,30 @@ def test_nothing_is_asked_of_the_device() -> None:
     assert heads.grad.shape == heads.shape
 
 
-def test_the_gradient_is_turned_back() -> None:
+@pytest.mark.parametrize(("rotated", "factor"), [(4, 1.0), (2, 1.0), (4, 1.5), (2, 1.5)])
+def test_the_gradient_is_turned_back(rotated: int, factor: float) -> None:
     heads = torch.randn(
         5, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     ).requires_grad_()
     boundaries = torch.tensor([0, 3, 5], dtype=torch.int32)
-    frequencies = torch.arange(3, dtype=torch.float64)[:, None, None, None].expand(-1, 1, 1, 4) * 0.3
-    assert torch.autograd.gradcheck(lambda heads: rotary_packed(heads, boundaries, frequencies), [heads])
+    frequencies = torch.arange(3, dtype=torch.float64)[:, None, None, None].expand(-1, 1, 1, rotated) * 0.3
+    assert torch.autograd.gradcheck(
+        lambda heads: rotary_packed(heads, boundaries, frequencies, mscale=factor), [heads]
+    )
+
+
+def test_elements_behind_the_rotated_ones_are_kept() -> None:
+    heads = torch.arange(24.0).view(3, 1, 8)
+    boundaries = torch.tensor([0, 3], dtype=torch.int32)
+    turned = rotary_packed(heads, boundaries, torch.ones(3, 1, 1, 4), mscale=2.0)
+    assert torch.equal(turned[..., 4:], heads[..., 4:])
+    assert not torch.isclose(turned[..., :4], heads[..., :4]).any()
+
+
+def test_angles_are_those_of_the_factor() -> None:
+    """A micro-batch caches them, and layers may differ."""
+    heads = torch.ones(2, 1, 4)
+    boundaries = torch.tensor([0, 2], dtype=torch.int32)
+    frequencies = torch.ones(2, 1, 1, 4)
+    once = rotary_packed(heads, boundaries, frequencies)
+    assert torch.equal(rotary_packed(heads, boundaries, frequencies, mscale=2.0), once * 2)

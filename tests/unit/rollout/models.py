@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -27,6 +28,7 @@ def random_model(
     eos_token_id: int | None = None,
     vocab_size: int = VOCAB,
     hidden_size: int = 32,
+    rope_parameters: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Return a model whose logits are spread over a few units, so that temperature and truncation make a
     difference."""
@@ -48,6 +50,9 @@ def random_model(
         tie_word_embeddings=tied,
         eos_token_id=eos_token_id,
     )
+    if rope_parameters is not None:
+        config.rope_parameters = rope_parameters
+
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
 

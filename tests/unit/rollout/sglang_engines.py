@@ -27,12 +27,14 @@ from tests.unit.rollout.models import random_model
 from tests.unit.rollout.remote_engine import RemoteEngine
 
 END_TOKEN = 7  # of every model for which these engines are started
+# The context is four times as long as that of the model before it was extended.
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 @lru_cache(maxsize=4)
 def server_model(seed: int = 0) -> PreTrainedModel:
-    """Return a model that fits `sglang_server`."""
-    return random_model("qwen2", eos_token_id=END_TOKEN, seed=seed)
+    """Return a model that fits `sglang_server`. It has YaRN."""
+    return random_model("qwen2", eos_token_id=END_TOKEN, seed=seed, rope_parameters=dict(YARN))
 
 
 @lru_cache(maxsize=4)

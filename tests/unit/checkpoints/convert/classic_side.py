@@ -117,6 +117,7 @@ def arguments(parallel: ParallelConfig, model: str) -> Namespace:
         num_query_groups=architecture.num_key_value_heads,
         num_experts=None,
         rotary_base=architecture.rope_theta,
+        rotary_percent=architecture.partial_rotary_factor,
         params_dtype=torch.bfloat16,
         attention_backend=AttnBackend.auto,
         data_path=None,

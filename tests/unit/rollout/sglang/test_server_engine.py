@@ -21,7 +21,7 @@ from megarl.rollout.sglang.server import ServerBackend
 from megarl.weights.tensors import WeightTransferError
 from tests.fork_server import behind
 from tests.unit.rollout.models import VOCAB, manifest_of, push
-from tests.unit.rollout.sglang_engines import END_TOKEN, server_model
+from tests.unit.rollout.sglang_engines import END_TOKEN, YARN, server_model
 
 PROMPTS = [[5, 6, 14, 8], [9], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3], [90, 91]]
 
@@ -105,6 +105,23 @@ def test_a_sample_may_fill_the_context_and_not_more(engine: SGLangEngine) -> Non
     with pytest.raises(ValueError, match="min_new_tokens needs an engine with a tokenizer"):
         engine.generate([[5]], replace(sampling, min_new_tokens=2))
     assert engine.collect(0.0) == []  # nothing was queued
+
+
+def test_greedy_samples_beyond_the_original_context_are_those_of_transformers(
+    engine: SGLangEngine, model: PreTrainedModel
+) -> None:
+    """YaRN's factor of cosine and sine, and its frequencies, are those of transformers."""
+    sampling = SamplingParameters(max_new_tokens=48, seed=0, temperature=0.0, ignore_eos=True)
+    samples = engine.generate(PROMPTS, sampling)
+
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        tokens = sample.token_ids.tolist()
+        assert len(prompt + tokens) > 3 * YARN["original_max_position_embeddings"]
+        assert float(difference(model, prompt, sample, temperature=0.0).max()) < 1e-5
+
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
 
 
 def test_a_nudge_ends_the_wait_for_a_sample(engine: SGLangEngine) -> None:
