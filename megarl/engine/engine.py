@@ -31,7 +31,14 @@ from megarl.engine.megatron_options import require_supported
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
 from megarl.engine.micro_batch_layout import SequenceSlice
 from megarl.engine.model import ModelChunk, build_chunks, keep_hidden
-from megarl.engine.moe_router import RoutedTokens, RouterStatistics, freeze_routers, told_to_routers
+from megarl.engine.moe_router import (
+    RoutedTokens,
+    RouterStatistics,
+    freeze_routers,
+    freeze_selection_biases,
+    selection_biases,
+    told_to_routers,
+)
 from megarl.engine.offload import MovableState, OffloadableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
 from megarl.engine.router_replay import RouterReplayBuffer
@@ -117,6 +124,7 @@ class MegatronEngine:
         # Set before the wrapping, because Megatron allocates gradients only for parameters that require them.
         for model in self.models:
             model.train(trainable).requires_grad_(trainable)
+            freeze_selection_biases(model)
             if spec.experts.freeze_router:
                 freeze_routers(model)
 
@@ -128,6 +136,7 @@ class MegatronEngine:
         self._state = OffloadableState(self._offloadable_parts())
         self._gradients_are_made = False
         self._router_metrics: dict[str, Metric] = {}
+        self._bias_steps: Tensor | None = None  # (L, E), of the last mini-batch
         self._load(spec.path)
         expect_no_gather(self._wrapped)
 
@@ -336,6 +345,7 @@ class MegatronEngine:
         if tally is not None:
             tally.reduce(self.groups)
             self._router_metrics = merge_metrics([tally.metrics()])
+            self._bias_steps = tally.bias_steps(self.spec.experts.bias_update_rate)
 
         return shares
 
@@ -373,9 +383,18 @@ class MegatronEngine:
         self._state.require("step", *StatePart)
         assert self._gradients_are_made, "a step needs gradients computed after the last offload"
         statistics = self._optimizer.step()
+        self._update_selection_biases()
 
         start_gather(self._wrapped)
         return statistics
+
+    def _update_selection_biases(self) -> None:
+        """Move the selection biases towards an even load, if the run asks for it."""
+        if not self.spec.experts.bias_update_rate or self._bias_steps is None:
+            return
+        for model in self.models:
+            for layer, bias in selection_biases(model).items():
+                bias.add_(self._bias_steps[layer])
 
     def _run(
         self,

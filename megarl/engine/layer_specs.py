@@ -29,7 +29,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megarl.config.layers import LayerChoice, choose_layers
 from megarl.config.schema import DType, Layers
 from megarl.engine.layers import AttentionCore, LogitLayer, RMSNorm, sharing_prompts
-from megarl.engine.moe_router import ExpertRouter, RoutedLayer
+from megarl.engine.moe_router import RoutedLayer, router_class
+from megarl.models.architecture import Architecture
 from megarl.models.mapping import EXPERT
 
 
@@ -55,18 +56,20 @@ def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool) -> LayerChoice:
 
 
 def block_spec(
-    config: TransformerConfig, sparse_layers: Collection[int], layers: Layers, chunk: int | None
+    config: TransformerConfig, architecture: Architecture, layers: Layers, chunk: int | None
 ) -> TransformerBlockSubmodules:
     """Return the modules of this rank's layers and of the norm after the last one.
 
     Args:
         config: Megatron's configuration of the model.
-        sparse_layers: The numbers of the layers that have experts.
+        architecture: The model.
         layers: The implementation.
         chunk: The virtual pipeline stage, None if there is only one.
     """
     make = _transformer_engine_layer if layers is Layers.transformer_engine else _local_layer
     norm = gpt_layer_specs.TESpecProvider().layer_norm() if layers is Layers.transformer_engine else RMSNorm
+
+    sparse_layers = architecture.sparse_layers
 
     # One spec for each kind of layer that occurs: dense, and sparse if the model has experts.
     kinds = {
@@ -77,7 +80,8 @@ def block_spec(
     if sparse_layers:
         for kind in kinds.values():
             kind.module = RoutedLayer
-        kinds[True].submodules.mlp.keywords["submodules"].router = ExpertRouter  # a functools.partial
+        router = router_class(architecture)
+        kinds[True].submodules.mlp.keywords["submodules"].router = router  # a functools.partial
 
     # The layers of this chunk, by their numbers in the whole model.
     first = get_transformer_layer_offset(config, vp_stage=chunk)

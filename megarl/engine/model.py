@@ -29,6 +29,7 @@ from megarl.engine.layer_specs import (
     mark_cut_parameters,
 )
 from megarl.engine.megatron_options import NO_OPTIONS, build_config
+from megarl.engine.moe_router import BiasedExpertRouter
 from megarl.engine.rope_frequencies import attention_factor, inverse_frequencies
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
@@ -106,21 +107,30 @@ def _expert_options(architecture: Architecture, parallel: ParallelConfig, layers
     """Return Megatron's options for experts.
 
     The router computes in float32, without Megatron's losses (see moe_router.py). A softmax over the selected
-    experts equals selection after a softmax over all experts, divided by the sum. With Transformer Engine, a
-    rank's experts are one grouped product; without it, and on a CPU, they are computed one after another.
+    experts equals selection after a softmax over all experts, divided by the sum. Sigmoid scores of selected
+    experts are always divided by their sum. With Transformer Engine, a rank's experts are one grouped
+    product; without it, and on a CPU, they are computed one after another.
+
+    Megatron's own selection bias stays off, because it would be a buffer that Megatron changes in every step
+    (see moe_router.py).
     """
     experts = architecture.experts
     if experts is None:
         return {}
+    groups = experts.groups
     return {
         "num_moe_experts": experts.num_experts,
         "moe_router_topk": experts.num_experts_per_tok,
+        "moe_router_score_function": experts.score.value,
         "moe_router_pre_softmax": not experts.norm_topk_prob,
+        "moe_router_num_groups": groups.num_groups if groups else None,
+        "moe_router_group_topk": groups.num_selected if groups else None,
+        "moe_router_topk_scaling_factor": experts.scaling_factor if experts.scaling_factor != 1 else None,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_ffn_hidden_size": experts.intermediate_size,
         "moe_shared_expert_intermediate_size": experts.shared_intermediate_size or None,
-        "moe_shared_expert_gate": bool(experts.shared_intermediate_size),
+        "moe_shared_expert_gate": experts.has_shared_gate,
         "moe_grouped_gemm": layers is Layers.transformer_engine,
         # A list makes Megatron store each layer separately.
         "moe_layer_freq": [int(layer in experts.layers) for layer in range(architecture.num_hidden_layers)]
@@ -192,7 +202,7 @@ class ModelChunk(GPTModel):
         virtual_stage = chunk if groups.num_chunks > 1 else None
         super().__init__(
             config,
-            block_spec(config, architecture.sparse_layers, layers, virtual_stage),
+            block_spec(config, architecture, layers, virtual_stage),
             vocab_size=padded_vocab_size(architecture.vocab_size, groups.parallel.tensor_parallel_size),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=groups.is_first_stage(chunk),
@@ -266,6 +276,14 @@ class ModelChunk(GPTModel):
         )
 
 
+def keep_float32(chunk: ModelChunk) -> ModelChunk:
+    """Give selection biases float32 again after the chunk was converted. They have no values yet."""
+    for module in chunk.modules():
+        if isinstance(module, BiasedExpertRouter):
+            module.expert_bias.data = module.expert_bias.data.float()
+    return chunk
+
+
 def build_chunks(
     architecture: Architecture,
     groups: ParallelGroups,
@@ -305,4 +323,4 @@ def build_chunks(
     chunks = (
         ModelChunk(architecture, config, layers, groups, head, chunk) for chunk in range(groups.num_chunks)
     )
-    return [chunk.to(device=device, dtype=dtype) for chunk in chunks]
+    return [keep_float32(chunk.to(device=device, dtype=dtype)) for chunk in chunks]

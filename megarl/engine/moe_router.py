@@ -6,6 +6,11 @@ each expert receives. This fraction is a constant for the gradient and covers th
 be known before the backward pass of the first micro-batch (see `MegatronEngine.forward_backward`). Megatron's
 own losses use the fractions of each micro-batch, and include padding.
 
+The probability of an expert is its softmax over all experts. A router with sigmoid scores has no
+probabilities; the loss takes each score divided by the sum of all scores of the token (DeepSeek-AI 2024,
+arXiv 2412.19437, equations 17 to 20; Megatron does the same). DeepSeek counts the experts that would be
+selected without the selection bias, megarl those that receive the token.
+
 Letters: T tokens of a rank, E experts, L layers of the whole model.
 """
 
@@ -25,7 +30,9 @@ from megarl.batch.metrics import Metric
 from megarl.config.schema import ExpertsConfig
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.micro_batch import MicroBatch, MicroBatchRoutes
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, RouterScore
+
+_SMALLEST_SUM = 1e-20  # keeps a division finite if every sigmoid of a token is zero
 
 
 class RoutedTokens(NamedTuple):
@@ -81,6 +88,7 @@ class RouterStatistics:
         """
         num_layers = architecture.num_hidden_layers
         self._num_experts = architecture.num_experts
+        self._score = architecture.experts.score if architecture.experts else RouterScore.softmax
         self.losses = losses
         self._shares = shares
         self.tokens = torch.zeros(num_layers, self._num_experts, dtype=torch.float64, device=device)
@@ -123,7 +131,7 @@ class RouterStatistics:
 
         if coefficient := self.losses.aux_loss_coefficient:
             assert self._shares is not None
-            mean = weights @ logits.softmax(-1)
+            mean = weights @ self._probabilities_of(logits)
             self.probabilities[layer] += mean.detach()
             loss = coefficient * self._num_experts * (mean @ self._shares[layer].float())
 
@@ -133,6 +141,12 @@ class RouterStatistics:
             loss = coefficient * square + (0 if loss is None else loss)
 
         return loss
+
+    def _probabilities_of(self, logits: Tensor) -> Tensor:
+        if self._score is RouterScore.softmax:
+            return logits.softmax(-1)
+        scores = logits.sigmoid()
+        return scores / scores.sum(-1, keepdim=True).clamp(min=_SMALLEST_SUM)
 
     def reduce(self, groups: ParallelGroups) -> None:
         """Sum the statistics over all ranks, which have different tokens or layers."""
@@ -146,6 +160,15 @@ class RouterStatistics:
             dist.all_reduce(whole, group=group)
         for part, reduced in zip(parts, whole.split([part.numel() for part in parts]), strict=True):
             part.copy_(reduced.view(part.shape))
+
+    def bias_steps(self, rate: float) -> Tensor:
+        """Return the changes (L, E) of the selection biases after `reduce`.
+
+        The bias of an expert with fewer tokens than the layer's average rises by `rate`, that of an expert
+        with more falls by it (Wang et al. 2024, arXiv 2408.15664, algorithm 1, as in Megatron). Tokens are
+        counted over the mini-batch of all ranks.
+        """
+        return rate * (self.tokens.mean(1, keepdim=True) - self.tokens).sign().float()
 
     @property
     def shares(self) -> Tensor:
@@ -191,6 +214,41 @@ class ExpertRouter(TopKRouter):
         return (probs if loss is None else MoEAuxLossAutoScaler.apply(probs, loss)), routing_map
 
 
+class BiasedExpertRouter(ExpertRouter):
+    """A router that adds a bias to the scores when it selects experts, but not to their weights.
+
+    In Megatron the bias is a buffer, which loading, weight sync, checksums, checkpoints and offloading would
+    miss, and which Megatron changes in every step. Here it is a parameter without a gradient.
+
+    Attributes:
+        expert_bias: (E,) float32. The name is Megatron's, which reads it in `routing`.
+    """
+
+    expert_bias: torch.nn.Parameter
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        assert not self.enable_expert_bias, "Megatron would change the bias in every step"
+        del self.expert_bias
+        bias = torch.zeros(self.config.num_moe_experts, device=self.weight.device)
+        self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
+
+
+def router_class(architecture: Architecture) -> type[ExpertRouter]:
+    """Return the class of the routers of a model."""
+    has_bias = architecture.experts is not None and architecture.experts.has_selection_bias
+    return BiasedExpertRouter if has_bias else ExpertRouter
+
+
+def selection_biases(model: torch.nn.Module) -> dict[int, Tensor]:
+    """Return the selection biases of a chunk by the numbers of their layers."""
+    return {
+        module.layer_number - 1: module.expert_bias.detach()
+        for module in model.modules()
+        if isinstance(module, BiasedExpertRouter)
+    }
+
+
 def told_to_routers(tokens: RoutedTokens) -> dict[str, Any]:
     """Return the argument of the model's forward pass that brings `tokens` to the routers.
 
@@ -221,6 +279,13 @@ def _tell(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     experts.router.tokens = options.pop("padding_mask", None)
     return arguments, options
+
+
+def freeze_selection_biases(model: torch.nn.Module) -> None:
+    """Freeze the selection biases. Must be called before Megatron allocates gradients."""
+    for module in model.modules():
+        if isinstance(module, BiasedExpertRouter):
+            module.expert_bias.requires_grad_(False)
 
 
 def freeze_routers(model: torch.nn.Module) -> None:

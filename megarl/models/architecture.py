@@ -7,6 +7,7 @@ dataclass covers them all. `megarl/models/families.py` reads it from a Hugging F
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,29 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+class RouterScore(Enum):
+    """How a router turns the logits of a token into scores."""
+
+    softmax = "softmax"
+    sigmoid = "sigmoid"  # each expert separately; the weights of the selected experts sum to one
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertGroups:
+    """Group-limited selection: a token first selects groups of experts, then experts of these groups.
+
+    The score of a group is the sum of its two best experts (DeepSeek-AI 2024, arXiv 2412.19437, section
+    2.1.2).
+
+    Attributes:
+        num_groups: The number of groups of equal size, in the order of the experts.
+        num_selected: The number of groups that a token selects.
+    """
+
+    num_groups: int
+    num_selected: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +92,12 @@ class Experts:
         norm_topk_prob: Whether the weights of the selected experts are normalized to sum to one (always in
             Mixtral).
         layers: The numbers of the layers that have experts; the others are dense.
+        score: How a router scores experts.
+        has_selection_bias: Whether a float32 bias of each expert is added to its score when experts are
+            selected. The weights of selected experts are computed from the scores without it.
+        groups: The groups of a group-limited selection, None if all experts compete.
+        scaling_factor: Multiplies the weights of the selected experts.
+        has_shared_gate: Whether a learned gate scales the output of the shared expert.
     """
 
     num_experts: int
@@ -76,6 +106,11 @@ class Experts:
     shared_intermediate_size: int
     norm_topk_prob: bool
     layers: tuple[int, ...]
+    score: RouterScore = RouterScore.softmax
+    has_selection_bias: bool = False
+    groups: ExpertGroups | None = None
+    scaling_factor: float = 1.0
+    has_shared_gate: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

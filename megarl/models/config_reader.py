@@ -104,6 +104,14 @@ class ConfigReader:
 
         return kind(1)  # arbitrary: the problem is raised before an Architecture is created
 
+    def count(self, name: str, default: int) -> int:
+        """Read a non-negative int; `default` if the field is missing or null."""
+        if self.fields.get(name) == 0 and not isinstance(self.fields[name], bool):
+            self.seen.add(name)
+            return 0
+        number: int = self.number(name, int, default)
+        return number
+
     def flag(self, name: str) -> bool:
         """Read a boolean. A field that is missing or null is false."""
         value = self.take(name)
@@ -116,9 +124,9 @@ class ConfigReader:
         self.problems.append(f"field {name!r} is {self.fields[name]!r}; {reason}")
 
     def check_neutral(self) -> None:
-        """Refuse each field that would change the forward pass of every supported family."""
-        for name, accepted in _NEUTRAL.items():
-            if name in self.fields and self.take(name) not in accepted:
+        """Refuse each field that would change the forward pass, unless the family has read it."""
+        for name in _NEUTRAL.keys() & self.fields.keys() - self.seen:
+            if self.take(name) not in (accepted := _NEUTRAL[name]):
                 self.refuse(name, f"only {json.dumps(accepted[0])} is supported")
 
     def check_left_over(self) -> None:

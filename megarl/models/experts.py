@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, ExpertGroups, Experts, RouterScore
 from megarl.models.config_reader import ConfigReader
 from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_sparse
 
@@ -42,6 +42,122 @@ def expert_rows(block: str, *, gate: str, up: str, down: str) -> tuple[MappingRo
             applies=is_sparse,
         ),
     )
+
+
+def shared_expert_rows(name: str) -> tuple[MappingRow, ...]:
+    """Return the table rows of the shared expert, which sees every token.
+
+    Args:
+        name: The family's name for the shared expert of a layer.
+    """
+    hf = HF_LAYER + name
+    return (
+        MappingRow(
+            megatron=MEGATRON_LAYER + "mlp.shared_experts.linear_fc1.weight",
+            place=StagePlacement.layer,
+            cut=Cut.gated,
+            tensors=((hf + ".gate_proj.weight", "S H"), (hf + ".up_proj.weight", "S H")),
+            applies=_has_shared_expert,
+        ),
+        MappingRow(
+            megatron=MEGATRON_LAYER + "mlp.shared_experts.linear_fc2.weight",
+            place=StagePlacement.layer,
+            cut=Cut.row,
+            tensors=((hf + ".down_proj.weight", "H S"),),
+            applies=_has_shared_expert,
+        ),
+    )
+
+
+# The bias is not a parameter of transformers but a buffer. It has float32 in every model, because its
+# differences between experts are small: rounded to bfloat16, it would send tokens to other experts.
+SELECTION_BIAS_ROW = MappingRow(
+    megatron=MEGATRON_LAYER + "mlp.router.expert_bias",
+    place=StagePlacement.layer,
+    cut=Cut.replicated,
+    tensors=((HF_LAYER + "mlp.gate.e_score_correction_bias", "E"),),
+    applies=lambda architecture, layer: (
+        is_sparse(architecture, layer)
+        and architecture.experts is not None
+        and architecture.experts.has_selection_bias
+    ),
+    dtype="float32",
+    trains=False,
+)
+
+
+def _has_shared_expert(architecture: Architecture, layer: int | None) -> bool:
+    experts = architecture.experts
+    return is_sparse(architecture, layer) and experts is not None and experts.shared_intermediate_size > 0
+
+
+def read_sigmoid_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
+    """Read the experts of DeepSeek-V3's design: sigmoid scores, a selection bias and shared experts.
+
+    The defaults are those of transformers for GLM-4.5 and DeepSeek-V3, except that the numbers of experts
+    have none.
+    """
+    num_experts = reader.number("n_routed_experts", int)
+    chosen = reader.number("num_experts_per_tok", int)
+    norm_topk_prob = reader.take("norm_topk_prob") in (None, True)
+    intermediate_size = reader.number("moe_intermediate_size", int)
+
+    # A number that could not be read is 1 here, and its problem has already been reported.
+    if chosen > num_experts > 1:
+        reader.problems.append(
+            f"'num_experts_per_tok' {chosen} is greater than 'n_routed_experts' {num_experts}"
+        )
+
+    check_router_gradient(reader, chosen, norm_topk_prob)
+    if not norm_topk_prob and chosen > 1:
+        reader.refuse("norm_topk_prob", "only true is supported with sigmoid scores")
+
+    return Experts(
+        num_experts=num_experts,
+        num_experts_per_tok=chosen,
+        intermediate_size=intermediate_size,
+        shared_intermediate_size=reader.count("n_shared_experts", 1) * intermediate_size,
+        norm_topk_prob=norm_topk_prob,
+        layers=_layers_after_dense(reader, num_hidden_layers),
+        score=RouterScore.sigmoid,
+        has_selection_bias=True,
+        groups=_read_groups(reader, num_experts, chosen),
+        scaling_factor=reader.number("routed_scaling_factor", float, 1.0),
+    )
+
+
+def _layers_after_dense(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
+    """Return the layers with experts: all but the first `first_k_dense_replace`."""
+    num_dense = reader.count("first_k_dense_replace", 1)
+    if num_dense >= num_hidden_layers > 1:
+        reader.problems.append(
+            f"'first_k_dense_replace' is {num_dense}: none of {num_hidden_layers} layers has experts"
+        )
+    return tuple(range(num_dense, num_hidden_layers))
+
+
+def _read_groups(reader: ConfigReader, num_experts: int, chosen: int) -> ExpertGroups | None:
+    """Read the groups of a group-limited selection.
+
+    transformers scores a group by its two best experts. Megatron scores it by as many experts as a token
+    selects of each group, so the two must agree.
+    """
+    num_groups = reader.number("n_group", int, 1)
+    num_selected = reader.number("topk_group", int, 1)
+    said = f"'n_group' {num_groups} and 'topk_group' {num_selected}"
+
+    if num_experts % num_groups or num_selected > num_groups:
+        reader.problems.append(f"{said} do not fit {num_experts} experts")
+        return None
+    if num_selected == num_groups:
+        return None
+    if num_experts // num_groups < 2 or chosen > num_selected * (num_experts // num_groups):
+        reader.problems.append(f"{said} leave too few of {num_experts} experts to select {chosen}")
+    if chosen // num_selected != 2:
+        needed = "twice 'topk_group' (or one more)"
+        reader.problems.append(f"{said} with 'num_experts_per_tok' {chosen}: only {needed} is supported")
+
+    return ExpertGroups(num_groups=num_groups, num_selected=num_selected)
 
 
 def read_num_experts(reader: ConfigReader) -> tuple[int, int]:

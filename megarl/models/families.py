@@ -11,6 +11,7 @@ from megarl.machine.files import read_json_object
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
 from megarl.models.family import Family
+from megarl.models.glm import GLM4_MOE
 from megarl.models.llama import LLAMA
 from megarl.models.mixtral import MIXTRAL
 from megarl.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -22,6 +23,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
+    "glm4_moe": GLM4_MOE,
 }
 
 # Suffixes of the class names of language models, critics and reward models. A critic may start from any.

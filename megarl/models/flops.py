@@ -76,8 +76,6 @@ def _feed_forward(architecture: Architecture) -> int:
     if experts is not None:
         # Three projections per expert, the router, and the gate of a shared expert.
         met = experts.num_experts_per_tok * experts.intermediate_size + experts.shared_intermediate_size
-        sparse = len(experts.layers) * (
-            3 * met + experts.num_experts + bool(experts.shared_intermediate_size)
-        )
+        sparse = len(experts.layers) * (3 * met + experts.num_experts + experts.has_shared_gate)
 
     return architecture.hidden_size * (dense + sparse)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megarl.models.architecture import Architecture
 
@@ -79,6 +79,9 @@ class MappingRow:
         applies: Returns whether an architecture has the parameter in the layer of that number (None outside
             the layers).
         is_copy: Whether another row already holds these tensors and is the one to gather from.
+        dtype: The dtype that the parameter has whatever the dtype of the model, such as float32. None: the
+            dtype of the model. In a folder, its tensors may have another dtype.
+        trains: Whether gradients update the parameter. A frozen one has neither gradient nor optimizer state.
     """
 
     megatron: str
@@ -87,6 +90,8 @@ class MappingRow:
     tensors: tuple[tuple[str, str], ...]
     applies: Callable[[Architecture, int | None], bool] = _always
     is_copy: bool = False
+    dtype: Literal["float32"] | None = None
+    trains: bool = True
 
 
 HF_LAYER = "model.layers.{layer}."

@@ -6,31 +6,21 @@ from typing import Any
 
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.config_reader import ConfigReader
-from megarl.models.experts import check_router_gradient, expert_rows, read_num_experts, sglang_differs
+from megarl.models.experts import (
+    check_router_gradient,
+    expert_rows,
+    read_num_experts,
+    sglang_differs,
+    shared_expert_rows,
+)
 from megarl.models.family import Family
 from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_sparse
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 
 _EXPERT_ROWS = expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-# The shared expert sees every token; a separate gate scales its output.
+# A gate scales the output of the shared expert.
 _SHARED_EXPERT_ROWS = (
-    MappingRow(
-        megatron=MEGATRON_LAYER + "mlp.shared_experts.linear_fc1.weight",
-        place=StagePlacement.layer,
-        cut=Cut.gated,
-        tensors=(
-            (HF_LAYER + "mlp.shared_expert.gate_proj.weight", "S H"),
-            (HF_LAYER + "mlp.shared_expert.up_proj.weight", "S H"),
-        ),
-        applies=is_sparse,
-    ),
-    MappingRow(
-        megatron=MEGATRON_LAYER + "mlp.shared_experts.linear_fc2.weight",
-        place=StagePlacement.layer,
-        cut=Cut.row,
-        tensors=((HF_LAYER + "mlp.shared_expert.down_proj.weight", "H S"),),
-        applies=is_sparse,
-    ),
+    *shared_expert_rows("mlp.shared_expert"),
     MappingRow(
         megatron=MEGATRON_LAYER + "mlp.shared_experts.gate_weight",
         place=StagePlacement.layer,
@@ -76,6 +66,7 @@ def _read_experts(reader: ConfigReader, num_hidden_layers: int, shared_intermedi
         shared_intermediate_size=shared_intermediate_size,
         norm_topk_prob=norm_topk_prob,
         layers=_sparse_layers(reader, num_hidden_layers),
+        has_shared_gate=shared_intermediate_size > 0,
     )
 
 

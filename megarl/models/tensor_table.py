@@ -60,6 +60,8 @@ class Weight:
         cut: How the parameter is sharded.
         tensors: The Hugging Face tensors that form the parameter.
         is_copy: Whether another parameter already holds these tensors.
+        dtype: The dtype of the parameter if it differs from that of the model.
+        trains: Whether gradients update the parameter.
     """
 
     megatron_name: str
@@ -69,6 +71,8 @@ class Weight:
     cut: Cut
     tensors: tuple[HFTensor, ...]
     is_copy: bool
+    dtype: Literal["float32"] | None
+    trains: bool
 
 
 def rows_of(architecture: Architecture, head: Head) -> tuple[MappingRow, ...]:
@@ -132,6 +136,8 @@ def _expand(
             cut=row.cut,
             tensors=tuple(tensors),
             is_copy=row.is_copy,
+            dtype=row.dtype,
+            trains=row.trains,
         )
 
 

@@ -64,7 +64,7 @@ def sparse_layer(
     )
     routing += sent * index + met * number
     shared = experts.shared_intermediate_size
-    of_shared = 3 * shared / parallel.tensor_parallel_size + own * (hidden + 2) * bool(shared)
+    of_shared = 3 * shared / parallel.tensor_parallel_size + own * (hidden + 2) * experts.has_shared_gate
 
     # Each expert's input, gate and up, and their product.
     kept = routing + met * (hidden + 3 * experts.intermediate_size / cut) + of_shared

@@ -19,6 +19,7 @@ from megarl.models.tensor_table import (
     VALUE_BIAS_TENSOR,
     VALUE_HEAD_TENSOR,
     Head,
+    Weight,
     weights_of,
 )
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
@@ -73,16 +74,26 @@ class CheckpointIndex:
 def manifest_of(architecture: Architecture, dtype: torch.dtype, head: Head = "lm") -> Manifest:
     """Return every Hugging Face tensor of the model once. A tied output layer is not included.
 
+    Args:
+        architecture: The model.
+        dtype: The dtype of the model. Rows of the table may have another.
+        head: The head of the model.
+
     Raises:
         ValueError: The model family has no tensor table.
     """
     weights = weights_of(architecture, head)
     return {
-        tensor.name: TensorMeta(tensor.shape, dtype)
+        tensor.name: TensorMeta(tensor.shape, dtype_of(weight, dtype))
         for weight in weights
         if not weight.is_copy
         for tensor in weight.tensors
     }
+
+
+def dtype_of(weight: Weight, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a parameter in a model of dtype `dtype`."""
+    return dtype if weight.dtype is None else getattr(torch, weight.dtype)
 
 
 def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:

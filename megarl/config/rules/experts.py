@@ -48,6 +48,15 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
                 yield Violation((f"{role.name}.experts.{each.name}",), said)
         return
 
+    rate = role.experts.bias_update_rate
+    rate_key = f"{role.name}.experts.bias_update_rate"
+    if rate and not experts.has_selection_bias:
+        said = f"but the routers of {role.path} ({architecture.model_type}) have no selection bias; use 0"
+        yield Violation((rate_key,), f"is {rate}, {said}")
+    elif rate and role.experts.freeze_router:
+        said = "but freeze_router keeps routers as loaded; use 0, or freeze_router=false"
+        yield Violation((rate_key, f"{role.name}.experts.freeze_router"), f"is {rate}, {said}")
+
     # The experts and each expert's width have to divide evenly over the ranks.
     yield from _ranks(parallel, keys)
     if experts.num_experts % parallel.expert_parallel_size:

@@ -174,6 +174,9 @@ class ExpertsConfig:
     # weight of the mean squared log-sum-exp of the router's logits, in each layer
     z_loss_coefficient: float = ranged(0.0, at_least=0)
     freeze_router: bool = False  # do not train routers; their gradients are not computed
+    # change of each expert's selection bias per update: up if the expert got fewer tokens than the average,
+    # down if it got more. 0: biases stay as loaded. Only for models that have them, such as GLM-4.5
+    bias_update_rate: float = ranged(0.0, at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

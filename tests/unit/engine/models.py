@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from megarl.models.architecture import Architecture, RouterScore
 from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES, example_config
 from tests.unit.weights.models import as_stored
 
@@ -40,6 +41,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_po
 VARIANTS: dict[str, PretrainedConfig] = {"yarn": example_config("qwen3", **_HEADS)}
 VARIANTS["yarn"].rope_parameters = YARN
 IDLE_EXPERT = 3
+SELECTION_BIAS = "e_score_correction_bias"
 
 
 def save_model(family: str, folder: Path, seed: int = 0) -> None:
@@ -66,6 +68,11 @@ def save_model(family: str, folder: Path, seed: int = 0) -> None:
                 ].mean(0)
             else:
                 parameter.mul_(3.0)
+
+        for name, buffer in model.named_buffers():
+            if name.endswith(SELECTION_BIAS):
+                buffer.normal_(std=0.05)
+                buffer[IDLE_EXPERT] = -0.1
 
     model.save_pretrained(folder)
 
@@ -126,18 +133,23 @@ def load_critic(folder: Path) -> Critic:
     return Critic(trunk, torch.zeros(1, trunk.config.hidden_size) if head is None else head)
 
 
-def record_routers(model: torch.nn.Module) -> dict[str, list[Tensor]]:
-    """Record, per router, the logits (T, E) of every following forward pass."""
-    recorded: dict[str, list[Tensor]] = {}
+class Routed(NamedTuple):
+    """A forward pass of one router: (T, E) logits and (T, K) selected experts."""
 
-    def record(name: str, router: torch.nn.Module, hidden: Tensor) -> None:
-        assert isinstance(router.weight, Tensor)
-        recorded.setdefault(name, []).append(hidden.reshape(-1, router.weight.shape[1]) @ router.weight.T)
+    logits: Tensor
+    experts: Tensor
+
+
+def record_routers(model: torch.nn.Module) -> dict[str, list[Routed]]:
+    """Record every following forward pass of each router."""
+    recorded: dict[str, list[Routed]] = {}
 
     for name, module in model.named_modules():
         if name.endswith("mlp.gate"):
             module.register_forward_hook(
-                lambda router, inputs, output, name=name: record(name, router, inputs[0])
+                lambda router, inputs, output, name=name: recorded.setdefault(name, []).append(
+                    Routed(inputs[0].reshape(-1, router.weight.shape[1]) @ router.weight.T, output[2])
+                )
             )
 
     return recorded
@@ -151,33 +163,45 @@ class RouterLosses(NamedTuple):
     largest_share: float
 
 
-def router_losses(recorded: dict[str, list[Tensor]], num_experts_per_tok: int) -> RouterLosses:
+def router_losses(recorded: dict[str, list[Routed]], architecture: Architecture) -> RouterLosses:
     """Return the losses of everything that was recorded, layer by layer.
 
     They are Hugging Face's load-balancing loss, which counts a token once for each of its experts, and the z
-    loss of Zoph et al. 2022, equation 5.
+    loss of Zoph et al. 2022, equation 5. Hugging Face has no loss for sigmoid scores: it is that of DeepSeek-V3
+    (arXiv 2412.19437, equation 17) over all tokens.
     """
-    layers = [torch.cat(parts) for parts in recorded.values()]
-    chosen = [
-        layer.topk(num_experts_per_tok).indices.flatten().bincount(minlength=layer.shape[1])
-        for layer in layers
+    assert architecture.experts is not None
+    layers = [torch.cat([part.logits for part in parts]) for parts in recorded.values()]
+    num_experts = architecture.num_experts
+    shares = [
+        torch.cat([part.experts for part in parts]).flatten().bincount(minlength=num_experts)
+        / sum(part.experts.numel() for part in parts)
+        for parts in recorded.values()
     ]
-    balance = [
-        load_balancing_loss_func((layer,), layer.shape[1], num_experts_per_tok) / num_experts_per_tok
-        for layer in layers
-    ]
+
+    if architecture.experts.score is RouterScore.sigmoid:
+        scores = [layer.sigmoid() for layer in layers]
+        means = [(score / score.sum(1, keepdim=True)).mean(0) for score in scores]
+        balance = [num_experts * share @ mean for share, mean in zip(shares, means, strict=True)]
+    else:
+        chosen = architecture.experts.num_experts_per_tok
+        balance = [load_balancing_loss_func((layer,), num_experts, chosen) / chosen for layer in layers]
 
     return RouterLosses(
         torch.stack(balance).mean(),
         torch.stack([layer.logsumexp(-1).square().mean() for layer in layers]).mean(),
-        max(float(counts.max() / counts.sum()) for counts in chosen),
+        max(float(share.max()) for share in shares),
     )
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return gradients by the names in a folder."""
+    """Return gradients by the names in a folder. Frozen tensors have 0."""
     trunk = model if isinstance(model, PreTrainedModel) else model.model
-    return as_stored({key: parameter.grad for key, parameter in model.named_parameters()}, trunk)  # type: ignore[union-attr]
+    frozen = {
+        key: torch.zeros_like(value) for key, value in model.named_buffers() if key.endswith(SELECTION_BIAS)
+    }
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+    return as_stored(frozen | gradients, trunk)  # type: ignore[operator, arg-type]
 
 
 def make_batch(

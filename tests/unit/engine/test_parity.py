@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megarl.batch.metrics import values_of
 from megarl.config.schema import ExpertsConfig, OptimConfig, ParallelConfig
+from megarl.models.families import read_architecture
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same, max_difference
 from tests.unit.engine.models import (
@@ -192,7 +193,7 @@ def run_reference(folders: dict[str, str], batch: Tensors, names: Collection[str
         loss = sum((outputs[key] * batch[f"weight/{key}"]).sum() for key in case.keys)
         routers = {}
         if "experts" in case.spec and case.spec["experts"].aux_loss_coefficient:
-            losses = router_losses(recorded, model.config.num_experts_per_tok)
+            losses = router_losses(recorded, read_architecture(folders[case.folder]))
             loss = loss + len(recorded) * (AUX_COEFFICIENT * losses.aux_loss + Z_COEFFICIENT * losses.z_loss)
             routers = {
                 "aux_loss": losses.aux_loss.item(),
@@ -287,7 +288,7 @@ def test_one_expert_has_no_tokens(reference: Reference) -> None:
     gradients = reference.results["policy with experts"].gradients
     idle = {name: float(value.norm()) == 0 for name, value in gradients.items() if ".experts." in name}
     assert any(is_idle for name, is_idle in idle.items() if f".experts.{IDLE_EXPERT}." in name)
-    assert sum(idle.values()) < len(idle) / 4
+    assert sum(idle.values()) < len(idle) / 3
 
 
 def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool) -> None:

@@ -214,7 +214,11 @@ def test_families_with_experts_written_by_transformers(tmp_path: Path) -> None:
         )
     )
     assert qwen2.experts == dataclasses.replace(
-        qwen3.experts, shared_intermediate_size=40, norm_topk_prob=False, layers=(1,)
+        qwen3.experts,
+        shared_intermediate_size=40,
+        norm_topk_prob=False,
+        layers=(1,),
+        has_shared_gate=True,
     )
     assert (qwen2.qkv_bias, qwen2.intermediate_size) == (True, 80)
     mixtral = read_architecture(saved(tmp_path, MixtralConfig(**SIZES, num_local_experts=6)))

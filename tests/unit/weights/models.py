@@ -35,6 +35,7 @@ _SIZES = {
     "vocab_size": VOCAB,
     "num_experts": EXPERTS,
     "num_local_experts": EXPERTS,
+    "n_routed_experts": EXPERTS,
     "moe_intermediate_size": EXPERT_FFN,
     "shared_expert_intermediate_size": SHARED_FFN,
     "mlp_only_layers": [1],
@@ -71,6 +72,9 @@ def random_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 + ("norm" in name))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
 
     return model
 
@@ -150,10 +154,14 @@ def slow_shards(
                 expert_cut,
                 names,
             )
+        if (bias := state.get(f"{block}.gate.e_score_correction_bias")) is not None:
+            shards[f"{megatron}mlp.router.expert_bias"] = bias
+        for name in ("shared_expert", "shared_experts"):
+            if f"{block}.{name}.gate_proj.weight" in state:
+                shards |= _feed_forward(
+                    state, f"{block}.{name}", f"{megatron}mlp.shared_experts", (tensor_parallel_size, rank)
+                )
         if f"{block}.shared_expert_gate.weight" in state:
-            shards |= _feed_forward(
-                state, f"{block}.shared_expert", f"{megatron}mlp.shared_experts", (tensor_parallel_size, rank)
-            )
             shards[f"{megatron}mlp.shared_experts.gate_weight"] = state[f"{block}.shared_expert_gate.weight"]
 
     if holds_output:
