@@ -18,7 +18,12 @@ from megarl.models.families import FAMILIES
 def example_fields(model_type: str, **changes: Any) -> dict[str, Any]:
     """Return the fields of a family's example with changes, ignoring fields that the example lacks."""
     example = FAMILIES[model_type].example()
-    return example | {name: value for name, value in changes.items() if name in example}
+    fields = example | {name: value for name, value in changes.items() if name in example}
+
+    # With latent attention, every head has its own keys and values.
+    if "kv_lora_rank" in fields:
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    return fields
 
 
 def example_config(model_type: str, **changes: Any) -> PretrainedConfig:

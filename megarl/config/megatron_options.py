@@ -76,7 +76,7 @@ _OWNED: Mapping[str, tuple[_Owned, ...]] = {
             """tensor_parallel_num_weight_shards gtp_weight_remat_size expert_gtp_weight_remat_size
             expert_tensor_parallel_num_weight_shards moe_single_grouped_weight moe_single_grouped_bias
             moe_shared_expert_glu_interleave_size moe_mlp_glu_interleave_size
-            hetereogenous_dist_checkpoint""",
+            hetereogenous_dist_checkpoint mla_down_proj_fusion""",
         ),
         _Owned(
             _CONTEXT,
@@ -161,7 +161,7 @@ _OWNED: Mapping[str, tuple[_Owned, ...]] = {
             inference_fuse_tp_communication inference_disable_triton_nvls_kernels
             inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels
             inference_moe_token_dispatcher_type moe_pad_experts_for_cuda_graph_inference
-            mlp_chunks_for_prefill""",
+            mlp_chunks_for_prefill cache_mla_latents""",
         ),
         _Owned(
             _NO_EFFECT,
@@ -198,7 +198,9 @@ _OWNED: Mapping[str, tuple[_Owned, ...]] = {
             moe_router_bias_update_rate moe_router_quantile_balancing_ema moe_apply_probs_on_input
             moe_latent_size mrope_section is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups
             mamba_num_heads mamba_training_ssm_states_dtype use_mamba_mem_eff_path
-            heterogeneous_block_specs""",
+            heterogeneous_block_specs q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+            rope_type rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings
+            beta_fast beta_slow mscale mscale_all_dim""",
         ),
     ),
     "ddp": (

@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.config.layers import LayerChoice, choose_layers
 from megarl.config.schema import DType, Layers
+from megarl.engine.latent_attention import LatentSelfAttention
 from megarl.engine.layers import AttentionCore, LogitLayer, RMSNorm, sharing_prompts
 from megarl.engine.moe_router import RoutedLayer, router_class
 from megarl.models.architecture import Architecture
@@ -104,10 +105,13 @@ def _transformer_engine_layer(config: TransformerConfig, is_sparse: bool) -> Mod
     layer: ModuleSpec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts if is_sparse else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
+        qk_layernorm=config.qk_layernorm or config.multi_latent_attention,
+        multi_latent_attention=config.multi_latent_attention,
     )
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = sharing_prompts(attention.core_attention)
+    if config.multi_latent_attention:
+        layer.submodules.self_attention.module = LatentSelfAttention
 
     return layer
 
@@ -116,12 +120,18 @@ def _local_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
     layer: ModuleSpec = gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if is_sparse else None,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = AttentionCore
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if config.qk_layernorm:
+
+    if config.multi_latent_attention:
+        layer.submodules.self_attention.module = LatentSelfAttention
+        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        layer.submodules.sharded_state_dict_keys_map = dict(_LATENT_CHECKPOINT_KEYS)
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
 
     if is_sparse:
@@ -147,12 +157,22 @@ def _name_absent_product() -> None:
         moe_utils.te_general_gemm = None
 
 
+# Transformer Engine has the norms of latent vectors in the up projections, and that of a dense MLP in its
+# first layer. Checkpoints have the same names for both kinds of layers.
+_LATENT_CHECKPOINT_KEYS = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
 _LAYER_PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 # Transformer Engine has a norm inside the linear layer that follows it.
 _CANONICAL = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 

@@ -84,9 +84,10 @@ class AttentionCore(torch.nn.Module):
     float32, it uses `scaled_dot_product_attention`.
 
     Padded: query (S, b, heads, D), key and value (S, b, groups, D) -> (S, b, heads * D). Sequences start at
-    position 0 and are padded on the right, so the causal mask is sufficient. Packed: query (T, heads, D), key
-    and value (T, groups, D) -> (T, heads * D), with the boundaries in `packed_seq_params`. With context
-    parallelism, each rank has its own queries and attends to the keys and values of all ranks.
+    position 0 and are padded on the right, so the causal mask is sufficient. Values may be narrower.
+    Packed: query (T, heads, D), key and value (T, groups, D) -> (T, heads * D), with the boundaries in
+    `packed_seq_params`. With context parallelism, each rank has its own queries and attends to the keys and
+    values of all ranks.
     """
 
     def __init__(
@@ -119,8 +120,12 @@ class AttentionCore(torch.nn.Module):
         # A padded batch is one call, for which the causal mask is sufficient.
         if packed_seq_params is None:
             sequence, batch = query.shape[:2]
+            width = value.shape[-1]
+            # The kernels require one head size. Megatron pads the values of packed batches itself.
+            if width < query.shape[-1]:
+                value = F.pad(value, (0, query.shape[-1] - width))
             mixed = self._attend(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
-            return mixed.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
+            return mixed[..., :width].permute(2, 0, 1, 3).reshape(sequence, batch, -1)
 
         on_cuda = query.device.type == "cuda"
 
@@ -287,9 +292,17 @@ def sharing_prompts(attention: type) -> Any:
 
     class SharingAttention(attention):
         def __init__(
-            self, config: TransformerConfig, *arguments: Any, pg_collection: Any = None, **options: Any
+            self,
+            config: TransformerConfig,
+            *arguments: Any,
+            softmax_scale: float | None = None,
+            pg_collection: Any = None,
+            **options: Any,
         ) -> None:
-            super().__init__(config, *arguments, pg_collection=pg_collection, **options)
+            super().__init__(
+                config, *arguments, softmax_scale=softmax_scale, pg_collection=pg_collection, **options
+            )
+            self.own_scale = softmax_scale
             self.context: dist.ProcessGroup | None = (
                 pg_collection.cp if config.context_parallel_size > 1 else None
             )
@@ -309,10 +322,10 @@ def sharing_prompts(attention: type) -> Any:
             if packed_seq_params is not None and (packed_seq_params.shares_prompts or self.gathers):
                 if self.context is not None:
                     return attend_pieces(
-                        query, *whole_keys(key, value, self.context), packed_seq_params, None
+                        query, *whole_keys(key, value, self.context), packed_seq_params, self.own_scale
                     )
                 assert packed_seq_params.shared is not None
-                return attend_shared(query, key, value, packed_seq_params.shared, None)
+                return attend_shared(query, key, value, packed_seq_params.shared, self.own_scale)
             return super().forward(
                 query, key, value, *arguments, packed_seq_params=packed_seq_params, **options
             )

@@ -16,11 +16,13 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megarl.config.schema import CPCommType, Layers, ParallelConfig, Recomputation, Recompute, RecomputeModule
 from megarl.engine.groups import ParallelGroups
+from megarl.engine.latent_attention import finish as finish_latent_attention
+from megarl.engine.latent_attention import latent_options
 from megarl.engine.layer_specs import (
     block_spec,
     canonical_name,
@@ -100,7 +102,8 @@ def transformer_config(
         **_recompute_options(recomputation, architecture),
         **_expert_options(architecture, parallel, layers),
     )
-    return build_config(TransformerConfig, own, options)
+    config_class = TransformerConfig if architecture.latent is None else MLATransformerConfig
+    return build_config(config_class, own | latent_options(architecture), options)
 
 
 def _expert_options(architecture: Architecture, parallel: ParallelConfig, layers: Layers) -> dict[str, Any]:
@@ -239,8 +242,13 @@ class ModelChunk(GPTModel):
         frequencies = inverse_frequencies(
             architecture.rotary_dim, architecture.rope_theta, architecture.rope_scaling
         )
-        self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
+        if architecture.latent is not None:
+            finish_latent_attention(
+                self, architecture.latent, frequencies, attention_factor(architecture.rope_scaling)
+            )
+            return
 
+        self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
         for layer in self.decoder.layers:
             layer.self_attention._yarn_concentration_factor = attention_factor(architecture.rope_scaling)
 

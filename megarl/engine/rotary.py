@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,35 +51,51 @@ def _fused_or_packed(
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation, scaled by the magnitude of cosine and sine. Its gradient is rotated back and scaled too."""
+    """A rotation of the pairs (x_i, x_{i + R/2}) of heads (T, heads, D) by the angle of their token and i.
 
-    @staticmethod
-    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(heads, cos, sin, direction=1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(gradient, cos, sin, direction=-1), None, None
-
-
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Rotate each pair (x_i, x_{i + R/2}) of heads (T, heads, D) by the angle of its token and i.
-
-    The cosine and sine are (T, 1, R/2). Elements of a head from R on are passed through.
+    If `interleaved`, pairs are (x_{2i}, x_{2i + 1}), and the rotated ones are stored as (i, i + R/2): queries
+    and keys are reordered in the same way, so their products are the same. Elements of a head from R on are
+    passed through. The cosine and sine are (T, 1, R/2), and may have a magnitude. The gradient is rotated
+    back and scaled too.
     """
-    turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
-    rotary_dim = 2 * cos.shape[-1]
-    first, second = heads[..., :rotary_dim].chunk(2, -1)
-    turned_first, turned_second = turned[..., :rotary_dim].chunk(2, -1)
-    turned[..., rotary_dim:] = heads[..., rotary_dim:]
 
-    # Both halves are written into one output, without a temporary tensor for each product.
-    torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-direction)
-    torch.mul(second, cos, out=turned_second).addcmul_(first, sin, value=direction)
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
+        rotated = 2 * cos.shape[-1]
+        _rotate(_pairs(heads, rotated, interleaved), _pairs(turned, rotated), cos, sin, direction=1)
+        turned[..., rotated:] = heads[..., rotated:]
+        return turned
 
-    return turned
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        turned = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        rotated = 2 * cos.shape[-1]
+        _rotate(_pairs(gradient, rotated), _pairs(turned, rotated, ctx.interleaved), cos, sin, direction=-1)
+        turned[..., rotated:] = gradient[..., rotated:]
+        return turned, None, None, None
+
+
+class _Pairs(NamedTuple):
+    """The first and the second number of each pair of a tensor, as views (T, heads, R/2)."""
+
+    first: Tensor
+    second: Tensor
+
+
+def _pairs(heads: Tensor, rotated: int, interleaved: bool = False) -> _Pairs:
+    if interleaved:
+        return _Pairs(heads[..., 0:rotated:2], heads[..., 1:rotated:2])
+    return _Pairs(*heads[..., :rotated].chunk(2, -1))
+
+
+def _rotate(pairs: _Pairs, turned: _Pairs, cos: Tensor, sin: Tensor, direction: int) -> None:
+    """Write the rotated `pairs` into `turned`, without a temporary tensor for each product."""
+    torch.mul(pairs.first, cos, out=turned.first).addcmul_(pairs.second, sin, value=-direction)
+    torch.mul(pairs.second, cos, out=turned.second).addcmul_(pairs.first, sin, value=direction)
 
 
 def rotary_packed(
@@ -99,7 +115,7 @@ def rotary_packed(
         cu_seqlens: The boundaries of the sequences.
         freqs: (longest sequence, 1, 1, R). Elements of a head from R on are not rotated.
         rotary_interleaved: Not supported.
-        mla_rotary_interleaved: Not supported.
+        mla_rotary_interleaved: Whether pairs are neighbors, as in latent attention.
         mscale: The factor of cosine and sine.
         cp_group: The context-parallel group. If ranks share rows, positions must be set.
         multi_latent_attention: The older name of `mla_rotary_interleaved`.
@@ -110,9 +126,8 @@ def rotary_packed(
 
     # Other variants of Megatron's function are refused, since this one would compute them wrongly.
     assert not rotary_interleaved
-    assert not mla_rotary_interleaved
     assert not multi_latent_attention
-    return _Rotation.apply(t, *_angles(cu_seqlens, freqs, t, mscale))
+    return _Rotation.apply(t, *_angles(cu_seqlens, freqs, t, mscale), mla_rotary_interleaved)
 
 
 def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor, mscale: float) -> tuple[Tensor, Tensor]:
@@ -121,9 +136,11 @@ def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor, mscale: float) -> t
     They are computed once per micro-batch and cached on its `cu_seqlens`, because every layer needs them.
     """
     kept = getattr(cu_seqlens, "megarl_angles", None)
+    # Latent attention takes the beginning of the table anew in each layer.
+    table = freqs if freqs._base is None else freqs._base
 
     # Cached angles are valid only for the frequency table and the factor that they were made from.
-    if kept is None or kept[0] is not freqs or kept[1] != mscale:
+    if kept is None or kept[0] is not table or kept[1] != mscale:
         num_tokens = like.shape[0]
         positions = getattr(cu_seqlens, _POSITIONS, None)
         if positions is None:
@@ -133,7 +150,7 @@ def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor, mscale: float) -> t
         angles = freqs[positions, 0, :, : freqs.shape[-1] // 2]  # Megatron repeats them for each half
         cos = (angles.cos() * mscale).to(like.dtype)
         sin = (angles.sin() * mscale).to(like.dtype)
-        kept = (freqs, mscale, cos, sin)
+        kept = (table, mscale, cos, sin)
         cu_seqlens.megarl_angles = kept  # type: ignore[attr-defined]
 
     return kept[2], kept[3]

@@ -114,10 +114,37 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1). Names are Hugging Face's.
+
+    Keys and values are computed from a small latent vector per token, queries from another one. A query or
+    key consists of numbers without a position and of rotated ones; all heads share the rotated part of a key.
+
+    Attributes:
+        q_lora_rank: The size of the latent vector of queries; None: queries are projected directly.
+        kv_lora_rank: The size of the latent vector of keys and values.
+        qk_nope_head_dim: The numbers without a position in a head's query or key.
+        qk_rope_head_dim: The rotated numbers in a head's query, and in the key that all heads share.
+        v_head_dim: The size of a head's value.
+        rope_interleave: Whether the rotation pairs neighbors (2i, 2i + 1) instead of (i, i + half).
+        norm_eps: The epsilon of the norms of both latent vectors.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_interleave: bool
+    norm_eps: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The architecture of a model. Field names are Hugging Face's.
 
-    If `tie_word_embeddings` is set, the output layer is the input embedding. Of each head, the first
+    If `tie_word_embeddings` is set, the output layer is the input embedding. `head_dim` is the size of a
+    query or key; with latent attention, values have another size. Of each head, the first
     `partial_rotary_factor` of the elements are rotated, and the others are passed through.
     """
 
@@ -138,10 +165,18 @@ class Architecture:
     qk_norm: bool
     partial_rotary_factor: float = 1.0
     experts: Experts | None = None
+    latent: LatentAttention | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """The size of a head's value."""
+        return self.latent.v_head_dim if self.latent else self.head_dim
 
     @property
     def rotary_dim(self) -> int:
         """The number of elements of a head that the position rotates."""
+        if self.latent is not None:
+            return self.latent.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property

@@ -26,11 +26,19 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": GLM4_MOE,
 }
 
+# Names under which models of a family are published with their own, equivalent code.
+_ALIASES: dict[str, str] = {}
+
 # Suffixes of the class names of language models, critics and reward models. A critic may start from any.
 LM_CLASS = "ForCausalLM"
 CRITIC_CLASS = "ForTokenClassification"
 REWARD_CLASS = "ForSequenceClassification"
 _HEADS = (LM_CLASS, REWARD_CLASS, CRITIC_CLASS, "Model")
+
+
+def family_of(model_type: object) -> Family | None:
+    """Return the family of a `model_type`, also if it is an alias. None if it is not supported."""
+    return FAMILIES.get(_ALIASES.get(model_type, model_type)) if isinstance(model_type, str) else None
 
 
 def read_architecture(path: str, trust_remote_code: bool = False) -> Architecture:
@@ -48,10 +56,10 @@ def read_architecture(path: str, trust_remote_code: bool = False) -> Architectur
     file = Path(path) / "config.json"
     reader = ConfigReader(_read_json(file))
     model_type = reader.take("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = family_of(model_type)
 
     if family is None:
-        supported = f"the supported families are {', '.join(FAMILIES)}"
+        supported = f"the supported families are {', '.join((*FAMILIES, *_ALIASES))}"
         raise ConfigError(str(file), [f"field 'model_type' is {model_type!r}; {supported}"])
 
     # Run all checks before raising, so that the error lists every problem.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.models.architecture import Architecture
@@ -27,6 +27,8 @@ class Family:
             name.
         rows: The tensor table of the family, without output layers.
         example: Returns a tiny `config.json`, from which the tests of every family are generated.
+        sglang_fields: Fields of `config.json` that SGLang requires and transformers v5 no longer writes, with
+            their values. SGLang gets them if the folder lacks them.
         sglang_differs: Yields what SGLang's class of the family would compute differently.
     """
 
@@ -35,4 +37,5 @@ class Family:
     read: Callable[[ConfigReader], Architecture]
     rows: tuple[MappingRow, ...]
     example: Callable[[], dict[str, Any]]
+    sglang_fields: Mapping[str, Any] = field(default_factory=dict)
     sglang_differs: Callable[[Architecture], Iterator[str]] = _computes_the_same

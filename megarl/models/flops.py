@@ -45,26 +45,41 @@ def training_flops(
         with_value_head: Whether the output layer is a value head.
     """
     hidden = architecture.hidden_size
-    head_dim = architecture.head_dim
-    query = architecture.num_attention_heads * head_dim
-    key_value = architecture.num_key_value_heads * head_dim
+    heads = architecture.num_attention_heads
+    # Multiply-adds of a pair of tokens in a layer: the score, and the weighted sum of the values.
+    of_pair = heads * (architecture.head_dim + architecture.value_dim)
 
     # Multiply-adds of one token in all layers: attention projections and the feed-forward.
-    layers = architecture.num_hidden_layers * hidden * (2 * query + 2 * key_value) + _feed_forward(
-        architecture
-    )
+    layers = architecture.num_hidden_layers * _projections(architecture) + _feed_forward(architecture)
     output = hidden * (1 if with_value_head else architecture.vocab_size)
     multiply_adds = 0
 
     for prompt, response in rows:
         length = prompt + response
-        # Each pair is in two products: the scores, and the weighted sum of the values.
         pairs = length * (length + 1) // 2
         multiply_adds += (
-            length * layers + architecture.num_hidden_layers * 2 * pairs * query + response * output
+            length * layers + architecture.num_hidden_layers * pairs * of_pair + response * output
         )
 
     return 3 * 2 * multiply_adds
+
+
+def _projections(architecture: Architecture) -> int:
+    """Return the multiply-adds of one token in the attention projections of a layer."""
+    hidden = architecture.hidden_size
+    query = architecture.num_attention_heads * architecture.head_dim
+    key_value = architecture.num_key_value_heads * architecture.head_dim
+    latent = architecture.latent
+    if latent is None:
+        return hidden * (2 * query + 2 * key_value)
+
+    # Queries directly or through their latent vector, keys and values through theirs, and the output.
+    heads = architecture.num_attention_heads
+    rank = latent.q_lora_rank
+    queries = hidden * query if rank is None else rank * (hidden + query)
+    shared = hidden * (latent.kv_lora_rank + latent.qk_rope_head_dim)
+    keys_values = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    return queries + shared + keys_values + heads * latent.v_head_dim * hidden
 
 
 def _feed_forward(architecture: Architecture) -> int:

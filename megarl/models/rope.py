@@ -156,9 +156,10 @@ def _read_yarn(rope: ConfigReader, max_position_embeddings: int) -> YarnScaling:
         attention_factor=rope.number("attention_factor", float, attention_factor),
     )
 
-    if not rope.problems and scaling.beta_fast <= scaling.beta_slow:
+    # Kimi-K2 has the same number twice.
+    if not rope.problems and scaling.beta_fast < scaling.beta_slow:
         slow = f"'beta_slow' {scaling.beta_slow}"
-        rope.problems.append(f"'beta_fast' {scaling.beta_fast} must be above {slow}")
+        rope.problems.append(f"'beta_fast' {scaling.beta_fast} must be at least {slow}")
 
     return scaling
 

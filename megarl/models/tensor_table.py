@@ -143,19 +143,26 @@ def _expand(
 
 @lru_cache(maxsize=32)
 def dimension_sizes(architecture: Architecture) -> dict[str, int]:
-    """Return the size of each dimension by its letter. Expert sizes are zero if there are no experts."""
+    """Return the size of each dimension by its letter. Sizes of parts that the model lacks are zero."""
     experts = architecture.experts
+    latent = architecture.latent
+    heads = architecture.num_attention_heads
     return {
         "V": architecture.vocab_size,
         "H": architecture.hidden_size,
         "F": architecture.intermediate_size,
-        "Q": architecture.num_attention_heads * architecture.head_dim,
+        "Q": heads * architecture.head_dim,
         "K": architecture.num_key_value_heads * architecture.head_dim,
         "D": architecture.head_dim,
         "1": 1,
         "E": architecture.num_experts,
         "M": experts.intermediate_size if experts else 0,
         "S": experts.shared_intermediate_size if experts else 0,
+        "A": (latent.q_lora_rank or 0) if latent else 0,
+        "C": latent.kv_lora_rank if latent else 0,
+        "B": latent.kv_lora_rank + latent.qk_rope_head_dim if latent else 0,
+        "U": heads * (latent.qk_nope_head_dim + latent.v_head_dim) if latent else 0,
+        "O": heads * architecture.value_dim,
     }
 
 

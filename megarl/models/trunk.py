@@ -9,14 +9,14 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megarl.models.architecture import Architecture, Experts
+from megarl.models.architecture import Architecture, Experts, LatentAttention
 from megarl.models.config_reader import REQUIRED, ConfigReader
 from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_dense
 from megarl.models.rope import read_rope
 
 _LARGEST_EPS = 0.01  # added to a mean square of about 1; models have 1e-5 or 1e-6
 
-TRUNK_ROWS = (
+_ROWS_BEFORE = (
     MappingRow(
         megatron="embedding.word_embeddings.weight",
         place=StagePlacement.embedding,
@@ -29,6 +29,9 @@ TRUNK_ROWS = (
         cut=Cut.replicated,
         tensors=((HF_LAYER + "input_layernorm.weight", "H"),),
     ),
+)
+
+ATTENTION_ROWS = (
     MappingRow(
         megatron=MEGATRON_LAYER + "self_attention.linear_qkv.weight",
         place=StagePlacement.layer,
@@ -70,6 +73,9 @@ TRUNK_ROWS = (
         cut=Cut.row,
         tensors=((HF_LAYER + "self_attn.o_proj.weight", "H Q"),),
     ),
+)
+
+_ROWS_AFTER = (
     MappingRow(
         megatron=MEGATRON_LAYER + "pre_mlp_layernorm.weight",
         place=StagePlacement.layer,
@@ -97,6 +103,14 @@ TRUNK_ROWS = (
         tensors=(("model.norm.weight", "H"),),
     ),
 )
+
+
+def trunk_rows(attention: tuple[MappingRow, ...]) -> tuple[MappingRow, ...]:
+    """Return the table rows of a decoder with dense feed-forwards and the given rows of attention."""
+    return (*_ROWS_BEFORE, *attention, *_ROWS_AFTER)
+
+
+TRUNK_ROWS = trunk_rows(ATTENTION_ROWS)
 
 # The base of every `Family.example`. Every size is divisible by four ranks. The vocabulary is odd, so that
 # every tensor-parallel size pads it.
@@ -128,6 +142,7 @@ def read_trunk(
     default_rope_theta: float = 10000.0,
     default_partial_rotary_factor: float | None = None,
     read_experts: Callable[[ConfigReader, int], Experts] | None = None,
+    read_latent: Callable[[ConfigReader], LatentAttention] | None = None,
 ) -> Architecture:
     """Read what the families share. The defaults are those of transformers for missing fields.
 
@@ -140,9 +155,14 @@ def read_trunk(
         default_rope_theta: The base frequency.
         default_partial_rotary_factor: The rotated fraction of a head; None: the family rotates whole heads.
         read_experts: Reads the experts of a model with the given number of layers.
+        read_latent: Reads the sizes of latent attention.
     """
     hidden_size = reader.number("hidden_size", int)
-    heads = _read_heads(reader, hidden_size, default_head_dim, multi_head_by_default)
+    latent = read_latent(reader) if read_latent else None
+    if latent is None:
+        heads = _read_heads(reader, hidden_size, default_head_dim, multi_head_by_default)
+    else:
+        heads = _read_heads_of_latent(reader, latent)
     max_position_embeddings = reader.number("max_position_embeddings", int)
     rope = read_rope(reader, max_position_embeddings, default_rope_theta, default_partial_rotary_factor)
 
@@ -171,6 +191,7 @@ def read_trunk(
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         experts=experts,
+        latent=latent,
     )
 
 
@@ -208,6 +229,21 @@ def _read_heads(
         )
 
     return _Heads(num_attention_heads, num_key_value_heads, head_dim)
+
+
+def _read_heads_of_latent(reader: ConfigReader, latent: LatentAttention) -> _Heads:
+    """Read the heads of latent attention, each of which has its own keys and values."""
+    num_attention_heads = reader.number("num_attention_heads", int)
+    num_key_value_heads = reader.number("num_key_value_heads", int, num_attention_heads)
+
+    if num_key_value_heads != num_attention_heads:
+        needed = (
+            f"'num_attention_heads' {num_attention_heads}, because every head has its own keys and values"
+        )
+        reader.problems.append(f"'num_key_value_heads' is {num_key_value_heads}, but must equal {needed}")
+
+    head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    return _Heads(num_attention_heads, num_attention_heads, head_dim)
 
 
 def _check_sliding_window(reader: ConfigReader, num_hidden_layers: int, *, has_experts: bool) -> None:

@@ -33,6 +33,7 @@ from megarl.placement.fused_layers import (
     placeholder_elements,
     workspace_bytes,
 )
+from megarl.placement.latent_activations import latent_kept
 
 _FLOAT32 = 4
 # Per token of a pass, all of whose micro-batches are on the device when it begins. Sharded by context
@@ -198,7 +199,7 @@ class _Work:
         chunks = self._parallel.virtual_pipeline_parallel_size or 1
         # The first stage receives nothing from another rank, but its later virtual stages do.
         received = self._widths.part * (1 + trains) * (chunks - self._is_first)
-        angles = chunks * self._longest * self._architecture.head_dim * _FLOAT32
+        angles = chunks * self._longest * self._architecture.rotary_dim * _FLOAT32
         counted = (
             8 * tokens
             + 2 * 8 * self._architecture.num_hidden_layers * self._architecture.num_experts * trains
@@ -341,6 +342,14 @@ class _Work:
         again = RecomputeModule.core_attn in self._modules_again
         if self.kernels is Kernels.cpu:
             return 4 * width.query + 3 * width.key + 3 * (width.query + width.key) * has_norm
+
+        if self.kernels is Kernels.flash and self._architecture.latent is not None:
+            return latent_kept(
+                self._architecture,
+                self._parallel,
+                keys_of_token=self._keys_of_token if self._context > 1 else 1.0,
+                core_again=again,
+            )
 
         if self.kernels is Kernels.plain and not again:
             # Queries; for each of them its keys and values, laid out for the products; attention weights;

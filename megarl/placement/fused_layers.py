@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from megarl.config.schema import Device, DType, Layers, ParallelConfig, RunConfig
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, LatentAttention
 
 # The workspace of cuBLAS on Hopper. A grouped product runs on four streams with one each.
 WORKSPACE_BYTES = 32 * 1024**2 + 1024
@@ -45,6 +45,8 @@ def placeholder_elements(architecture: Architecture, parallel: ParallelConfig) -
     query = architecture.num_attention_heads * architecture.head_dim // cut
     key = architecture.num_key_value_heads * architecture.head_dim // cut
     shapes = {(query + 2 * key, hidden), (hidden, query)}
+    if architecture.latent is not None:
+        shapes = _latent_shapes(architecture, architecture.latent, cut)
 
     # The intermediate size of each kind of MLP on the rank.
     inner = {architecture.intermediate_size // cut} if architecture.num_dense_layers else set()
@@ -56,3 +58,20 @@ def placeholder_elements(architecture: Architecture, parallel: ParallelConfig) -
         shapes |= {(2 * size, hidden), (hidden, size)}
 
     return sum(rows * columns for rows, columns in shapes)
+
+
+def _latent_shapes(architecture: Architecture, latent: LatentAttention, cut: int) -> set[tuple[int, int]]:
+    """Return the shapes of the weights of latent attention on a rank. Down projections are replicated."""
+    hidden = architecture.hidden_size
+    heads = architecture.num_attention_heads // cut
+    query = heads * architecture.head_dim
+    down = {(latent.kv_lora_rank + latent.qk_rope_head_dim, hidden)}
+    up = {(heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank)}
+
+    if latent.q_lora_rank is None:
+        up.add((query, hidden))
+    else:
+        down.add((latent.q_lora_rank, hidden))
+        up.add((query, latent.q_lora_rank))
+
+    return down | up | {(hidden, heads * latent.v_head_dim)}

@@ -336,16 +336,14 @@ def engine_weights(config: PPOConfig, policy: Architecture) -> int:
 
 def row_cache(config: PPOConfig, policy: Architecture) -> int:
     """Return the bytes of the KV cache of one row of maximum length on one device of an engine."""
+    tokens = config.max_row_tokens * policy.num_hidden_layers * weight_bytes(config.model.dtype)
+    # SGLang stores the latent vector and the shared key of each token, on every rank.
+    if (latent := policy.latent) is not None:
+        return tokens * (latent.kv_lora_rank + latent.qk_rope_head_dim)
+
     # With more ranks than key-value heads, each rank still holds one whole head.
     heads = max(1, policy.num_key_value_heads // config.rollout.tensor_parallel_size)
-    return (
-        config.max_row_tokens
-        * 2
-        * policy.num_hidden_layers
-        * heads
-        * policy.head_dim
-        * weight_bytes(config.model.dtype)
-    )
+    return tokens * 2 * heads * policy.head_dim
 
 
 def engine_share(config: PPOConfig) -> int | None:

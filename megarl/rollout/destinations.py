@@ -196,6 +196,7 @@ def _record(model: Any, manifest: Manifest) -> _Recorded:
     with torch.no_grad(), _Recorder() as recorder:
         model.load_weights(iter(tensors.items()))
 
+    recorder.split_joined()
     names = {_storage(tensor): name for name, tensor in tensors.items()}
     not_followed: dict[str, str] = {}
 
@@ -308,13 +309,14 @@ _LOADER_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, Typ
 class _Recorder(TorchDispatchMode):
     """Records copies from meta tensors instead of executing them.
 
-    Views of meta tensors are followed. `computed` maps each storage to the other function that first received
-    it.
+    Views and concatenations of meta tensors are followed. `computed` maps each storage to the other function
+    that first received it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # source, target
+        self._joined: dict[int, _Joined] = {}  # storage -> the concatenation
         self.computed: dict[int, str] = {}  # storage -> reason
         self._views: set[Any] = set()  # functions known to return views, cached because asking is slower
 
@@ -333,9 +335,32 @@ class _Recorder(TorchDispatchMode):
             elif sources := [
                 each for each in _flattened(args) if isinstance(each, torch.Tensor) and each.is_meta
             ]:
+                if function is _CAT and len(sources) == len(args[0]):
+                    return self._join(*args, **(kwargs or {}))
                 return self._compute(function, sources, args, kwargs or {})
 
         return function(*args, **(kwargs or {}))
+
+    def _join(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        whole = _CAT(parts, dim)
+        self._joined[_storage(whole)] = _Joined(whole, list(parts), dim)
+        return whole
+
+    def split_joined(self) -> None:
+        """Replace each copy from a concatenation by copies from its parts."""
+        copies = self.copies
+        self.copies = []
+
+        for source, target in copies:
+            joined = self._joined.get(_storage(source))
+            if joined is None:
+                self.copies.append((source, target))
+                continue
+            try:
+                self.copies += joined.split(source, target)
+            except _NotFollowedError as error:
+                for part in joined.parts:
+                    self.computed.setdefault(_storage(part), str(error))
 
     def _compute(
         self, function: Any, sources: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -351,7 +376,37 @@ class _Recorder(TorchDispatchMode):
             raise _NotFollowedError(reason) from error
 
 
+class _Joined(NamedTuple):
+    """A concatenation of tensors."""
+
+    whole: torch.Tensor
+    parts: list[torch.Tensor]
+    dim: int
+
+    def split(
+        self, source: torch.Tensor, target: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the copies from the parts that together are a copy of `source`, a view of the whole.
+
+        Raises _NotFollowedError if `source` is not a slice of the whole.
+        """
+        copied, elements = _destination(self.whole.shape, source, target)
+        start = 0
+
+        for part in self.parts:
+            starts = [0] * part.ndim
+            starts[self.dim] = start
+            start += part.shape[self.dim]
+            place = TensorSlice(tuple(starts), tuple(map(int.__add__, starts, part.shape)))
+            if (common := copied.intersect(place)) is not None:
+                yield (
+                    part[common.relative_to(place.starts).index],
+                    elements[common.relative_to(copied.starts).index],
+                )
+
+
 _COPY = torch.ops.aten.copy_.default
+_CAT = torch.ops.aten.cat.default
 
 
 def _flattened(args: Sequence[Any]) -> list[Any]:

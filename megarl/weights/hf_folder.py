@@ -18,7 +18,7 @@ import torch
 
 from megarl.machine.files import whole_folder, write_whole
 from megarl.models.architecture import Architecture
-from megarl.models.families import CRITIC_CLASS, FAMILIES, LM_CLASS, REWARD_CLASS
+from megarl.models.families import CRITIC_CLASS, LM_CLASS, REWARD_CLASS, family_of
 from megarl.models.tensor_table import Head
 from megarl.weights.manifest import INDEX_FILE, SINGLE_FILE, manifest_of
 from megarl.weights.shard_layout import ShardLayout, held_weights
@@ -62,7 +62,9 @@ def _name_class(config: dict[str, Any], head: Head) -> None:
     A critic made from a language model has another class than its source folder. A value head has one label.
     """
     if model_class(config) not in _CLASSES[head]:
-        config["architectures"] = [FAMILIES[config["model_type"]].class_prefix + _CLASSES[head][0]]
+        family = family_of(config["model_type"])
+        assert family is not None, config["model_type"]
+        config["architectures"] = [family.class_prefix + _CLASSES[head][0]]
     if head == "value":
         config.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
     else:

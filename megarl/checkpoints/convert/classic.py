@@ -353,14 +353,25 @@ def _check_copies(stages: Sequence[_Stage], architecture: Architecture, head: He
 
 def _expected_arguments(architecture: Architecture) -> dict[str, Any]:
     """Return Megatron's arguments and their expected values. Arguments that a file lacks are not compared."""
+    latent = architecture.latent
+    of_heads: dict[str, Any] = {"kv_channels": architecture.head_dim}
+    if latent is not None:
+        of_heads = {
+            "q_lora_rank": latent.q_lora_rank,
+            "kv_lora_rank": latent.kv_lora_rank,
+            "qk_head_dim": latent.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
+            "v_head_dim": latent.v_head_dim,
+        }
+
     return {
         "num_layers": architecture.num_hidden_layers,
         "hidden_size": architecture.hidden_size,
         "ffn_hidden_size": architecture.intermediate_size,
         "num_attention_heads": architecture.num_attention_heads,
-        "kv_channels": architecture.head_dim,
+        **of_heads,
         "add_qkv_bias": architecture.qkv_bias,
-        "qk_layernorm": architecture.qk_norm,
+        "qk_layernorm": architecture.qk_norm or latent is not None,
         "swiglu": True,
         "normalization": "RMSNorm",
         "norm_epsilon": architecture.rms_norm_eps,
@@ -368,7 +379,7 @@ def _expected_arguments(architecture: Architecture) -> dict[str, Any]:
         "rotary_percent": architecture.partial_rotary_factor,
         "add_bias_linear": False,
         "num_experts": None,
-        "multi_latent_attention": False,
+        "multi_latent_attention": latent is not None,
     }
 
 

@@ -71,6 +71,18 @@ EVIDENCE = (
         "stores the routes of tokens in memory pinned by CUDA",
     ),
     SGLangEvidence(
+        "srt.arg_groups.attention_hook",
+        "handle_deterministic_inference",
+        "deterministic inference with absorbed-MLA models",
+        "refuses torch_native for latent attention, with or without a prefix cache",
+    ),
+    SGLangEvidence(
+        "srt.layers.rotary_embedding.factory",
+        "get_rope_cpu",
+        "assert rope_scaling is not None",
+        "rotates the keys of latent attention only with YaRN",
+    ),
+    SGLangEvidence(
         "srt.managers.scheduler",
         "Scheduler.event_loop_overlap",
         "self._record_scheduler_state_for_paused_engine()\n                continue",
@@ -83,10 +95,18 @@ _MASK = 0xFFFFFFFF
 
 
 def install_in_arguments() -> None:
-    """Allow torch_native with per-request seeds. Call this before ServerArgs are created."""
-    from sglang.srt.server_args import add_deterministic_attention_backend_choices
+    """Allow torch_native with per-request seeds. Call this before ServerArgs are created.
+
+    With latent attention SGLang also requires a backend that is deterministic with its prefix cache, which
+    megarl turns off.
+    """
+    from sglang.srt.server_args import (
+        add_deterministic_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
+    )
 
     add_deterministic_attention_backend_choices(["torch_native"])
+    add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
 
 def install_in_scheduler() -> None:
@@ -99,6 +119,7 @@ def install_in_scheduler() -> None:
     _sleep_while_paused()
     _skip_experts_of_others()
     _leave_memory_unpinned()
+    _rotate_without_scaling()
 
 
 def _name_the_cpu_as_device() -> None:
@@ -365,6 +386,21 @@ def _leave_memory_unpinned() -> None:
     common._cuda_host_register = nothing
 
 
+def _rotate_without_scaling() -> None:
+    """Create the rotary embedding of latent attention that is not scaled, as on CUDA."""
+    from sglang.srt.layers.rotary_embedding import factory
+
+    for_cpu = factory.get_rope_cpu
+
+    def for_any(*arguments: Any) -> Any:
+        *of_rope, scaling, dtype, partial_rotary_factor, _ = arguments
+        if scaling is None:
+            return factory.get_rope(*of_rope, scaling, dtype, partial_rotary_factor)
+        return for_cpu(*arguments)
+
+    factory.get_rope_cpu = for_any
+
+
 def own_experts(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
 ) -> torch.Tensor:
@@ -399,7 +435,9 @@ def _resident_tensors(model_runner: Any) -> dict[str, list[torch.Tensor]]:
     """
     pool = model_runner.token_to_kv_pool
     parameters = [parameter.data for parameter in model_runner.model.parameters()]
-    return {"weights": parameters, "kv_cache": [*pool.k_buffer, *pool.v_buffer]}
+    # With latent attention, keys and values are computed from one buffer.
+    buffers = pool.kv_buffer if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
+    return {"weights": parameters, "kv_cache": buffers}
 
 
 def empty_storages(tensors: list[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:

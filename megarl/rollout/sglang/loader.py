@@ -75,7 +75,7 @@ class RankLoader:
             if arguments["is_first"]:
                 self._begin(model)
             # A rank that has received everything only takes part in the call.
-            return rank not in arguments["ranks"] or self._receiver.receive()
+            return rank not in arguments["ranks"] or self._receive(model)
 
         if command == "leave":
             return self._receiver.leave()
@@ -88,6 +88,18 @@ class RankLoader:
             name: [[*encode_slice(tensor_slice), part] for tensor_slice, part in tensor.checksums()]
             for name, tensor in self._plan.tensors.items()
         }
+
+    def _receive(self, model: Any) -> bool:
+        """Return whether this rank has received everything.
+
+        Models with latent attention keep products of their weights, which SGLang computes after loading. It
+        does not do so here, because it takes this loader's messages for loaded weights.
+        """
+        is_complete = self._receiver.receive()
+        if is_complete and hasattr(model, "post_load_weights"):
+            with torch.no_grad():
+                model.post_load_weights()
+        return is_complete
 
     def _places(self, part: Part) -> Iterable[torch.Tensor]:
         return self._plan.tensors[part.name].places(part.tensor_slice)

@@ -17,6 +17,7 @@ from typing import Any
 
 from megarl.config.schema import Device, RolloutConfig
 from megarl.machine.errors import ConfigError
+from megarl.models.families import family_of
 from megarl.rollout.interface import RolloutEngineSpec, end_token_ids
 
 WEIGHT_LOADER = "megarl.rollout.sglang.loader.run"
@@ -128,9 +129,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         "ep_size": rollout.expert_parallel_size,
         "max_running_requests": rollout.max_concurrency,
         "context_length": longest + _SPARE_TOKENS,
-        # With the tokens of generation_config.json, which SGLang adds, exactly the tokens that end a sample
-        # in every other engine.
-        "json_model_override_args": json.dumps({"eos_token_id": sorted(end_token_ids(model.path)) or None}),
+        "json_model_override_args": json.dumps(_overridden_fields(model.path)),
         "skip_tokenizer_init": not needs_tokenizer(rollout),
         "load_format": "dummy",  # the weights come from a weight sync, so that they are always the trainer's
         "custom_weight_loader": [WEIGHT_LOADER],
@@ -150,6 +149,8 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "disable_cuda_graph": True,
+            # SGLang decides so itself, except for latent attention (see cpu_adaptations.py).
+            "disable_radix_cache": True,
         }
     else:
         if "num_experts_per_tok" in _model_config(model.path):
@@ -167,6 +168,18 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
 
     # The user's arguments take precedence; None keeps SGLang's default.
     return {name: value for name, value in (arguments | given).items() if value is not None}
+
+
+def _overridden_fields(path: str) -> dict[str, Any]:
+    """Return the fields of config.json that SGLang gets with other values, or in addition."""
+    config = _read_config(path)
+    family = family_of(config.get("model_type"))
+    required = family.sglang_fields if family else {}
+    missing = {name: value for name, value in required.items() if name not in config}
+
+    # With the tokens of generation_config.json, which SGLang adds, exactly the tokens that end a sample in
+    # every other engine.
+    return {"eos_token_id": sorted(end_token_ids(path)) or None} | missing
 
 
 def _refuse_breakable_graphs(given: Mapping[str, Any]) -> None:

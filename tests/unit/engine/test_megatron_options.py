@@ -41,9 +41,9 @@ def fields_of_classes() -> dict[str, list[str]]:
     start(ParallelConfig())
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    classes = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    classes = (MLATransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
     return {
         section: [entry.name for entry in dataclasses.fields(each) if not entry.name.startswith("_")]
         for section, each in zip(SECTIONS, classes, strict=True)

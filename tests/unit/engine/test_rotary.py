@@ -21,14 +21,18 @@ def test_nothing_is_asked_of_the_device() -> None:
 
 
 @pytest.mark.parametrize(("rotated", "factor"), [(4, 1.0), (2, 1.0), (4, 1.5), (2, 1.5)])
-def test_the_gradient_is_turned_back(rotated: int, factor: float) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_gradient_is_turned_back(rotated: int, factor: float, interleaved: bool) -> None:
     heads = torch.randn(
         5, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     ).requires_grad_()
     boundaries = torch.tensor([0, 3, 5], dtype=torch.int32)
     frequencies = torch.arange(3, dtype=torch.float64)[:, None, None, None].expand(-1, 1, 1, rotated) * 0.3
     assert torch.autograd.gradcheck(
-        lambda heads: rotary_packed(heads, boundaries, frequencies, mscale=factor), [heads]
+        lambda heads: rotary_packed(
+            heads, boundaries, frequencies, mla_rotary_interleaved=interleaved, mscale=factor
+        ),
+        [heads],
     )
 
 
@@ -47,3 +51,14 @@ def test_angles_are_those_of_the_factor() -> None:
     frequencies = torch.ones(2, 1, 1, 4)
     once = rotary_packed(heads, boundaries, frequencies)
     assert torch.equal(rotary_packed(heads, boundaries, frequencies, mscale=2.0), once * 2)
+
+
+def test_neighbors_are_turned_as_halves_of_reordered_heads() -> None:
+    heads = torch.randn(5, 2, 6, generator=torch.Generator().manual_seed(0))
+    boundaries = torch.tensor([0, 3, 5], dtype=torch.int32)
+    frequencies = torch.tensor([0.3, 0.1, 0.02]).repeat(2) * torch.arange(3)[:, None, None, None]
+    halves = torch.cat([heads[..., 0::2], heads[..., 1::2]], dim=-1)
+    assert torch.equal(
+        rotary_packed(heads, boundaries, frequencies, mla_rotary_interleaved=True),
+        rotary_packed(halves, boundaries.clone(), frequencies),
+    )

@@ -83,7 +83,7 @@ def test_partial_rotation(fields: dict[str, Any]) -> None:
         ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "a model of images"),
         ({"rope_scaling": {"type": "su"}}, "'rope_type' is 'su'; supported: default, linear, llama3, yarn"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: field 'factor' is missing"),
-        ({"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 1, "beta_slow": 1}}, "must be above"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 1, "beta_slow": 2}}, "must be at least"),
         ({"rope_scaling": {"type": "yarn", **YARN, "attn_factor": 2.0}}, "'attn_factor' is 2.0"),
         ({"rope_scaling": {"type": "yarn", **YARN, "truncate": "no"}}, "'truncate' is 'no'"),
         ({"rope_scaling": {"type": "yarn", **YARN, "llama_4_scaling_beta": 0.1}}, "'llama_4_scaling_beta'"),

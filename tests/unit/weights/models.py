@@ -128,11 +128,16 @@ def slow_shards(
         megatron = f"decoder.layers.{layer}."
         shards[megatron + "input_layernorm.weight"] = state[hf + "input_layernorm.weight"]
         shards[megatron + "pre_mlp_layernorm.weight"] = state[hf + "post_attention_layernorm.weight"]
-        for kind in ("weight", "bias") if architecture.qkv_bias else ("weight",):
-            q, k, v = (state[f"{hf}self_attn.{letter}_proj.{kind}"] for letter in "qkv")
-            shards[f"{megatron}self_attention.linear_qkv.{kind}"] = _qkv(
-                q, k, v, architecture, tensor_parallel_size, rank
+        if architecture.latent is not None:
+            shards |= _latent_attention(
+                state, hf + "self_attn.", megatron + "self_attention.", tensor_parallel_size, rank
             )
+        else:
+            for kind in ("weight", "bias") if architecture.qkv_bias else ("weight",):
+                q, k, v = (state[f"{hf}self_attn.{letter}_proj.{kind}"] for letter in "qkv")
+                shards[f"{megatron}self_attention.linear_qkv.{kind}"] = _qkv(
+                    q, k, v, architecture, tensor_parallel_size, rank
+                )
         if architecture.qk_norm:
             shards[megatron + "self_attention.q_layernorm.weight"] = state[hf + "self_attn.q_norm.weight"]
             shards[megatron + "self_attention.k_layernorm.weight"] = state[hf + "self_attn.k_norm.weight"]
@@ -191,6 +196,36 @@ def shards_of(
         experts=layout.experts,
         expert_cut=(layout.expert_tensor_parallel_size, layout.expert_tensor_parallel_rank),
     )
+
+
+def _latent_attention(
+    state: dict[str, torch.Tensor], hf: str, megatron: str, tensor_parallel_size: int, rank: int
+) -> dict[str, torch.Tensor]:
+    """Return the projections and norms of latent attention, of which ranks have whole heads."""
+    replicated = {
+        "linear_q_down_proj": "q_a_proj",
+        "q_layernorm": "q_a_layernorm",
+        "linear_kv_down_proj": "kv_a_proj_with_mqa",
+        "kv_layernorm": "kv_a_layernorm",
+    }
+    of_heads = {
+        "linear_q_proj": "q_proj",
+        "linear_q_up_proj": "q_b_proj",
+        "linear_kv_up_proj": "kv_b_proj",
+    }
+    shards = {
+        f"{megatron}{ours}.weight": state[f"{hf}{theirs}.weight"]
+        for ours, theirs in replicated.items()
+        if f"{hf}{theirs}.weight" in state
+    }
+
+    for ours, theirs in of_heads.items():
+        if (matrix := state.get(f"{hf}{theirs}.weight")) is not None:
+            count = matrix.shape[0] // tensor_parallel_size
+            rows = [matrix[row] for row in range(rank * count, (rank + 1) * count)]
+            shards[f"{megatron}{ours}.weight"] = torch.stack(rows)
+
+    return shards
 
 
 def _feed_forward(

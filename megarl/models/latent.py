@@ -1,0 +1,121 @@
+"""Code shared by families with multi-head latent attention: fields of `config.json`, rows of attention."""
+
+from __future__ import annotations
+
+from megarl.models.architecture import Architecture, LatentAttention
+from megarl.models.config_reader import ConfigReader
+from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
+
+# transformers' norms of latent vectors, and those of the published model code, ignore `rms_norm_eps`.
+_NORM_EPS = 1e-6
+
+
+def _has_latent_queries(architecture: Architecture, layer: int | None) -> bool:
+    assert architecture.latent is not None
+    return architecture.latent.q_lora_rank is not None
+
+
+def _has_direct_queries(architecture: Architecture, layer: int | None) -> bool:
+    return not _has_latent_queries(architecture, layer)
+
+
+# The down projections are replicated: their outputs are small, and every head needs all of them.
+LATENT_ROWS = (
+    MappingRow(
+        megatron=MEGATRON_LAYER + "self_attention.linear_q_proj.weight",
+        place=StagePlacement.layer,
+        cut=Cut.column,
+        tensors=((HF_LAYER + "self_attn.q_proj.weight", "Q H"),),
+        applies=_has_direct_queries,
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "self_attention.linear_q_down_proj.weight",
+        place=StagePlacement.layer,
+        cut=Cut.replicated,
+        tensors=((HF_LAYER + "self_attn.q_a_proj.weight", "A H"),),
+        applies=_has_latent_queries,
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "self_attention.q_layernorm.weight",
+        place=StagePlacement.layer,
+        cut=Cut.replicated,
+        tensors=((HF_LAYER + "self_attn.q_a_layernorm.weight", "A"),),
+        applies=_has_latent_queries,
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "self_attention.linear_q_up_proj.weight",
+        place=StagePlacement.layer,
+        cut=Cut.column,
+        tensors=((HF_LAYER + "self_attn.q_b_proj.weight", "Q A"),),
+        applies=_has_latent_queries,
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "self_attention.linear_kv_down_proj.weight",
+        place=StagePlacement.layer,
+        cut=Cut.replicated,
+        tensors=((HF_LAYER + "self_attn.kv_a_proj_with_mqa.weight", "B H"),),
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "self_attention.kv_layernorm.weight",
+        place=StagePlacement.layer,
+        cut=Cut.replicated,
+        tensors=((HF_LAYER + "self_attn.kv_a_layernorm.weight", "C"),),
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "self_attention.linear_kv_up_proj.weight",
+        place=StagePlacement.layer,
+        cut=Cut.column,
+        tensors=((HF_LAYER + "self_attn.kv_b_proj.weight", "U C"),),
+    ),
+    MappingRow(
+        megatron=MEGATRON_LAYER + "self_attention.linear_proj.weight",
+        place=StagePlacement.layer,
+        cut=Cut.row,
+        tensors=((HF_LAYER + "self_attn.o_proj.weight", "H O"),),
+    ),
+)
+
+
+def read_latent(reader: ConfigReader) -> LatentAttention:
+    """Read the sizes of latent attention."""
+    # Moonlight has null; a folder without the field would mean transformers' default, which no model has.
+    is_direct = "q_lora_rank" in reader.fields and reader.take("q_lora_rank") is None
+    q_lora_rank = None if is_direct else reader.number("q_lora_rank", int)
+
+    latent = LatentAttention(
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=reader.number("kv_lora_rank", int),
+        qk_nope_head_dim=reader.number("qk_nope_head_dim", int),
+        qk_rope_head_dim=reader.number("qk_rope_head_dim", int),
+        v_head_dim=reader.number("v_head_dim", int),
+        rope_interleave=reader.take("rope_interleave") is None or reader.flag("rope_interleave"),
+        norm_eps=_NORM_EPS,
+    )
+    _check_head_sizes(reader, latent)
+    return latent
+
+
+def _check_head_sizes(reader: ConfigReader, latent: LatentAttention) -> None:
+    """Refuse sizes that contradict each other. transformers v5 also writes two that follow from others."""
+    key_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    derived = {
+        "qk_head_dim": (key_dim, "'qk_nope_head_dim' + 'qk_rope_head_dim'"),
+        "head_dim": (latent.qk_rope_head_dim, "'qk_rope_head_dim'"),
+    }
+
+    for name, (size, source) in derived.items():
+        given = reader.number(name, int, size)
+        if given != size:
+            reader.problems.append(f"field {name!r} is {given}, but must be {source}, which is {size}")
+
+    if latent.qk_rope_head_dim % 2:
+        reader.problems.append(
+            f"'qk_rope_head_dim' is {latent.qk_rope_head_dim}; "
+            "rotary embeddings rotate pairs, so it must be even"
+        )
+
+    # Attention pads values to the size of keys.
+    if latent.v_head_dim > key_dim:
+        reader.problems.append(
+            f"'v_head_dim' is {latent.v_head_dim}, but must be at most {key_dim}, the size of a head's key"
+        )
