@@ -31,7 +31,7 @@ from megarl.checkpoints.torch_file import (
     stored_tensor,
 )
 from megarl.machine.errors import CheckpointError
-from megarl.weights.tensors import TensorSlice, tiling_fault
+from megarl.weights.tensors import TensorSlice, chunks_fault
 
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
@@ -289,46 +289,6 @@ def _chunk(
         offsets=tuple(chunk.offsets),
         shape=tuple(chunk.sizes),
     )
-
-
-def chunks_fault(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | None:
-    """Check a tiling like `tiling_fault`, but fast for thousands of slices.
-
-    Slices with the same extent along the first dimension form one group (a layer).
-    """
-    if not prod(shape):
-        return None
-    groups: dict[tuple[int, int], list[TensorSlice]] = defaultdict(list)
-
-    # Group the slices by their extent along the first dimension.
-    for tensor_slice in slices:
-        if len(tensor_slice.starts) != len(shape):
-            return f"{tensor_slice} has a different number of dimensions than {tuple(shape)}"
-        if shape:
-            groups[tensor_slice.starts[0], tensor_slice.stops[0]].append(
-                TensorSlice(tensor_slice.starts[1:], tensor_slice.stops[1:])
-            )
-
-    spans = [TensorSlice((start,), (stop,)) for start, stop in sorted(groups)]
-    # Groups that overlap along the first dimension can only be checked slice by slice.
-    if not shape or any(
-        left.stops[0] > right.starts[0] for left, right in zip(spans, spans[1:], strict=False)
-    ):
-        return tiling_fault(shape, slices)
-
-    if (fault := tiling_fault(shape[:1], spans)) is not None:
-        return f"along the first dimension: {fault}"
-    if len(shape) == 1:
-        return next(
-            (f"[{span[0]}:{span[1]}] occurs twice" for span, inner in groups.items() if len(inner) > 1), None
-        )
-
-    # Each group must tile the remaining dimensions.
-    for (start, stop), inner in groups.items():
-        if (fault := chunks_fault(shape[1:], inner)) is not None:
-            return f"at {start}:{stop} of the first dimension, {fault}"
-
-    return None
 
 
 def read_chunk(index: TorchDistIndex, key: str, chunk: StoredChunk) -> torch.Tensor:

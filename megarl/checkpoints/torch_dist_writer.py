@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megarl.checkpoints.torch_dist import COMMON_FILE, METADATA_FILE, StoredChunk, StoredItem, chunks_fault
+from megarl.checkpoints.torch_dist import COMMON_FILE, METADATA_FILE, StoredChunk, StoredItem
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import write_whole
+from megarl.weights.tensors import chunks_fault
 
 # Bytes. torch uses the same alignment for a tensor within its item, so that it can be memory-mapped.
 _ALIGNMENT = 64

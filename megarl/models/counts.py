@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from math import prod
 from typing import NamedTuple
 
 from megarl.models.architecture import Architecture
 from megarl.models.mapping import Cut, MappingRow, StagePlacement
-from megarl.models.tensor_table import Head, dimension_sizes, rows_of
+from megarl.models.tensor_table import Head, dimension_sizes, entry_size, rows_of
 
 _VOCABULARY_DIVISOR = 128  # each rank's vocabulary rows are a multiple of this, for matrix-unit efficiency
 
@@ -141,7 +140,7 @@ def _head(with_value_head: bool) -> Head:
 
 
 def _row_size(row: MappingRow, sizes: dict[str, int]) -> int:
-    return sum(prod(sizes[letter] for letter in dims.split()) for _, dims in row.tensors)
+    return sum(entry_size(entry, sizes, row.place) for entry in row.tensors)
 
 
 def _num_layers(row: MappingRow, architecture: Architecture, layers: Iterable[int]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megarl.models.architecture import Architecture, ExpertGroups, Experts, RouterScore
 from megarl.models.config_reader import ConfigReader
 from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_sparse
+from megarl.models.tensor_part import TensorPart
 
 
 def expert_rows(block: str, *, gate: str, up: str, down: str) -> tuple[MappingRow, ...]:
@@ -19,6 +20,9 @@ def expert_rows(block: str, *, gate: str, up: str, down: str) -> tuple[MappingRo
         down: The family's name for the down projection.
     """
     hf = f"{HF_LAYER}{block}.experts.{{expert}}."
+    # transformers v5 keeps the experts of a layer in two tensors in memory. Programs that save this state
+    # without conversion write fused files.
+    fused = f"{HF_LAYER}mlp.experts."
     return (
         MappingRow(
             megatron=MEGATRON_LAYER + "mlp.router.weight",
@@ -33,6 +37,7 @@ def expert_rows(block: str, *, gate: str, up: str, down: str) -> tuple[MappingRo
             cut=Cut.gated,
             tensors=((f"{hf}{gate}.weight", "M H"), (f"{hf}{up}.weight", "M H")),
             applies=is_sparse,
+            fused=(TensorPart(name=f"{fused}gate_up_proj", dims="E (2 M) H", order="2 M H"),),
         ),
         MappingRow(
             megatron=MEGATRON_LAYER + EXPERT + "linear_fc2.weight",
@@ -40,6 +45,7 @@ def expert_rows(block: str, *, gate: str, up: str, down: str) -> tuple[MappingRo
             cut=Cut.row,
             tensors=((f"{hf}{down}.weight", "H M"),),
             applies=is_sparse,
+            fused=(TensorPart(name=f"{fused}down_proj", dims="E H M"),),
         ),
     )
 

@@ -4,6 +4,7 @@ Loading, weight sync, conversion, export and parameter counts all read these row
 every parity test fail. Names have placeholders for global layer and expert numbers. Dimensions are letters:
     V vocabulary   H hidden   F feed-forward   Q all query heads   K all key (or value) heads
     D one head   1 one   E experts   M feed-forward of an expert   S feed-forward of the shared expert
+    G key-value heads   R query heads of a key-value head
 With latent attention:
     A latent vector of queries   C latent vector of keys and values   B the same with the shared rotated key
     U keys without positions and values of all heads   O values of all heads
@@ -17,6 +18,7 @@ from enum import Enum
 from typing import Literal, NamedTuple
 
 from megarl.models.architecture import Architecture
+from megarl.models.tensor_part import TensorPart
 
 
 class Cut(Enum):
@@ -27,6 +29,7 @@ class Cut(Enum):
     row = "row"  # input features, dimension 1
     qkv = "qkv"  # by query group: a group's query heads, its key head, its value head
     gated = "gated"  # gate and up are sharded separately, then stacked
+    stacked = "stacked"  # tensors are sharded separately along dimension 0, then stacked; sizes may differ
     vocabulary = "vocabulary"  # dimension 0, padded with rows that belong to no token
 
 
@@ -40,7 +43,7 @@ class StagePlacement(Enum):
 
 
 class Axes(NamedTuple):
-    """The axes of `HFTensor.view` along which tensors are joined, and along which the result is sharded."""
+    """The axes of `HFTensor.block` along which tensors are joined, and along which they are sharded."""
 
     join: int
     cut: int | None
@@ -52,8 +55,16 @@ AXES = {
     Cut.row: Axes(join=0, cut=1),
     Cut.qkv: Axes(join=1, cut=0),  # view (groups, rows of a group, ...)
     Cut.gated: Axes(join=0, cut=1),  # view (1, rows, ...)
+    Cut.stacked: Axes(join=0, cut=0),
     Cut.vocabulary: Axes(join=0, cut=0),
 }
+# The number of axes of `HFTensor.block` that form the first dimension of the parameter, if it is not one.
+_ROW_AXES = {Cut.qkv: 2, Cut.gated: 2}
+
+
+def num_row_axes(cut: Cut) -> int:
+    """Return how many axes of `HFTensor.block` form the first dimension of the parameter."""
+    return _ROW_AXES.get(cut, 1)
 
 
 def _always(architecture: Architecture, layer: int | None) -> bool:
@@ -78,23 +89,28 @@ class MappingRow:
         megatron: The Megatron name.
         place: The pipeline stages that hold the parameter.
         cut: How the parameter is sharded.
-        tensors: (Hugging Face name, dimensions), in the order in which the tensors are joined.
+        tensors: (Hugging Face name, dimensions), or parts of tensors, in the order in which they are joined.
+            The axes of a part are those of the cut: (groups, rows, ...) for `qkv`, (1 or 2, rows, ...) for
+            `gated`, and otherwise those of the parameter.
         applies: Returns whether an architecture has the parameter in the layer of that number (None outside
             the layers).
         is_copy: Whether another row already holds these tensors and is the one to gather from.
         dtype: The dtype that the parameter has whatever the dtype of the model, such as float32. None: the
             dtype of the model. In a folder, its tensors may have another dtype.
         trains: Whether gradients update the parameter. A frozen one has neither gradient nor optimizer state.
+        fused: The parameter in folders that store it in other tensors. Such folders are read; megarl writes
+            `tensors`.
     """
 
     megatron: str
     place: StagePlacement
     cut: Cut
-    tensors: tuple[tuple[str, str], ...]
+    tensors: tuple[tuple[str, str] | TensorPart, ...]
     applies: Callable[[Architecture, int | None], bool] = _always
     is_copy: bool = False
     dtype: Literal["float32"] | None = None
     trains: bool = True
+    fused: tuple[TensorPart, ...] = ()
 
 
 HF_LAYER = "model.layers.{layer}."

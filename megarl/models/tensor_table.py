@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Literal, NamedTuple
 
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 from megarl.models.mapping import Cut, MappingRow, StagePlacement
+from megarl.models.tensor_part import PartGeometry, TensorPart, part_geometry, size_of
 
 Head = Literal["lm", "value"]
 
@@ -41,11 +43,24 @@ _VALUE_HEAD = MappingRow(
 
 
 class HFTensor(NamedTuple):
-    """A Hugging Face tensor: its shape, and the view of the same elements in which a shard is a slice."""
+    """A Hugging Face tensor: its shape, and the view of the same elements in which a shard is a slice.
+
+    Attributes:
+        name: The name of the tensor.
+        shape: The shape of the whole tensor.
+        view: The row-major view of the whole tensor. All parts of a tensor have the same view.
+        part: The part of the tensor that the parameter contains, None if it contains the whole.
+    """
 
     name: str
     shape: tuple[int, ...]
     view: tuple[int, ...]
+    part: PartGeometry | None = None
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """The shape in which the tensor, or its part, is joined with others and sharded."""
+        return self.view if self.part is None else self.part.block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,35 +114,102 @@ def weights_of(architecture: Architecture, head: Head) -> tuple[Weight, ...]:
     Raises:
         ValueError: The family is not registered.
     """
+    return _expand_all(rows_of(architecture, head), architecture)
+
+
+@lru_cache(maxsize=32)
+def hf_tensors(architecture: Architecture, head: Head) -> tuple[HFTensor, ...]:
+    """Return every Hugging Face tensor of the model once, in the order of its first parameter.
+
+    A tied output layer is not included. The part is that of the first parameter.
+
+    Raises:
+        ValueError: The family is not registered.
+    """
+    return unique_tensors(weights_of(architecture, head))
+
+
+def unique_tensors(weights: Sequence[Weight]) -> tuple[HFTensor, ...]:
+    """Return every tensor of parameters once, without those of copies.
+
+    Raises:
+        ValueError: Parts of a tensor have different views.
+    """
+    found: dict[str, HFTensor] = {}
+    for tensor in (tensor for weight in weights if not weight.is_copy for tensor in weight.tensors):
+        first = found.setdefault(tensor.name, tensor)
+        if first.view != tensor.view:
+            raise ValueError(f"{tensor.name}: its parts have different views: {first.view}, {tensor.view}")
+    return tuple(found.values())
+
+
+def stored_weights(architecture: Architecture, head: Head, stored: Container[str]) -> tuple[Weight, ...]:
+    """Return `weights_of` with the tensors in which a folder stores each parameter.
+
+    Args:
+        architecture: The model.
+        head: The head of the model.
+        stored: The names of the tensors in the folder.
+    """
     rows = rows_of(architecture, head)
-    weights = [*_expand(rows, architecture, StagePlacement.embedding)]
+    read = tuple(_as_stored(row, architecture, stored) for row in rows)
+    return weights_of(architecture, head) if read == rows else _expand_all(read, architecture)
+
+
+def _as_stored(row: MappingRow, architecture: Architecture, stored: Container[str]) -> MappingRow:
+    """Return the row with its fused tensors if the folder has those and not its own."""
+    layers = range(architecture.num_hidden_layers)
+    layer = next((layer for layer in layers if row.applies(architecture, layer)), None)
+
+    if not row.fused or layer is None:
+        return row
+
+    own = (_name(entry).format(layer=layer, expert=0) for entry in row.tensors)
+    fused = (part.name.format(layer=layer) for part in row.fused)
+    is_fused = all(name in stored for name in fused) and not any(name in stored for name in own)
+    return replace(row, tensors=row.fused) if is_fused else row
+
+
+def _name(entry: tuple[str, str] | TensorPart) -> str:
+    return entry.name if isinstance(entry, TensorPart) else entry[0]
+
+
+def _expand_all(rows: Sequence[MappingRow], architecture: Architecture) -> tuple[Weight, ...]:
+    geometries: _Geometries = {}
+    weights = [*_expand(rows, architecture, geometries, StagePlacement.embedding)]
 
     for layer in range(architecture.num_hidden_layers):
-        weights += _expand(rows, architecture, StagePlacement.layer, layer)
+        weights += _expand(rows, architecture, geometries, StagePlacement.layer, layer)
         for expert in range(architecture.num_experts):
-            weights += _expand(rows, architecture, StagePlacement.expert, layer, expert)
+            weights += _expand(rows, architecture, geometries, StagePlacement.expert, layer, expert)
 
-    return (*weights, *_expand(rows, architecture, StagePlacement.output))
+    return (*weights, *_expand(rows, architecture, geometries, StagePlacement.output))
+
+
+# (shape, view, part) of an entry of a row, for each expert if it takes the expert's part of a tensor
+_Geometry = tuple[tuple[int, ...], tuple[int, ...], PartGeometry | None]
+_Geometries = dict[tuple[tuple[str, str] | TensorPart, Cut, int | None], _Geometry]
 
 
 def _expand(
     rows: Sequence[MappingRow],
     architecture: Architecture,
+    geometries: _Geometries,
     place: StagePlacement,
     layer: int | None = None,
     expert: int | None = None,
 ) -> Iterator[Weight]:
-    sizes = dimension_sizes(architecture)
-    num_groups = architecture.num_key_value_heads
-
     for row in rows:
         if row.place is not place or not row.applies(architecture, layer):
             continue
         tensors = []
-        for pattern, dims in row.tensors:
-            shape = tuple(sizes[letter] for letter in dims.split())
-            name = pattern.format(layer=layer, expert=expert)
-            tensors.append(HFTensor(name, shape, _view(row.cut, shape, num_groups)))
+        for entry in row.tensors:
+            # Layers have the same structure, so geometries are made once.
+            own = expert if isinstance(entry, TensorPart) and entry.takes_expert else None
+            key = entry, row.cut, own
+            if key not in geometries:
+                geometries[key] = _geometry(entry, row.cut, architecture, own)
+            tensors.append(HFTensor(_name(entry).format(layer=layer, expert=expert), *geometries[key]))
         yield Weight(
             megatron_name=row.megatron.format(layer=layer, expert=expert),
             place=place,
@@ -139,6 +221,26 @@ def _expand(
             dtype=row.dtype,
             trains=row.trains,
         )
+
+
+def _geometry(
+    entry: tuple[str, str] | TensorPart, cut: Cut, architecture: Architecture, expert: int | None
+) -> _Geometry:
+    sizes = dimension_sizes(architecture)
+    if isinstance(entry, TensorPart):
+        part = part_geometry(entry, sizes, expert)
+        return part.shape, part.view, part
+
+    shape = tuple(size_of(letter, sizes) for letter in entry[1].split())
+    return shape, _view(cut, shape, architecture.num_key_value_heads), None
+
+
+def entry_size(entry: tuple[str, str] | TensorPart, sizes: dict[str, int], place: StagePlacement) -> int:
+    """Return the number of elements that a tensor, or a part, contributes to one parameter."""
+    if not isinstance(entry, TensorPart):
+        return size_of(entry[1], sizes)
+    expert = 0 if place is StagePlacement.expert and entry.takes_expert else None
+    return prod(part_geometry(entry, sizes, expert).block)
 
 
 @lru_cache(maxsize=32)
@@ -155,6 +257,8 @@ def dimension_sizes(architecture: Architecture) -> dict[str, int]:
         "K": architecture.num_key_value_heads * architecture.head_dim,
         "D": architecture.head_dim,
         "1": 1,
+        "G": architecture.num_key_value_heads,
+        "R": architecture.num_attention_heads // architecture.num_key_value_heads,
         "E": architecture.num_experts,
         "M": experts.intermediate_size if experts else 0,
         "S": experts.shared_intermediate_size if experts else 0,

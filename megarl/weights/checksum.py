@@ -112,7 +112,7 @@ def shard_checksums(
             # Elements that several ranks hold must be counted once.
             if not piece.is_source:
                 continue
-            elements = parameter.view(piece.shard_view)[piece.shard.index].to(dtype)
+            elements = piece.in_hf_order(parameter.view(piece.shard_view)[piece.shard.index]).to(dtype)
             # The factor of an element depends on its position in the whole tensor, not in the shard.
             strides = row_major_strides(piece.hf_view)
             first = flat_index(piece.hf.starts, strides)

@@ -19,7 +19,7 @@ import torch
 from megarl.machine.files import whole_folder, write_whole
 from megarl.models.architecture import Architecture
 from megarl.models.families import CRITIC_CLASS, LM_CLASS, REWARD_CLASS, family_of
-from megarl.models.tensor_table import Head
+from megarl.models.tensor_table import Head, unique_tensors
 from megarl.weights.manifest import INDEX_FILE, SINGLE_FILE, manifest_of
 from megarl.weights.shard_layout import ShardLayout, held_weights
 from megarl.weights.tensors import Manifest, TensorMeta
@@ -121,12 +121,7 @@ def plan_files(
         room = 0
         # The layout describes one rank, but the stage holds the experts of all its ranks.
         layout = replace(layout, experts=range(architecture.num_experts))
-        for tensor in (
-            tensor
-            for weight in held_weights(architecture, layout, head)
-            if not weight.is_copy
-            for tensor in weight.tensors
-        ):
+        for tensor in unique_tensors(held_weights(architecture, layout, head)):
             nbytes = prod(tensor.shape) * dtype.itemsize
             if nbytes > room:
                 parts.append((stage, {}))

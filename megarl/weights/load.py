@@ -12,20 +12,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.models.architecture import Architecture
-from megarl.models.tensor_table import OUTPUT_LAYER, VALUE_HEAD_TENSOR, Head, Weight
+from megarl.models.tensor_table import OUTPUT_LAYER, VALUE_HEAD_TENSOR, Head, Weight, stored_weights
 from megarl.weights.manifest import (
     CheckpointIndex,
     check_index,
     check_tied_head,
     check_value_bias,
     is_harmless_extra,
-    manifest_of,
     read_checkpoint_index,
+    stored_manifest,
 )
+from megarl.weights.piece import Piece, axis_groups
 from megarl.weights.shard_layout import (
-    Piece,
     ShardLayout,
-    held_weights,
     padding,
     pieces,
     shard_shapes,
@@ -69,7 +68,7 @@ def load_into_shards(
     check_parameters(parameters, shard_shapes(architecture, layout, head))
 
     with _Reader(index) as reader, torch.no_grad():
-        for weight in held_weights(architecture, layout, head):
+        for weight in filter(layout.holds, stored_weights(architecture, head, index.tensors)):
             if weight.megatron_name == OUTPUT_LAYER and head == "value" and value_head == "initial":
                 continue
             _fill(parameters[weight.megatron_name], weight, layout, reader)
@@ -102,7 +101,7 @@ def check_headers(
 def _check_names(
     index: CheckpointIndex, architecture: Architecture, head: Head, value_head: ValueHead
 ) -> None:
-    manifest = dict(manifest_of(architecture, torch.float32, head))
+    manifest = dict(stored_manifest(index, architecture, head))
 
     # The caller initializes a new value head, whatever the folder contains.
     skips_head = head == "value" and value_head == "initial"
@@ -152,7 +151,7 @@ def _fill(parameter: torch.Tensor, weight: Weight, layout: ShardLayout, reader: 
     filled = []
 
     for piece in pieces(weight, layout):
-        shard[piece.shard.index].copy_(reader.read(piece))
+        shard[piece.shard.index].copy_(piece.in_shard_order(reader.read(piece)))
         filled.append(piece.shard)
 
     # Padding rows are zero, whatever the parameter contained before.
@@ -178,33 +177,42 @@ class _Reader(ExitStack):
         try:
             if stored.file not in self._opened:
                 self._opened[stored.file] = self.enter_context(safe_open(stored.file, framework="pt"))
-            slices = _stored_slices(piece, stored.shape)
-            name = piece.hf_name
-            # The tensor is part of a fused one: shift the slice to the expert and its first row.
-            if stored.fused is not None:
-                name = stored.fused.name
-                (expert, row) = stored.fused.start
-                slices = (
-                    slice(expert, expert + 1),
-                    slice(row + slices[0].start, row + slices[0].stop),
-                    *slices[1:],
-                )
-            rows = self._opened[stored.file].get_slice(name)[slices]
+            slices, view, index = _stored_slices(piece, stored.shape)
+            values = self._opened[stored.file].get_slice(piece.hf_name)[slices]
         except SafetensorError as error:
             raise WeightTransferError(f"{stored.file}: cannot read {piece.hf_name}: {error}") from error
 
-        return rows.view(piece.hf.shape)
+        return values.view(view)[index]
 
 
-def _stored_slices(piece: Piece, stored_shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return the piece in the coordinates of the stored tensor. The view may split its first dimension."""
-    num_split = len(piece.hf_view) - len(stored_shape) + 1
-    starts = piece.hf.starts[:num_split]
-    stops = piece.hf.stops[:num_split]
-    sizes = piece.hf_view[:num_split]
-    strides = [prod(sizes[dim + 1 :]) for dim in range(num_split)]
-    first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
-    last = sum((stop - 1) * stride for stop, stride in zip(stops, strides, strict=True))
-    assert last - first + 1 == prod(piece.hf.shape[:num_split]), f"{piece} is not a range of rows"
+def _stored_slices(
+    piece: Piece, stored_shape: tuple[int, ...]
+) -> tuple[tuple[slice, ...], tuple[int, ...], tuple[slice, ...]]:
+    """Return the smallest slice of the stored tensor that contains the piece, and where it lies there.
 
-    return (slice(first, last + 1), *piece.hf.index[num_split:])
+    Returns:
+        The slice of the stored tensor, the view of its elements, and the slice of that view.
+    """
+    slices = []
+    view = list(piece.hf.shape)
+    index = [slice(None)] * len(view)
+
+    for group in axis_groups(stored_shape, piece.hf_view):
+        # Axes of which the piece has one element need not be read completely.
+        start = 0
+        outer = 0
+        while outer < len(group) - 1 and piece.hf.shape[group[outer]] == 1:
+            start = start * piece.hf_view[group[outer]] + piece.hf.starts[group[outer]]
+            outer += 1
+
+        # The others are read completely, except the first of them.
+        axis = group[outer]
+        inner = group[outer + 1 :]
+        stride = prod(piece.hf_view[each] for each in inner)
+        start = (start * piece.hf_view[axis] + piece.hf.starts[axis]) * stride
+        slices.append(slice(start, start + piece.hf.shape[axis] * stride))
+        for each in inner:
+            view[each] = piece.hf_view[each]
+            index[each] = piece.hf.index[each]
+
+    return tuple(slices), tuple(view), tuple(index)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +19,8 @@ from megarl.models.tensor_table import (
     VALUE_HEAD_TENSOR,
     Head,
     Weight,
+    stored_weights,
+    unique_tensors,
     weights_of,
 )
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
@@ -30,22 +31,7 @@ _LFS = b"version https://git-lfs"
 # rows of each matrix in memory at a time, when a tied output layer is compared with the embedding
 _COMPARED_ROWS = 4096
 
-_FUSED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-class FusedSlice(NamedTuple):
-    """The part of a fused tensor that one expert's weight occupies.
-
-    Attributes:
-        name: The name of the fused tensor in the file.
-        shape: The shape of the fused tensor.
-        start: (expert, row) of the first element.
-    """
-
-    name: str
-    shape: tuple[int, int, int]
-    start: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +42,11 @@ class TensorInFile:
         file: The file that contains the tensor.
         shape: The shape of the tensor.
         dtype: The dtype as the format names it, such as BF16.
-        fused: Where the tensor lies, if the file stores the experts of a layer fused in one tensor.
     """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    fused: FusedSlice | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +75,12 @@ def manifest_of(architecture: Architecture, dtype: torch.dtype, head: Head = "lm
     }
 
 
+def stored_manifest(index: CheckpointIndex, architecture: Architecture, head: Head) -> Manifest:
+    """Return the tensors that a folder must have, which may hold experts fused, unlike `manifest_of`."""
+    weights = stored_weights(architecture, head, index.tensors)
+    return {tensor.name: TensorMeta(tensor.shape, torch.float32) for tensor in unique_tensors(weights)}
+
+
 def dtype_of(weight: Weight, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a parameter in a model of dtype `dtype`."""
     return dtype if weight.dtype is None else getattr(torch, weight.dtype)
@@ -98,8 +88,6 @@ def dtype_of(weight: Weight, dtype: torch.dtype) -> torch.dtype:
 
 def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
     """Read the headers of `model.safetensors`, or of the files listed in `model.safetensors.index.json`.
-
-    Experts that are stored fused are listed as separate tensors.
 
     Raises:
         WeightTransferError: There are no weights, a file is missing, truncated or corrupt, or the index
@@ -109,14 +97,10 @@ def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
     index_path = folder / INDEX_FILE
 
     if index_path.is_file():
-        return CheckpointIndex(
-            folder=folder, tensors=_with_separate_experts(_read_sharded(folder, index_path))
-        )
+        return CheckpointIndex(folder=folder, tensors=_read_sharded(folder, index_path))
 
     if (folder / SINGLE_FILE).is_file():
-        return CheckpointIndex(
-            folder=folder, tensors=_with_separate_experts(_read_header(folder / SINGLE_FILE))
-        )
+        return CheckpointIndex(folder=folder, tensors=_read_header(folder / SINGLE_FILE))
 
     raise WeightTransferError(
         f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; convert weights in another format to safetensors "
@@ -166,31 +150,6 @@ def _read_sharded(folder: Path, index_path: Path) -> dict[str, TensorInFile]:
             )
 
     return tensors
-
-
-def _with_separate_experts(tensors: dict[str, TensorInFile]) -> dict[str, TensorInFile]:
-    """List the experts of fused tensors as separate tensors.
-
-    transformers v5 keeps the E experts of a layer fused in two tensors in memory, `gate_up_proj` (E, 2M, H)
-    and `down_proj` (E, H, M). Programs that save this state without conversion write fused files.
-    """
-    separate: dict[str, TensorInFile] = {}
-    for name, stored in tensors.items():
-        prefix, found, what = name.rpartition(".mlp.experts.")
-        parts = _FUSED_EXPERTS.get(what, ())
-        if not found or not parts or len(stored.shape) != 3 or stored.shape[1] % len(parts):
-            separate[name] = stored
-            continue
-        # Each expert gets an entry of its own, as if the file stored it separately.
-        num_experts, rows, columns = stored.shape
-        each = rows // len(parts)
-        for expert in range(num_experts):
-            for number, part in enumerate(parts):
-                fused = FusedSlice(name, (num_experts, rows, columns), (expert, number * each))
-                own = TensorInFile(file=stored.file, shape=(each, columns), dtype=stored.dtype, fused=fused)
-                separate[f"{prefix}{found}{expert}.{part}.weight"] = own
-
-    return separate
 
 
 def _read_header(path: Path) -> dict[str, TensorInFile]:

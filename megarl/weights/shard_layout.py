@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
-from megarl.models.mapping import AXES, Cut, StagePlacement
-from megarl.models.tensor_table import Head, Weight, weights_of
-from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
+from megarl.models.mapping import AXES, Cut, StagePlacement, num_row_axes
+from megarl.models.tensor_part import PartGeometry
+from megarl.models.tensor_table import Head, Weight, hf_tensors, weights_of
+from megarl.weights.piece import Piece, rearranged_slices
+from megarl.weights.tensors import TensorSlice, WeightTransferError, chunks_fault, tiling_fault
+
+# Below this number, comparing all slices of a tensor is fast, and faults are described more precisely.
+_FEW_SLICES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,32 +77,6 @@ class ShardLayout:
 
         # A tied output layer on the stage of the embedding is the embedding's own parameter.
         return self.holds_output and not (weight.is_copy and self.holds_embedding)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A slice of a Hugging Face tensor, and the slice of equal shape of the shard that contains it.
-
-    Attributes:
-        hf_name: The name of the Hugging Face tensor.
-        hf_view: The row-major view of the whole tensor that `hf` refers to.
-        hf: The slice of the tensor.
-        shard_view: The row-major view of the rank's parameter that `shard` refers to.
-        shard: The slice of the parameter.
-        is_source: Whether these elements are gathered from this rank, among all ranks that hold them.
-    """
-
-    hf_name: str
-    hf_view: tuple[int, ...]
-    hf: TensorSlice
-    shard_view: tuple[int, ...]
-    shard: TensorSlice
-    is_source: bool
-
-    def __str__(self) -> str:
-        return f"{self.hf_name} {self.hf_view}{self.hf} -> {self.shard_view}{self.shard}" + (
-            "" if self.is_source else " (copy)"
-        )
 
 
 def model_layouts(
@@ -213,11 +192,10 @@ def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
         ValueError: Tensor parallelism does not divide the sharded dimension.
     """
     axes = AXES[weight.cut]
-    (size, _) = layout.cut_of(weight)
 
     # The shape of the whole parameter, in which the tensors are concatenated along one axis.
-    view = list(weight.tensors[0].view)
-    view[axes.join] = sum(tensor.view[axes.join] for tensor in weight.tensors)
+    view = list(weight.tensors[0].block)
+    view[axes.join] = sum(tensor.block[axes.join] for tensor in weight.tensors)
     if axes.cut is None:
         return tuple(view)
 
@@ -228,55 +206,80 @@ def shard_view(weight: Weight, layout: ShardLayout) -> tuple[int, ...]:
             )
         view[0] = layout.padded_vocab_size
 
-    if view[axes.cut] % size:
-        name = (
-            "expert_tensor_parallel_size" if weight.place is StagePlacement.expert else "tensor_parallel_size"
-        )
-        unit = (
-            "key-value heads"
-            if weight.cut is Cut.qkv
-            else "rows"
-            if axes.cut == 0 or weight.cut is Cut.gated
-            else "columns"
-        )
-        raise ValueError(
-            f"{weight.megatron_name}: {view[axes.cut]} {unit} cannot be sharded by {name} {size}; choose a "
-            f"size that divides {view[axes.cut]}"
-        )
+    # Tensors that are stacked after they were sharded must divide one by one.
+    (size, _) = layout.cut_of(weight)
+    is_stacked = weight.cut is Cut.stacked
+    lengths = [tensor.block[axes.cut] for tensor in weight.tensors] if is_stacked else [view[axes.cut]]
+    for length in lengths:
+        _check_division(weight, length, size)
 
     view[axes.cut] //= size
     return tuple(view)
+
+
+def _check_division(weight: Weight, length: int, size: int) -> None:
+    if length % size == 0:
+        return
+
+    name = "expert_tensor_parallel_size" if weight.place is StagePlacement.expert else "tensor_parallel_size"
+    unit = "columns" if weight.cut is Cut.row else "key-value heads" if weight.cut is Cut.qkv else "rows"
+    raise ValueError(
+        f"{weight.megatron_name}: {length} {unit} cannot be sharded by {name} {size}; choose a size that "
+        f"divides {length}"
+    )
 
 
 def pieces(weight: Weight, layout: ShardLayout) -> tuple[Piece, ...]:
     """Return where each Hugging Face tensor of `weight` lies in the rank's shard.
 
     Tensors of which the rank holds nothing are omitted.
+
+    Raises:
+        ValueError: Tensor parallelism does not divide the sharded dimension.
     """
+    return tuple(piece for _, piece in numbered_pieces(weight, layout))
+
+
+def numbered_pieces(weight: Weight, layout: ShardLayout) -> Iterator[tuple[int, Piece]]:
+    """Yield the pieces of `weight` with their index in `weight.tensors`. See `pieces`."""
     axes = AXES[weight.cut]
-    (_, rank) = layout.cut_of(weight)
+    (size, rank) = layout.cut_of(weight)
     view = shard_view(weight, layout)
 
     # All tensor-parallel ranks hold the whole of a replicated parameter, and rank 0 is the source.
     is_source = not weight.is_copy and (axes.cut is not None or rank == 0)
-    found = []
     joined = 0
 
-    for tensor in weight.tensors:
-        hf = TensorSlice.whole(tensor.view)
+    for number, tensor in enumerate(weight.tensors):
+        block = TensorSlice.whole(tensor.block)
         shard = TensorSlice.whole(view)
-        if len(weight.tensors) > 1:
-            shard = shard.along(axes.join, joined, joined + tensor.view[axes.join])
-            joined += tensor.view[axes.join]
         if axes.cut is not None:
+            # Every tensor is sharded like the parameter, except stacked ones, which differ in size.
+            each = tensor.block[axes.cut] // size if weight.cut is Cut.stacked else view[axes.cut]
             # A padded vocabulary is longer than the tensor, so the last ranks may hold fewer rows or none.
-            start, stop = (min((rank + end) * view[axes.cut], tensor.view[axes.cut]) for end in (0, 1))
-            hf = hf.along(axes.cut, start, stop)
+            start, stop = (min((rank + end) * each, tensor.block[axes.cut]) for end in (0, 1))
+            block = block.along(axes.cut, start, stop)
             shard = shard.along(axes.cut, 0, stop - start)
-        if hf.volume:
-            found.append(Piece(tensor.name, tensor.view, hf, view, shard, is_source))
+        if len(weight.tensors) > 1:
+            length = block.stops[axes.join] - block.starts[axes.join]
+            shard = shard.along(axes.join, joined, joined + length)
+            joined += length
+        if block.volume:
+            hf = block if tensor.part is None else _in_part(weight, tensor.part, block)
+            rearrangement = None if tensor.part is None else tensor.part.rearrangement
+            yield number, Piece(tensor.name, tensor.view, hf, view, shard, is_source, rearrangement)
 
-    return tuple(found)
+
+def _in_part(weight: Weight, part: PartGeometry, block: TensorSlice) -> TensorSlice:
+    """Return the slice of the view of a part's tensor that is the slice `block` of the part."""
+    whole = TensorSlice(part.starts, part.stops)
+    found = [hf for _, hf in rearranged_slices(part.rearrangement, whole, block)]
+    if len(found) != 1:
+        raise ValueError(
+            f"{weight.megatron_name}: {block} of {part.block} is not one slice of the Hugging Face tensor; "
+            "choose another tensor-parallel size"
+        )
+    return found[0]
 
 
 def padding(weight: Weight, layout: ShardLayout) -> TensorSlice | None:
@@ -284,7 +287,7 @@ def padding(weight: Weight, layout: ShardLayout) -> TensorSlice | None:
     if weight.cut is not Cut.vocabulary:
         return None
     view = shard_view(weight, layout)
-    used = min(max(weight.tensors[0].view[0] - layout.tensor_parallel_rank * view[0], 0), view[0])
+    used = min(max(weight.tensors[0].block[0] - layout.tensor_parallel_rank * view[0], 0), view[0])
     return TensorSlice.whole(view).along(0, used, view[0]) if used < view[0] else None
 
 
@@ -296,8 +299,7 @@ def shard_shapes(
     for weight in held_weights(architecture, layout, head):
         view = shard_view(weight, layout)
         # The view may split the first dimension; the parameter itself does not.
-        num_trailing = len(weight.tensors[0].shape) - 1
-        split = len(view) - num_trailing
+        split = num_row_axes(weight.cut)
         shapes[weight.megatron_name] = (prod(view[:split]), *view[split:])
 
     return shapes
@@ -334,12 +336,12 @@ def check_coverage(
             found[piece.hf_name].append(piece.hf)
 
     faults = []
-    for weight in weights_of(architecture, head):
-        if weight.is_copy:
-            continue
-        for tensor in weight.tensors:
-            if (fault := tiling_fault(tensor.view, found.pop(tensor.name, []))) is not None:
-                faults.append(f"{tensor.name}: {fault}")
+    for tensor in hf_tensors(architecture, head):
+        slices = found.pop(tensor.name, [])
+        # A tensor that holds many experts consists of many slices.
+        check = tiling_fault if len(slices) <= _FEW_SLICES else chunks_fault
+        if (fault := check(tensor.view, slices)) is not None:
+            faults.append(f"{tensor.name}: {fault}")
 
     # What remains belongs to no parameter of the model.
     faults += [f"{name}: not a tensor of the model" for name in found]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
+from megarl.weights.piece import Piece, in_shape, in_view
 from megarl.weights.schedule import Part
-from megarl.weights.shard_layout import Piece, ShardLayout, held_weights, pieces
-from megarl.weights.tensors import TensorSlice, flat_index, range_slices, row_major_strides
+from megarl.weights.shard_layout import ShardLayout, held_weights, numbered_pieces
+from megarl.weights.tensors import TensorSlice
 
 if TYPE_CHECKING:  # planning must not import torch
     import torch
@@ -58,8 +58,10 @@ class Shards:
 
     def regions(self, part: Part) -> Iterator[torch.Tensor]:
         """Yield views of parameters with the elements of `part`, in order. The rank must hold the part."""
-        name, view, regions = self._geometry.of(part)
-        parameter = self.parameters[name].detach().view(view)
+        name, piece, regions = self._geometry.of(part)
+        parameter = self.parameters[name].detach().view(piece.shard_view)
+        if piece.rearrangement is not None:
+            parameter = piece.in_hf_order(parameter[piece.shard.index])
         for region in regions:
             yield parameter[region]
 
@@ -69,23 +71,28 @@ class Shards:
 
 
 class _Geometry:
-    """Caches where each part lies: its parameter, the view of it, and slices of that view.
+    """Caches where each part lies: its parameter, its piece, and slices of the parameter.
 
     Every weight sync asks for the same parts, so the cache outlives a sync.
     """
 
-    def __init__(self, homes: Mapping[str, _Home]) -> None:
+    def __init__(self, homes: Mapping[str, list[_Home]]) -> None:
         self._homes = homes
-        self._found: dict[Part, tuple[str, tuple[int, ...], list[tuple[slice, ...]]]] = {}
+        self._found: dict[Part, tuple[str, Piece, list[tuple[slice, ...]]]] = {}
 
-    def of(self, part: Part) -> tuple[str, tuple[int, ...], list[tuple[slice, ...]]]:
+    def of(self, part: Part) -> tuple[str, Piece, list[tuple[slice, ...]]]:
+        """Return the name of the parameter, the piece, and slices.
+
+        The slices refer to the parameter in `piece.shard_view`, or to the piece in the order of the tensor if
+        the piece is rearranged.
+        """
         if part not in self._found:
-            name, piece, shape = self._homes[part.name]
-            slices = _in_view(part.tensor_slice, shape, piece.hf_view)
-            regions = [
-                tensor_slice.relative_to(piece.hf.starts, piece.shard.starts).index for tensor_slice in slices
-            ]
-            self._found[part] = name, tuple(piece.shard_view), regions
+            homes = self._homes[part.name]
+            slices = list(in_view(part.tensor_slice, homes[0].shape, homes[0].piece.hf_view))
+            name, piece, _ = next(home for home in homes if slices[0].intersect(home.piece.hf) == slices[0])
+            target = piece.shard.starts if piece.rearrangement is None else None
+            regions = [each.relative_to(piece.hf.starts, target).index for each in slices]
+            self._found[part] = name, piece, regions
         return self._found[part]
 
 
@@ -101,56 +108,31 @@ def held_slices(
 
     Tensors that other ranks hold as well are included: replicated tensors and the tied copy of the embedding.
     """
-    found: dict[str, tuple[TensorSlice, ...]] = {}
+    found: dict[str, list[TensorSlice]] = {}
 
-    # Layers have the same structure, and so do experts. Cache tensor indices and slices by what determines
-    # them.
-    by_structure: dict[tuple, list[tuple[int, TensorSlice]]] = {}
+    # Layers have the same structure, and so do experts. Cache slices by what determines them.
+    by_structure: dict[tuple, list[tuple[int, tuple[TensorSlice, ...]]]] = {}
     for weight in held_weights(architecture, layout, head):
-        names = [tensor.name for tensor in weight.tensors]
-        key = weight.cut, weight.place, tuple((tensor.view, tensor.shape) for tensor in weight.tensors)
+        key = weight.cut, weight.place, tuple(tensor[1:] for tensor in weight.tensors)
         if key not in by_structure:
-            numbered = [(names.index(piece.hf_name), piece) for piece in pieces(weight, layout)]
             by_structure[key] = [
-                (number, _in_shape(piece, weight.tensors[number].shape)) for number, piece in numbered
+                (number, in_shape(piece.hf, weight.tensors[number].shape, piece.hf_view))
+                for number, piece in numbered_pieces(weight, layout)
             ]
-        found |= {names[number]: (tensor_slice,) for number, tensor_slice in by_structure[key]}
+        for number, slices in by_structure[key]:
+            found.setdefault(weight.tensors[number].name, []).extend(slices)
 
-    return found
-
-
-def _homes(architecture: Architecture, layout: ShardLayout, head: Head) -> dict[str, _Home]:
-    return {
-        piece.hf_name: _Home(weight.megatron_name, piece, shape)
-        for weight in held_weights(architecture, layout, head)
-        for shapes in [{tensor.name: tensor.shape for tensor in weight.tensors}]
-        for piece in pieces(weight, layout)
-        for shape in [shapes[piece.hf_name]]
-    }
+    # A rank may hold the embedding, and its copy in the output layer.
+    return {name: tuple(dict.fromkeys(slices)) for name, slices in found.items()}
 
 
-def _in_shape(piece: Piece, shape: Sequence[int]) -> TensorSlice:
-    """Return the piece in the coordinates of its tensor, in which it is a range of rows.
-
-    The view may have split the first dimension of the tensor.
-    """
-    num_split = len(piece.hf_view) - len(shape) + 1
-    sizes = piece.hf_view[:num_split]
-    starts = piece.hf.starts[:num_split]
-    stops = piece.hf.stops[:num_split]
-    strides = row_major_strides(sizes)
-    first = flat_index(starts, strides)
-    last = sum((stop - 1) * stride for stop, stride in zip(stops, strides, strict=True))
-    assert last - first + 1 == prod(piece.hf.shape[:num_split]), f"{piece} is not a range of rows"
-
-    return TensorSlice((first, *piece.hf.starts[num_split:]), (last + 1, *piece.hf.stops[num_split:]))
-
-
-def _in_view(tensor_slice: TensorSlice, shape: Sequence[int], view: Sequence[int]) -> Iterator[TensorSlice]:
-    """Yield the elements of a slice as slices of the view, in the same order."""
-    num_split = len(view) - len(shape) + 1
-    for rows in range_slices(view[:num_split], tensor_slice.starts[0], tensor_slice.stops[0]):
-        yield TensorSlice((*rows.starts, *tensor_slice.starts[1:]), (*rows.stops, *tensor_slice.stops[1:]))
+def _homes(architecture: Architecture, layout: ShardLayout, head: Head) -> dict[str, list[_Home]]:
+    homes: dict[str, list[_Home]] = {}
+    for weight in held_weights(architecture, layout, head):
+        for number, piece in numbered_pieces(weight, layout):
+            home = _Home(weight.megatron_name, piece, weight.tensors[number].shape)
+            homes.setdefault(piece.hf_name, []).append(home)
+    return homes
 
 
 def slices_by_rank(

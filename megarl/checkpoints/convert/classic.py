@@ -25,6 +25,7 @@ from megarl.machine.errors import CheckpointError
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight
+from megarl.weights.piece import Piece
 from megarl.weights.shard_layout import ShardLayout, held_weights, pieces, shard_shapes
 
 # The second name is used if the distributed optimizer is in separate files.
@@ -319,12 +320,11 @@ def _stored_pieces(stage: _Stage, weight: Weight) -> Iterator[tuple[str, torch.d
     dtype = stage.file.chunks[stage.chunk][stage.names[weight.megatron_name]].dtype
     for part in pieces(weight, stage.layout):
         if part.is_source:
-            opened = partial(_open, stage, weight, part.shard_view, part.shard.index)
-            yield part.hf_name, dtype, StoredPiece(place=part.hf, open=opened)
+            yield part.hf_name, dtype, StoredPiece(place=part.hf, open=partial(_open, stage, weight, part))
 
 
-def _open(stage: _Stage, weight: Weight, view: tuple[int, ...], slices: tuple[slice, ...]) -> torch.Tensor:
-    return stage.open(weight).view(view)[slices]
+def _open(stage: _Stage, weight: Weight, piece: Piece) -> torch.Tensor:
+    return piece.in_hf_order(stage.open(weight).view(piece.shard_view)[piece.shard.index])
 
 
 def _check_copies(stages: Sequence[_Stage], architecture: Architecture, head: Head) -> None:
@@ -339,7 +339,7 @@ def _check_copies(stages: Sequence[_Stage], architecture: Architecture, head: He
             if len(parts) != 1:  # several tensors in one, which are sharded, or only padding
                 continue
             # The first rank that has a piece determines what all later ones must equal.
-            elements = _open(stage, weight, parts[0].shard_view, parts[0].shard.index)
+            elements = _open(stage, weight, parts[0])
             other, held, expected = first.setdefault(
                 (parts[0].hf_name, parts[0].hf.starts), (stage, weight, elements)
             )

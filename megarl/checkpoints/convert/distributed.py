@@ -26,8 +26,9 @@ from megarl.checkpoints.torch_file import refuse_code
 from megarl.machine.errors import CheckpointError
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
-from megarl.models.mapping import Cut
+from megarl.models.mapping import Cut, num_row_axes
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight, weights_of
+from megarl.weights.piece import EqualSlices, Piece
 from megarl.weights.shard_layout import pieces, shard_view, whole_layout
 from megarl.weights.tensors import TensorSlice, range_slices
 
@@ -251,15 +252,14 @@ def _stored_pieces(
         first_row = 0
         for region in view_regions(view, shape, tensor_slice):
             # Each region of the view consists of whole, consecutive rows of the chunk.
-            num_rows = prod(region.shape[: len(view) - len(shape) + 1])
+            num_rows = prod(region.shape[: num_row_axes(weight.cut)])
             for part in parts:
                 if (common := region.intersect(part.shard)) is None:
                     continue
-                found = common.relative_to(part.shard.starts, part.hf.starts)
-                opened = partial(
-                    _open, index, place, chunk, (first_row, first_row + num_rows), region, common
-                )
-                yield part.hf_name, StoredPiece(place=found, open=opened)
+                for match in part.matches(common):
+                    rows = first_row, first_row + num_rows
+                    opened = partial(_open, index, place, chunk, rows, region, part, match)
+                    yield part.hf_name, StoredPiece(place=match.hf, open=opened)
             first_row += num_rows
 
 
@@ -274,7 +274,7 @@ def _check_shape(
     # The stored vocabulary may be padded to any number of rows.
     has_more_rows = weight.cut is Cut.vocabulary and tensor.shape[0] >= architecture.vocab_size
     view = shard_view(weight, whole_layout(architecture, tensor.shape[0] if has_more_rows else None))
-    num_split = len(view) - len(weight.tensors[0].shape) + 1
+    num_split = num_row_axes(weight.cut)
     expected = (*place.sizes, prod(view[:num_split]), *view[num_split:])
 
     if tensor.shape != expected:
@@ -305,10 +305,12 @@ def _open(
     chunk: StoredChunk,
     rows: tuple[int, int],
     region: TensorSlice,
-    common: TensorSlice,
+    piece: Piece,
+    match: EqualSlices,
 ) -> torch.Tensor:
     # Select the layer, and the expert, from the chunk that stacks them.
     stored = read_chunk(index, place.key, chunk)
     for number, first in zip(place.leading, chunk.offsets, strict=False):
         stored = stored[number - first]
-    return stored[rows[0] : rows[1]].reshape(region.shape)[common.relative_to(region.starts).index]
+    elements = stored[rows[0] : rows[1]].reshape(region.shape)[match.shard.relative_to(region.starts).index]
+    return piece.in_hf_order(elements, match.hf)

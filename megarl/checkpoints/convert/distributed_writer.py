@@ -41,7 +41,7 @@ from megarl.checkpoints.torch_dist import BACKEND_FILE, TORCH_DIST, StoredChunk
 from megarl.checkpoints.torch_dist_writer import ItemToWrite, WrittenItem, write_index, write_items
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
-from megarl.models.mapping import Cut
+from megarl.models.mapping import Cut, num_row_axes
 from megarl.models.tensor_table import Head, Weight
 from megarl.weights.hf_folder import copy_companions
 from megarl.weights.shard_layout import (
@@ -150,7 +150,7 @@ class _Writer:
         ]
 
         # A slice of a single Hugging Face tensor can be used memory-mapped, without a copy.
-        if len(parts) == 1 and parts[0][1] == tensor_slice:
+        if len(parts) == 1 and parts[0][1] == tensor_slice and parts[0][0].rearrangement is None:
             piece = parts[0][0]
             place = tensor_slice.relative_to(piece.shard.starts, piece.hf.starts)
             return tensors[piece.hf_name].block(place, self._dtype, room.tensor)
@@ -161,8 +161,9 @@ class _Writer:
             block.zero_()
 
         for piece, common in parts:
-            place = common.relative_to(piece.shard.starts, piece.hf.starts)
-            tensors[piece.hf_name].fill(block[common.relative_to(tensor_slice.starts).index], place)
+            for match in piece.matches(common):
+                target = block[match.shard.relative_to(tensor_slice.starts).index]
+                tensors[piece.hf_name].fill(piece.in_hf_order(target, match.hf), match.hf)
 
         return block
 
@@ -290,22 +291,32 @@ def _items(
 def _slices(weight: Weight, layout: ShardLayout, max_volume: int) -> Iterator[TensorSlice]:
     """Yield slices of whole rows that are contiguous in the memory of the shard."""
     view = shard_view(weight, layout)
-    # Gate and up are not adjacent in the whole tensor, so they cannot share a chunk.
-    parts = (
-        [TensorSlice.whole(view).along(0, half, half + 1) for half in range(view[0])]
-        if weight.cut is Cut.gated
-        else [TensorSlice.whole(view)]
-    )
+    # Tensors that are sharded separately are not adjacent in the whole tensor, so they cannot share a chunk.
+    parts = [TensorSlice.whole(view)]
+    if weight.cut is Cut.gated:
+        parts = [parts[0].along(0, half, half + 1) for half in range(view[0])]
+    elif weight.cut is Cut.stacked:
+        parts = [parts[0].along(0, start, stop) for start, stop, _ in _stacked_rows(weight, layout)]
 
     for part in parts:
         for _, block in contiguous_blocks(part.shape, max_volume):
             tensor_slice = block.relative_to((0,) * len(view), part.starts)
-            if len(weight.tensors[0].shape) > 1 and tensor_slice.shape[-1] != view[-1]:
+            if len(view) > num_row_axes(weight.cut) and tensor_slice.shape[-1] != view[-1]:
                 raise ValueError(
                     f"{weight.megatron_name}: a row of {view[-1]} elements does not fit into an item of "
                     f"{max_volume}"
                 )
             yield tensor_slice
+
+
+def _stacked_rows(weight: Weight, layout: ShardLayout) -> Iterator[tuple[int, int, int]]:
+    """Yield (first row in the shard, end in the shard, first row in the whole tensor) of stacked tensors."""
+    size, rank = layout.cut_of(weight)
+    start = 0
+    for tensor in weight.tensors:
+        each = tensor.block[0] // size
+        yield start, start + each, start * size + rank * each
+        start += each
 
 
 def _place(
@@ -318,8 +329,7 @@ def _place(
     """
     size, rank = layout.cut_of(weight)
     view = shard_view(weight, layout)
-    num_trailing = len(weight.tensors[0].shape) - 1
-    num_leading = len(view) - num_trailing
+    num_leading = num_row_axes(weight.cut)
     leading = view[:num_leading]
     trailing = view[num_leading:]
     num_rows = prod(leading)
@@ -334,6 +344,13 @@ def _place(
     elif weight.cut is Cut.gated:
         shape[0] = size * num_rows
         offsets[0] = tensor_slice.starts[0] * size * leading[1] + rank * leading[1] + tensor_slice.starts[1]
+    elif weight.cut is Cut.stacked:
+        shape[0] = size * num_rows
+        offsets[0] = next(
+            whole + first_row - start
+            for start, stop, whole in _stacked_rows(weight, layout)
+            if start <= first_row < stop
+        )
     elif weight.cut is not Cut.replicated:
         shape[0] = size * num_rows
         offsets[0] = rank * num_rows + first_row

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -28,8 +29,16 @@ from megarl.checkpoints.convert.streaming import (
     no_progress,
 )
 from megarl.checkpoints.torch_file import mapped
+from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
-from megarl.models.tensor_table import VALUE_BIAS_TENSOR, VALUE_HEAD_TENSOR, Head, weights_of
+from megarl.models.tensor_table import (
+    VALUE_BIAS_TENSOR,
+    VALUE_HEAD_TENSOR,
+    Head,
+    HFTensor,
+    stored_weights,
+    weights_of,
+)
 from megarl.weights.hf_folder import (
     DEFAULT_FILE_BYTES,
     FilePlan,
@@ -40,16 +49,18 @@ from megarl.weights.hf_folder import (
 )
 from megarl.weights.manifest import (
     TORCH_DTYPES,
-    TensorInFile,
+    CheckpointIndex,
     check_index,
     check_tied_head,
     check_value_bias,
     is_harmless_extra,
-    manifest_of,
     read_checkpoint_index,
+    stored_manifest,
 )
+from megarl.weights.piece import EqualSlices, Piece
 from megarl.weights.safetensors_file import SafetensorsFile
-from megarl.weights.shard_layout import whole_layout
+from megarl.weights.shard_layout import numbered_pieces, whole_layout
+from megarl.weights.shard_layout import pieces as shard_pieces
 from megarl.weights.tensors import ChunkMeta, TensorMeta, TensorSlice, contiguous_blocks
 
 _JOB_BYTES = 64 * 2**20  # part of a tensor written by one thread
@@ -67,7 +78,7 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
     head: Head = "value" if VALUE_HEAD_TENSOR in index.tensors else "lm"
     check_index(
         index,
-        manifest_of(architecture, torch.float32, head),
+        stored_manifest(index, architecture, head),
         lambda name: is_harmless_extra(name, architecture, head),
     )
     # A stored copy of the tied head must equal the embedding, or one of the two would be lost.
@@ -77,16 +88,7 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
         check_value_bias(index)
     # Read each header once, however many tensors its file has.
     starts = {file: _data_starts(file) for file in {stored.file for stored in index.tensors.values()}}
-    pieces: dict[str, list[StoredPiece]] = {}
-    dtypes = {}
-
-    for weight in weights_of(architecture, head):
-        for hf in weight.tensors:
-            stored = index.tensors[hf.name]
-            dtypes[hf.name] = TORCH_DTYPES[stored.dtype]
-            start = _start(starts[stored.file], hf.name, stored, dtypes[hf.name])
-            opened = partial(mapped, stored.file, start, hf.view, dtypes[hf.name])
-            pieces[hf.name] = [StoredPiece(place=TensorSlice.whole(hf.view), open=opened)]
+    dtypes, pieces = _stored_pieces(index, architecture, head, starts)
 
     return ModelSource(
         folder=folder,
@@ -99,11 +101,54 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
     )
 
 
-def _start(starts: Mapping[str, int], name: str, stored: TensorInFile, dtype: torch.dtype) -> int:
-    if stored.fused is None:
-        return starts[name]
-    (expert, row), (_, rows, columns) = stored.fused.start, stored.fused.shape
-    return starts[stored.fused.name] + (expert * rows + row) * columns * dtype.itemsize
+def _stored_pieces(
+    index: CheckpointIndex, architecture: Architecture, head: Head, starts: Mapping[Path, Mapping[str, int]]
+) -> tuple[dict[str, torch.dtype], dict[str, list[StoredPiece]]]:
+    """Return the dtype and the pieces of each tensor, which the folder may store in other tensors."""
+    dtypes: dict[str, torch.dtype] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
+    layout = whole_layout(architecture)
+    own_weights = weights_of(architecture, head)
+    read_weights = stored_weights(architecture, head, index.tensors)
+
+    def opened(hf: HFTensor) -> Callable[[], torch.Tensor]:
+        stored = index.tensors[hf.name]
+        return partial(mapped, stored.file, starts[stored.file][hf.name], hf.view, TORCH_DTYPES[stored.dtype])
+
+    for own, read in zip(own_weights, read_weights, strict=True):
+        if own is read or own.tensors == read.tensors:
+            for hf in own.tensors:
+                dtypes[hf.name] = TORCH_DTYPES[index.tensors[hf.name].dtype]
+                pieces[hf.name] = [StoredPiece(place=TensorSlice.whole(hf.view), open=opened(hf))]
+            continue
+
+        # The same parameter consists of these tensors and of those: equal elements lie at the same place.
+        for (number, stored_piece), piece in product(
+            numbered_pieces(read, layout), shard_pieces(own, layout)
+        ):
+            common = stored_piece.shard.intersect(piece.shard)
+            if common is None:
+                continue
+            open_whole = opened(read.tensors[number])
+            dtypes[piece.hf_name] = TORCH_DTYPES[index.tensors[stored_piece.hf_name].dtype]
+            for match in stored_piece.matches(common):
+                (place,) = piece.matches(match.shard)
+                pieces.setdefault(piece.hf_name, []).append(
+                    StoredPiece(
+                        place=place.hf, open=partial(_open_other, open_whole, stored_piece, match, piece)
+                    )
+                )
+
+    return dtypes, pieces
+
+
+def _open_other(
+    open_whole: Callable[[], torch.Tensor], stored: Piece, match: EqualSlices, piece: Piece
+) -> torch.Tensor:
+    elements = open_whole()[match.hf.index]
+    if stored.rearrangement is not None:
+        elements = elements.permute(stored.rearrangement.order).reshape(match.shard.shape)
+    return piece.in_hf_order(elements)
 
 
 def _data_starts(file: Path) -> dict[str, int]:

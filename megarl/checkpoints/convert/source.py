@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoints.torch_dist import chunks_fault
 from megarl.machine.errors import CheckpointError
 from megarl.models.architecture import Architecture
-from megarl.models.tensor_table import Head, HFTensor, weights_of
-from megarl.weights.tensors import TensorSlice
+from megarl.models.tensor_table import Head, HFTensor, hf_tensors
+from megarl.weights.tensors import TensorSlice, chunks_fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,15 +135,10 @@ def checked_tensors(
     Raises CheckpointError unless the pieces contain each element exactly once.
     """
     tensors = {}
-    for weight in weights_of(architecture, head):
-        if weight.is_copy:
-            continue
-        for hf in weight.tensors:
-            found = pieces.get(hf.name, [])
-            if (fault := chunks_fault(hf.view, [piece.place for piece in found])) is not None:
-                raise CheckpointError(
-                    f"{folder}: {hf.name} of {weight.megatron_name} is not stored exactly once: {fault}"
-                )
-            tensors[hf.name] = SourceTensor(hf=hf, dtype=dtypes[hf.name], pieces=tuple(found))
+    for hf in hf_tensors(architecture, head):
+        found = pieces.get(hf.name, [])
+        if (fault := chunks_fault(hf.view, [piece.place for piece in found])) is not None:
+            raise CheckpointError(f"{folder}: {hf.name} is not stored exactly once: {fault}")
+        tensors[hf.name] = SourceTensor(hf=hf, dtype=dtypes[hf.name], pieces=tuple(found))
 
     return tensors

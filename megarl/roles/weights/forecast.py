@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from megarl.config.schema import Device, ParallelConfig, PPOConfig, Transport
 from megarl.models.architecture import Architecture
-from megarl.models.tensor_table import weights_of
+from megarl.models.tensor_table import hf_tensors
 from megarl.placement.memory import weight_bytes
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.transport import choose_transport
@@ -164,7 +164,4 @@ def _padded(rows: int, unit: int) -> int:
 
 def _shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor once, in sending order."""
-    weights = weights_of(architecture, "lm")
-    return {
-        tensor.name: tensor.shape for weight in weights if not weight.is_copy for tensor in weight.tensors
-    }
+    return {tensor.name: tensor.shape for tensor in hf_tensors(architecture, "lm")}

@@ -21,10 +21,10 @@ from megarl.checkpoints.role_folder import (
     read_manifest,
     write_manifest,
 )
-from megarl.checkpoints.torch_dist import TORCH_DIST, chunks_fault, read_chunk, read_index
+from megarl.checkpoints.torch_dist import TORCH_DIST, read_chunk, read_index
 from megarl.checkpoints.torch_file import refuse_code
 from megarl.machine.errors import CheckpointError
-from megarl.weights.tensors import TensorSlice
+from megarl.weights.tensors import TensorSlice, chunks_fault
 
 LAYOUT = Layout(
     tensor_parallel_size=1,
