@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from megarl.machine.garbage import collect_rarely
 from tests import fork_server
 from tests.ranks import RankPool
 
@@ -48,6 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+    collect_rarely()
     gc.enable()
 
 

@@ -21,6 +21,7 @@ from megarl.cli.parser import build_parser
 from megarl.cli.run.context import RunContext, RunFailedError
 from megarl.cli.run.termination import INTERRUPTED, ends_by_signal
 from megarl.machine.errors import ConfigError
+from megarl.machine.garbage import collect_rarely
 from megarl.machine.reaper import end_processes_of, owned_processes
 
 # Commands whose processes end with them. `launch` ends its node's processes itself, and a submitted job
@@ -45,6 +46,7 @@ USER_ERROR = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. A wrong command line exits in argparse, with code 2."""
+    collect_rarely()
     parser = build_parser()
     if not (sys.argv[1:] if arguments is None else arguments) and "_ARGCOMPLETE" not in os.environ:
         parser.print_help(sys.stderr)

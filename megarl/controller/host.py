@@ -33,6 +33,7 @@ from megarl.controller.messages import (
     qualified_name,
 )
 from megarl.machine.errors import hint_of
+from megarl.machine.garbage import long_lived
 from megarl.machine.ports import hold_port, own_address
 from megarl.machine.processors import usable_cores
 from megarl.machine.reaper import OWNER, start_reaper
@@ -108,7 +109,8 @@ class WorkerHost:
         # Defaults come last, since they do not override existing values.
         fill_in(os.environ, self._location.node, use_gpu)
 
-        return self._record(CONSTRUCTION, lambda: self._construct(workers, identity, owner))
+        with long_lived():
+            return self._record(CONSTRUCTION, lambda: self._construct(workers, identity, owner))
 
     def _construct(self, workers: bytes, identity: RankIdentity, owner: str) -> None:
         # Start the reaper first: a constructor may start processes that have to end with this one.

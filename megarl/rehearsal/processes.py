@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 
+from megarl.machine.garbage import long_lived
 from megarl.rehearsal.guard import load_guard
 from megarl.rehearsal.record import RankProgress, RankRecord, RankRequest, RehearsalError
 
@@ -72,9 +73,10 @@ def make_ready() -> None:
     """Load the guard and the engine in a process that has not imported torch."""
     os.environ["OMP_NUM_THREADS"] = "1"
     load_guard()
-    from megarl.rehearsal import rank
+    with long_lived():
+        from megarl.rehearsal import rank
 
-    rank.prepare()
+        rank.prepare()
 
 
 def _serve(

@@ -10,16 +10,15 @@ a time and all ranks are always busy.
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, prod
 from typing import NamedTuple
 
 from megarl.config.schema import Transport
+from megarl.machine.garbage import without_collections
 from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.tensors import TensorSlice, WeightTransferError, range_slices
 
@@ -108,25 +107,9 @@ def plan_transfer(
         WeightTransferError: A target needs elements that no source holds; the message names the tensors.
         ValueError: `message_numel` is too small for the number of ranks.
     """
-    with _without_collections():
+    # A plan consists of a million small tuples that stay alive.
+    with without_collections():
         return _plan(shapes, sources, targets, message_numel, list(loads or [0] * len(sources)))
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Disable garbage collection.
-
-    A plan consists of a million small tuples that stay alive. Scanning them for garbage takes as long as
-    creating them.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _plan(
