@@ -15,6 +15,7 @@ from megarl.models.glm import GLM4_MOE
 from megarl.models.llama import LLAMA
 from megarl.models.mixtral import MIXTRAL
 from megarl.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from megarl.models.unsupported import UNSUPPORTED
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
@@ -59,8 +60,9 @@ def read_architecture(path: str, trust_remote_code: bool = False) -> Architectur
     family = family_of(model_type)
 
     if family is None:
-        supported = f"the supported families are {', '.join((*FAMILIES, *_ALIASES))}"
-        raise ConfigError(str(file), [f"field 'model_type' is {model_type!r}; {supported}"])
+        raise ConfigError(
+            str(file), [f"field 'model_type' is {model_type!r}; {_why_unsupported(model_type)}"]
+        )
 
     # Run all checks before raising, so that the error lists every problem.
     architecture = family.read(reader)
@@ -71,6 +73,12 @@ def read_architecture(path: str, trust_remote_code: bool = False) -> Architectur
         raise ConfigError(str(file), reader.problems)
 
     return architecture
+
+
+def _why_unsupported(model_type: object) -> str:
+    supported = f"the supported families are {', '.join((*FAMILIES, *_ALIASES))}"
+    missing = UNSUPPORTED.get(model_type) if isinstance(model_type, str) else None
+    return f"megarl does not support {missing}; {supported}" if missing else supported
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -17,11 +17,13 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture, Experts, Llama3Scaling
 from megarl.models.counts import num_active_parameters, num_parameters
-from megarl.models.families import read_architecture
+from megarl.models.families import family_of, read_architecture
+from megarl.models.unsupported import UNSUPPORTED
 
 SIZES = {
     "hidden_size": 48,
@@ -309,6 +311,12 @@ def test_first_llama_files_leave_out_heads_and_rope(tmp_path: Path) -> None:
         ),
         (
             LLAMA31_V4,
+            {"model_type": "qwen3_next"},
+            "'model_type' is 'qwen3_next'; megarl does not support gated delta net layers; the supported",
+        ),
+        (LLAMA31_V4, {"model_type": ["llama"]}, "'model_type' is ['llama']; the supported families are"),
+        (
+            LLAMA31_V4,
             {"num_key_value_heads": 5},
             "'num_attention_heads' 32 is not a multiple of 'num_key_value_heads' 5",
         ),
@@ -387,3 +395,8 @@ def test_folder_without_a_readable_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="a JSON object, not list"):
         read_architecture(str(tmp_path))
+
+
+def test_unsupported_families_exist_and_are_not_supported() -> None:
+    assert UNSUPPORTED.keys() <= CONFIG_MAPPING_NAMES.keys()
+    assert [name for name in UNSUPPORTED if family_of(name) is not None] == []
