@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from megarl.machine.errors import RunError
+from megarl.weights.manifest import dtype_of
 from megarl.weights.shard_layout import held_weights, pieces
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import Manifest, contiguous_blocks, flat_index, row_major_strides
@@ -96,7 +97,7 @@ def shard_checksums(
 
     Args:
         shards: The parameters of the rank.
-        dtype: The dtype in which elements are compared.
+        dtype: The dtype of the model, in which elements are compared unless the table names another.
         dense: Whether to include tensors other than experts. Other ranks may hold copies of them.
         experts: Whether to include experts. Other ranks may hold copies of them.
 
@@ -112,7 +113,8 @@ def shard_checksums(
             # Elements that several ranks hold must be counted once.
             if not piece.is_source:
                 continue
-            elements = piece.in_hf_order(parameter.view(piece.shard_view)[piece.shard.index]).to(dtype)
+            block = parameter.view(piece.shard_view)[piece.shard.index]
+            elements = piece.in_hf_order(block).to(dtype_of(weight, dtype))
             # The factor of an element depends on its position in the whole tensor, not in the shard.
             strides = row_major_strides(piece.hf_view)
             first = flat_index(piece.hf.starts, strides)

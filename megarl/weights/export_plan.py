@@ -16,6 +16,7 @@ import torch
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
 from megarl.weights.hf_folder import DEFAULT_FILE_BYTES, FilePlan, plan_files
+from megarl.weights.message_words import shape_in_words, slices_in_words, word_counts, words_of_meta
 from megarl.weights.plan import (
     RankLocation,
     RankSlices,
@@ -31,11 +32,27 @@ from megarl.weights.tensors import ChunkMeta, range_slices
 
 
 class Window(NamedTuple):
-    """Consecutive elements of a file that fit in one message. The first and last tensor may be partial."""
+    """Consecutive elements of a file that fit in one message. The first and last tensor may be partial.
+
+    Attributes:
+        file: The file.
+        chunks: The chunks of tensors. Chunks of wide tensors are in words (see message_words.py).
+        is_last: Whether the file ends with this window.
+        dtype: The dtype of the messages.
+    """
 
     file: FilePlan
     chunks: tuple[ChunkMeta, ...]
     is_last: bool
+    dtype: torch.dtype
+
+    def words(self, name: str) -> int:
+        """Return the number of words of an element of a tensor."""
+        return words_of_meta(self.file.manifest[name], self.dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor in words."""
+        return shape_in_words(self.file.manifest[name].shape, self.words(name))
 
     @property
     def numel(self) -> int:
@@ -45,30 +62,39 @@ class Window(NamedTuple):
     def slices(self) -> TensorSlices:
         """The slices of each tensor that the window contains."""
         return {
-            name: tuple(range_slices(self.file.manifest[name].shape, offset, offset + numel))
+            name: tuple(range_slices(self.shape(name), offset, offset + numel))
             for name, offset, numel in self.chunks
         }
 
 
-def windows_of(file: FilePlan, max_numel: int) -> Iterator[Window]:
-    """Yield the windows of a file in order. All but the last have `max_numel` elements."""
+def windows_of(file: FilePlan, max_numel: int, dtype: torch.dtype) -> Iterator[Window]:
+    """Yield the windows of a file in order.
+
+    All but the last have `max_numel` words, or fewer if an element of several words does not fit.
+
+    Args:
+        file: The file.
+        max_numel: The number of words of a message.
+        dtype: The dtype of the messages.
+    """
     chunks: list[ChunkMeta] = []
     room = max_numel
 
     for name, meta in file.manifest.items():
         offset = 0
-        numel = prod(meta.shape)
+        words = words_of_meta(meta, dtype)
+        numel = prod(meta.shape) * words
         while offset < numel:
-            # A window ends when it is full, even in the middle of a tensor.
-            if room == 0:
-                yield Window(file, tuple(chunks), is_last=False)
+            # A window ends when it is full, even in the middle of a tensor, but not in an element.
+            if room < words:
+                yield Window(file, tuple(chunks), False, dtype)
                 chunks = []
                 room = max_numel
-            chunks.append(ChunkMeta(name, offset, min(room, numel - offset)))
+            chunks.append(ChunkMeta(name, offset, min(room // words * words, numel - offset)))
             offset += chunks[-1].numel
             room -= chunks[-1].numel
 
-    yield Window(file, tuple(chunks), is_last=True)
+    yield Window(file, tuple(chunks), True, dtype)
 
 
 class RankExport(NamedTuple):
@@ -79,7 +105,7 @@ class RankExport(NamedTuple):
         receives: What it receives, by source rank. It may be a source itself.
         windows: The windows of the files that it writes, in order.
         num_rounds: The number of rounds of the export.
-        dtype: The dtype of the messages and the files.
+        dtype: The dtype of the messages and of most tensors.
     """
 
     sends: TransferSchedules
@@ -97,7 +123,7 @@ class ExportPlan:
         files: The files of the folder.
         windows: The windows by the rank that writes them.
         transfer: What ranks send to each other; sources and targets are ranks.
-        dtype: The dtype of the messages and the files.
+        dtype: The dtype of the messages and of most tensors.
     """
 
     files: tuple[FilePlan, ...]
@@ -150,11 +176,12 @@ def plan_export(
     files = plan_files(architecture, [layouts[ranks[0]] for ranks in stages], dtype, head, max_file_bytes)
     turns = [cycle(ranks) for ranks in stages]
     max_numel = message_bytes // dtype.itemsize
+    counts = word_counts(architecture, dtype.itemsize, head)
 
-    if max_numel < 1:
+    if max_numel < max(counts.values(), default=1):
         raise ValueError(
-            f"a message of {message_bytes} bytes is too small for one {dtype} element; increase "
-            f"resharding.bucket_mb"
+            f"a message of {message_bytes} bytes is too small for one element of {dtype} or a wider dtype; "
+            f"increase resharding.bucket_mb"
         )
 
     windows: dict[int, tuple[Window, ...]] = {}
@@ -162,9 +189,9 @@ def plan_export(
     # The writers of a stage alternate, file by file.
     for file in files:
         writer = next(turns[file.stage])
-        windows[writer] = (*windows.get(writer, ()), *windows_of(file, max_numel))
+        windows[writer] = (*windows.get(writer, ()), *windows_of(file, max_numel, dtype))
 
-    held = slices_by_rank(architecture, layouts, head)
+    held = [slices_in_words(each, counts) for each in slices_by_rank(architecture, layouts, head)]
     return ExportPlan(files, windows, _plan_windows(windows, held, nodes, max_numel), dtype)
 
 
@@ -198,9 +225,7 @@ def _plan_windows(
         needed = {
             writer: window for writer, window in zip(windows, at_a_time, strict=True) if window is not None
         }
-        shapes = {
-            name: window.file.manifest[name].shape for window in needed.values() for name, *_ in window.chunks
-        }
+        shapes = {name: window.shape(name) for window in needed.values() for name, *_ in window.chunks}
         # Any rank may send, but only the writers of these windows receive.
         sources = [
             RankSlices(place, {name: slices[name] for name in shapes if name in slices})

@@ -122,7 +122,7 @@ def plan_files(
         # The layout describes one rank, but the stage holds the experts of all its ranks.
         layout = replace(layout, experts=range(architecture.num_experts))
         for tensor in unique_tensors(held_weights(architecture, layout, head)):
-            nbytes = prod(tensor.shape) * dtype.itemsize
+            nbytes = prod(tensor.shape) * whole[tensor.name].dtype.itemsize
             if nbytes > room:
                 parts.append((stage, {}))
                 room = max(max_file_bytes, nbytes)

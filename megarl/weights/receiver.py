@@ -6,13 +6,14 @@ The `EngineLink` that tells a rank how to receive its weights is sent as JSON.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megarl.weights.execution import PeerTransfers
 from megarl.weights.ipc import IPCAddress
+from megarl.weights.message_words import WordCounts, places_in_words, slices_in_words
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import TensorSlices
 from megarl.weights.schedule import Part, TransferSchedule
@@ -36,11 +37,13 @@ class EngineLink:
         place: The rank's endpoint.
         schedules: What it receives, by source rank as the endpoint numbers them.
         dtype: The dtype of the messages.
+        words: The numbers of words of tensors with a wider dtype (see message_words.py).
     """
 
     place: GroupEndpoint | DeviceEndpoint
     schedules: Mapping[int, TransferSchedule]
     dtype: torch.dtype
+    words: WordCounts = field(default_factory=dict)
 
     def open(self, device: torch.device) -> Receiver:
         """Connect to the trainers.
@@ -68,6 +71,7 @@ class EngineLink:
             },
             "num_rounds": {source: schedule.num_rounds for source, schedule in self.schedules.items()},
             "dtype": str(self.dtype).removeprefix("torch."),
+            "words": dict(self.words),
         }
 
     @classmethod
@@ -83,7 +87,8 @@ class EngineLink:
             for source, parts in encoded["schedules"].items()
         }
 
-        return cls(place(address(*first), second), schedules, getattr(torch, encoded["dtype"]))
+        dtype = getattr(torch, encoded["dtype"])
+        return cls(place(address(*first), second), schedules, dtype, encoded["words"])
 
 
 def encode_slice(tensor_slice: TensorSlice) -> list[list[int]]:
@@ -111,7 +116,12 @@ class WeightReceiver:
                 exactly once.
         """
         self.leave()
-        self._destinations = DestinationViews(PeerTransfers(link.schedules), needed, link.dtype, places)
+        self._destinations = DestinationViews(
+            PeerTransfers(link.schedules),
+            slices_in_words(needed, link.words),
+            link.dtype,
+            places_in_words(places, link.words, link.dtype),
+        )
         self._receiver = link.open(self._device)
 
     def begin(self, has_moved: bool = False) -> None:

@@ -41,7 +41,8 @@ class SafetensorsFile:
         self._starts: dict[str, int] = {}
         end = 0
 
-        for name, meta in manifest.items():
+        # Wide elements come first, so that every tensor starts at a multiple of its element size.
+        for name, meta in sorted(manifest.items(), key=lambda item: -item[1].dtype.itemsize):
             self._starts[name] = end
             end = end + prod(meta.shape) * meta.dtype.itemsize
             header[name] = {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
+from megarl.weights.message_words import WordCounts, shape_in_words, slice_in_words, word_counts
 from megarl.weights.piece import Piece, in_shape, in_view
 from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import ShardLayout, held_weights, numbered_pieces
@@ -48,18 +49,22 @@ class Shards:
     layout: ShardLayout
     head: Head = "lm"
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
-        return next(iter(self.parameters.values())).dtype
+        """The dtype of the model and of messages. A few parameters may have a wider one."""
+        return min((each.dtype for each in self.parameters.values()), key=lambda dtype: dtype.itemsize)
 
     @property
     def device(self) -> torch.device:
         return next(iter(self.parameters.values())).device
 
     def regions(self, part: Part) -> Iterator[torch.Tensor]:
-        """Yield views of parameters with the elements of `part`, in order. The rank must hold the part."""
+        """Yield views of parameters with the elements of `part`, in order. The rank must hold the part.
+
+        A part of a wide tensor is in words, and so are the views (see message_words.py).
+        """
         name, piece, regions = self._geometry.of(part)
-        parameter = self.parameters[name].detach().view(piece.shard_view)
+        parameter = self.parameters[name].detach().view(self.dtype).view(piece.shard_view)
         if piece.rearrangement is not None:
             parameter = piece.in_hf_order(parameter[piece.shard.index])
         for region in regions:
@@ -67,7 +72,7 @@ class Shards:
 
     @cached_property
     def _geometry(self) -> _Geometry:
-        return _geometry(self.architecture, self.layout, self.head)
+        return _geometry(self.architecture, self.layout, self.head, self.dtype.itemsize)
 
 
 class _Geometry:
@@ -97,8 +102,8 @@ class _Geometry:
 
 
 @lru_cache(maxsize=8)
-def _geometry(architecture: Architecture, layout: ShardLayout, head: Head) -> _Geometry:
-    return _Geometry(_homes(architecture, layout, head))
+def _geometry(architecture: Architecture, layout: ShardLayout, head: Head, word_bytes: int) -> _Geometry:
+    return _Geometry(_homes(architecture, layout, head, word_counts(architecture, word_bytes, head)))
 
 
 def held_slices(
@@ -126,13 +131,30 @@ def held_slices(
     return {name: tuple(dict.fromkeys(slices)) for name, slices in found.items()}
 
 
-def _homes(architecture: Architecture, layout: ShardLayout, head: Head) -> dict[str, list[_Home]]:
+def _homes(
+    architecture: Architecture, layout: ShardLayout, head: Head, words: WordCounts
+) -> dict[str, list[_Home]]:
     homes: dict[str, list[_Home]] = {}
     for weight in held_weights(architecture, layout, head):
         for number, piece in numbered_pieces(weight, layout):
             home = _Home(weight.megatron_name, piece, weight.tensors[number].shape)
-            homes.setdefault(piece.hf_name, []).append(home)
+            in_words = _in_words(home, words.get(piece.hf_name, 1))
+            homes.setdefault(piece.hf_name, []).append(in_words)
     return homes
+
+
+def _in_words(home: _Home, count: int) -> _Home:
+    if count == 1:
+        return home
+    assert home.piece.rearrangement is None, "words of an element must stay together"
+    piece = replace(
+        home.piece,
+        hf_view=shape_in_words(home.piece.hf_view, count),
+        hf=slice_in_words(home.piece.hf, count),
+        shard_view=shape_in_words(home.piece.shard_view, count),
+        shard=slice_in_words(home.piece.shard, count),
+    )
+    return _Home(home.megatron_name, piece, shape_in_words(home.shape, count))
 
 
 def slices_by_rank(

@@ -44,6 +44,7 @@ from megarl.models.counts import padded_vocab_size
 from megarl.models.mapping import Cut, num_row_axes
 from megarl.models.tensor_table import Head, Weight
 from megarl.weights.hf_folder import copy_companions
+from megarl.weights.manifest import dtype_of
 from megarl.weights.shard_layout import (
     ShardLayout,
     check_coverage,
@@ -85,7 +86,9 @@ def write_distributed(
     if source.architecture.experts:
         layout = replace(layout, expert_tensor_parallel_size=layout.tensor_parallel_size)
     files = plan_distributed(source.architecture, source.head, layout, dtype, max_item_bytes)
-    total = sum(prod(item.chunk) for file in files for item in file.items) * dtype.itemsize
+    total = sum(
+        prod(item.chunk) * dtype_of(item.weight, dtype).itemsize for file in files for item in file.items
+    )
     description = Description(head=source.head, dtype=str(dtype).removeprefix("torch."), layout=layout)
 
     with new_folder(folder, total) as unfinished:
@@ -125,14 +128,15 @@ class _Writer:
     def _note(self, item: WrittenItem) -> None:
         self.written.append(item)
         if isinstance(item.stored, StoredChunk):
-            self._report(prod(item.stored.shape) * self._dtype.itemsize)
+            assert item.dtype is not None
+            self._report(prod(item.stored.shape) * item.dtype.itemsize)
 
     def _items(self, file: PlannedFile, room: Room) -> Iterator[ItemToWrite]:
         for item in file.items:
             self._workers.check()
             elements = self._elements(item, room)
             # torch.save writes the whole storage of a tensor, even for a view of a part of it.
-            data = torch.frombuffer(bytes_of(elements), dtype=self._dtype).view(item.chunk)
+            data = torch.frombuffer(bytes_of(elements), dtype=elements.dtype).view(item.chunk)
             yield ItemToWrite(key=item.key, data=data, shape=item.shape, offsets=item.offsets)
         for key in file.objects:
             self._workers.check()
@@ -143,6 +147,7 @@ class _Writer:
         """Return the slice of the rank's shard, contiguous. Padding rows of the vocabulary are zero."""
         tensor_slice = item.tensor_slice
         tensors = self._source.tensors
+        dtype = dtype_of(item.weight, self._dtype)
         parts = [
             (piece, common)
             for piece in pieces(item.weight, item.layout)
@@ -153,9 +158,9 @@ class _Writer:
         if len(parts) == 1 and parts[0][1] == tensor_slice and parts[0][0].rearrangement is None:
             piece = parts[0][0]
             place = tensor_slice.relative_to(piece.shard.starts, piece.hf.starts)
-            return tensors[piece.hf_name].block(place, self._dtype, room.tensor)
+            return tensors[piece.hf_name].block(place, dtype, room.tensor)
 
-        block = room.tensor(tensor_slice.shape, self._dtype)
+        block = room.tensor(tensor_slice.shape, dtype)
         # The memory is reused for every block, so padding rows contain old values.
         if padding(item.weight, item.layout) is not None:
             block.zero_()
@@ -227,7 +232,7 @@ def plan_distributed(
     for number, rank in enumerate(ranks):
         objects = _objects(architecture, head, rank)
         for part, items in enumerate(
-            _fill_files(list(_items(architecture, head, rank, max_item_bytes // dtype.itemsize)), dtype)
+            _fill_files(list(_items(architecture, head, rank, max_item_bytes, dtype)), dtype)
         ):
             files.append(
                 PlannedFile(
@@ -268,12 +273,13 @@ def _objects(architecture: Architecture, head: Head, layout: ShardLayout) -> tup
 
 
 def _items(
-    architecture: Architecture, head: Head, layout: ShardLayout, max_volume: int
+    architecture: Architecture, head: Head, layout: ShardLayout, max_item_bytes: int, dtype: torch.dtype
 ) -> Iterator[PlannedItem]:
     for weight in held_weights(architecture, layout, head):
         # Weights that several ranks have are written by the first of them only.
         if weight.is_copy or (weight.cut is Cut.replicated and layout.tensor_parallel_rank > 0):
             continue
+        max_volume = max_item_bytes // dtype_of(weight, dtype).itemsize
         for tensor_slice in _slices(weight, layout, max_volume):
             shape, offsets, chunk = _place(architecture, weight, layout, tensor_slice)
             key, _, _ = stored_slice(architecture, weight)

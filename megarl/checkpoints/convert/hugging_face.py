@@ -192,7 +192,7 @@ def write_hugging_face(
     files = plan_files(
         source.architecture, [whole_layout(source.architecture)], dtype, source.head, max_shard_bytes
     )
-    total = sum(prod(meta.shape) * dtype.itemsize for file in files for meta in file.manifest.values())
+    total = sum(prod(meta.shape) * meta.dtype.itemsize for file in files for meta in file.manifest.values())
 
     with new_folder(folder, total) as unfinished:
         copy_companions(source.companions, unfinished, dtype, source.head)
@@ -233,7 +233,10 @@ class _Writer:
                     if name == VALUE_BIAS_TENSOR:
                         output.write(ChunkMeta(name, 0, 1), torch.zeros(1, dtype=self._dtype))
                     else:
-                        jobs[-1] += [partial(self._write_part, output, part) for part in self._parts(name)]
+                        dtype = file.manifest[name].dtype
+                        jobs[-1] += [
+                            partial(self._write_part, output, part, dtype) for part in self._parts(name)
+                        ]
             self._workers.run(in_turns(jobs))
         # Close the files on interrupts too.
         except BaseException:
@@ -249,11 +252,11 @@ class _Writer:
         for offset, place in contiguous_blocks(tensor.hf.view, _JOB_BYTES // self._dtype.itemsize):
             yield _Part(tensor=tensor, place=place, offset=offset)
 
-    def _write_part(self, output: SafetensorsFile, part: _Part, room: Room) -> None:
-        for first, inner in contiguous_blocks(part.place.shape, BLOCK_BYTES // self._dtype.itemsize):
+    def _write_part(self, output: SafetensorsFile, part: _Part, dtype: torch.dtype, room: Room) -> None:
+        for first, inner in contiguous_blocks(part.place.shape, BLOCK_BYTES // dtype.itemsize):
             # A failure of another thread stops this one between two blocks.
             self._workers.check()
             place = inner.relative_to((0,) * len(inner.starts), part.place.starts)
-            block = part.tensor.block(place, self._dtype, room.tensor).reshape(-1)
+            block = part.tensor.block(place, dtype, room.tensor).reshape(-1)
             output.write(ChunkMeta(part.tensor.hf.name, part.offset + first, block.numel()), block)
             self._report(block.nbytes)

@@ -12,6 +12,7 @@ import torch
 from megarl.machine.errors import CheckpointError
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head, HFTensor, hf_tensors
+from megarl.weights.message_words import word_counts
 from megarl.weights.tensors import TensorSlice, chunks_fault
 
 
@@ -112,9 +113,10 @@ class ModelSource:
 
     @property
     def single_dtype(self) -> torch.dtype:
-        """The dtype of all tensors. Raises CheckpointError if they have several."""
+        """The dtype of all tensors that have the model's. Raises CheckpointError if they have several."""
+        wide = word_counts(self.architecture, 1, self.head)
         for name, tensor in self.tensors.items():
-            if tensor.dtype != self.dtype:
+            if tensor.dtype != self.dtype and name not in wide:
                 raise CheckpointError(
                     f"{self.folder}: {name} is {tensor.dtype} and most other tensors are {self.dtype}; "
                     f"choose "

@@ -16,6 +16,7 @@ from megarl.models.tensor_table import hf_tensors
 from megarl.placement.memory import weight_bytes
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.transport import choose_transport
+from megarl.weights.message_words import shape_in_words, slices_in_words, word_counts
 from megarl.weights.plan import (
     RankLocation,
     RankSlices,
@@ -86,10 +87,14 @@ def forecast_weights(
     )
 
     # Plan the transfer schedules exactly as a run does.
+    words = word_counts(policy, element_bytes)
     plan = plan_transfer(
-        _shapes(policy),
-        [RankSlices(place, slices) for place, slices in zip(sources, held, strict=True)],
-        [RankSlices(place, slices) for place, slices in zip(targets, needed, strict=True)],
+        {name: shape_in_words(shape, words.get(name, 1)) for name, shape in _shapes(policy).items()},
+        [RankSlices(place, slices_in_words(each, words)) for place, each in zip(sources, held, strict=True)],
+        [
+            RankSlices(place, slices_in_words(each, words))
+            for place, each in zip(targets, needed, strict=True)
+        ],
         nbytes // element_bytes,
     )
 

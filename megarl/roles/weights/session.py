@@ -16,6 +16,7 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.messages import qualified_name
 from megarl.roles.rollout.replicas import is_dead_or_failed_start, results_of
 from megarl.roles.weights.source import WeightSource
+from megarl.weights.message_words import shape_in_words, slices_in_words
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import (
     RankLocation,
@@ -161,13 +162,16 @@ class TransferSession:
         """
         source = self._source
         return plan_transfer(
-            {name: meta.shape for name, meta in source.manifest.items()},
+            {
+                name: shape_in_words(meta.shape, source.words.get(name, 1))
+                for name, meta in source.manifest.items()
+            },
             [
-                RankSlices(place, slices)
+                RankSlices(place, slices_in_words(slices, source.words))
                 for place, slices in zip(self._trainer_places, source.slices, strict=True)
             ],
             [
-                RankSlices(place, slices)
+                RankSlices(place, slices_in_words(slices, source.words))
                 for places in self._replica_places
                 for place, slices in zip(places, needed, strict=True)
             ],
@@ -203,7 +207,9 @@ class TransferSession:
             ]
             # The engine needs the addresses of the buffers, which exist once the calls have returned.
             links = [
-                EngineLink(DeviceEndpoint(address, device), sources, self._source.torch_dtype)
+                EngineLink(
+                    DeviceEndpoint(address, device), sources, self._source.torch_dtype, self._source.words
+                )
                 for address, device, sources in zip(
                     gather(*serving), targets.values(), route.sources, strict=True
                 )
@@ -237,7 +243,10 @@ class TransferSession:
             ]
             links = [
                 EngineLink(
-                    GroupEndpoint(address, len(route.senders) + own), schedules, self._source.torch_dtype
+                    GroupEndpoint(address, len(route.senders) + own),
+                    schedules,
+                    self._source.torch_dtype,
+                    self._source.words,
                 )
                 for own, schedules in enumerate(route.receives)
             ]

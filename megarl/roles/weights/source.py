@@ -20,6 +20,7 @@ from megarl.models.tensor_table import Head
 from megarl.weights.export_plan import ExportPlan, plan_export
 from megarl.weights.hf_folder import FilePlan, save_hf_folder, write_hf_folder
 from megarl.weights.manifest import manifest_of
+from megarl.weights.message_words import WordCounts, word_counts
 from megarl.weights.plan import TensorSlices
 from megarl.weights.shard_layout import ShardLayout, layouts_of
 from megarl.weights.shards import slices_by_rank
@@ -50,6 +51,11 @@ class WeightSource:
     @cached_property
     def manifest(self) -> Manifest:
         return manifest_of(self.architecture, self.torch_dtype, self.head)
+
+    @property
+    def words(self) -> WordCounts:
+        """Tensors whose elements are several words of a message."""
+        return word_counts(self.architecture, self.torch_dtype.itemsize, self.head)
 
     def checksums(self) -> list[WorkerFuture[dict[str, int]]]:
         """Return checksum parts that add up to those of all tensors.

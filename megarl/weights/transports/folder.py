@@ -23,7 +23,7 @@ from megarl.weights.plan import MESSAGE_BYTES_ON_A_CPU
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.schedule import Part
 from megarl.weights.shards import Shards
-from megarl.weights.tensors import flat_index, row_major_strides
+from megarl.weights.tensors import ChunkMeta, flat_index, row_major_strides
 from megarl.weights.transports.interface import Opened, Sender
 
 NUM_WINDOWS = 3  # with two, the disk is idle while the next window is filled
@@ -132,7 +132,7 @@ class _FolderReceiveBuffer(ReceiveBuffer):
         buffer = self._buffers[index % NUM_WINDOWS, : window.numel]
         starts = dict(zip((name for name, *_ in window.chunks), _first_elements(window), strict=True))
         for part, elements in self.sources.parts(number, self.buffer(number)):
-            _place(part, window.file.manifest[part.name].shape, buffer, starts[part.name]).copy_(elements)
+            _place(part, window.shape(part.name), buffer, starts[part.name]).copy_(elements)
 
         if buffer.is_cuda:
             # The next round and the writing thread use other CUDA streams.
@@ -182,6 +182,16 @@ def _place(part: Part, shape: Sequence[int], buffer: torch.Tensor, start: int) -
     return buffer.as_strided(part.tensor_slice.shape, strides, first)
 
 
+def _in_elements(window: Window, chunk: ChunkMeta, words: torch.Tensor) -> tuple[ChunkMeta, torch.Tensor]:
+    """Return a chunk in elements of its tensor's dtype, given one in words of a window."""
+    count = window.words(chunk.name)
+    if count == 1:
+        return chunk, words
+    # Copied, because the words may begin where no element of the wider dtype may lie.
+    elements = words.clone().view(window.file.manifest[chunk.name].dtype)
+    return ChunkMeta(chunk.name, chunk.offset // count, chunk.numel // count), elements
+
+
 class _Output:
     """Writes windows to their files in order, in a separate thread. Stops at the first failure."""
 
@@ -223,7 +233,7 @@ class _Output:
         for chunk, elements in zip(
             window.chunks, data.cpu().split([chunk.numel for chunk in window.chunks]), strict=True
         ):
-            self._file.write(chunk, elements)
+            self._file.write(*_in_elements(window, chunk, elements))
 
         if window.is_last:
             file = self._file

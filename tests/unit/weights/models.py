@@ -79,6 +79,13 @@ def random_model(
     return model
 
 
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Give the parameters another dtype. Buffers such as selection biases keep float32, as in published folders."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def stored_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the tensors of the model's folder."""
     tied = model.config.tie_word_embeddings

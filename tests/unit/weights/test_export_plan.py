@@ -25,7 +25,7 @@ def test_windows_are_stretches_of_a_file() -> None:
     file = FilePlan(
         "model.safetensors", 0, {name: TensorMeta(shape, torch.float32) for name, shape in shapes.items()}
     )
-    windows = list(windows_of(file, 4))
+    windows = list(windows_of(file, 4, torch.float32))
     assert [window.chunks for window in windows] == [
         (ChunkMeta("a", 0, 4),),
         (ChunkMeta("a", 4, 2), ChunkMeta("b", 0, 1), ChunkMeta("c", 0, 1)),

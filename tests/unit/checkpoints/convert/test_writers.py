@@ -39,7 +39,15 @@ from megarl.machine.errors import CheckpointError
 from megarl.models.families import read_architecture
 from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES
 from tests.unit.checkpoints.convert.test_source import everything, stacked
-from tests.unit.weights.models import VOCAB, architecture_of, config_of, random_model, save, stored_state
+from tests.unit.weights.models import (
+    VOCAB,
+    architecture_of,
+    cast,
+    config_of,
+    random_model,
+    save,
+    stored_state,
+)
 
 FAMILIES = [(family, tied) for family in DENSE_FAMILIES for tied in (False, True)]
 FAMILIES += [(family, number % 2 == 1) for number, family in enumerate(SPARSE_FAMILIES)]
@@ -80,7 +88,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
 def test_there_and_back_is_the_same_to_the_bit(family: str, tied: bool, tmp_path: Path) -> None:
     """The vocabulary has 199 rows. Items and files are small, so that tensors are split."""
-    model = random_model(family, tied=tied).to(torch.bfloat16 if tied else torch.float32)
+    model = cast(random_model(family, tied=tied), torch.bfloat16 if tied else torch.float32)
     source = open_model(save(model, tmp_path / "hf"))
     expected = stored_state(model)
 
