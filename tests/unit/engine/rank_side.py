@@ -29,6 +29,7 @@ from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
 from megarl.models.families import read_architecture
 from megarl.models.tensor_table import EMBEDDING_TENSOR
+from megarl.weights.tensors import TensorSlice
 
 if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine
@@ -192,6 +193,7 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
     Experts of all stages are on the very first rank. All ranks must call this function.
     """
     from megarl.weights.manifest import manifest_of
+    from megarl.weights.message_words import slice_in_words, word_counts
     from megarl.weights.schedule import Part
     from megarl.weights.shards import Shards, held_slices
 
@@ -199,12 +201,15 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
     spec = engine.spec
     layout = engine.layout
     shards = Shards(parameters=named, architecture=spec.architecture, layout=layout, head=spec.head)
+    counts = word_counts(spec.architecture, shards.dtype.itemsize, spec.head)
+
+    def elements(name: str, tensor_slice: TensorSlice) -> Tensor:
+        part = Part(name, slice_in_words(tensor_slice, counts.get(name, 1)))
+        words = torch.cat([region.reshape(-1) for region in shards.regions(part)])
+        return words.view(torch.float32 if name in counts else words.dtype).float().cpu()
+
     own = {
-        (name, tensor_slice): torch.cat(
-            [region.reshape(-1) for region in shards.regions(Part(name, tensor_slice))]
-        )
-        .float()
-        .cpu()
+        (name, tensor_slice): elements(name, tensor_slice)
         for name, slices in held_slices(spec.architecture, layout, spec.head).items()
         if not (name == EMBEDDING_TENSOR and not layout.holds_embedding)  # the tied copy on another stage
         for tensor_slice in slices

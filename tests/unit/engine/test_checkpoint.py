@@ -40,13 +40,13 @@ AFTER = 3
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
-    for family in ("qwen2", "qwen2-tied", "qwen3-tied", "qwen3_moe", "qwen2_moe"):
+    for family in ("qwen2", "qwen2-tied", "qwen3-tied", "qwen3_moe", "qwen2_moe", "glm4_moe"):
         save_model(family, folder / family)
     save_critic(folder / "qwen2-tied", folder / "critic")
 
     return {
         name: str(folder / name)
-        for name in ("qwen2", "qwen2-tied", "qwen3-tied", "qwen3_moe", "qwen2_moe", "critic")
+        for name in ("qwen2", "qwen2-tied", "qwen3-tied", "qwen3_moe", "qwen2_moe", "glm4_moe", "critic")
     }
 
 
@@ -78,7 +78,7 @@ def loaded(
 SAME_LAYOUT = [
     ("TP2", "qwen2", "lm", torch.float32, 2),
     ("PP2xVPP2", "qwen2-tied", "lm", torch.bfloat16, 2),
-    ("DP2xEP2", "qwen3_moe", "lm", torch.bfloat16, 2),
+    ("DP2xEP2", "glm4_moe", "lm", torch.bfloat16, 2),
     ("TP2xPP2", "critic", "value", torch.float32, 2),
     ("TP1", "qwen2-tied", "lm", torch.float32, 0),
 ]
@@ -99,7 +99,8 @@ def test_in_the_same_layout_it_goes_on_to_the_bit(
 
     What is saved is the state before `after`.
     """
-    settings = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[layout], folders[model], head, dtype)
+    experts = ExpertsConfig(bias_update_rate=0.01)  # selection biases are part of the state
+    settings = Settings({**LAYOUTS, **EXPERT_LAYOUTS}[layout], folders[model], head, dtype, experts)
     before = saved(rank_pool, settings, tmp_path / "actor", steps)
     after = loaded(rank_pool, settings, tmp_path / "actor", steps)
 
