@@ -8,7 +8,7 @@ schedules and buffers therefore know a single dtype, and no bit changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -20,10 +20,10 @@ from megarl.weights.tensors import TensorMeta, TensorSlice, WeightTransferError
 if TYPE_CHECKING:  # planning must not import torch
     import torch
 
-    from megarl.weights.transports.interface import Places
-
 # The number of words of an element, by the name of the tensor. Tensors of the message's dtype are left out.
 WordCounts = Mapping[str, int]
+# Finds the views that a part is copied to, in the shape of its slice.
+Places = Callable[[Part], Iterable["torch.Tensor"]]
 _ELEMENT_BYTES = {"float32": 4}
 
 

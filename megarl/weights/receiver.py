@@ -13,14 +13,14 @@ import torch
 
 from megarl.weights.execution import PeerTransfers
 from megarl.weights.ipc import IPCAddress
-from megarl.weights.message_words import WordCounts, places_in_words, slices_in_words
+from megarl.weights.message_words import Places, WordCounts, places_in_words, slices_in_words
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import TensorSlices
 from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.tensors import TensorSlice, WeightTransferError
 from megarl.weights.transports.device import DeviceEndpoint, DeviceReceiver
 from megarl.weights.transports.group import GroupEndpoint, GroupReceiver
-from megarl.weights.transports.interface import DestinationViews, Places, Receiver
+from megarl.weights.transports.interface import DestinationViews, Receiver
 
 # Transport -> an engine rank's endpoint, the address in it, and the receiver class.
 _TRANSPORTS: dict[str, tuple[type, type, type]] = {

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from megarl.machine.usage import PeakMemory
 from megarl.weights.execution import PeerTransfers, PipelinedTransfer, copy_tensors
+from megarl.weights.message_words import Places
 from megarl.weights.schedule import Part
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
 
-# yields the views that a part is copied to, in the shape of its slice
-Places = Callable[[Part], Iterable[torch.Tensor]]
 _MAX_NAMED = 8
 
 
