@@ -27,7 +27,7 @@ import pytest
 
 from tests import fork_server
 
-INTERVAL_S = 0.2
+INTERVAL_S = 1.0
 COLUMNS = ("tests", "wall s", "CPU s", "python processes", "other processes")
 _BEFORE = "(before the first test)"
 _MARK = "WHERE_TIME_GOES"

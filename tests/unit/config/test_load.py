@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, replace
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, is_dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from megarl.config.load import dump_config, load_config, schema_of
+from megarl.config.review import key_types, needs_no_conversion
 from megarl.config.schema import (
     AdvantageEstimator,
     CorrectionLevel,
@@ -490,3 +494,47 @@ def test_dump_is_read_back_equal(tmp_path: Path, minimal: str) -> None:
     )
     dump_config(config, tmp_path / "config.yaml")
     assert load_config(PPOConfig, str(tmp_path / "config.yaml")) == config
+
+
+def test_a_preset_on_the_command_line_replaces_a_nested_section(tmp_path: Path) -> None:
+    """The preset of the file, and the keys that the file sets beside it, do not remain."""
+    chosen = {"base": "precise_optimizer", "ddp": {"bucket_size": 7}}
+    path = write_yaml(tmp_path / "run.yaml", MINIMAL | {"actor": {"megatron": chosen, "optim": {"lr": 2e-5}}})
+    assert load_config(PPOConfig, path).actor.megatron.ddp == {"bucket_size": 7}
+
+    loaded = load_config(PPOConfig, path, ["actor.megatron=bf16_gradients"])
+    only = load_config(PPOConfig, MINIMAL, ["actor.megatron=bf16_gradients"])
+    assert loaded.actor.megatron == only.actor.megatron
+    assert loaded.actor.optim.lr == 2e-5
+
+
+SAMPLES: list[Any] = [
+    *(None, True, False, 0, 5, -1, 1.5, float("inf"), float("nan"), 2**70, [], ["a"], {}, {"a": 1}),
+    *("", "a", "5", "1e-5", "true", "null", "None", "???", "${data.seed}", "auto", "bfloat16", "DType.auto"),
+    *("device", "grpo", "\ud800", b"bytes"),
+]
+
+
+@pytest.mark.parametrize("schema", [PPOConfig, SFTConfig])
+def test_a_value_that_is_taken_without_omegaconf_is_what_omegaconf_makes_of_it(schema: type) -> None:
+    """The loader skips OmegaConf for values that have exactly the type of their key."""
+    compared = 0
+    for section in sections_of(schema):
+        for name, hint in key_types(section).items():
+            for value in SAMPLES:
+                if is_dataclass(hint) or not needs_no_conversion(hint, value):
+                    continue
+                merged = OmegaConf.unsafe_merge(OmegaConf.structured(section), {name: value})
+                kept = OmegaConf.to_container(merged, throw_on_missing=False)[name]
+                assert kept == value or kept is value or (value != value and kept != kept), (name, value)
+                assert type(kept) is type(value) or isinstance(kept, Enum), (name, value)
+                compared += 1
+
+    assert compared > 300
+
+
+def sections_of(section: Any) -> Iterator[Any]:
+    yield section
+    for hint in key_types(section).values():
+        if is_dataclass(hint):
+            yield from sections_of(hint)
