@@ -13,6 +13,7 @@ from megarl.models.config_reader import ConfigReader
 from megarl.models.family import Family
 from megarl.models.glm import GLM4_MOE
 from megarl.models.llama import LLAMA
+from megarl.models.mistral import MISTRAL
 from megarl.models.mixtral import MIXTRAL
 from megarl.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.models.unsupported import UNSUPPORTED
@@ -21,6 +22,7 @@ FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "mistral": MISTRAL,
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,

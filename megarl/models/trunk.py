@@ -141,6 +141,7 @@ def read_trunk(
     multi_head_by_default: bool = False,
     default_rope_theta: float = 10000.0,
     default_partial_rotary_factor: float | None = None,
+    default_sliding_window: int | None = None,
     read_experts: Callable[[ConfigReader, int], Experts] | None = None,
     read_latent: Callable[[ConfigReader], LatentAttention] | None = None,
 ) -> Architecture:
@@ -154,6 +155,7 @@ def read_trunk(
         multi_head_by_default: Whether `num_key_value_heads` defaults to the number of query heads.
         default_rope_theta: The base frequency.
         default_partial_rotary_factor: The rotated fraction of a head; None: the family rotates whole heads.
+        default_sliding_window: The attention window.
         read_experts: Reads the experts of a model with the given number of layers.
         read_latent: Reads the sizes of latent attention.
     """
@@ -171,7 +173,10 @@ def read_trunk(
     experts = read_experts(reader, num_hidden_layers) if read_experts else None
     is_all_sparse = experts is not None and len(experts.layers) == num_hidden_layers
     unused = experts.intermediate_size if experts is not None and is_all_sparse else REQUIRED
-    _check_sliding_window(reader, num_hidden_layers, has_experts=experts is not None)
+    window = reader.fields.get("sliding_window", default_sliding_window)
+    _check_sliding_window(
+        reader, num_hidden_layers, max_position_embeddings, window, has_experts=experts is not None
+    )
 
     return Architecture(
         model_type=reader.take("model_type"),
@@ -246,15 +251,22 @@ def _read_heads_of_latent(reader: ConfigReader, latent: LatentAttention) -> _Hea
     return _Heads(num_attention_heads, num_attention_heads, head_dim)
 
 
-def _check_sliding_window(reader: ConfigReader, num_hidden_layers: int, *, has_experts: bool) -> None:
-    """Refuse a sliding window that a layer would use.
+def _check_sliding_window(
+    reader: ConfigReader,
+    num_hidden_layers: int,
+    max_position_embeddings: int,
+    window: Any,
+    *,
+    has_experts: bool,
+) -> None:
+    """Refuse a sliding window that a layer would use, unless every row fits into it.
 
     Qwen2.5 publishes `sliding_window` with `use_sliding_window: false`. transformers applies the window to
     layers from `max_window_layers` on (in Qwen2-MoE, to the layers before it), unless `layer_types` lists the
     type of each layer. A window without its switch counts as used; a window of zero tokens does not.
     """
     layer_types = reader.take("layer_types")
-    window = reader.take("sliding_window")
+    reader.take("sliding_window")
     switch = reader.take("use_sliding_window")
     first_windowed = reader.take("max_window_layers")
 
@@ -265,6 +277,8 @@ def _check_sliding_window(reader: ConfigReader, num_hidden_layers: int, *, has_e
         elif other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
             named = ", ".join(other)
             reader.problems.append(f"field 'layer_types' has {named}; only full_attention is supported")
+    elif isinstance(window, int) and window >= max_position_embeddings:
+        return
     elif switch or (switch is None and window):
         # A dense model is unaffected if its windowed layers would begin after the last layer.
         if isinstance(first_windowed, int) and first_windowed >= num_hidden_layers and not has_experts:

@@ -45,6 +45,8 @@ RUNS = {
     "llama3_70b_ppo": Cluster(16, "split_collocate", {"actor": 64, "critic": 32, "rollout": 32}),
     "qwen2.5_32b_dapo_16k": Cluster(8, "hybrid", {"actor": 64, "reward": 0}),
     "llama3.1_8b_grpo_128k": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
+    "qwen3_8b_grpo_128k": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
+    "llama3.3_70b_grpo": Cluster(8, "hybrid", {"actor": 64, "reward": 0}),
 }
 
 
@@ -54,8 +56,8 @@ LARGEST = "qwen3_235b_a22b_grpo"
 MANY_TENSORS = {"qwen3_30b_a3b_grpo", LARGEST}
 FEW_TENSORS = [run for run in RUNS if run not in MANY_TENSORS]
 
-# Parameters, as the model cards say: 7.61B, 8.03B, 32.5B, 32.8B, 30.5B, 235B, 70.6B. A model's own file would
-# say so to the element.
+# Parameters, as the model cards say: 7.61B, 8.03B, 32.5B, 32.8B, 30.5B, 235B, 70.6B, and so on. A model's own
+# file would say so to the element.
 NUM_PARAMETERS = {
     "Qwen2.5-7B-Instruct": 7_615_616_512,
     "Llama-3.1-8B-Instruct": 8_030_261_248,
@@ -64,6 +66,13 @@ NUM_PARAMETERS = {
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
     "Meta-Llama-3-70B-Instruct": 70_553_706_496,
+    "Llama-3.2-1B-Instruct": 1_235_814_400,
+    "Llama-3.2-3B-Instruct": 3_212_749_824,
+    "Llama-3.3-70B-Instruct": 70_553_706_496,
+    "Mistral-7B-Instruct-v0.3": 7_248_023_552,
+    "Mistral-Nemo-Instruct-2407": 12_247_782_400,
+    "Mistral-Small-24B-Instruct-2501": 23_572_403_200,
+    "Qwen3-8B-128k": 8_190_735_360,
 }
 
 NUM_EXPERT_PARAMETERS = {

@@ -271,8 +271,8 @@ def test_first_llama_files_leave_out_heads_and_rope(tmp_path: Path) -> None:
     [
         (
             QWEN25_V4,
-            {"use_sliding_window": True, "max_window_layers": 20},
-            "'use_sliding_window' is true with 'sliding_window' 32768",
+            {"use_sliding_window": True, "max_window_layers": 20, "sliding_window": 4096},
+            "'use_sliding_window' is true with 'sliding_window' 4096",
         ),
         (QWEN25_V4, {"layer_types": ["full_attention"] * 23 + ["sliding_attention"]}, "sliding_attention"),
         (LLAMA31_V4, {"sliding_window": 4096}, "'sliding_window' 4096"),
@@ -307,7 +307,7 @@ def test_first_llama_files_leave_out_heads_and_rope(tmp_path: Path) -> None:
         (
             LLAMA31_V4,
             {"model_type": "mamba"},
-            "'model_type' is 'mamba'; the supported families are llama, qwen2, qwen3, mixtral",
+            "'model_type' is 'mamba'; the supported families are llama, qwen2, qwen3, mistral, mixtral",
         ),
         (
             LLAMA31_V4,
@@ -362,6 +362,20 @@ def test_every_problem_is_listed_at_once(tmp_path: Path) -> None:
             )
         )
     assert all(name in str(refusal.value) for name in ("mlp_bias", "hidden_act", "final_logit_softcapping"))
+
+
+def test_mistral_without_the_field_has_a_window(tmp_path: Path) -> None:
+    """transformers gives it 4,096 tokens. Ministral 8B publishes a window of its whole context."""
+    fields = {
+        **{name: value for name, value in LLAMA31_V4.items() if name != "rope_scaling"},
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "max_position_embeddings": 32768,
+    }
+    read_architecture(written(tmp_path, fields | {"sliding_window": None}))
+    read_architecture(written(tmp_path, fields | {"sliding_window": 32768}))
+    with pytest.raises(ConfigError, match="'sliding_window' 4096"):
+        read_architecture(written(tmp_path, fields))
 
 
 def test_windows_that_no_layer_uses_are_accepted(tmp_path: Path) -> None:
