@@ -8,6 +8,7 @@ from docs.generate import drawings
 from docs.generate.command_line import commands_page
 from docs.generate.configuration import reference
 from docs.generate.metrics import metrics_page
+from docs.generate.models import models_page
 from docs.generate.schedule import schedules
 from docs.generate.verl import migration
 
@@ -15,6 +16,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/configuration.md": reference,
     "docs/cli.md": commands_page,
     "docs/metrics.md": metrics_page,
+    "docs/models.md": models_page,
     "docs/verl.md": migration,
     "docs/drawings/step.svg": drawings.step,
     "docs/drawings/placements.svg": drawings.placements,

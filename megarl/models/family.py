@@ -30,6 +30,8 @@ class Family:
         sglang_fields: Fields of `config.json` that SGLang requires and transformers v5 no longer writes, with
             their values. SGLang gets them if the folder lacks them.
         sglang_differs: Yields what SGLang's class of the family would compute differently.
+        models: The names of the family's models, for docs/models.md.
+        limits: What the family does not support, for docs/models.md. The code that refuses it says why.
     """
 
     model_type: str
@@ -39,3 +41,5 @@ class Family:
     example: Callable[[], dict[str, Any]]
     sglang_fields: Mapping[str, Any] = field(default_factory=dict)
     sglang_differs: Callable[[Architecture], Iterator[str]] = _computes_the_same
+    models: str = ""
+    limits: tuple[str, ...] = ()

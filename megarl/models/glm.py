@@ -58,4 +58,6 @@ GLM4_MOE = Family(
         *shared_expert_rows("mlp.shared_experts"),
     ),
     example=_example,
+    models="GLM-4.5, 4.6 and 4.7 and their Air models",
+    limits=("layers that predict further tokens are refused",),
 )

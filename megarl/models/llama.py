@@ -31,4 +31,11 @@ def _example() -> dict[str, Any]:
     }
 
 
-LLAMA = Family(model_type="llama", class_prefix="Llama", read=_read, rows=TRUNK_ROWS, example=_example)
+LLAMA = Family(
+    model_type="llama",
+    class_prefix="Llama",
+    read=_read,
+    rows=TRUNK_ROWS,
+    example=_example,
+    models="Llama 2 and 3.0 to 3.3, and other models published as `LlamaForCausalLM`",
+)

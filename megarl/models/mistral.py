@@ -29,4 +29,11 @@ def _example() -> dict[str, Any]:
     }
 
 
-MISTRAL = Family(model_type="mistral", class_prefix="Mistral", read=_read, rows=TRUNK_ROWS, example=_example)
+MISTRAL = Family(
+    model_type="mistral",
+    class_prefix="Mistral",
+    read=_read,
+    rows=TRUNK_ROWS,
+    example=_example,
+    models="Mistral 7B from v0.2 on, Nemo, Small, Large 2, Ministral 8B",
+)

@@ -44,4 +44,5 @@ MIXTRAL = Family(
     rows=(*TRUNK_ROWS, *expert_rows("block_sparse_moe", gate="w1", up="w3", down="w2")),
     example=_example,
     sglang_differs=sglang_differs,
+    models="Mixtral 8x7B and 8x22B",
 )

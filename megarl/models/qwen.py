@@ -127,6 +127,7 @@ QWEN2 = Family(
     read=_read_qwen2,
     rows=TRUNK_ROWS,
     example=_qwen2_example,
+    models="Qwen2 and Qwen2.5",
 )
 QWEN3 = Family(
     model_type="qwen3",
@@ -134,6 +135,7 @@ QWEN3 = Family(
     read=_read_qwen3,
     rows=TRUNK_ROWS,
     example=_qwen3_example,
+    models="Qwen3",
 )
 QWEN2_MOE = Family(
     model_type="qwen2_moe",
@@ -142,6 +144,7 @@ QWEN2_MOE = Family(
     rows=(*TRUNK_ROWS, *_EXPERT_ROWS, *_SHARED_EXPERT_ROWS),
     example=_qwen2_moe_example,
     sglang_differs=sglang_differs,
+    models="Qwen1.5-MoE, Qwen2-57B-A14B",
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
@@ -150,4 +153,5 @@ QWEN3_MOE = Family(
     rows=(*TRUNK_ROWS, *_EXPERT_ROWS),
     example=_qwen3_moe_example,
     sglang_differs=sglang_differs,
+    models="Qwen3-30B-A3B, Qwen3-235B-A22B and their later versions",
 )

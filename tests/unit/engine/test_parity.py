@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from megarl.batch.metrics import values_of
 from megarl.config.schema import ExpertsConfig, OptimConfig, ParallelConfig
 from megarl.models.families import read_architecture
 from tests.ranks import RankPool
-from tests.unit.engine.comparison import assert_same, max_difference
+from tests.unit.engine.comparison import assert_same, max_difference, relative_differences
 from tests.unit.engine.models import (
     EXPERT_FAMILIES,
     FAMILIES,
@@ -36,6 +36,7 @@ from tests.unit.engine.models import (
     scores_of,
     with_one_prompt,
 )
+from tests.unit.engine.parity_table import DOCUMENT, Comparison, Differences, documented, record
 from tests.unit.engine.rank_side import (
     ALL_LAYOUTS,
     CONTEXT_LAYOUTS,
@@ -57,6 +58,7 @@ from tests.unit.engine.rank_side import (
 
 OUTPUT_TOLERANCE = 1e-5  # absolute
 GRADIENT_TOLERANCE = 1e-4  # relative to the tensor's norm
+NORM_TOLERANCE = 1e-5  # relative
 GRADIENT_FLOOR = 1e-5  # relative to the whole gradient's norm: below it, a tensor is noise
 TEMPERATURE = 0.7
 # Large enough to dominate the routers' gradients.
@@ -102,6 +104,21 @@ WITH_LOGITS = ("policy", "policy with experts")
 # other families have nothing that a layout treats differently.
 IN_EVERY_LAYOUT = ("llama-tied", "qwen2-tied", "qwen3-tied", "qwen2", "llama2")
 IN_TWO_LAYOUTS = ("TP2+SP", "PP2")
+FAMILY_CASES: list[Comparison] = [
+    (family, layout)
+    for family in FAMILIES
+    for layout in (LAYOUTS if family in IN_EVERY_LAYOUT else IN_TWO_LAYOUTS)
+]
+REPLICA_CASES: list[Comparison] = [("qwen3-tied", layout) for layout in (*MIXED_LAYOUTS, *CONTEXT_LAYOUTS)]
+VARIANT_CASES: list[Comparison] = [
+    (variant, layout) for variant in VARIANTS for layout in ("TP1", "TP2+SP", "CP2")
+]
+EXPERT_CASES: list[Comparison] = [
+    (family, layout)
+    for family in EXPERT_FAMILIES
+    for layout in (EXPERT_LAYOUTS if family == "qwen3_moe" else list(EXPERT_LAYOUTS)[:2])
+]
+EVERY_CASE = [*FAMILY_CASES, *REPLICA_CASES, *VARIANT_CASES, *EXPERT_CASES]
 
 
 class Compared(NamedTuple):
@@ -223,6 +240,7 @@ def run_reference(folders: dict[str, str], batch: Tensors, names: Collection[str
 
 
 class Reference(NamedTuple):
+    family: str
     folders: dict[str, str]
     batch: Tensors
     results: dict[str, Compared]
@@ -241,7 +259,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
         batch = weighted_batch()
         names = OF_EXPERTS if family in EXPERT_FAMILIES else OF_DENSE
 
-        return Reference(folders, batch, run_reference(folders, batch, names))
+        return Reference(family, folders, batch, run_reference(folders, batch, names))
 
     return computed
 
@@ -251,48 +269,43 @@ def reference(request: pytest.FixtureRequest, reference_of: Callable[[str], Refe
     return reference_of(request.param)
 
 
-@pytest.mark.parametrize(
-    ("reference", "layout"),
-    [
-        (family, layout)
-        for family in FAMILIES
-        for layout in (LAYOUTS if family in IN_EVERY_LAYOUT else IN_TWO_LAYOUTS)
-    ],
-    indirect=["reference"],
-)
+def compared(cases: Sequence[Comparison]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("reference", "layout"), cases, indirect=["reference"])
+
+
+@compared(FAMILY_CASES)
 def test_engine_gives_what_hugging_face_gives(reference: Reference, layout: str, rank_pool: RankPool) -> None:
-    compare(reference, LAYOUTS[layout], rank_pool)
+    compare(reference, layout, rank_pool)
 
 
-@pytest.mark.parametrize("reference", ["qwen3-tied"], indirect=True)
-@pytest.mark.parametrize("layout", [*MIXED_LAYOUTS, *CONTEXT_LAYOUTS])
+@compared(REPLICA_CASES)
 def test_replicas_of_a_cut_model_and_ranks_that_share_rows(
     reference: Reference, layout: str, rank_pool: RankPool
 ) -> None:
-    compare(reference, ALL_LAYOUTS[layout], rank_pool)
+    compare(reference, layout, rank_pool)
 
 
-@pytest.mark.parametrize("reference", VARIANTS, indirect=True)
-@pytest.mark.parametrize("layout", ["TP1", "TP2+SP", "CP2"])
+@compared(VARIANT_CASES)
 def test_variants_that_no_family_has_by_default(
     reference: Reference, layout: str, rank_pool: RankPool
 ) -> None:
-    compare(reference, ALL_LAYOUTS[layout], rank_pool)
+    compare(reference, layout, rank_pool)
 
 
-@pytest.mark.parametrize(
-    ("reference", "layout"),
-    [("qwen3_moe", layout) for layout in EXPERT_LAYOUTS]
-    + [
-        (family, layout)
-        for family in EXPERT_FAMILIES
-        if family != "qwen3_moe"
-        for layout in list(EXPERT_LAYOUTS)[:2]
-    ],
-    indirect=["reference"],
-)
+@compared(EXPERT_CASES)
 def test_experts(reference: Reference, layout: str, rank_pool: RankPool) -> None:
-    compare(reference, EXPERT_LAYOUTS[layout], rank_pool)
+    compare(reference, layout, rank_pool)
+
+
+def test_the_page_has_the_differences_of_every_comparison() -> None:
+    rows = documented()
+    assert list(rows) == EVERY_CASE, (
+        f"{DOCUMENT} has other comparisons: MEGARL_WRITE_PAGES=1 python -m pytest {__file__} writes them"
+    )
+    worst = Differences(*map(max, zip(*rows.values(), strict=True)))
+    assert worst.outputs <= OUTPUT_TOLERANCE
+    assert worst.gradients <= GRADIENT_TOLERANCE
+    assert worst.grad_norm <= NORM_TOLERANCE
 
 
 @pytest.mark.parametrize("reference", EXPERT_FAMILIES, indirect=True)
@@ -304,11 +317,13 @@ def test_one_expert_has_no_tokens(reference: Reference) -> None:
     assert sum(idle.values()) < len(idle) / 3
 
 
-def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool) -> None:
+def compare(reference: Reference, layout: str, rank_pool: RankPool) -> None:
     """Compare logits, log-probs, entropy and values; every parameter's gradient; and the norm.
 
     The norm requires that shards are distinguished from copies.
     """
+    parallel = {**ALL_LAYOUTS, **EXPERT_LAYOUTS}[layout]
+    measured = []
     ranks = rank_pool.run(
         run_engine,
         world_size=parallel.world_size,
@@ -319,7 +334,19 @@ def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool)
     )
     for name, want in reference.results.items():
         gradients = merge([rank[name].gradients for rank in ranks])
-        assert_same(gradients, want.gradients, GRADIENT_TOLERANCE, floor=GRADIENT_FLOOR * want.grad_norm)
+        floor = GRADIENT_FLOOR * want.grad_norm
+        assert_same(gradients, want.gradients, GRADIENT_TOLERANCE, floor=floor)
+        measured.append(
+            Differences(
+                max(
+                    max_difference(rank[name].outputs[key], value)
+                    for rank in ranks
+                    for key, value in want.outputs.items()
+                ),
+                max(relative_differences(gradients, want.gradients, floor).values()),
+                max(abs(rank[name].grad_norm / want.grad_norm - 1) for rank in ranks),
+            )
+        )
         weights = merge([rank[name].weights for rank in ranks])
         assert weights.keys() == gradients.keys()  # and copies are bitwise identical
         if "frozen" in name:
@@ -334,10 +361,16 @@ def compare(reference: Reference, parallel: ParallelConfig, rank_pool: RankPool)
             assert rank[name].outputs.keys() == want.outputs.keys()
             for key, value in want.outputs.items():
                 assert max_difference(rank[name].outputs[key], value) <= OUTPUT_TOLERANCE, (name, key)
-            assert rank[name].grad_norm == pytest.approx(want.grad_norm, rel=1e-5), name
+            assert rank[name].grad_norm == pytest.approx(want.grad_norm, rel=NORM_TOLERANCE), name
             assert {key: rank[name].routers[key] for key in want.routers} == pytest.approx(
                 want.routers, rel=1e-5
             ), name
+
+    record(
+        (reference.family, layout),
+        Differences(*map(max, zip(*measured, strict=True))),
+        every_comparison=EVERY_CASE,
+    )
 
 
 def test_reference_is_not_trivial(reference: Reference) -> None:

@@ -1,0 +1,135 @@
+"""Generates docs/models.md from the families of megarl/models and the models of configs/models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megarl.config.shipped import CONFIGS_DIR
+from megarl.models.architecture import Architecture, LinearScaling, Llama3Scaling, RouterScore, YarnScaling
+from megarl.models.config_reader import ConfigReader
+from megarl.models.counts import num_active_parameters, num_parameters
+from megarl.models.families import FAMILIES, LM_CLASS, read_architecture
+from megarl.models.unsupported import UNSUPPORTED
+
+_HEAD = """# Model families
+
+This page lists the model families that megarl trains, what each of them supports, and published models whose
+parameters, memory and FLOPs `megarl check` and `megarl plan` compute without their weights.
+
+A family is all models of one `model_type` in `config.json`. Every family is tested on a CPU in the same way:
+outputs, all gradients and an optimizer step are [compared with
+transformers](verification.md#model-families-compared-with-hugging-face) in float32 and in several layouts; a
+folder is converted to Megatron's format and back bitwise; every tensor is found in SGLang's own class; and
+parameter counts are those of transformers. [How to add a family](architecture.md#a-model-family) shows one as
+an example.
+"""
+
+_COMMON = """## What all families support
+
+- **Roles**: policy, reference, critic and reward model, with a tied or a separate output layer.
+- **Layouts**: tensor and sequence parallelism, pipelines with virtual stages, replicas, and [context
+  parallelism](long_context.md). Models with experts also have expert and expert-tensor parallelism, and need
+  sequence parallelism with tensor parallelism ([mixture of experts](moe.md)).
+- **Rows**: packed or padded, and shared prompts. Rows may be as long as `max_position_embeddings`.
+- **Rollout**: SGLang, on GPUs and on a CPU. The `hf` engine generates with models without experts.
+- **[RoPE scaling](long_context.md#longer-than-the-model-was-trained-for)**: `linear`, `llama3` and `yarn`, in
+  the forms of transformers v4 and v5.
+
+A field of `config.json` that megarl does not know, or whose value it does not support, is refused by name.
+"""
+
+_REFUSED = """## Refused by name
+
+These families are refused with what is missing. Any other `model_type` is refused with the supported ones.
+"""
+
+
+def models_page() -> str:
+    families = _table(
+        ("`model_type`", "models", "attention", "feed-forward", "SGLang's class", "limits"),
+        (
+            (
+                f"`{name}`",
+                family.models or family.class_prefix,
+                _attention(_example(name)),
+                _feed_forward(_example(name)),
+                f"`{family.class_prefix}{LM_CLASS}`",
+                "; ".join(family.limits) or "-",
+            )
+            for name, family in FAMILIES.items()
+        ),
+    )
+    published = _table(
+        ("model", "`model_type`", "parameters", "active", "layers", "hidden size", "tokens", "RoPE"),
+        _published(),
+    )
+    refused = _table(("`model_type`", "what is missing"), ((f"`{n}`", why) for n, why in UNSUPPORTED.items()))
+    sizes = "## Published models\n\nTheir files are in `configs/models`, so you can plan a run without them."
+
+    return "\n".join(
+        [_HEAD, "## Families\n", families, _COMMON, sizes, "", published, _REFUSED, refused.rstrip(), ""]
+    )
+
+
+def _table(head: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequence[str]]) -> str:
+    lines = [" | ".join(head), "|".join("---" for _ in head), *(" | ".join(row) for row in rows)]
+    return "".join(f"|{line}|\n" if line.startswith("---") else f"| {line} |\n" for line in lines)
+
+
+def _example(model_type: str) -> Architecture:
+    return FAMILIES[model_type].read(ConfigReader(FAMILIES[model_type].example()))
+
+
+def _attention(architecture: Architecture) -> str:
+    parts = ["latent" if architecture.latent else "grouped-query"]
+    if architecture.qkv_bias:
+        parts.append("bias of q, k and v")
+    if architecture.qk_norm:
+        parts.append("norm of q and k")
+    if architecture.partial_rotary_factor != 1:
+        parts.append(f"{architecture.partial_rotary_factor:.0%} of a head rotated")
+    return ", ".join(parts)
+
+
+def _feed_forward(architecture: Architecture) -> str:
+    experts = architecture.experts
+    if experts is None:
+        return "dense"
+
+    parts = [f"{'sigmoid' if experts.score is RouterScore.sigmoid else 'softmax'} router"]
+    if experts.has_selection_bias:
+        parts.append("selection bias")
+    if experts.shared_intermediate_size:
+        parts.append("shared expert")
+    return "experts: " + ", ".join(parts)
+
+
+def _published() -> Iterator[tuple[str, ...]]:
+    for folder in sorted(CONFIGS_DIR.glob("models/*/config.json"), key=lambda file: file.parent.name.lower()):
+        model = read_architecture(str(folder.parent))
+        yield (
+            folder.parent.name,
+            f"`{model.model_type}`",
+            _billions(num_parameters(model)),
+            _billions(num_active_parameters(model)) if model.experts else "-",
+            str(model.num_hidden_layers),
+            f"{model.hidden_size:,}",
+            f"{model.max_position_embeddings:,}",
+            _rope(model),
+        )
+
+
+def _billions(number: int) -> str:
+    return f"{number / 1e9:.2f} B"
+
+
+def _rope(model: Architecture) -> str:
+    match model.rope_scaling:
+        case LinearScaling(factor=factor):
+            return f"linear {factor:g}"
+        case Llama3Scaling(factor=factor):
+            return f"llama3 {factor:g}"
+        case YarnScaling(factor=factor):
+            return f"yarn {factor:g}"
+        case None:
+            return f"base {model.rope_theta:,.0f}"
