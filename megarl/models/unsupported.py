@@ -11,6 +11,7 @@ _DELTA_NET = "gated delta net layers"
 _VISION = "image inputs and the vision tower"
 _SPARSE = "sparse attention (DSA), which selects the keys of each token by an indexer"
 _GEMMA = "norms after each block with a weight of one plus the parameter, and sliding windows"
+_OLMO = "norms after each block, norms of queries and keys over all heads"
 _MAMBA = "Mamba layers"
 
 UNSUPPORTED: Mapping[str, str] = {
@@ -30,8 +31,9 @@ UNSUPPORTED: Mapping[str, str] = {
     "gemma2": f"{_GEMMA}, capped logits",
     "gemma3": f"{_GEMMA}, {_VISION}",
     "gemma3_text": _GEMMA,
-    "olmo2": "norms after each block",
-    "olmo3": "norms after each block, and sliding windows",
+    "ministral": "sliding windows (Ministral 8B is published as mistral, without any)",
+    "olmo2": _OLMO,
+    "olmo3": f"{_OLMO}, and sliding windows",
     "olmoe": "norms of queries and keys over all heads",
     "minimax_m2": "norms of queries and keys over all heads",
     "llama4": f"chunked attention, {_VISION}",
