@@ -328,7 +328,7 @@ def test_no_module_outside_models_asks_for_a_family_by_name() -> None:
     "source",
     [
         'architecture.model_type == "gemma"',
-        'model_type in ("mistral", "gemma")',
+        'model_type in ("falcon", "gemma")',
         'config["model_type"] != other',
         'config.get("model_type") == other',
         "match architecture.model_type:\n    case _: ...",

@@ -53,7 +53,7 @@ def models_page() -> str:
                 family.models or family.class_prefix,
                 _attention(_example(name)),
                 _feed_forward(_example(name)),
-                f"`{family.class_prefix}{LM_CLASS}`",
+                f"`{family.class_prefix}{LM_CLASS}`" if family.sglang_class else "none",
                 "; ".join(family.limits) or "-",
             )
             for name, family in FAMILIES.items()

@@ -136,7 +136,7 @@ def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor, mscale: float) -> t
     They are computed once per micro-batch and cached on its `cu_seqlens`, because every layer needs them.
     """
     kept = getattr(cu_seqlens, "megarl_angles", None)
-    # Latent attention takes the beginning of the table anew in each layer.
+    # Latent attention takes the beginning of the table again in each layer.
     table = freqs if freqs._base is None else freqs._base
 
     # Cached angles are valid only for the frequency table and the factor that they were made from.

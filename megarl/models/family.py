@@ -27,6 +27,7 @@ class Family:
             name.
         rows: The tensor table of the family, without output layers.
         example: Returns a tiny `config.json`, from which the tests of every family are generated.
+        sglang_class: Whether SGLang has a class of the family.
         sglang_fields: Fields of `config.json` that SGLang requires and transformers v5 no longer writes, with
             their values. SGLang gets them if the folder lacks them.
         sglang_differs: Yields what SGLang's class of the family would compute differently.
@@ -39,6 +40,7 @@ class Family:
     read: Callable[[ConfigReader], Architecture]
     rows: tuple[MappingRow, ...]
     example: Callable[[], dict[str, Any]]
+    sglang_class: bool = True
     sglang_fields: Mapping[str, Any] = field(default_factory=dict)
     sglang_differs: Callable[[Architecture], Iterator[str]] = _computes_the_same
     models: str = ""

@@ -8,6 +8,7 @@ end of `F`:", "In `NAME` of `F`:" (a dictionary or a class, as its last entry), 
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from megarl.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -31,7 +34,14 @@ MOST_FILES = {
     "A model family": 2,
 }
 OTHERS = {"A layer that computes something new", "A weight transport", "A placement", "A logger"}
-SHOWN = ("An advantage estimator", "A policy loss", "A configuration key", "A metric", "A command")
+SHOWN = (
+    "An advantage estimator",
+    "A policy loss",
+    "A configuration key",
+    "A metric",
+    "A command",
+    "A model family",
+)
 _BLOCK = re.compile(
     r"(New file|At the end of|In `(?P<name>\w+)` of|Before `(?P<line>[^`]+)` in) `(?P<file>[\w./]+)`:"
     r"\n\n```python\n(?P<code>[\s\S]*?)```"
@@ -115,7 +125,7 @@ def test_the_page_has_every_change_and_no_more_files_than_promised() -> None:
 def with_additions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of megarl in which all of them were made."""
     root = tmp_path_factory.mktemp("additions")
-    for folder in ("megarl", "configs"):
+    for folder in ("megarl", "configs", "tests", "docs"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
 
     for title in SHOWN:
@@ -177,3 +187,48 @@ def test_what_the_page_shows_works(with_additions: Path) -> None:
     assert "-1" in said["range"]
     assert said["hello,"] == "you"
     assert said["command"] == "0"
+
+
+# The tests that docs/architecture.md names for a family, with the cases of the added one.
+_TESTS_OF_FAMILY = (
+    "tests/unit/models/test_families.py",
+    "tests/unit/models/test_counts.py",
+    "tests/unit/engine/test_parity.py::test_engine_gives_what_hugging_face_gives",
+    "tests/unit/checkpoints/convert/test_writers.py::test_there_and_back_is_the_same_to_the_bit",
+)
+# Pushes weights of the family into a rollout engine, and generates with both.
+_PUSH = """
+import sys, torch
+from pathlib import Path
+from megarl.rollout.interface import SamplingParameters
+from tests.unit.rollout.models import engine_for, push, random_model
+
+model = random_model("seed_oss")
+engine = engine_for(model, Path(sys.argv[1]))
+push(model, engine)
+[sample] = engine.generate([[5, 6, 7]], SamplingParameters(max_new_tokens=6, seed=0, temperature=0.0))
+tokens = [5, 6, 7]
+for _ in range(6):
+    tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+assert sample.token_ids.tolist() == tokens[3:], (sample.token_ids, tokens)
+"""
+
+
+def test_the_family_that_the_page_adds_is_tested_by_its_registration(
+    with_additions: Path, tmp_path: Path
+) -> None:
+    """Parity in two layouts, conversion and counts, by the tests of every family; and a push into an engine."""
+    commands = (
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider", *_TESTS_OF_FAMILY, "-k", "seed_oss"],
+        ["-c", _PUSH, str(tmp_path)],
+    )
+    for command in commands:
+        used = subprocess.run(
+            [sys.executable, *command],
+            cwd=with_additions,
+            env=os.environ | {"PYTHONPATH": str(with_additions)},
+            capture_output=True,
+            text=True,
+        )
+        assert used.returncode == 0, used.stdout + used.stderr
+    assert "seed_oss" not in FAMILIES

@@ -137,8 +137,15 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
     if not config.rollout.engine.needs.cuts_models:
         return
 
+    family = FAMILIES[policy.model_type]
+    if not family.sglang_class:
+        others = " or ".join(engine.name for engine in RolloutEngineKind if not engine.needs.cuts_models)
+        yield Violation(
+            ("rollout.engine",), f"SGLang has no class for {path} ({policy.model_type}); use {others}"
+        )
+
     # SGLang would silently compute a different model if its class ignores a setting.
-    for difference in chain(sglang_rope_differs(policy), FAMILIES[policy.model_type].sglang_differs(policy)):
+    for difference in chain(sglang_rope_differs(policy), family.sglang_differs(policy)):
         yield Violation(
             ("rollout.engine",),
             f"{path} has {difference}: SGLang's {policy.model_type} would compute a different model",

@@ -19,10 +19,15 @@ MODELS = {
     **{
         f"{family}-tied": (family, True, FAMILIES[family].class_prefix + LM_CLASS)
         for family in DENSE_FAMILIES
+        if FAMILIES[family].sglang_class
     },
     "qwen2-untied": ("qwen2", False, "Qwen2ForCausalLM"),
     # SGLang's classes of these models tie no embedding.
-    **{family: (family, False, FAMILIES[family].class_prefix + LM_CLASS) for family in SPARSE_FAMILIES},
+    **{
+        family: (family, False, FAMILIES[family].class_prefix + LM_CLASS)
+        for family in SPARSE_FAMILIES
+        if FAMILIES[family].sglang_class
+    },
 }
 PROGRAM = Path(__file__).with_name("plans_of_models.py")
 

@@ -1,0 +1,44 @@
+"""Models for which SGLang has no class, or another one than transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load_config
+from megarl.config.schema import PPOConfig
+from megarl.config.validate import validate
+from megarl.models.families import FAMILIES
+from tests.unit.config.folders import model_folder, ppo_values, write_yaml
+
+ENGINE = "rollout.engine=sglang"
+
+
+def violations(path: str, *overrides: str) -> list[str]:
+    return [str(violation) for violation in validate(load_config(PPOConfig, path, overrides))]
+
+
+def test_a_family_without_a_class_is_generated_by_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+    monkeypatch.setitem(FAMILIES, "qwen2", replace(FAMILIES["qwen2"], sglang_class=False))
+    (found,) = violations(path, ENGINE)
+    assert found.startswith("rollout.engine: SGLang has no class for ")
+    assert found.endswith("(qwen2); use hf")
+    assert violations(path, "rollout.engine=hf") == []
+
+
+def test_a_factor_of_yarn_that_sglang_does_not_read(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    run = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+
+    def found(**scaling: float) -> list[str]:
+        folder = model_folder(tmp_path / f"model{len(scaling)}", rope_scaling=yarn | scaling)
+        return violations(run, ENGINE, f"model.path={folder}")
+
+    assert found() == []
+    (said,) = found(attention_factor=1.5)
+    assert "a YaRN attention_factor of 1.5, for which it uses 1.13863" in said
