@@ -106,7 +106,7 @@ def _feed_forward(architecture: Architecture) -> str:
 
 def _published() -> Iterator[tuple[str, ...]]:
     for folder in sorted(CONFIGS_DIR.glob("models/*/config.json"), key=lambda file: file.parent.name.lower()):
-        model = read_architecture(str(folder.parent))
+        model = read_architecture(str(folder.parent), trust_remote_code=True)
         yield (
             folder.parent.name,
             f"`{model.model_type}`",

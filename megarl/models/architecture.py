@@ -6,7 +6,7 @@ dataclass covers them all. `megarl/models/families.py` reads it from a Hugging F
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -146,6 +146,10 @@ class Architecture:
     If `tie_word_embeddings` is set, the output layer is the input embedding. `head_dim` is the size of a
     query or key; with latent attention, values have another size. Of each head, the first
     `partial_rotary_factor` of the elements are rotated, and the others are passed through.
+
+    `num_mtp_layers` layers after the last one predict further tokens (multi-token prediction). They are not
+    part of the model here: a folder may have their tensors, which are neither trained nor written. Two
+    architectures that differ only in it are the same.
     """
 
     model_type: str  # a key of `FAMILIES` in megarl/models/families.py
@@ -166,6 +170,7 @@ class Architecture:
     partial_rotary_factor: float = 1.0
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    num_mtp_layers: int = field(default=0, compare=False)
 
     @property
     def value_dim(self) -> int:

@@ -10,6 +10,7 @@ from megarl.machine.errors import ConfigError
 from megarl.machine.files import read_json_object
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
+from megarl.models.deepseek import DEEPSEEK_V3
 from megarl.models.family import Family
 from megarl.models.glm import GLM4_MOE
 from megarl.models.llama import LLAMA
@@ -27,10 +28,11 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
     "glm4_moe": GLM4_MOE,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 
 # Names under which models of a family are published with their own, equivalent code.
-_ALIASES: dict[str, str] = {}
+_ALIASES = {"kimi_k2": "deepseek_v3"}
 
 # Suffixes of the class names of language models, critics and reward models. A critic may start from any.
 LM_CLASS = "ForCausalLM"

@@ -12,9 +12,6 @@ from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 
 
 def _read(reader: ConfigReader) -> Architecture:
-    if reader.count("num_nextn_predict_layers", 0):
-        reader.refuse("num_nextn_predict_layers", "layers that predict further tokens are not supported yet")
-
     # In this family, `attention_bias` does not concern the output projection.
     return read_trunk(
         reader,
@@ -22,6 +19,7 @@ def _read(reader: ConfigReader) -> Architecture:
         qk_norm=reader.flag("use_qk_norm"),
         default_partial_rotary_factor=0.5,
         read_experts=read_sigmoid_experts,
+        may_have_mtp=True,
     )
 
 
@@ -59,5 +57,5 @@ GLM4_MOE = Family(
     ),
     example=_example,
     models="GLM-4.5, 4.6 and 4.7 and their Air models",
-    limits=("layers that predict further tokens are refused",),
+    limits=("layers that predict further tokens are neither trained nor written",),
 )

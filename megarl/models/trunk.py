@@ -144,6 +144,7 @@ def read_trunk(
     default_sliding_window: int | None = None,
     read_experts: Callable[[ConfigReader, int], Experts] | None = None,
     read_latent: Callable[[ConfigReader], LatentAttention] | None = None,
+    may_have_mtp: bool = False,
 ) -> Architecture:
     """Read what the families share. The defaults are those of transformers for missing fields.
 
@@ -158,6 +159,7 @@ def read_trunk(
         default_sliding_window: The attention window.
         read_experts: Reads the experts of a model with the given number of layers.
         read_latent: Reads the sizes of latent attention.
+        may_have_mtp: Whether models of the family may have layers that predict further tokens.
     """
     hidden_size = reader.number("hidden_size", int)
     latent = read_latent(reader) if read_latent else None
@@ -197,6 +199,7 @@ def read_trunk(
         qk_norm=qk_norm,
         experts=experts,
         latent=latent,
+        num_mtp_layers=reader.count("num_nextn_predict_layers", 0) if may_have_mtp else 0,
     )
 
 

@@ -58,6 +58,7 @@ class FakeDevice(TorchDispatchMode):
             which pipeline stages send to each other.
         routes: Returns the experts (T, K) that a router selects for T tokens. They are used as the indices of
             each top-k over rows of expert scores.
+        num_experts: The number of scores in such a row. Rows of group scores are shorter.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -65,6 +66,7 @@ class FakeDevice(TorchDispatchMode):
         self.ledger = ledger
         self.received_integers: Sequence[int] = ()
         self.routes: Callable[[int], Tensor] | None = None
+        self.num_experts = 0
         self._fake = _FakeTensors(allow_non_fake_inputs=True)
         self._send_batch = dist.batch_isend_irecv
         self._num_batches = 0
@@ -117,7 +119,7 @@ class FakeDevice(TorchDispatchMode):
 
         if operator is _ZEROS:
             vars(result)[_IS_ZERO] = True
-        if operator is _TOP_K and self.routes is not None and arguments[0].dim() == 2:
+        if operator is _TOP_K and self.routes is not None and arguments[0].shape[1:] == (self.num_experts,):
             vars(result[1])[_KNOWN] = self._routes_of(*arguments[:2])
 
         # A small copy to the host gets values: known ones, or ones for floats, which are not tracked.

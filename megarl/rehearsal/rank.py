@@ -128,6 +128,7 @@ class _Rehearsal:
         self._device = FakeDevice(ledger)
         if architecture.experts is not None:
             self._device.routes = partial(even_routes, experts=architecture.experts)
+            self._device.num_experts = architecture.num_experts
 
     def _crowd(self) -> None:
         assert self._architecture.experts is not None

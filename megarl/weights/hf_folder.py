@@ -25,6 +25,7 @@ from megarl.weights.shard_layout import ShardLayout, held_weights
 from megarl.weights.tensors import Manifest, TensorMeta
 
 CONFIG_FILE = "config.json"
+MTP_FIELD = "num_nextn_predict_layers"
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 # The first class is the default.
 _CLASSES: dict[Head, tuple[str, ...]] = {"lm": (LM_CLASS,), "value": (CRITIC_CLASS, REWARD_CLASS)}
@@ -53,6 +54,9 @@ def copy_companions(
 
     if head is not None:
         _name_class(config, head)
+    # The layers that predict further tokens are not written, so the folder must not promise them.
+    if config.get(MTP_FIELD):
+        config[MTP_FIELD] = 0
     write_whole(target / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 

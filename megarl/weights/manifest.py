@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.machine.files import read_json_object
 from megarl.models.architecture import Architecture
+from megarl.models.mapping import HF_LAYER
 from megarl.models.tensor_table import (
     EMBEDDING_TENSOR,
     LM_HEAD_TENSOR,
@@ -32,6 +34,7 @@ _LFS = b"version https://git-lfs"
 _COMPARED_ROWS = 4096
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_LAYER_TENSOR = re.compile(HF_LAYER.replace(".", r"\.").format(layer=r"(\d+)"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,8 +252,13 @@ def is_harmless_extra(name: str, architecture: Architecture, head: Head) -> bool
     """Return whether a tensor outside the manifest may be stored without being used.
 
     These are rotary tables (computed, not learned), the output layer of a tied model (see `check_tied_head`)
-    or of a language model that a critic is made from, and the bias of a value head (see `check_value_bias`).
+    or of a language model that a critic is made from, the bias of a value head (see `check_value_bias`), and
+    layers after the last one that predict further tokens.
     """
+    layer = _LAYER_TENSOR.match(name)
+    if layer is not None:
+        after_last = int(layer[1]) - architecture.num_hidden_layers
+        return 0 <= after_last < architecture.num_mtp_layers or name.endswith("rotary_emb.inv_freq")
     if name == LM_HEAD_TENSOR:
         return head == "value" or architecture.tie_word_embeddings
     if name == VALUE_BIAS_TENSOR:

@@ -119,7 +119,7 @@ def install_in_scheduler() -> None:
     _sleep_while_paused()
     _skip_experts_of_others()
     _leave_memory_unpinned()
-    _rotate_without_scaling()
+    rotate_without_scaling()
 
 
 def _name_the_cpu_as_device() -> None:
@@ -386,7 +386,7 @@ def _leave_memory_unpinned() -> None:
     common._cuda_host_register = nothing
 
 
-def _rotate_without_scaling() -> None:
+def rotate_without_scaling() -> None:
     """Create the rotary embedding of latent attention that is not scaled, as on CUDA."""
     from sglang.srt.layers.rotary_embedding import factory
 

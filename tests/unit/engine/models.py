@@ -35,6 +35,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
 EXPERT_FAMILIES: dict[str, PretrainedConfig] = {
     family: example_config(family, **_HEADS, mlp_only_layers=[1]) for family in SPARSE_FAMILIES
 }
+# A model with latent attention whose queries have no latent vector, and with another epsilon than the norms
+# of its latent vectors.
+EXPERT_FAMILIES["moonlight"] = example_config(
+    "deepseek_v3", **_HEADS, q_lora_rank=None, rope_scaling=None, n_group=1, rms_norm_eps=1e-5
+)
 # The context is longer than the original one, and rows are too.
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 8}
 # Dense models with a part that no family's example has.

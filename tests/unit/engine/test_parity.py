@@ -113,10 +113,12 @@ REPLICA_CASES: list[Comparison] = [("qwen3-tied", layout) for layout in (*MIXED_
 VARIANT_CASES: list[Comparison] = [
     (variant, layout) for variant in VARIANTS for layout in ("TP1", "TP2+SP", "CP2")
 ]
+# Latent attention has gradients of its own in every kind of layout. Another family has all layouts.
+NUM_EXPERT_LAYOUTS = {"qwen3_moe": len(EXPERT_LAYOUTS), "deepseek_v3": 5}
 EXPERT_CASES: list[Comparison] = [
     (family, layout)
     for family in EXPERT_FAMILIES
-    for layout in (EXPERT_LAYOUTS if family == "qwen3_moe" else list(EXPERT_LAYOUTS)[:2])
+    for layout in list(EXPERT_LAYOUTS)[: NUM_EXPERT_LAYOUTS.get(family, 2)]
 ]
 EVERY_CASE = [*FAMILY_CASES, *REPLICA_CASES, *VARIANT_CASES, *EXPERT_CASES]
 

@@ -46,6 +46,7 @@ def random_model(
         rope_theta=1e4,
         num_experts=6,
         num_local_experts=6,
+        n_routed_experts=6,
         moe_intermediate_size=16,
         tie_word_embeddings=tied,
         eos_token_id=eos_token_id,
@@ -59,6 +60,8 @@ def random_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25 + ("norm" in name))
+        for buffer in _stored_buffers(model).values():
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
 
     return model.eval()
 
@@ -69,7 +72,13 @@ def manifest_of(model: PreTrainedModel) -> Manifest:
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the weights by their names in a folder."""
-    return as_stored({name: parameter.detach() for name, parameter in model.named_parameters()}, model)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return as_stored(parameters | _stored_buffers(model), model)
+
+
+def _stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the buffers that a folder has: the selection biases of routers."""
+    return {name: value for name, value in model.named_buffers() if name.endswith("correction_bias")}
 
 
 def push(model: PreTrainedModel, engine: RolloutEngine, version: int = 1) -> None:

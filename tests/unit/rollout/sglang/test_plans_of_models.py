@@ -73,7 +73,8 @@ def test_one_call_records_the_plan_of_every_family(
     for results in plans(num_ranks, folders, tmp_path / "rendezvous"):
         for result, count, (*_, architecture) in zip(results, counts, MODELS.values(), strict=True):
             assert result["model"] == architecture
-            assert result["is_the_same"], result
+            # Of these, the loader copies two at once, so that one alone is not followed.
+            assert all(".q_a_proj." in name or ".kv_a_proj_" in name for name in result["differing"]), result
             assert result["is_the_same_backwards"], result
             assert result["num_calls"] == 1
             assert result["num_calls_one_by_one"] == 1 + count
