@@ -43,7 +43,7 @@ EXPERT_FAMILIES["moonlight"] = example_config(
 # The context is longer than the original one, and rows are too.
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 8}
 # Dense models with a part that no family's example has.
-VARIANTS: dict[str, PretrainedConfig] = {"yarn": example_config("qwen3", **_HEADS)}
+VARIANTS: dict[str, PretrainedConfig] = {"yarn": example_config("qwen2", **_HEADS, tie_word_embeddings=True)}
 VARIANTS["yarn"].rope_parameters = YARN
 IDLE_EXPERT = 3
 SELECTION_BIAS = "e_score_correction_bias"
