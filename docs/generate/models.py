@@ -88,6 +88,10 @@ def _attention(architecture: Architecture) -> str:
         parts.append("norm of q and k")
     if architecture.partial_rotary_factor != 1:
         parts.append(f"{architecture.partial_rotary_factor:.0%} of a head rotated")
+    if architecture.has_sinks:
+        parts.append("sinks")
+    if any(architecture.windows):
+        parts.append("sliding windows")
     return ", ".join(parts)
 
 
@@ -101,6 +105,8 @@ def _feed_forward(architecture: Architecture) -> str:
         parts.append("selection bias")
     if experts.shared_intermediate_size:
         parts.append("shared expert")
+    if architecture.linear_bias:
+        parts.append("biases")
     return "experts: " + ", ".join(parts)
 
 

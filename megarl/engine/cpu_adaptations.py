@@ -273,7 +273,8 @@ def _linear(
         input = mappings.copy_to_tensor_model_parallel_region(input, group=tp_group)
 
     # The weight stacks the rows of gate and up (see mark_cut_parameters).
-    if getattr(weight, "partition_stride", 1) == 2:
+    is_gated = getattr(weight, "partition_stride", 1) == 2 and not getattr(weight, "gates_apart", False)
+    if is_gated:
         assert bias is None
         return gated_linear(input, weight)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from megarl.config.schema import DType, Layers
 from megarl.engine.latent_attention import LatentSelfAttention
 from megarl.engine.layers import AttentionCore, LogitLayer, RMSNorm, sharing_prompts
 from megarl.engine.moe_router import RoutedLayer, router_class
+from megarl.engine.sinks import SinkAttention
 from megarl.models.architecture import Architecture
 from megarl.models.mapping import EXPERT
 
@@ -71,11 +73,22 @@ def block_spec(
     norm = gpt_layer_specs.TESpecProvider().layer_norm() if layers is Layers.transformer_engine else RMSNorm
 
     sparse_layers = architecture.sparse_layers
+    if architecture.linear_bias and layers is Layers.transformer_engine:
+        raise ValueError(
+            f"engine.layers=transformer_engine, but the experts of {architecture.model_type} have biases, "
+            "which megarl supports with local layers only: set engine.layers=local"
+        )
 
     # One spec for each kind of layer that occurs: dense, and sparse if the model has experts.
     kinds = {
         is_sparse: make(config, is_sparse) for is_sparse in ((False, True) if sparse_layers else (False,))
     }
+
+    # Neither Megatron's attention nor Transformer Engine's has sinks and windows for shared prompts.
+    if architecture.has_sinks or any(architecture.windows):
+        for kind in kinds.values():
+            attention = kind.submodules.self_attention.submodules
+            attention.core_attention = partial(SinkAttention, architecture=architecture)
 
     # Dense layers also receive the routers' tokens as an attention bias, which they must not apply.
     if sparse_layers:
@@ -205,6 +218,7 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
     An unmarked parameter counts as replicated, and all parts except rank 0's are silently left out of the
     gradient norm. A stride of 2 means that each rank has two parts of the whole: of gate and of up.
     """
+    config: Any = model.config
     columns = {ColumnParallelLinear, VocabParallelEmbedding}
     rows = {RowParallelLinear}
 
@@ -221,6 +235,7 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
         if type(module) not in columns | rows:
             continue
         stride = 2 if path.endswith("linear_fc1") else 1
+        gates_apart = stride == 2 and not config.bias_activation_fusion
         for name, parameter in module.named_parameters(recurse=False):
             # The bias of a row-parallel layer is replicated.
             is_cut = name.startswith("weight") or (name == "bias" and type(module) in columns)
@@ -228,6 +243,7 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
                 set_tensor_model_parallel_attributes(
                     parameter, is_parallel=True, dim=int(type(module) in rows), stride=stride
                 )
+            parameter.gates_apart = gates_apart  # see cpu_adaptations.py
 
 
 def forget_routes(model: torch.nn.Module) -> None:

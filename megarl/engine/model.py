@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.tensor_parallel.mappings import (
@@ -20,6 +21,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megarl.config.schema import CPCommType, Layers, ParallelConfig, Recomputation, Recompute, RecomputeModule
+from megarl.engine.expert_biases import finish as finish_expert_biases
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.latent_attention import finish as finish_latent_attention
 from megarl.engine.latent_attention import latent_options
@@ -59,6 +61,7 @@ def transformer_config(
     embedding has no factor for cosine and sine, so models that have one use megarl's.
     """
     virtual = parallel.virtual_pipeline_parallel_size
+    has_clamp = architecture.experts is not None and architecture.experts.clamp is not None
     own = dict(
         num_layers=architecture.num_hidden_layers,
         hidden_size=architecture.hidden_size,
@@ -69,8 +72,10 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=architecture.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
+        activation_func=quick_gelu if has_clamp else F.silu,
+        activation_func_clamp_value=architecture.experts.clamp if architecture.experts else None,
+        glu_linear_offset=1.0 if has_clamp else 0.0,
+        add_bias_linear=architecture.linear_bias,
         add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm,
         hidden_dropout=0.0,
@@ -91,7 +96,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         perform_initialization=False,  # every element is loaded from a file
         use_cpu_initialization=on_cpu,
-        bias_activation_fusion=True,
+        bias_activation_fusion=not (on_cpu and has_clamp),  # the CPU's fused activation is another one
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=layers is Layers.transformer_engine
@@ -230,6 +235,8 @@ class ModelChunk(GPTModel):
         # loaded.
         mark_cut_parameters(self)
         forget_routes(self)
+        if architecture.linear_bias:
+            finish_expert_biases(self)
         if layers is Layers.transformer_engine:
             fuse_gradient_accumulation(self)
 

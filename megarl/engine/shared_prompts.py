@@ -120,7 +120,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, shared: PromptSharing, sca
     return _Attention.apply(query, key, value, shared, scale).flatten(1)
 
 
-class _Part(NamedTuple):
+class AttentionResult(NamedTuple):
     """The result of one call.
 
     Attributes:
@@ -172,9 +172,8 @@ class _Attention(torch.autograd.Function):
         gradient = gradient.contiguous()
 
         # The gradients of every sequence's attention to itself.
-        gradients = kernel.backward(
-            gradient, query, key, value, _Part(output, log_sum, own_state), shared.own, True, ctx.scale
-        )
+        own = AttentionResult(output, log_sum, own_state)
+        gradients = kernel.backward(gradient, query, key, value, own, shared.own, True, ctx.scale)
 
         # The gradients of the responses' attention to their prompts.
         responses = (
@@ -185,7 +184,7 @@ class _Attention(torch.autograd.Function):
             chosen_gradient,
             chosen,
             *_of_prompts(key, value, shared),
-            _Part(whole, whole_log_sum, prompt_state),
+            AttentionResult(whole, whole_log_sum, prompt_state),
             shared.over_prompts,
             False,
             ctx.scale,
@@ -215,8 +214,14 @@ class VarlenKernel:
 
     @staticmethod
     def forward(
-        query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, causal: bool, scale: float | None
-    ) -> _Part:
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sequences: Sequences,
+        causal: bool,
+        scale: float | None,
+        window: int = 0,
+    ) -> AttentionResult:
         output, log_sum, state, *_ = torch.ops.aten._flash_attention_forward(
             query,
             key,
@@ -226,9 +231,9 @@ class VarlenKernel:
             causal,
             False,  # no mask for debugging
             scale=scale,
-            **_window(causal),
+            **_window(causal, window),
         )
-        return _Part(output, log_sum.t().contiguous(), state)
+        return AttentionResult(output, log_sum.t().contiguous(), state)
 
     @staticmethod
     def backward(
@@ -236,10 +241,11 @@ class VarlenKernel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        whole: _Part,
+        whole: AttentionResult,
         sequences: Sequences,
         causal: bool,
         scale: float | None,
+        window: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         log_sum = whole.log_sum.t().contiguous()
         return torch.ops.aten._flash_attention_backward(
@@ -255,13 +261,13 @@ class VarlenKernel:
             whole.state,
             query.new_empty(0),  # the second part of a state that only dropout has
             scale=scale,
-            **_window(causal),
+            **_window(causal, window),
         )
 
 
-def _window(causal: bool) -> dict[str, int]:
+def _window(causal: bool, window: int) -> dict[str, int]:
     """Return the keys that a query sees to its left and right, -1 for all."""
-    return {"window_size_left": -1, "window_size_right": 0 if causal else -1}
+    return {"window_size_left": window - 1 if window else -1, "window_size_right": 0 if causal else -1}
 
 
 def _bounds(sequences: Sequences) -> tuple[Tensor, Tensor, int, int]:
@@ -273,8 +279,14 @@ class _OnCPU:
 
     @staticmethod
     def forward(
-        query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, causal: bool, scale: float | None
-    ) -> _Part:
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sequences: Sequences,
+        causal: bool,
+        scale: float | None,
+        window: int = 0,
+    ) -> AttentionResult:
         output = torch.empty_like(query)
         log_sum = query.new_empty(query.shape[:2], dtype=torch.float32)
         parts = (
@@ -284,13 +296,14 @@ class _OnCPU:
         )
 
         for mixed, logarithms, *heads in zip(*parts, strict=True):
+            mask = _mask(heads[0], len(heads[1]), window) if causal else None
             out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *map(_batch, heads), 0.0, causal, scale=scale
+                *map(_batch, heads), 0.0, causal and mask is None, attn_mask=mask, scale=scale
             )
             mixed.copy_(out[0].transpose(0, 1))
             logarithms.copy_(sums[0].t())
 
-        return _Part(output, log_sum, None)
+        return AttentionResult(output, log_sum, None)
 
     @staticmethod
     def backward(
@@ -298,25 +311,50 @@ class _OnCPU:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        whole: _Part,
+        whole: AttentionResult,
         sequences: Sequences,
         causal: bool,
         scale: float | None,
+        window: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         totals = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         of_queries = (tensor.split(sequences.queries) for tensor in (gradient, whole.output, whole.log_sum))
         parts = (*of_queries, *_cut(sequences, query, key, value), *_cut(sequences, *totals))
 
         for grad, output, log_sum, *rest in zip(*parts, strict=True):
+            mask = _mask(rest[0], len(rest[1]), window) if causal else None
             heads = map(_batch, rest[:3])
             targets = rest[3:]
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _batch(grad), *heads, _batch(output), log_sum.t()[None], 0.0, causal, scale=scale
+                _batch(grad),
+                *heads,
+                _batch(output),
+                log_sum.t()[None],
+                0.0,
+                causal and mask is None,
+                attn_mask=mask,
+                scale=scale,
             )
             for target, part in zip(targets, found, strict=True):
                 target.copy_(part[0].transpose(0, 1))
 
         return totals
+
+
+def _mask(query: Tensor, num_keys: int, window: int) -> Tensor | None:
+    """Return the summand (1, 1, S, keys) of a causal call aligned to the last key.
+
+    None if the kernel's own mask is sufficient.
+    """
+    num_queries = len(query)
+    if not window and num_keys == num_queries:
+        return None
+    at = torch.arange(num_queries, device=query.device)[:, None] + num_keys - num_queries
+    keys = torch.arange(num_keys, device=query.device)
+    hidden = keys > at
+    if window:
+        hidden = hidden | (keys <= at - window)
+    return query.new_zeros(num_queries, num_keys).masked_fill_(hidden, float("-inf"))[None, None]
 
 
 def kernel_for(query: Tensor) -> type[VarlenKernel] | type[_OnCPU]:

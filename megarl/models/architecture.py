@@ -98,6 +98,8 @@ class Experts:
         groups: The groups of a group-limited selection, None if all experts compete.
         scaling_factor: Multiplies the weights of the selected experts.
         has_shared_gate: Whether a learned gate scales the output of the shared expert.
+        clamp: The limit L of the activation min(g, L) sigmoid(1.702 min(g, L)) (clamp(u, -L, L) + 1) of gate
+            g and up u (OpenAI 2025, gpt-oss); None: silu(g) u.
     """
 
     num_experts: int
@@ -111,6 +113,7 @@ class Experts:
     groups: ExpertGroups | None = None
     scaling_factor: float = 1.0
     has_shared_gate: bool = False
+    clamp: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +150,10 @@ class Architecture:
     query or key; with latent attention, values have another size. Of each head, the first
     `partial_rotary_factor` of the elements are rotated, and the others are passed through.
 
+    `linear_bias` adds biases to the output projection of attention, routers and experts. `has_sinks` adds a
+    learned logit without a value to the softmax of each query head. `windows` has the number of tokens that
+    each layer sees, the token itself included, or 0 for all; it is empty if all layers see all tokens.
+
     `num_mtp_layers` layers after the last one predict further tokens (multi-token prediction). They are not
     part of the model here: a folder may have their tensors, which are neither trained nor written. Two
     architectures that differ only in it are the same.
@@ -170,6 +177,9 @@ class Architecture:
     partial_rotary_factor: float = 1.0
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    linear_bias: bool = False
+    has_sinks: bool = False
+    windows: tuple[int, ...] = ()
     num_mtp_layers: int = field(default=0, compare=False)
 
     @property

@@ -99,7 +99,7 @@ def rank_parameters(
         whole = _row_size(row, sizes)
         # Experts have a parallelism of their own and are counted separately.
         if row.place is StagePlacement.expert:
-            held = whole // expert_tensor_parallel_size
+            held = whole if row.cut is Cut.replicated else whole // expert_tensor_parallel_size
             of_experts += held * num_experts * _num_layers(row, architecture, layers)
             continue
 

@@ -13,6 +13,7 @@ from megarl.models.config_reader import ConfigReader
 from megarl.models.deepseek import DEEPSEEK_V3
 from megarl.models.family import Family
 from megarl.models.glm import GLM4_MOE
+from megarl.models.gpt_oss import GPT_OSS
 from megarl.models.llama import LLAMA
 from megarl.models.mistral import MISTRAL
 from megarl.models.mixtral import MIXTRAL
@@ -29,6 +30,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": QWEN3_MOE,
     "glm4_moe": GLM4_MOE,
     "deepseek_v3": DEEPSEEK_V3,
+    "gpt_oss": GPT_OSS,
 }
 
 # Names under which models of a family are published with their own, equivalent code.

@@ -56,12 +56,20 @@ def training_flops(
 
     for prompt, response in rows:
         length = prompt + response
-        pairs = length * (length + 1) // 2
-        multiply_adds += (
-            length * layers + architecture.num_hidden_layers * pairs * of_pair + response * output
-        )
+        multiply_adds += length * layers + _pairs(architecture, length) * of_pair + response * output
 
     return 3 * 2 * multiply_adds
+
+
+def _pairs(architecture: Architecture, length: int) -> int:
+    """Return the pairs of tokens of a row that the masks of all layers leave."""
+    windows = architecture.windows or (0,) * architecture.num_hidden_layers
+    pairs = 0
+    for window in windows:
+        # A token sees those before it and itself, at most as many as the window has.
+        growing = min(length, window or length)
+        pairs += growing * (growing + 1) // 2 + (length - growing) * growing
+    return pairs
 
 
 def _projections(architecture: Architecture) -> int:

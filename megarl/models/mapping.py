@@ -4,7 +4,7 @@ Loading, weight sync, conversion, export and parameter counts all read these row
 every parity test fail. Names have placeholders for global layer and expert numbers. Dimensions are letters:
     V vocabulary   H hidden   F feed-forward   Q all query heads   K all key (or value) heads
     D one head   1 one   E experts   M feed-forward of an expert   S feed-forward of the shared expert
-    G key-value heads   R query heads of a key-value head
+    N query heads   G key-value heads   R query heads of a key-value head
 With latent attention:
     A latent vector of queries   C latent vector of keys and values   B the same with the shared rotated key
     U keys without positions and values of all heads   O values of all heads

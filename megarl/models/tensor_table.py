@@ -257,6 +257,7 @@ def dimension_sizes(architecture: Architecture) -> dict[str, int]:
         "K": architecture.num_key_value_heads * architecture.head_dim,
         "D": architecture.head_dim,
         "1": 1,
+        "N": architecture.num_attention_heads,
         "G": architecture.num_key_value_heads,
         "R": architecture.num_attention_heads // architecture.num_key_value_heads,
         "E": architecture.num_experts,

@@ -145,6 +145,7 @@ def read_trunk(
     read_experts: Callable[[ConfigReader, int], Experts] | None = None,
     read_latent: Callable[[ConfigReader], LatentAttention] | None = None,
     may_have_mtp: bool = False,
+    read_windows: Callable[[ConfigReader, int], tuple[int, ...]] | None = None,
 ) -> Architecture:
     """Read what the families share. The defaults are those of transformers for missing fields.
 
@@ -160,6 +161,7 @@ def read_trunk(
         read_experts: Reads the experts of a model with the given number of layers.
         read_latent: Reads the sizes of latent attention.
         may_have_mtp: Whether models of the family may have layers that predict further tokens.
+        read_windows: Reads the window of each layer; None: windows are refused.
     """
     hidden_size = reader.number("hidden_size", int)
     latent = read_latent(reader) if read_latent else None
@@ -175,10 +177,12 @@ def read_trunk(
     experts = read_experts(reader, num_hidden_layers) if read_experts else None
     is_all_sparse = experts is not None and len(experts.layers) == num_hidden_layers
     unused = experts.intermediate_size if experts is not None and is_all_sparse else REQUIRED
-    window = reader.fields.get("sliding_window", default_sliding_window)
-    _check_sliding_window(
-        reader, num_hidden_layers, max_position_embeddings, window, has_experts=experts is not None
-    )
+    windows = read_windows(reader, num_hidden_layers) if read_windows else ()
+    if read_windows is None:
+        window = reader.fields.get("sliding_window", default_sliding_window)
+        _check_sliding_window(
+            reader, num_hidden_layers, max_position_embeddings, window, has_experts=experts is not None
+        )
 
     return Architecture(
         model_type=reader.take("model_type"),
@@ -200,6 +204,7 @@ def read_trunk(
         experts=experts,
         latent=latent,
         num_mtp_layers=reader.count("num_nextn_predict_layers", 0) if may_have_mtp else 0,
+        windows=windows,
     )
 
 

@@ -26,7 +26,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "deepseek_v32": _SPARSE,
     "deepseek_v2": "group-limited softmax routers",
     "deepseek_v4": "compressed sparse attention and hyper-connections",
-    "gpt_oss": "attention sinks, sliding windows and biases of experts",
     "gemma": "a norm weight of one plus the parameter, and a scaled embedding",
     "gemma2": f"{_GEMMA}, capped logits",
     "gemma3": f"{_GEMMA}, {_VISION}",

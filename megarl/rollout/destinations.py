@@ -210,7 +210,8 @@ def _record(model: Any, manifest: Manifest) -> _Recorded:
     }
     for source, target in recorder.copies:
         name = names.get(_storage(source))
-        if name in copies:  # otherwise the source was computed
+        # Otherwise the source was computed, or is zero: such parameters are zeroed before an update.
+        if name in copies and _storage(source) not in recorder.zeroed:
             copies[name].append((source, target))
 
     return _Recorded(copies, not_followed)
@@ -318,6 +319,7 @@ class _Recorder(TorchDispatchMode):
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # source, target
         self._joined: dict[int, _Joined] = {}  # storage -> the concatenation
         self.computed: dict[int, str] = {}  # storage -> reason
+        self.zeroed: set[int] = set()  # storages of tensors that the loader replaces by zeros
         self._views: set[Any] = set()  # functions known to return views, cached because asking is slower
 
     def __torch_dispatch__(
@@ -326,6 +328,11 @@ class _Recorder(TorchDispatchMode):
         # Look for copies from a tensor of the manifest into a parameter.
         if function is _COPY and args[1].is_meta and not args[0].is_meta:
             self.copies.append((args[1], args[0]))
+            return args[0]
+
+        # A rank that must not add a bias a second time replaces it by zeros, so it needs none of the tensor.
+        if function is _ZERO and args[0].is_meta:
+            self.zeroed.add(_storage(args[0]))
             return args[0]
 
         # Views are followed; any other function means that the loader computes with the tensor.
@@ -406,6 +413,7 @@ class _Joined(NamedTuple):
 
 
 _COPY = torch.ops.aten.copy_.default
+_ZERO = torch.ops.aten.zero_.default
 _CAT = torch.ops.aten.cat.default
 
 

@@ -9,6 +9,7 @@ from dataclasses import fields
 
 from megarl.config.roles import ModelRole, scores_in_update
 from megarl.config.schema import (
+    Device,
     OnUpdate,
     ParallelConfig,
     PPOConfig,
@@ -56,6 +57,13 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     elif rate and role.experts.freeze_router:
         said = "but freeze_router keeps routers as loaded; use 0, or freeze_router=false"
         yield Violation((rate_key, f"{role.name}.experts.freeze_router"), f"is {rate}, {said}")
+
+    if architecture.linear_bias and parallel.expert_tensor_parallel_size > 1:
+        yield Violation(
+            (keys.expert_tensor,),
+            f"is {parallel.expert_tensor_parallel_size}, but the experts of {role.path} "
+            f"({architecture.model_type}) have biases, which Megatron does not shard; use 1",
+        )
 
     # The experts and each expert's width have to divide evenly over the ranks.
     yield from _ranks(parallel, keys)
@@ -142,6 +150,19 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
             f"{path}; use {others}",
         )
         return
+
+    if policy.linear_bias and expert_parallel > 1:
+        yield Violation(
+            (_ENGINE_KEY,),
+            f"is {expert_parallel}, but SGLang's class of {path} ({policy.model_type}) loads the experts of "
+            "all ranks into each rank; use 1",
+        )
+    if policy.has_sinks and config.device is Device.cpu:
+        yield Violation(
+            ("device", "rollout.engine"),
+            f"is cpu, but {path} ({policy.model_type}) has attention sinks, which SGLang's attention for "
+            "CPUs lacks; use device=cuda",
+        )
 
     # The checks below use tensor // expert_parallel, which has to be exact.
     if tensor % expert_parallel:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
@@ -47,6 +48,7 @@ VARIANTS: dict[str, PretrainedConfig] = {"yarn": example_config("qwen2", **_HEAD
 VARIANTS["yarn"].rope_parameters = YARN
 IDLE_EXPERT = 3
 SELECTION_BIAS = "e_score_correction_bias"
+ROUTER_WEIGHTS = ("mlp.gate.weight", "mlp.router.weight")
 
 
 def save_model(family: str, folder: Path, seed: int = 0) -> None:
@@ -66,7 +68,7 @@ def save_model(family: str, folder: Path, seed: int = 0) -> None:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)
-            elif name.endswith("mlp.gate.weight"):
+            elif name.endswith(ROUTER_WEIGHTS):
                 parameter.normal_(std=0.3)
                 parameter[IDLE_EXPERT] = parameter[
                     [row for row in range(len(parameter)) if row != IDLE_EXPERT]
@@ -150,10 +152,17 @@ def record_routers(model: torch.nn.Module) -> dict[str, list[Routed]]:
     recorded: dict[str, list[Routed]] = {}
 
     for name, module in model.named_modules():
-        if name.endswith("mlp.gate"):
+        if name.endswith(("mlp.gate", "mlp.router")):
             module.register_forward_hook(
                 lambda router, inputs, output, name=name: recorded.setdefault(name, []).append(
-                    Routed(inputs[0].reshape(-1, router.weight.shape[1]) @ router.weight.T, output[2])
+                    Routed(
+                        F.linear(
+                            inputs[0].reshape(-1, router.weight.shape[1]),
+                            router.weight,
+                            getattr(router, "bias", None),
+                        ),
+                        output[2],
+                    )
                 )
             )
 

@@ -248,7 +248,7 @@ def _check_copies(engine: MegatronEngine, named: Tensors) -> None:
     groups = engine.groups
 
     for weight in held_weights(architecture, engine.layout, engine.spec.head):
-        if weight.cut is Cut.replicated:
+        if weight.cut is Cut.replicated and weight.expert is None:
             mine = named[weight.megatron_name].contiguous()
             copies = [torch.empty_like(mine) for _ in range(groups.parallel.tensor_parallel_size)]
             dist.all_gather(copies, mine, group=groups.tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.models.families import read_architecture
 from megarl.models.flops import peak_tflops, training_flops
+from tests.families import example_architecture
 from tests.unit.config.folders import model_folder
 
 # A small model with heads of 12, two of them for keys and values.
@@ -60,6 +62,16 @@ def test_rows_add_up_and_a_value_head_is_one_column(tmp_path: Path) -> None:
     assert training_flops(architecture, []) == 0
     less = training_flops(architecture, rows) - training_flops(architecture, rows, with_value_head=True)
     assert less == 3 * 2 * (4 + 1 + 6) * WIDTH * (VOCABULARY - 1)
+
+
+def test_a_window_limits_the_pairs_by_hand() -> None:
+    """Two of four layers see 4 tokens: rows of 3 and 6 tokens have 6 and 1 + 2 + 3 + 4 + 4 + 4 pairs there."""
+    architecture = example_architecture("gpt_oss")
+    assert architecture.windows == (4, 0, 4, 0)
+    whole = replace(architecture, windows=())
+    rows = [(2, 1), (2, 4)]
+    less = training_flops(whole, rows) - training_flops(architecture, rows)
+    assert less == 3 * 2 * 2 * (21 - 18) * architecture.num_attention_heads * 2 * architecture.head_dim
 
 
 @pytest.mark.parametrize(

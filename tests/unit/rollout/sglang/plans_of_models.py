@@ -49,6 +49,11 @@ class CountedModel:
         self._model.load_weights(iter(tensors))
 
 
+def is_gpt_oss(folder: Path) -> bool:
+    """Return whether the class refuses torch's attention, and cannot load a part of the experts."""
+    return bool(json.loads((folder / "config.json").read_text())["model_type"] == "gpt_oss")
+
+
 def build_model(folder: Path, rank: int, num_ranks: int, rendezvous: str, is_first: bool) -> Any:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed.bootstrap import _init_parallel_groups
@@ -64,8 +69,8 @@ def build_model(folder: Path, rank: int, num_ranks: int, rendezvous: str, is_fir
         load_format="dummy",
         dtype="float32",
         tp_size=num_ranks,
-        ep_size=num_ranks,
-        attention_backend="torch_native",
+        ep_size=1 if is_gpt_oss(folder) else num_ranks,
+        attention_backend="triton" if is_gpt_oss(folder) else "torch_native",
         sampling_backend="pytorch",
         disable_cuda_graph=True,
         skip_tokenizer_init=True,

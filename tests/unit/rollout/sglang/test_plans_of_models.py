@@ -70,7 +70,8 @@ def test_one_call_records_the_plan_of_every_family(
     for folder, (family, tied, architecture) in zip(folders, MODELS.values(), strict=True):
         counts.append(save(folder, family, tied, architecture))
 
-    for results in plans(num_ranks, folders, tmp_path / "rendezvous"):
+    of_ranks = plans(num_ranks, folders, tmp_path / "rendezvous")
+    for results in of_ranks:
         for result, count, (*_, architecture) in zip(results, counts, MODELS.values(), strict=True):
             assert result["model"] == architecture
             # Of these, the loader copies two at once, so that one alone is not followed.
@@ -78,5 +79,9 @@ def test_one_call_records_the_plan_of_every_family(
             assert result["is_the_same_backwards"], result
             assert result["num_calls"] == 1
             assert result["num_calls_one_by_one"] == 1 + count
-            assert (result["not_followed"], result["unreached"]) == ({}, [])
+            assert result["not_followed"] == {}
             assert result["num_parts"] >= count / num_ranks
+
+    # A rank may zero what another one has, such as a bias that must be added once.
+    for results in zip(*of_ranks, strict=True):
+        assert set.intersection(*(set(result["unreached"]) for result in results)) == set()

@@ -1,0 +1,166 @@
+"""gpt-oss (OpenAI 2025). Attention sinks, sliding windows in every other layer, and experts with biases.
+
+The experts of a layer are two tensors whose matrices are transposed. Gate and up alternate in the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megarl.models.architecture import Architecture, Experts
+from megarl.models.config_reader import ConfigReader
+from megarl.models.experts import check_router_gradient
+from megarl.models.family import Family
+from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
+from megarl.models.tensor_part import TensorPart
+from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
+
+_ALPHA = 1.702  # the slope of the sigmoid in Megatron's quick_gelu
+_EXPERTS = HF_LAYER + "mlp.experts."
+
+
+def _row(megatron: str, place: StagePlacement, cut: Cut, tensor: tuple[str, str] | TensorPart) -> MappingRow:
+    return MappingRow(megatron=MEGATRON_LAYER + megatron, place=place, cut=cut, tensors=(tensor,))
+
+
+_ROWS = (
+    *(row for row in TRUNK_ROWS if ".mlp." not in row.megatron),
+    _row(
+        "self_attention.linear_proj.bias",
+        StagePlacement.layer,
+        Cut.replicated,
+        (HF_LAYER + "self_attn.o_proj.bias", "H"),
+    ),
+    _row(
+        "self_attention.core_attention.softmax_offset",
+        StagePlacement.layer,
+        Cut.column,
+        (HF_LAYER + "self_attn.sinks", "N"),
+    ),
+    _row(
+        "mlp.router.weight",
+        StagePlacement.layer,
+        Cut.replicated,
+        (HF_LAYER + "mlp.router.weight", "E H"),
+    ),
+    _row("mlp.router.bias", StagePlacement.layer, Cut.replicated, (HF_LAYER + "mlp.router.bias", "E")),
+    _row(
+        EXPERT + "linear_fc1.weight",
+        StagePlacement.expert,
+        Cut.gated,
+        TensorPart(name=_EXPERTS + "gate_up_proj", dims="E H (M 2)", order="2 M H"),
+    ),
+    _row(
+        EXPERT + "linear_fc1.bias",
+        StagePlacement.expert,
+        Cut.gated,
+        TensorPart(name=_EXPERTS + "gate_up_proj_bias", dims="E (M 2)", order="2 M"),
+    ),
+    _row(
+        EXPERT + "linear_fc2.weight",
+        StagePlacement.expert,
+        Cut.row,
+        TensorPart(name=_EXPERTS + "down_proj", dims="E M H", order="H M"),
+    ),
+    _row(
+        EXPERT + "linear_fc2.bias",
+        StagePlacement.expert,
+        Cut.replicated,
+        TensorPart(name=_EXPERTS + "down_proj_bias", dims="E H"),
+    ),
+)
+
+
+def _read(reader: ConfigReader) -> Architecture:
+    if reader.take("attention_bias") not in (None, True):
+        reader.refuse("attention_bias", "only true is supported")
+    reader.take("initial_context_length")  # that of the scaling, which is read there
+    if reader.take("swiglu_alpha") not in (None, _ALPHA):
+        reader.refuse("swiglu_alpha", f"only {_ALPHA} is supported")
+
+    architecture = read_trunk(
+        reader,
+        qkv_bias=True,
+        default_head_dim=64,
+        default_rope_theta=150000.0,
+        read_experts=_read_experts,
+        read_windows=_read_windows,
+    )
+    return replace(architecture, linear_bias=True, has_sinks=True)
+
+
+def _read_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
+    num_experts = reader.number("num_local_experts", int)
+    older = reader.take("experts_per_token")
+    num_experts_per_tok = reader.number("num_experts_per_tok", int, older or 4)
+    check_router_gradient(reader, num_experts_per_tok, norm_topk_prob=True)
+
+    if older not in (None, num_experts_per_tok):
+        reader.refuse("experts_per_token", f"'num_experts_per_tok' is {num_experts_per_tok}; keep one")
+
+    return Experts(
+        num_experts=num_experts,
+        num_experts_per_tok=num_experts_per_tok,
+        intermediate_size=reader.number("intermediate_size", int),
+        shared_intermediate_size=0,
+        norm_topk_prob=True,
+        layers=tuple(range(num_hidden_layers)),
+        clamp=reader.number("swiglu_limit", float, 7.0),
+    )
+
+
+def _read_windows(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
+    """Read the window of each layer. Without `layer_types`, every other layer has one, the first included."""
+    window = reader.number("sliding_window", int, 128)
+    kinds = reader.take("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_hidden_layers)]
+
+    supported = ("sliding_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != num_hidden_layers or set(kinds) - set(supported):
+        needed = f"must name {' or '.join(supported)} for each of {num_hidden_layers} layers"
+        reader.problems.append(f"field 'layer_types' is {kinds!r}, but {needed}")
+        return ()
+
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _example() -> dict[str, Any]:
+    """Return a model whose windows are shorter than the rows of the tests."""
+    return EXAMPLE | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "head_dim": 32,
+        "intermediate_size": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 8,
+        },
+        "rope_theta": 150000.0,
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+    }
+
+
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    class_prefix="GptOss",
+    read=_read,
+    rows=_ROWS,
+    example=_example,
+    models="gpt-oss-20b and 120b",
+    limits=(
+        "folders in MXFP4 are refused: save them in bfloat16 with transformers",
+        "`engine.layers: local` only, `expert_tensor_parallel_size` 1",
+        "SGLang on GPUs only, `rollout.expert_parallel_size` 1",
+    ),
+)
