@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from safetensors import safe_open
 
-from megarl.batch.token_rows import route_dtype
 from megarl.config.schema import SGLangMode
 from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.models.families import read_architecture
@@ -36,7 +35,7 @@ from megarl.rollout.sglang.backend import Backend, CallRefusedError
 from megarl.rollout.sglang.in_process import InProcessBackend
 from megarl.rollout.sglang.loader import LoaderClient
 from megarl.rollout.sglang.loop import LoopThread
-from megarl.rollout.sglang.messages import generation_payload, read_sample
+from megarl.rollout.sglang.messages import RouteFormat, generation_payload, read_sample
 from megarl.rollout.sglang.server import ServerBackend
 from megarl.rollout.sglang.server_args import (
     WEIGHT_LOADER,
@@ -90,12 +89,11 @@ class SGLangEngine(RolloutEngine):
         self._end_token_ids = end_token_ids(spec.model.path)
         self._vocab_size = vocab_size(spec.model.path)
         self._max_length = context_length(spec.model.path)
-        self._routes_as = None
+        self._route_format = None
 
         if spec.returns_routes:
-            # Routes have the dtype that batches use for this number of experts.
             architecture = read_architecture(spec.model.path, spec.model.trust_remote_code)
-            self._routes_as = torch.empty(0, dtype=route_dtype(architecture.num_experts)).numpy().dtype
+            self._route_format = RouteFormat.of(architecture)
 
         self._lifecycle = EngineLifecycle()
         self._loop = LoopThread(self.backend.start)
@@ -132,7 +130,7 @@ class SGLangEngine(RolloutEngine):
         # Check all requests first, so that none is queued if one is refused.
         for request in requests:
             check_request(request, self._vocab_size, self._max_length)
-            if request.sampling.with_routes and self._routes_as is None:
+            if request.sampling.with_routes and self._route_format is None:
                 raise ValueError("routes are requested, but the engine was started without returns_routes")
             if request.sampling.min_new_tokens and not self._has_tokenizer:
                 raise ValueError(
@@ -156,7 +154,7 @@ class SGLangEngine(RolloutEngine):
                 generation_payload(request, self._end_token_ids, _name(ticket))
             )
             outcome = FinishedRequest(
-                request.request_id, read_sample(answer, request.sampling, self._routes_as)
+                request.request_id, read_sample(answer, request.sampling, self._route_format)
             )
         except Exception as error:  # noqa: BLE001  the boundary of the loop's thread: `collect` raises it
             outcome = error

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 
+from megarl.batch.token_rows import route_dtype
+from megarl.models.architecture import Architecture
 from megarl.rollout.interface import (
     GenerationRequest,
     RequestFailedError,
@@ -42,13 +45,44 @@ def generation_payload(
     }
 
 
+class RouteFormat(NamedTuple):
+    """How SGLang's routes are converted to those of a sample.
+
+    Attributes:
+        dtype: The dtype of expert indices in a sample.
+        num_layers: The number of layers of the model. SGLang returns numbers for dense layers too.
+        sparse_layers: The numbers of the layers with experts, whose routes a sample contains.
+        num_chosen: The number of experts of a token.
+    """
+
+    dtype: np.dtype
+    num_layers: int
+    sparse_layers: tuple[int, ...]
+    num_chosen: int
+
+    @classmethod
+    def of(cls, architecture: Architecture) -> RouteFormat:
+        assert architecture.experts is not None, "only models with experts have routes"
+        dtype = torch.empty(0, dtype=route_dtype(architecture.num_experts)).numpy().dtype
+        experts = architecture.experts
+        return cls(dtype, architecture.num_hidden_layers, experts.layers, experts.num_experts_per_tok)
+
+    def read(self, encoded: str) -> np.ndarray:
+        """Return (tokens x L x K,) numbers."""
+        routes = np.frombuffer(base64.b64decode(encoded), np.int32)
+        by_layer = routes.reshape(-1, self.num_layers, self.num_chosen)
+        return by_layer[:, list(self.sparse_layers)].astype(self.dtype).reshape(-1)
+
+
 def read_sample(
-    answer: dict[str, Any], sampling: SamplingParameters, routes_as: np.dtype | None = None
+    answer: dict[str, Any], sampling: SamplingParameters, route_format: RouteFormat | None = None
 ) -> Sample:
     """Convert SGLang's response to a sample.
 
     Args:
-        routes_as: Dtype of the expert indices, if routes are requested.
+        answer: The response.
+        sampling: The parameters of the request.
+        route_format: How routes are read, if they are requested.
 
     Raises:
         RequestFailedError: The request was ended by something other than a token or its length.
@@ -70,11 +104,11 @@ def read_sample(
     ended: Literal["stop", "length"] = reason["type"]
     spans = tuple(VersionSpan(int(span["version"]), int(span["end"])) for span in meta["weight_versions"])
     token_ids = np.array([token for _, token, *_ in tokens], dtype=np.int32)
-    routes = (
-        np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).astype(routes_as)
-        if sampling.with_routes
-        else None
-    )
+    routes = None
+    if sampling.with_routes:
+        assert route_format is not None, "an engine without routes refuses the request"
+        routes = route_format.read(meta["routed_experts"])
+
     return Sample(
         token_ids, np.array([log_prob for log_prob, *_ in tokens], dtype=np.float32), ended, spans, routes
     )

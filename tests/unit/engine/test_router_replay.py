@@ -5,8 +5,9 @@ Hugging Face represents the engine; its routers send one token in a hundred else
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from megarl.config.schema import (
     RecomputeModule,
     RoutingReplay,
 )
+from tests.families import SPARSE_FAMILIES
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same, max_difference
 from tests.unit.engine.models import (
@@ -104,10 +106,14 @@ def watched_routers(model: PreTrainedModel, disturbed: bool) -> Iterator[list[li
         if disturbed and len(rows) == ROW + 1:
             experts = experts.clone()
             scores = scores.clone()
-            # Select the next best expert.
-            experts[PLACE] = logits[PLACE].topk(2 * experts.shape[1]).indices[experts.shape[1] :]
-            own = logits[PLACE].softmax(-1)[experts[PLACE]]
-            scores[PLACE] = own / own.sum() if router.norm_topk_prob else own
+            # Select the next best experts. A selection bias belongs to routers with sigmoid scores.
+            bias = getattr(router, "e_score_correction_bias", None)
+            own = logits[PLACE].softmax(-1) if bias is None else logits[PLACE].sigmoid()
+            chosen = own if bias is None else own + bias
+            experts[PLACE] = chosen.topk(2 * experts.shape[1]).indices[experts.shape[1] :]
+            own = own[experts[PLACE]]
+            own = own / own.sum() if getattr(router, "norm_topk_prob", True) else own
+            scores[PLACE] = own * getattr(router, "routed_scaling_factor", 1.0)
 
         rows[-1].append(experts)
         return logits, scores, experts
@@ -136,13 +142,23 @@ class Setting(NamedTuple):
     disturbed: Routed
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe"])
-def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setting:
-    save_model(request.param, folder := tmp_path_factory.mktemp(request.param))
-    batch = weighted_batch()
-    return Setting(
-        str(folder), batch, *(run_reference(folder, batch, disturbed) for disturbed in (False, True))
-    )
+@pytest.fixture(scope="module")
+def setting_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Setting]:
+    """Return a function that computes the reference of a family once, in whatever order the tests come."""
+
+    @cache
+    def computed(family: str) -> Setting:
+        save_model(family, folder := tmp_path_factory.mktemp(family))
+        batch = weighted_batch()
+        plain, disturbed = (run_reference(folder, batch, disturbed) for disturbed in (False, True))
+        return Setting(str(folder), batch, plain, disturbed)
+
+    return computed
+
+
+@pytest.fixture(scope="module", params=SPARSE_FAMILIES)
+def setting(request: pytest.FixtureRequest, setting_of: Callable[[str], Setting]) -> Setting:
+    return setting_of(request.param)
 
 
 def routes_of_all(rows: list[int], outputs: dict[str, Any] | None) -> dict[int, Tensor]:
@@ -224,6 +240,11 @@ CASES = [
     ("qwen2_moe", "PP2xVPP2", FULL),
     ("qwen2_moe", "TP2+SPxEP2", OF_EXPERTS),
     ("qwen3_moe", "CP2xPP2", OF_EXPERTS),
+]
+CASES += [
+    (family, "TP2+SPxEP2", OF_EXPERTS)
+    for family in SPARSE_FAMILIES
+    if family not in ("qwen2_moe", "qwen3_moe")
 ]
 
 

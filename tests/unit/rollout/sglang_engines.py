@@ -41,7 +41,7 @@ def server_model(seed: int = 0) -> PreTrainedModel:
 def in_process_model(seed: int = 0) -> PreTrainedModel:
     """Return a model that fits `sglang_in_process`: with normalized queries and keys, with experts, and with
     40 MB to free."""
-    return random_model("qwen3_moe", eos_token_id=END_TOKEN, seed=seed, vocab_size=20000, hidden_size=256)
+    return random_model("glm4_moe", eos_token_id=END_TOKEN, seed=seed, vocab_size=20000, hidden_size=256)
 
 
 def spec_for(

@@ -53,6 +53,7 @@ def routes_of(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
     handles = [
         layer.mlp.gate.register_forward_hook(lambda router, inputs, outputs: layers.append(outputs[2]))
         for layer in model.model.layers
+        if hasattr(layer.mlp, "gate")  # other layers are dense
     ]
     with torch.no_grad():
         model(torch.tensor([ids]))
