@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from megarl.models.architecture import Architecture
@@ -21,6 +22,11 @@ def _read(reader: ConfigReader) -> Architecture:
         read_experts=read_sigmoid_experts,
         may_have_mtp=True,
     )
+
+
+def _sglang_differs(architecture: Architecture) -> Iterator[str]:
+    if architecture.tie_word_embeddings:
+        yield "a tied embedding"
 
 
 def _example() -> dict[str, Any]:
@@ -56,6 +62,7 @@ GLM4_MOE = Family(
         *shared_expert_rows("mlp.shared_experts"),
     ),
     example=_example,
+    sglang_differs=_sglang_differs,
     models="GLM-4.5, 4.6 and 4.7 and their Air models",
     limits=("layers that predict further tokens are neither trained nor written",),
 )
