@@ -17,7 +17,7 @@ from tests.ranks import RankPool
 
 pytest_plugins = ["tests.where_time_goes"]
 
-# Two test files run at a time. The behavior without this setting is tested in separate processes.
+# Three test files run at a time. The behavior without this setting is tested in separate processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Modules imported before the first test stay, and are many: the garbage collector would scan them again and
@@ -42,7 +42,7 @@ class TogetherByFile(LoadFileScheduling):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest tests first, so that two workers end together."""
+    """Run the slowest tests first, so that all workers end together."""
     items.sort(key=lambda item: not item.nodeid.startswith(SHARED))
 
 

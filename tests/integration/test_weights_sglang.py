@@ -41,7 +41,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trained]]
     return two_of_each_family(tmp_path_factory.mktemp("models"))
 
 
-MOST_TRAINER_RANKS = 8  # at a time, in addition to the engine's processes
+# Processes that stay for the next test of their layout. Those of one layout, four at most, work at a time.
+MOST_TRAINER_RANKS = 8
 
 
 class Running:
