@@ -17,9 +17,6 @@ from tests.ranks import RankPool
 
 pytest_plugins = ["tests.where_time_goes"]
 
-# Three test files run at a time. The behavior without this setting is tested in separate processes.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 # Modules imported before the first test stay, and are many: the garbage collector would scan them again and
 # again.
 gc.disable()
