@@ -186,6 +186,13 @@ _SCALINGS: dict[str, tuple[set[str], _Read]] = {
 }
 
 
+def extended_context(scaling: RopeScaling | None) -> int:
+    """Return the number of tokens to which YaRN extends the context; 0 without YaRN."""
+    if not isinstance(scaling, YarnScaling):
+        return 0
+    return int(scaling.factor * scaling.original_max_position_embeddings)
+
+
 def sglang_rope_differs(architecture: Architecture) -> Iterator[str]:
     """Yield what SGLang's rotary embedding would compute differently.
 

@@ -10,6 +10,7 @@ from megarl.config.roles import ModelRole, RoleKind, model_roles
 from megarl.config.schema import PPOConfig, Recomputation, Recompute, RunConfig, SFTConfig
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
 from megarl.models.architecture import Architecture
+from megarl.models.rope import extended_context
 
 
 def optimizers(config: RunConfig) -> Violations:
@@ -199,7 +200,7 @@ def rows_fit(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Vi
         yield Violation(
             config.length_keys,
             f"{prompt} + {response} = {config.max_row_tokens} tokens exceed max_position_embeddings {limit} "
-            f"of {role.path}; use {hint}",
+            f"of {role.path}; use {hint}{_extension(architectures[role.name])}",
         )
 
 
@@ -209,7 +210,18 @@ def chats_fit(config: SFTConfig, architectures: Mapping[str, Architecture]) -> V
         message = (
             f"is {config.max_row_tokens}, above max_position_embeddings {limit} of {role.path}; use {limit}"
         )
-        yield Violation(config.length_keys, message)
+        yield Violation(config.length_keys, message + _extension(architectures[role.name]))
+
+
+def _extension(architecture: Architecture) -> str:
+    """Return a hint if YaRN extends the context beyond `max_position_embeddings`.
+
+    Model cards tell users to add the scaling to `config.json`, and not the new length.
+    """
+    extended = extended_context(architecture.rope_scaling)
+    if extended <= architecture.max_position_embeddings:
+        return ""
+    return f", or set max_position_embeddings to {extended} in config.json, to which YaRN extends the context"
 
 
 def _too_short(

@@ -1,4 +1,4 @@
-"""Models for which SGLang has no class, or another one than transformers."""
+"""Models that SGLang has no class for or computes differently, and contexts that YaRN extends."""
 
 from __future__ import annotations
 
@@ -42,3 +42,17 @@ def test_a_factor_of_yarn_that_sglang_does_not_read(tmp_path: Path) -> None:
     assert found() == []
     (said,) = found(attention_factor=1.5)
     assert "a YaRN attention_factor of 1.5, for which it uses 1.13863" in said
+
+
+def test_a_context_that_yarn_extends_needs_the_new_length(tmp_path: Path) -> None:
+    """The model has 64 positions, and the run's rows have 80 tokens."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    run = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+    folder = model_folder(tmp_path / "extended", rope_scaling=yarn)
+    longer = ["data.max_response_length=72", "actor.micro_batch.max_tokens=128"]
+    found = violations(run, f"model.path={folder}", f"critic.model.path={folder}", *longer)
+    said = [line for line in found if "exceed max_position_embeddings 64" in line]
+    assert said
+    assert all(
+        "or set max_position_embeddings to 128 in config.json, to which YaRN extends" in line for line in said
+    )
