@@ -153,6 +153,7 @@ class Architecture:
     `linear_bias` adds biases to the output projection of attention, routers and experts. `has_sinks` adds a
     learned logit without a value to the softmax of each query head. `windows` has the number of tokens that
     each layer sees, the token itself included, or 0 for all; it is empty if all layers see all tokens.
+    `is_packed` says that the folder has its experts in MXFP4; it does not change the model.
 
     `num_mtp_layers` layers after the last one predict further tokens (multi-token prediction). They are not
     part of the model here: a folder may have their tensors, which are neither trained nor written. Two
@@ -180,6 +181,7 @@ class Architecture:
     linear_bias: bool = False
     has_sinks: bool = False
     windows: tuple[int, ...] = ()
+    is_packed: bool = field(default=False, compare=False)
     num_mtp_layers: int = field(default=0, compare=False)
 
     @property

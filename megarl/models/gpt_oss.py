@@ -75,6 +75,7 @@ _ROWS = (
 def _read(reader: ConfigReader) -> Architecture:
     if reader.take("attention_bias") not in (None, True):
         reader.refuse("attention_bias", "only true is supported")
+    is_packed = _read_packing(reader)
     reader.take("initial_context_length")  # that of the scaling, which is read there
     if reader.take("swiglu_alpha") not in (None, _ALPHA):
         reader.refuse("swiglu_alpha", f"only {_ALPHA} is supported")
@@ -87,7 +88,17 @@ def _read(reader: ConfigReader) -> Architecture:
         read_experts=_read_experts,
         read_windows=_read_windows,
     )
-    return replace(architecture, linear_bias=True, has_sinks=True)
+    return replace(architecture, linear_bias=True, has_sinks=True, is_packed=is_packed)
+
+
+def _read_packing(reader: ConfigReader) -> bool:
+    """Return whether the experts are in MXFP4, which is converted to bfloat16 when it is read."""
+    quantization = reader.take("quantization_config")
+    if quantization is None:
+        return False
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4":
+        reader.refuse("quantization_config", "only null and quant_method mxfp4 are supported")
+    return True
 
 
 def _read_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
@@ -159,7 +170,7 @@ GPT_OSS = Family(
     example=_example,
     models="gpt-oss-20b and 120b",
     limits=(
-        "folders in MXFP4 are refused: save them in bfloat16 with transformers",
+        "folders in MXFP4 are read; SGLang requires one in bfloat16, which `megarl convert` writes",
         "`engine.layers: local` only, `expert_tensor_parallel_size` 1",
         "SGLang on GPUs only, `rollout.expert_parallel_size` 1",
     ),

@@ -50,6 +50,7 @@ def copy_companions(
     config: dict[str, Any] = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
     if dtype is not None:
         config.pop("torch_dtype", None)  # the older name of the field
+        config.pop("quantization_config", None)
         config["dtype"] = str(dtype).removeprefix("torch.")
 
     if head is not None:

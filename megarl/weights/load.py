@@ -22,6 +22,7 @@ from megarl.weights.manifest import (
     read_checkpoint_index,
     stored_manifest,
 )
+from megarl.weights.mxfp4 import BLOCKS, SCALES, read_unpacked
 from megarl.weights.piece import Piece, axis_groups
 from megarl.weights.shard_layout import (
     ShardLayout,
@@ -175,14 +176,24 @@ class _Reader(ExitStack):
         """Return the elements of the piece, in the shape of `piece.hf`."""
         stored = self._index.tensors[piece.hf_name]
         try:
-            if stored.file not in self._opened:
-                self._opened[stored.file] = self.enter_context(safe_open(stored.file, framework="pt"))
             slices, view, index = _stored_slices(piece, stored.shape)
-            values = self._opened[stored.file].get_slice(piece.hf_name)[slices]
+            if stored.scales_file is None:
+                values = self._stored(stored.file, piece.hf_name, slices)
+            else:
+                files = {BLOCKS: stored.file, SCALES: stored.scales_file}
+                values = read_unpacked(
+                    lambda suffix, part: self._stored(files[suffix], piece.hf_name + suffix, part), slices
+                )
         except SafetensorError as error:
             raise WeightTransferError(f"{stored.file}: cannot read {piece.hf_name}: {error}") from error
 
-        return values.view(view)[index]
+        return values.reshape(view)[index]
+
+    def _stored(self, file: Path, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        if file not in self._opened:
+            self._opened[file] = self.enter_context(safe_open(file, framework="pt"))
+        values: torch.Tensor = self._opened[file].get_slice(name)[slices]
+        return values
 
 
 def _stored_slices(

@@ -25,6 +25,7 @@ from megarl.models.tensor_table import (
     unique_tensors,
     weights_of,
 )
+from megarl.weights.mxfp4 import BLOCKS, SCALES, unpacked_shape
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
 
 SINGLE_FILE = "model.safetensors"
@@ -45,11 +46,14 @@ class TensorInFile:
         file: The file that contains the tensor.
         shape: The shape of the tensor.
         dtype: The dtype as the format names it, such as BF16.
+        scales_file: The file of the scales, if the tensor is stored in MXFP4 (see mxfp4.py). Its shape and
+            dtype are those that it is read with.
     """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    scales_file: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +104,10 @@ def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
     index_path = folder / INDEX_FILE
 
     if index_path.is_file():
-        return CheckpointIndex(folder=folder, tensors=_read_sharded(folder, index_path))
+        return CheckpointIndex(folder=folder, tensors=_unpacked(_read_sharded(folder, index_path)))
 
     if (folder / SINGLE_FILE).is_file():
-        return CheckpointIndex(folder=folder, tensors=_read_header(folder / SINGLE_FILE))
+        return CheckpointIndex(folder=folder, tensors=_unpacked(_read_header(folder / SINGLE_FILE)))
 
     raise WeightTransferError(
         f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; convert weights in another format to safetensors "
@@ -153,6 +157,24 @@ def _read_sharded(folder: Path, index_path: Path) -> dict[str, TensorInFile]:
             )
 
     return tensors
+
+
+def _unpacked(tensors: dict[str, TensorInFile]) -> dict[str, TensorInFile]:
+    """List blocks and scales in MXFP4 as the tensor that they form."""
+    found: dict[str, TensorInFile] = {}
+    for name, stored in tensors.items():
+        scales = tensors.get(name.removesuffix(BLOCKS) + SCALES)
+        if name.endswith(BLOCKS) and stored.dtype == "U8" and scales is not None:
+            found[name.removesuffix(BLOCKS)] = TensorInFile(
+                file=stored.file,
+                shape=unpacked_shape(stored.shape),
+                dtype="BF16",
+                scales_file=scales.file,
+            )
+        elif not (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in tensors):
+            found[name] = stored
+
+    return found
 
 
 def _read_header(path: Path) -> dict[str, TensorInFile]:

@@ -50,6 +50,7 @@ from megarl.weights.hf_folder import (
 from megarl.weights.manifest import (
     TORCH_DTYPES,
     CheckpointIndex,
+    TensorInFile,
     check_index,
     check_tied_head,
     check_value_bias,
@@ -57,6 +58,7 @@ from megarl.weights.manifest import (
     read_checkpoint_index,
     stored_manifest,
 )
+from megarl.weights.mxfp4 import BLOCK, BLOCKS, SCALES, unpack
 from megarl.weights.piece import EqualSlices, Piece
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import numbered_pieces, whole_layout
@@ -87,7 +89,9 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
     if head == "value":
         check_value_bias(index)
     # Read each header once, however many tensors its file has.
-    starts = {file: _data_starts(file) for file in {stored.file for stored in index.tensors.values()}}
+    files = {stored.file for stored in index.tensors.values()}
+    files |= {stored.scales_file for stored in index.tensors.values() if stored.scales_file is not None}
+    starts = {file: _data_starts(file) for file in files}
     dtypes, pieces = _stored_pieces(index, architecture, head, starts)
 
     return ModelSource(
@@ -113,13 +117,18 @@ def _stored_pieces(
 
     def opened(hf: HFTensor) -> Callable[[], torch.Tensor]:
         stored = index.tensors[hf.name]
+        assert stored.scales_file is None, "no family has fused rows and MXFP4"
         return partial(mapped, stored.file, starts[stored.file][hf.name], hf.view, TORCH_DTYPES[stored.dtype])
 
     for own, read in zip(own_weights, read_weights, strict=True):
         if own is read or own.tensors == read.tensors:
             for hf in own.tensors:
-                dtypes[hf.name] = TORCH_DTYPES[index.tensors[hf.name].dtype]
-                pieces[hf.name] = [StoredPiece(place=TensorSlice.whole(hf.view), open=opened(hf))]
+                stored = index.tensors[hf.name]
+                dtypes[hf.name] = TORCH_DTYPES[stored.dtype]
+                if stored.scales_file is None:
+                    pieces[hf.name] = [StoredPiece(place=TensorSlice.whole(hf.view), open=opened(hf))]
+                elif hf.name not in pieces:
+                    pieces[hf.name] = list(_unpacked_pieces(stored, stored.scales_file, hf, starts))
             continue
 
         # The same parameter consists of these tensors and of those: equal elements lie at the same place.
@@ -140,6 +149,33 @@ def _stored_pieces(
                 )
 
     return dtypes, pieces
+
+
+def _unpacked_pieces(
+    stored: TensorInFile, scales_file: Path, hf: HFTensor, starts: Mapping[Path, Mapping[str, int]]
+) -> Iterator[StoredPiece]:
+    """Yield one piece for each expert of a tensor in MXFP4, which is converted when it is opened."""
+    num_experts, columns, rows = stored.shape
+    shape = (num_experts, rows, columns // BLOCK)
+    blocks_start = starts[stored.file][hf.name + BLOCKS]
+    scales_start = starts[scales_file][hf.name + SCALES]
+    open_blocks = partial(mapped, stored.file, blocks_start, (*shape, BLOCK // 2), torch.uint8)
+    open_scales = partial(mapped, scales_file, scales_start, shape, torch.uint8)
+
+    for expert in range(num_experts):
+        yield StoredPiece(
+            place=TensorSlice.whole(hf.view).along(0, expert, expert + 1),
+            open=partial(_open_unpacked, open_blocks, open_scales, expert, (1, *hf.view[1:])),
+        )
+
+
+def _open_unpacked(
+    open_blocks: Callable[[], torch.Tensor],
+    open_scales: Callable[[], torch.Tensor],
+    expert: int,
+    view: tuple[int, ...],
+) -> torch.Tensor:
+    return unpack(open_blocks()[expert], open_scales()[expert]).t().reshape(view)
 
 
 def _open_other(

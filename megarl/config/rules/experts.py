@@ -157,6 +157,12 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
             f"is {expert_parallel}, but SGLang's class of {path} ({policy.model_type}) loads the experts of "
             "all ranks into each rank; use 1",
         )
+    if policy.is_packed:
+        yield Violation(
+            ("model.path", "rollout.engine"),
+            f"{path} has its experts in MXFP4, for which SGLang would build layers that cannot receive "
+            f"bfloat16; convert it with `megarl convert megatron-to-hf --input {path} --output NEW_FOLDER`",
+        )
     if policy.has_sinks and config.device is Device.cpu:
         yield Violation(
             ("device", "rollout.engine"),
