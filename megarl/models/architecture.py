@@ -153,7 +153,7 @@ class Architecture:
     `linear_bias` adds biases to the output projection of attention, routers and experts. `has_sinks` adds a
     learned logit without a value to the softmax of each query head. `windows` has the number of tokens that
     each layer sees, the token itself included, or 0 for all; it is empty if all layers see all tokens.
-    `is_packed` says that the folder has its experts in MXFP4; it does not change the model.
+    `is_packed` is set if the folder has its experts in MXFP4; it does not change the model.
 
     `num_mtp_layers` layers after the last one predict further tokens (multi-token prediction). They are not
     part of the model here: a folder may have their tensors, which are neither trained nor written. Two
