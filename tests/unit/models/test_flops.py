@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.models.families import read_architecture
 from megarl.models.flops import peak_tflops, training_flops
-from tests.families import example_architecture
+from tests.families import example_architecture, example_config
 from tests.unit.config.folders import model_folder
 
 # A small model with heads of 12, two of them for keys and values.
@@ -53,6 +53,24 @@ def test_it_is_what_a_model_of_hugging_face_does(
     unread = 2 * WIDTH * VOCABULARY * (length - response)
     expected = counter.get_total_flops() - 3 * (masked + unread)
     assert training_flops(read_architecture(str(folder)), [(prompt, response)]) == expected
+
+
+def test_latent_attention_is_what_a_model_of_hugging_face_does() -> None:
+    """Heads of 24 numbers in queries and keys, and 12 in values."""
+    prompt = 5
+    response = 8
+    length = prompt + response
+    model = AutoModelForCausalLM.from_config(
+        example_config("deepseek_v3"), attn_implementation="eager", experts_implementation="eager"
+    )
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(input_ids=torch.arange(length)[None]).logits.sum().backward()
+
+    masked = 2 * 4 * 8 * (24 + 12) * (length * length - length * (length + 1) // 2)
+    unread = 2 * 64 * 199 * prompt
+    expected = counter.get_total_flops() - 3 * (masked + unread)
+    assert training_flops(example_architecture("deepseek_v3"), [(prompt, response)]) == expected
 
 
 def test_rows_add_up_and_a_value_head_is_one_column(tmp_path: Path) -> None:

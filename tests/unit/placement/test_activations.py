@@ -18,7 +18,10 @@ from megarl.config.schema import (
     Recompute,
     RecomputeModule,
 )
+from megarl.config.shipped import CONFIGS_DIR
+from megarl.models.families import read_architecture
 from megarl.placement.activations import StepMemory, WorkingMemory, working_memory
+from megarl.placement.latent_activations import latent_kept
 from megarl.placement.memory import model_state, step_memory
 from tests.unit.placement.test_memory import QWEN_7B, PlacementStrategy, config
 
@@ -149,3 +152,21 @@ def test_fused_layers_keep_a_workspace_and_a_tensor_of_each_shape() -> None:
     # What the run's machines decide counts as the larger of the two.
     either = of_actor(replace(run, engine=EngineConfig(layers=Layers.auto)))
     assert (either.stays, either.step - either.stays) == (fused.stays, local.step - local.stays)
+
+
+@pytest.mark.parametrize(
+    ("core_again", "of_core"), [(False, 4 * 16 * 192 + 16 * 128 + 2 * 16), (True, 2 * 16 * (192 + 128))]
+)
+def test_latent_attention_keeps_padded_values(core_again: bool, of_core: int) -> None:
+    """DeepSeek-V3 on eight tensor-parallel ranks with sequence parallelism.
+
+    Saved are both latent vectors with and without their norms, sharded with the tokens; the shared key of all
+    tokens; queries, keys, values and outputs of 16 heads of 192 numbers; the outputs' 128 numbers; and a
+    float32 number for each head. If the core is computed again: queries, keys, values and outputs, unpadded.
+    """
+    architecture = read_architecture(
+        str(CONFIGS_DIR / "models" / "DeepSeek-V3.1-BF16"), trust_remote_code=True
+    )
+    parallel = ParallelConfig(tensor_parallel_size=8, sequence_parallel=True)
+    vectors = 2 * (1536 + 512) // 8 + 64
+    assert latent_kept(architecture, parallel, keys_of_token=1.0, core_again=core_again) == vectors + of_core

@@ -286,3 +286,16 @@ def test_the_part_of_a_class_name_that_says_its_head() -> None:
         "",
         "",
     ]
+
+
+def test_layers_that_are_not_written_are_not_promised(tmp_path: Path) -> None:
+    """Layers that predict further tokens are not part of the model."""
+    source = tmp_path / "source"
+    target = tmp_path / "target"
+    for folder in (source, target):
+        folder.mkdir()
+    config_of("deepseek_v3").save_pretrained(source)
+    copy_companions(source, target)
+    written = json.loads((target / "config.json").read_text())
+    assert json.loads((source / "config.json").read_text()) == {**written, "num_nextn_predict_layers": 1}
+    assert written["num_nextn_predict_layers"] == 0
