@@ -1,7 +1,6 @@
 """Session-wide fixtures: slow resources are started once, and fresh ones for a test are forked."""
 
 import gc
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
