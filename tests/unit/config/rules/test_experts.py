@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.config.validate import validate
+from megarl.models.families import FAMILIES
 from tests.unit.config.folders import model_folder, ppo_values, write_yaml
 
 EXPERTS = {
@@ -150,3 +152,24 @@ def test_an_engine_of_a_dense_model_has_no_experts(tmp_path: Path) -> None:
     )
     assert found.startswith("rollout.expert_parallel_size: is 2, but ")
     assert "(qwen2) has no experts; use 1" in found
+
+
+def test_experts_with_biases_in_mxfp4(ppo: str, tmp_path: Path) -> None:
+    folder = tmp_path / "gpt_oss"
+    folder.mkdir()
+    fields = FAMILIES["gpt_oss"].example() | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(fields))
+    found = "\n".join(
+        violations(
+            ppo,
+            f"model.path={folder}",
+            f"{_ETP}=2",
+            "device=cpu",
+            "rollout.tensor_parallel_size=2",
+            "rollout.expert_parallel_size=2",
+        )
+    )
+    assert "(gpt_oss) have biases, which Megatron does not shard; use 1" in found
+    assert "loads the experts of all ranks into each rank; use 1" in found
+    assert f"megarl convert megatron-to-hf --input {folder} --output NEW_FOLDER" in found
+    assert "has attention sinks, which SGLang's attention for CPUs lacks; use device=cuda" in found
