@@ -96,7 +96,7 @@ def weighted_batch() -> Tensors:
 def watched_routers(model: PreTrainedModel, disturbed: bool) -> Iterator[list[list[Tensor]]]:
     """Return the experts of each layer, (tokens, K), for each row; row ROW is disturbed at PLACE."""
     rows: list[list[Tensor]] = []
-    routers = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    routers = [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
 
     def watch(router: Any, inputs: tuple[Tensor], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         logits, scores, experts = outputs
