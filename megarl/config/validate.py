@@ -85,8 +85,12 @@ PPO_MODEL_RULES: Mapping[str, Mapping[Callable[[PPOConfig, Architecture], Violat
 PPO_MODELS_RULES: Mapping[Callable[[PPOConfig, Architectures], Violations], Keys] = {
     models.rows_fit: (),
     models.same_vocabulary: (),
+    experts.layers_fit: (),
 }
-SFT_MODELS_RULES: Mapping[Callable[[SFTConfig, Architectures], Violations], Keys] = {models.chats_fit: ()}
+SFT_MODELS_RULES: Mapping[Callable[[SFTConfig, Architectures], Violations], Keys] = {
+    models.chats_fit: (),
+    experts.layers_fit: (),
+}
 
 
 class KindRules(NamedTuple):

@@ -5,16 +5,19 @@ They cover expert parallelism in training and in an engine, router settings, and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 
-from megarl.config.roles import ModelRole, scores_in_update
+from megarl.config.roles import ModelRole, model_roles, scores_in_update
 from megarl.config.schema import (
     Device,
+    Layers,
     OnUpdate,
     ParallelConfig,
     PPOConfig,
     RolloutEngineKind,
     RoutingReplay,
+    RunConfig,
     SFTConfig,
 )
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
@@ -125,6 +128,22 @@ def _ranks(parallel: ParallelConfig, keys: _Keys) -> Violations:
             f"{expert_parallel * expert_tensor} does not divide the {num_ranks} ranks of a stage (tensor x "
             f"context x data); use {meant} {either(fitting)}",
         )
+
+
+def layers_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> Violations:
+    """Check that Transformer Engine's layers are not used for experts with biases."""
+    if config.device is Device.cpu or config.engine.layers is Layers.local:
+        return
+
+    for role in model_roles(config):
+        architecture = architectures.get(role.name)
+        if architecture is not None and architecture.linear_bias:
+            yield Violation(
+                ("engine.layers",),
+                f"is {config.engine.layers.value}, but the experts of {role.path} "
+                f"({architecture.model_type}) have biases, which megarl supports with local layers only; use "
+                "local",
+            )
 
 
 def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:

@@ -173,3 +173,18 @@ def test_experts_with_biases_in_mxfp4(ppo: str, tmp_path: Path) -> None:
     assert "loads the experts of all ranks into each rank; use 1" in found
     assert f"megarl convert megatron-to-hf --input {folder} --output NEW_FOLDER" in found
     assert "has attention sinks, which SGLang's attention for CPUs lacks; use device=cuda" in found
+
+
+def test_experts_with_biases_need_local_layers(ppo: str, tmp_path: Path) -> None:
+    """`auto` may become Transformer Engine on a GPU, where the run would end when its layers are built."""
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["gpt_oss"].example()))
+
+    def found(*overrides: str) -> list[str]:
+        given = violations(ppo, f"model.path={tmp_path}", "rollout.engine=sglang", *overrides)
+        return [each for each in given if each.startswith("engine.layers")]
+
+    (each,) = found("device=cuda")
+    assert each.startswith("engine.layers: is auto, but the experts of ")
+    assert each.endswith("(gpt_oss) have biases, which megarl supports with local layers only; use local")
+    assert found("device=cuda", "engine.layers=local") == []
+    assert found("device=cpu") == []
