@@ -61,8 +61,11 @@ algorithms: $(READY)
 troubleshooting: $(READY)
 	MEGARL_WRITE_PAGES=1 $(BIN)/python -m pytest $$(grep -rl "check_documented(" tests --include="test_*.py")
 
-test: $(READY) static
-	$(BIN)/python -m pytest -n 3 --no-loadscope-reorder $(ARGS)
+# The type checks take a minute of one core, so they run beside the tests. Their output follows in one piece.
+test: $(READY) lint
+	@$(MAKE) --no-print-directory types > $(VENV)/types.log 2>&1 & types=$$!; \
+	$(BIN)/python -m pytest -n 3 --no-loadscope-reorder $(ARGS); tests=$$?; \
+	wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests | types))
 
 # Includes the soak tests, which take minutes each. Run them before a release, or after changes that they cover.
 test-all: $(READY) static
