@@ -63,7 +63,7 @@ troubleshooting: $(READY)
 
 # The type checks take a minute of one core, so they run beside the tests. Their output follows in one piece.
 test: $(READY) lint
-	@$(MAKE) --no-print-directory types > $(VENV)/types.log 2>&1 & types=$$!; \
+	@$(BIN)/mypy > $(VENV)/types.log 2>&1 & types=$$!; \
 	$(BIN)/python -m pytest -n 3 --no-loadscope-reorder $(ARGS); tests=$$?; \
 	wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests | types))
 

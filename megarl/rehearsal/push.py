@@ -14,6 +14,7 @@ from megarl.weights.execution import Channel, PeerTransfers, PipelinedTransfer
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.schedule import Part
 from megarl.weights.shards import Shards
+from megarl.weights.tensors import WeightTransferError
 
 if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine
@@ -57,7 +58,12 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
 
     # Check each part against the plan before it enters the send buffer.
     def regions(part: Part) -> list[Tensor]:
-        found = list(shards.regions(part))
+        try:
+            found = list(shards.regions(part))
+        except WeightTransferError as error:
+            sent = f"a weight sync sends {part.tensor_slice.volume:,} elements of {part.name} as {dtype}"
+            raise RehearsalError(f"{sent}, but {error}") from error
+
         held = sum(region.numel() for region in found)
         types = {region.dtype for region in found}
 

@@ -13,7 +13,7 @@ from megarl.weights.message_words import WordCounts, shape_in_words, slice_in_wo
 from megarl.weights.piece import Piece, in_shape, in_view
 from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import ShardLayout, held_weights, numbered_pieces
-from megarl.weights.tensors import TensorSlice
+from megarl.weights.tensors import TensorSlice, WeightTransferError
 
 if TYPE_CHECKING:  # planning must not import torch
     import torch
@@ -90,11 +90,17 @@ class _Geometry:
 
         The slices refer to the parameter in `piece.shard_view`, or to the piece in the order of the tensor if
         the piece is rearranged.
+
+        Raises:
+            WeightTransferError: This rank does not hold the part.
         """
         if part not in self._found:
             homes = self._homes[part.name]
             slices = list(in_view(part.tensor_slice, homes[0].shape, homes[0].piece.hf_view))
-            name, piece, _ = next(home for home in homes if slices[0].intersect(home.piece.hf) == slices[0])
+            holding = [home for home in homes if slices[0].intersect(home.piece.hf) == slices[0]]
+            if not holding:
+                raise WeightTransferError(f"this rank does not hold {part.tensor_slice} of {part.name}")
+            name, piece, _ = holding[0]
             target = piece.shard.starts if piece.rearrangement is None else None
             regions = [each.relative_to(piece.hf.starts, target).index for each in slices]
             self._found[part] = name, piece, regions

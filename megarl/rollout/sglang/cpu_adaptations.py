@@ -392,11 +392,21 @@ def rotate_without_scaling() -> None:
 
     for_cpu = factory.get_rope_cpu
 
-    def for_any(*arguments: Any) -> Any:
-        *of_rope, scaling, dtype, partial_rotary_factor, _ = arguments
-        if scaling is None:
-            return factory.get_rope(*of_rope, scaling, dtype, partial_rotary_factor)
-        return for_cpu(*arguments)
+    def for_any(
+        head_size: int,
+        rotary_dim: int,
+        max_position: int,
+        base: int,
+        is_neox_style: bool = True,
+        rope_scaling: dict[str, Any] | None = None,
+        dtype: torch.dtype | None = None,
+        partial_rotary_factor: float = 1.0,
+        device: str | None = None,
+    ) -> Any:
+        shape = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype)
+        if rope_scaling is None:
+            return factory.get_rope(*shape, partial_rotary_factor)
+        return for_cpu(*shape, partial_rotary_factor, device)
 
     factory.get_rope_cpu = for_any
 

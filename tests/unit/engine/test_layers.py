@@ -407,7 +407,7 @@ def attentions_of_context_parallel_rows(prompt_of: list[int | None], cp_comm_typ
     found = []
 
     class Ring:
-        def __init__(self, config: Any, pg_collection: Any) -> None:
+        def __init__(self, config: Any, softmax_scale: float | None, pg_collection: Any) -> None:
             pass
 
         def forward(self, query: Tensor, *arguments: Any, packed_seq_params: Any, **options: Any) -> Tensor:
