@@ -1,5 +1,5 @@
 """Test every engine from every layout by every transport, 32 deaths during a weight sync, 2,000 damaged
-configurations, and memory over 500 steps."""
+configurations, the layers of every shipped run, and memory over 500 steps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ FILES = (
     "tests/integration/test_weights_hf.py",
     "tests/integration/test_weights_sglang.py",
     "tests/unit/config/test_mutations.py",
+    "tests/unit/rehearsal/test_transformer_engine.py",
     "tests/unit/weights/test_transport_failures.py",
 )
 
