@@ -345,7 +345,8 @@ class MegatronEngine:
         if tally is not None:
             tally.reduce(self.groups)
             self._router_metrics = merge_metrics([tally.metrics()])
-            self._bias_steps = tally.bias_steps(self.spec.experts.bias_update_rate)
+            if rate := self.spec.experts.bias_update_rate:
+                self._bias_steps = tally.bias_steps(rate)
 
         return shares
 
@@ -390,7 +391,7 @@ class MegatronEngine:
 
     def _update_selection_biases(self) -> None:
         """Move the selection biases towards an even load, if the run asks for it."""
-        if not self.spec.experts.bias_update_rate or self._bias_steps is None:
+        if self._bias_steps is None:
             return
         for model in self.models:
             for layer, bias in selection_biases(model).items():

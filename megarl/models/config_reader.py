@@ -125,8 +125,8 @@ class ConfigReader:
 
     def check_neutral(self) -> None:
         """Refuse each field that would change the forward pass, unless the family has read it."""
-        for name in _NEUTRAL.keys() & self.fields.keys() - self.seen:
-            if self.take(name) not in (accepted := _NEUTRAL[name]):
+        for name, accepted in _NEUTRAL.items():
+            if name in self.fields and name not in self.seen and self.take(name) not in accepted:
                 self.refuse(name, f"only {json.dumps(accepted[0])} is supported")
 
     def check_left_over(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from megarl.models.architecture import Architecture
 
@@ -63,13 +65,18 @@ def training_flops(
 
 def _pairs(architecture: Architecture, length: int) -> int:
     """Return the pairs of tokens of a row that the masks of all layers leave."""
-    windows = architecture.windows or (0,) * architecture.num_hidden_layers
     pairs = 0
-    for window in windows:
+    for window, num_layers in _layers_by_window(architecture).items():
         # A token sees those before it and itself, at most as many as the window has.
         growing = min(length, window or length)
-        pairs += growing * (growing + 1) // 2 + (length - growing) * growing
+        pairs += num_layers * (growing * (growing + 1) // 2 + (length - growing) * growing)
     return pairs
+
+
+@lru_cache(maxsize=32)
+def _layers_by_window(architecture: Architecture) -> Mapping[int, int]:
+    """Return the number of layers with each window; 0 means full attention."""
+    return Counter(architecture.windows or (0,) * architecture.num_hidden_layers)
 
 
 def _projections(architecture: Architecture) -> int:

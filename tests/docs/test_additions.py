@@ -218,7 +218,7 @@ assert sample.token_ids.tolist() == tokens[3:], (sample.token_ids, tokens)
 def test_the_family_that_the_page_adds_is_tested_by_its_registration(
     with_additions: Path, tmp_path: Path
 ) -> None:
-    """Parity in two layouts, conversion and counts, by the tests of every family; and a push into an engine."""
+    """Run the tests that every family has (parity, conversion, counts), and a push into an engine."""
     commands = (
         ["-m", "pytest", "-q", "-p", "no:cacheprovider", *_TESTS_OF_FAMILY, "-k", "seed_oss"],
         ["-c", _PUSH, str(tmp_path)],

@@ -5,7 +5,8 @@ The model is the family's example with the sizes of the quickstart's model. It s
 learns first from demonstrations, then by GRPO. Models with experts generate with SGLang and distribute their
 experts over two ranks, the others generate with transformers; `--engine` names another engine. Weights are
 compared bitwise after every sync, and log-probs of trainer and engine in every step. The script prints the
-share of correct held-out sums before and after, and exits with status 1 if a family gains less than 20 points.
+share of correct held-out sums before and after, and exits with status 1 if a family gains less than 20
+points.
 """
 
 from __future__ import annotations

@@ -262,9 +262,9 @@ def test_a_device_that_is_a_little_too_small_is_refused(run: str, capsys: pytest
 def test_the_actors_state_is_what_the_parameters_say(run: str) -> None:
     """The actor's state is computed by hand.
 
-    A rank has P / (TP PP) parameters, and replicated ones, with 2 + 4 bytes, and 12 bytes sharded over the ranks with the same
-    parameters (ZeRO 1). Stages differ. Experts are sharded by EP instead of TP, so that they have a different
-    number of copies.
+    A rank has P / (TP PP) parameters, and replicated ones, with 2 + 4 bytes, and 12 bytes sharded over the
+    ranks with the same parameters (ZeRO 1). Stages differ. Experts are sharded by EP instead of TP, so that
+    they have a different number of copies.
     """
     config = load(run)
     parallel = config.actor.parallel

@@ -497,7 +497,7 @@ def test_dump_is_read_back_equal(tmp_path: Path, minimal: str) -> None:
 
 
 def test_a_preset_on_the_command_line_replaces_a_nested_section(tmp_path: Path) -> None:
-    """The preset of the file, and the keys that the file sets beside it, do not remain."""
+    """It removes the preset that the file chooses and the keys that the file adds to that preset."""
     chosen = {"base": "precise_optimizer", "ddp": {"bucket_size": 7}}
     path = write_yaml(tmp_path / "run.yaml", MINIMAL | {"actor": {"megatron": chosen, "optim": {"lr": 2e-5}}})
     assert load_config(PPOConfig, path).actor.megatron.ddp == {"bucket_size": 7}

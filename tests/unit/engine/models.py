@@ -181,8 +181,8 @@ def router_losses(recorded: dict[str, list[Routed]], architecture: Architecture)
     """Return the losses of everything that was recorded, layer by layer.
 
     They are Hugging Face's load-balancing loss, which counts a token once for each of its experts, and the z
-    loss of Zoph et al. 2022, equation 5. Hugging Face has no loss for sigmoid scores: it is that of DeepSeek-V3
-    (arXiv 2412.19437, equation 17) over all tokens.
+    loss of Zoph et al. 2022, equation 5. Hugging Face has no loss for sigmoid scores: it is that of
+    DeepSeek-V3 (arXiv 2412.19437, equation 17) over all tokens.
     """
     assert architecture.experts is not None
     layers = [torch.cat([part.logits for part in parts]) for parts in recorded.values()]

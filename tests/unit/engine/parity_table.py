@@ -1,6 +1,6 @@
 """The table of docs/verification.md with the measured differences between the engine and Hugging Face.
 
-MEGARL_WRITE_PAGES=1 python -m pytest tests/unit/engine/test_parity.py    # rewrites the rows that are measured
+MEGARL_WRITE_PAGES=1 python -m pytest tests/unit/engine/test_parity.py  # rewrites the measured rows
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def documented() -> dict[Comparison, Differences]:
 
 
 def record(comparison: Comparison, measured: Differences, every_comparison: Iterable[Comparison]) -> None:
-    """Write a row to the page if the environment asks for it, and drop the rows of cases that are no more."""
+    """Write a row to the page if the environment asks for it, and drop rows without a case."""
     if not os.environ.get(WRITE):
         return
 

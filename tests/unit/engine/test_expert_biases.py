@@ -1,4 +1,4 @@
-"""Each adaptation of Megatron-Core's biases of experts is still needed. `test_parity` compares its numbers."""
+"""Test that each adaptation of expert biases is still needed. `test_parity` compares the numbers."""
 
 from __future__ import annotations
 

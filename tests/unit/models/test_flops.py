@@ -83,7 +83,7 @@ def test_rows_add_up_and_a_value_head_is_one_column(tmp_path: Path) -> None:
 
 
 def test_a_window_limits_the_pairs_by_hand() -> None:
-    """Two of four layers see 4 tokens: rows of 3 and 6 tokens have 6 and 1 + 2 + 3 + 4 + 4 + 4 pairs there."""
+    """Two of four layers see 4 tokens: 6 pairs in a row of 3, and 1 + 2 + 3 + 4 + 4 + 4 in a row of 6."""
     architecture = example_architecture("gpt_oss")
     assert architecture.windows == (4, 0, 4, 0)
     whole = replace(architecture, windows=())

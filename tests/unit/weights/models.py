@@ -80,7 +80,7 @@ def random_model(
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Give the parameters another dtype. Buffers such as selection biases keep float32, as in published folders."""
+    """Convert the parameters. Buffers such as selection biases keep float32, as in published folders."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model

@@ -1,4 +1,4 @@
-"""SGLang's class of models with latent attention on a CPU. It keeps products of weights, which a sync must renew."""
+"""Test SGLang's latent attention on a CPU. It stores products of weights that each sync must update."""
 
 from __future__ import annotations
 
