@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.config.layers import LayerChoice, choose_layers
 from megarl.config.schema import DType, Layers
+from megarl.engine.delta_net import GatedDeltaNet
 from megarl.engine.latent_attention import LatentSelfAttention
 from megarl.engine.layers import AttentionCore, LogitLayer, RMSNorm, sharing_prompts
 from megarl.engine.moe_router import RoutedLayer, router_class
@@ -79,10 +80,16 @@ def block_spec(
             "which megarl supports with local layers only: set engine.layers=local"
         )
 
-    # One spec for each kind of layer that occurs: dense, and sparse if the model has experts.
+    # One spec for each kind of layer that occurs: dense, and sparse if the model has experts; with attention,
+    # and with a gated delta net if the model has one.
     kinds = {
-        is_sparse: make(config, is_sparse) for is_sparse in ((False, True) if sparse_layers else (False,))
+        (is_sparse, is_delta): make(config, is_sparse)
+        for is_sparse in ((False, True) if sparse_layers else (False,))
+        for is_delta in ((False, True) if architecture.delta_net else (False,))
     }
+    for (_, is_delta), kind in kinds.items():
+        if is_delta:
+            _set_delta_net(kind, architecture, layers)
 
     # Neither Megatron's attention nor Transformer Engine's has sinks and windows for shared prompts.
     if architecture.has_sinks or any(architecture.windows):
@@ -95,12 +102,14 @@ def block_spec(
         for kind in kinds.values():
             kind.module = RoutedLayer
         router = router_class(architecture)
-        kinds[True].submodules.mlp.keywords["submodules"].router = router  # a functools.partial
+        for (is_sparse, _), kind in kinds.items():
+            if is_sparse:
+                kind.submodules.mlp.keywords["submodules"].router = router  # a functools.partial
 
     # The layers of this chunk, by their numbers in the whole model.
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     held = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
-    layer_specs = [kinds[layer in sparse_layers] for layer in held]
+    layer_specs = [kinds[layer in sparse_layers, layer in architecture.delta_layers] for layer in held]
 
     # After the last attention, only tokens that predict another one are needed.
     if config.num_layers - 1 in held and ends_with_predictors(sparse_layers):
@@ -161,6 +170,25 @@ def _local_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
     return layer
 
 
+def _set_delta_net(layer: ModuleSpec, architecture: Architecture, layers: Layers) -> None:
+    """Give a layer a gated delta net instead of attention, with the norm before it where Megatron has it."""
+    inputs: Any = ColumnParallelLinear
+    outputs: Any = RowParallelLinear
+    if layers is Layers.transformer_engine:
+        modules = gpt_layer_specs.TESpecProvider()
+        inputs = modules.column_parallel_layer_norm_linear()
+        outputs = modules.row_parallel_linear()
+
+    layer.submodules.self_attention = ModuleSpec(
+        module=GatedDeltaNet,
+        params={"delta_net": architecture.delta_net, "input_layer": inputs, "output_layer": outputs},
+    )
+    stored = dict(layer.submodules.sharded_state_dict_keys_map)
+    if stored.pop("input_layernorm.", None) is not None:
+        stored["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+    layer.submodules.sharded_state_dict_keys_map = stored
+
+
 def _name_absent_product() -> None:
     """Define the name of Transformer Engine's product, which Megatron's router compares with None.
 
@@ -184,6 +212,7 @@ _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 # Transformer Engine has a norm inside the linear layer that follows it.
 _CANONICAL = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",

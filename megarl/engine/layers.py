@@ -38,12 +38,19 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Under sequence parallelism each rank sees a part of the tokens. Megatron sums the gradients of
         # marked parameters.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
+        # One plus the weight would be rounded in 16 bits.
+        if self.is_zero_centered:
+            weight = 1.0 + self.weight.float()
+            if hidden.dtype == torch.float32:
+                return _CPUNorm.apply(hidden, weight, self.eps)
+            return _WideNorm.apply(hidden, weight, self.eps)
         if hidden.device.type == "cuda":
             return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
         if hidden.dtype == torch.float32:
@@ -75,6 +82,26 @@ class _CPUNorm(torch.autograd.Function):
         projection = (products @ weight).div_(weight.shape[0]).view(scale.shape)
         grad_hidden = (gradient * weight).addcmul_(normalized, projection, value=-1).mul_(scale)
         return grad_hidden, products.sum(0), None
+
+
+class _WideNorm(torch.autograd.Function):
+    """RMSNorm of 16-bit tokens with a float32 weight. It rounds once, and saves the tokens in 16 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = hidden.float()
+        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(hidden, scale, weight)
+        return wide.mul_(scale).mul_(weight).to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        hidden, scale, weight = ctx.saved_tensors
+        normalized = hidden.float().mul_(scale)
+        products = (gradient * normalized).flatten(0, -2)
+        projection = (products @ weight).div_(weight.shape[0]).view(scale.shape)
+        grad_hidden = (gradient * weight).addcmul_(normalized, projection, value=-1).mul_(scale)
+        return grad_hidden.to(hidden.dtype), products.sum(0), None
 
 
 class AttentionCore(torch.nn.Module):

@@ -78,6 +78,8 @@ def transformer_config(
         add_bias_linear=architecture.linear_bias,
         add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm,
+        layernorm_zero_centered_gamma=architecture.norms.zero_centered,
+        attention_output_gate=architecture.has_output_gate,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_parallel_size,
@@ -105,6 +107,12 @@ def transformer_config(
         gradient_accumulation_fusion=not on_cpu and tensor_parallel_layers._grad_accum_fusion_available,
         persist_layer_norm=False,
         **_recompute_options(recomputation, architecture),
+        # A list makes Megatron store each layer separately.
+        linear_attention_freq=[
+            int(layer in architecture.delta_layers) for layer in range(architecture.num_hidden_layers)
+        ]
+        if architecture.delta_net
+        else None,
         **_expert_options(architecture, parallel, layers),
     )
     config_class = TransformerConfig if architecture.latent is None else MLATransformerConfig

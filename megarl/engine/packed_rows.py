@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -29,6 +29,7 @@ class PackedRows(PackedSeqParams):
 
     Attributes:
         lengths: The length of each sequence, including the padding for context parallelism.
+        prompts: For each sequence, the positions in the batch of the prompt that it continues.
     """
 
     def __init__(
@@ -56,13 +57,14 @@ class PackedRows(PackedSeqParams):
         self.predicting: Tensor | None = None
         self.attention_plan: AttentionPlan | None = None
         self.key_places: KeyPlaces | None = None
+        self.delta_rows: Any = None  # a DeltaRows, made by the first gated delta net
         prompt_of = prompt_of or [None] * len(lengths)
         self.shares_prompts = any(prompt is not None for prompt in prompt_of)
         starts = [0, *accumulate(self.lengths)]
         boundaries = to_device(torch.tensor(starts, dtype=torch.int32), device)
 
         # For each sequence, the positions of the prompt that its tokens see as well.
-        prompts = [
+        self.prompts = prompts = [
             range(0) if prompt is None else range(starts[prompt], starts[prompt] + lengths[prompt])
             for prompt in prompt_of
         ]

@@ -143,6 +143,51 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockNorms:
+    """The RMS norms of a layer's two blocks, attention and feed-forward.
+
+    Attributes:
+        zero_centered: Whether all norms of the model multiply by one plus their parameter.
+    """
+
+    zero_centered: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """Gated delta net layers, which replace the attention of some layers (Yang et al. 2025, arXiv 2412.06464).
+
+    A layer mixes the tokens of a row through a recurrent state instead of a softmax, so its cost is linear in
+    the length of the row. A short causal convolution comes before it.
+
+    Attributes:
+        num_key_heads: The number of heads of queries and keys.
+        num_value_heads: The number of heads of values, a multiple of `num_key_heads`. Each has a state.
+        key_head_dim: The size of a head's query or key.
+        value_head_dim: The size of a head's value.
+        conv_kernel_dim: The number of tokens that the convolution sees, the token itself included.
+        layers: The numbers of these layers; the others have attention.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+    layers: tuple[int, ...]
+
+    @property
+    def key_dim(self) -> int:
+        """The size of all queries, and of all keys."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """The size of all values."""
+        return self.num_value_heads * self.value_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The architecture of a model. Field names are Hugging Face's.
 
@@ -154,6 +199,9 @@ class Architecture:
     learned logit without a value to the softmax of each query head. `windows` has the number of tokens that
     each layer sees, the token itself included, or 0 for all; it is empty if all layers see all tokens.
     `is_packed` is set if the folder has its experts in MXFP4; it does not change the model.
+
+    `has_output_gate` multiplies the output of attention by the sigmoid of a gate, which is projected together
+    with the queries. The norm inside a gated delta net is never zero-centered.
 
     `num_mtp_layers` layers after the last one predict further tokens (multi-token prediction). They are not
     part of the model here: a folder may have their tensors, which are neither trained nor written. Two
@@ -181,6 +229,9 @@ class Architecture:
     linear_bias: bool = False
     has_sinks: bool = False
     windows: tuple[int, ...] = ()
+    delta_net: DeltaNet | None = None
+    has_output_gate: bool = False
+    norms: BlockNorms = BlockNorms()
     is_packed: bool = field(default=False, compare=False)
     num_mtp_layers: int = field(default=0, compare=False)
 
@@ -208,3 +259,17 @@ class Architecture:
     @property
     def num_dense_layers(self) -> int:
         return self.num_hidden_layers - len(self.sparse_layers)
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that have a gated delta net instead of attention."""
+        return self.delta_net.layers if self.delta_net else ()
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_hidden_layers - len(self.delta_layers)
+
+    @property
+    def has_several_kinds_of_layers(self) -> bool:
+        """Whether layers have different parameters, so that Megatron stores each layer separately."""
+        return bool(self.delta_layers) or (self.experts is not None and self.num_dense_layers > 0)

@@ -18,6 +18,7 @@ from megarl.models.llama import LLAMA
 from megarl.models.mistral import MISTRAL
 from megarl.models.mixtral import MIXTRAL
 from megarl.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from megarl.models.qwen3_next import QWEN3_NEXT
 from megarl.models.unsupported import UNSUPPORTED
 
 FAMILIES: dict[str, Family] = {
@@ -31,6 +32,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": GLM4_MOE,
     "deepseek_v3": DEEPSEEK_V3,
     "gpt_oss": GPT_OSS,
+    "qwen3_next": QWEN3_NEXT,
 }
 
 # Names under which models of a family are published with their own, equivalent code.

@@ -8,6 +8,9 @@ every parity test fail. Names have placeholders for global layer and expert numb
 With latent attention:
     A latent vector of queries   C latent vector of keys and values   B the same with the shared rotated key
     U keys without positions and values of all heads   O values of all heads
+With a gated delta net:
+    J key heads   L value heads of a key head   T value heads   X one key   Y one value   Z all values
+    W the tokens that the convolution sees
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from megarl.models.family import Family
 from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_sparse
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 
-_EXPERT_ROWS = expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+SPARSE_ROWS = expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 # A gate scales the output of the shared expert.
-_SHARED_EXPERT_ROWS = (
+SHARED_EXPERT_ROWS = (
     *shared_expert_rows("mlp.shared_expert"),
     MappingRow(
         megatron=MEGATRON_LAYER + "mlp.shared_experts.gate_weight",
@@ -40,14 +40,15 @@ def _read_qwen3(reader: ConfigReader) -> Architecture:
 
 
 def _read_qwen2_moe(reader: ConfigReader) -> Architecture:
-    return read_trunk(reader, qkv_bias=True, read_experts=_read_experts_with_shared)
+    return read_trunk(reader, qkv_bias=True, read_experts=read_experts_with_shared)
 
 
 def _read_qwen3_moe(reader: ConfigReader) -> Architecture:
     return read_trunk(reader, qk_norm=True, read_experts=_read_experts)
 
 
-def _read_experts_with_shared(reader: ConfigReader, num_hidden_layers: int) -> Experts:
+def read_experts_with_shared(reader: ConfigReader, num_hidden_layers: int) -> Experts:
+    """Read the experts of a model whose layers also have a shared expert with a gate."""
     if reader.take("qkv_bias") not in (None, True):
         reader.refuse("qkv_bias", "only true is supported")
     shared_intermediate_size = reader.number("shared_expert_intermediate_size", int)
@@ -141,7 +142,7 @@ QWEN2_MOE = Family(
     model_type="qwen2_moe",
     class_prefix="Qwen2Moe",
     read=_read_qwen2_moe,
-    rows=(*TRUNK_ROWS, *_EXPERT_ROWS, *_SHARED_EXPERT_ROWS),
+    rows=(*TRUNK_ROWS, *SPARSE_ROWS, *SHARED_EXPERT_ROWS),
     example=_qwen2_moe_example,
     sglang_differs=sglang_differs,
     models="Qwen1.5-MoE, Qwen2-57B-A14B",
@@ -150,7 +151,7 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     class_prefix="Qwen3Moe",
     read=_read_qwen3_moe,
-    rows=(*TRUNK_ROWS, *_EXPERT_ROWS),
+    rows=(*TRUNK_ROWS, *SPARSE_ROWS),
     example=_qwen3_moe_example,
     sglang_differs=sglang_differs,
     models="Qwen3-30B-A3B, Qwen3-235B-A22B and their later versions",

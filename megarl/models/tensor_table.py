@@ -248,6 +248,7 @@ def dimension_sizes(architecture: Architecture) -> dict[str, int]:
     """Return the size of each dimension by its letter. Sizes of parts that the model lacks are zero."""
     experts = architecture.experts
     latent = architecture.latent
+    delta = architecture.delta_net
     heads = architecture.num_attention_heads
     return {
         "V": architecture.vocab_size,
@@ -268,6 +269,13 @@ def dimension_sizes(architecture: Architecture) -> dict[str, int]:
         "B": latent.kv_lora_rank + latent.qk_rope_head_dim if latent else 0,
         "U": heads * (latent.qk_nope_head_dim + latent.v_head_dim) if latent else 0,
         "O": heads * architecture.value_dim,
+        "J": delta.num_key_heads if delta else 0,
+        "L": delta.num_value_heads // delta.num_key_heads if delta else 0,
+        "T": delta.num_value_heads if delta else 0,
+        "X": delta.key_head_dim if delta else 0,
+        "Y": delta.value_head_dim if delta else 0,
+        "Z": delta.value_dim if delta else 0,
+        "W": delta.conv_kernel_dim if delta else 0,
     }
 
 

@@ -15,7 +15,6 @@ _OLMO = "norms after each block, norms of queries and keys over all heads"
 _MAMBA = "Mamba layers"
 
 UNSUPPORTED: Mapping[str, str] = {
-    "qwen3_next": _DELTA_NET,
     "qwen3_5": f"{_DELTA_NET}, {_VISION}",
     "qwen3_5_text": _DELTA_NET,
     "qwen3_5_moe": f"{_DELTA_NET}, {_VISION}",

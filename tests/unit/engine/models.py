@@ -64,7 +64,11 @@ def save_model(family: str, folder: Path, seed: int = 0) -> None:
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if name.endswith("A_log"):
+                parameter.uniform_(-3.0, 0.0)  # states decay within several tokens
+            elif name.endswith("conv1d.weight"):
+                parameter.normal_(std=0.5)
+            elif "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
             elif name.endswith("bias"):
                 parameter.normal_(std=0.1)

@@ -115,7 +115,7 @@ VARIANT_CASES: list[Comparison] = [
     (variant, layout) for variant in VARIANTS for layout in ("TP1", "TP2+SP", "CP2")
 ]
 # Latent attention has gradients of its own in every kind of layout. Another family has all layouts.
-NUM_EXPERT_LAYOUTS = {"qwen3_moe": len(EXPERT_LAYOUTS), "deepseek_v3": 5, "glm4_moe": 5}
+NUM_EXPERT_LAYOUTS = {"qwen3_moe": len(EXPERT_LAYOUTS), "deepseek_v3": 5, "glm4_moe": 5, "qwen3_next": 5}
 EXPERT_CASES: list[Comparison] = [
     (family, layout)
     for family in EXPERT_FAMILIES

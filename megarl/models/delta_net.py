@@ -1,0 +1,158 @@
+"""Code shared by families with gated delta net layers: fields of `config.json`, rows of these layers.
+
+Their attention layers have an output gate, and all norms but that of a gated delta net are zero-centered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megarl.models.architecture import Architecture, DeltaNet
+from megarl.models.config_reader import ConfigReader
+from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
+from megarl.models.tensor_part import TensorPart
+from megarl.models.trunk import ATTENTION_ROWS
+
+_LINEAR = "linear_attention"
+_FULL = "full_attention"
+_HF = HF_LAYER + "linear_attn."
+_MEGATRON = MEGATRON_LAYER + "self_attention."
+# The sizes of all queries, keys and values.
+_QKV = ("J X", "J X", "Z")
+
+
+def has_delta_net(architecture: Architecture, layer: int | None) -> bool:
+    """Return whether a layer has a gated delta net instead of attention."""
+    return layer in architecture.delta_layers
+
+
+def _has_attention(architecture: Architecture, layer: int | None) -> bool:
+    return layer not in architecture.delta_layers
+
+
+# A head's rows of the query projection are its query, then its gate. Megatron has the queries of a query
+# group before its gates.
+_GATED_QUERY = TensorPart(
+    name=HF_LAYER + "self_attn.q_proj.weight", dims="(G R 2 D) H", order="G (2 R D) H"
+)
+_QKV_WEIGHT = _MEGATRON + "linear_qkv.weight"
+GATED_ATTENTION_ROWS = tuple(
+    replace(
+        row,
+        applies=_has_attention,
+        tensors=(_GATED_QUERY, *row.tensors[1:]) if row.megatron == _QKV_WEIGHT else row.tensors,
+    )
+    for row in ATTENTION_ROWS
+    if not row.megatron.endswith(".bias")
+)
+
+# Qwen3-Next packs the rows of each key head: its query, its key, and the values and gates of its value heads.
+_PACKED = tuple(
+    TensorPart(
+        name=_HF + "in_proj_qkvz.weight",
+        dims="(J P) H",
+        sections=("X", "X", "L Y", "L Y"),
+        section=number,
+        order="(J P) H",
+    )
+    for number in range(4)
+)
+_PACKED_SCALARS = tuple(
+    TensorPart(
+        name=_HF + "in_proj_ba.weight",
+        dims="(J P) H",
+        sections=("L", "L"),
+        section=number,
+        order="(J P) H",
+    )
+    for number in range(2)
+)
+PACKED_INPUT = (*_PACKED, *_PACKED_SCALARS)
+# Qwen3.5 has queries, keys and values in one projection, and three others.
+SEPARATE_INPUT: tuple[tuple[str, str] | TensorPart, ...] = (
+    *(
+        TensorPart(name=_HF + "in_proj_qkv.weight", dims="P H", sections=_QKV, section=number)
+        for number in range(3)
+    ),
+    (_HF + "in_proj_z.weight", "Z H"),
+    (_HF + "in_proj_b.weight", "T H"),
+    (_HF + "in_proj_a.weight", "T H"),
+)
+
+
+def delta_net_rows(projections: tuple[tuple[str, str] | TensorPart, ...]) -> tuple[MappingRow, ...]:
+    """Return the table rows of gated delta net layers.
+
+    Args:
+        projections: The tensors of the input projection, in the order of Megatron: queries, keys, values,
+            gates, and the two numbers of each value head from which the update strength and the decay follow.
+    """
+    convolution = tuple(
+        TensorPart(name=_HF + "conv1d.weight", dims="P 1 W", sections=_QKV, section=number)
+        for number in range(3)
+    )
+    return (
+        _row("in_proj.weight", Cut.stacked, *projections),
+        _row("conv1d.weight", Cut.stacked, *convolution),
+        _row("dt_bias", Cut.column, (_HF + "dt_bias", "T")),
+        _row("A_log", Cut.column, (_HF + "A_log", "T")),
+        _row("out_norm.weight", Cut.replicated, (_HF + "norm.weight", "Y")),
+        _row("out_proj.weight", Cut.row, (_HF + "out_proj.weight", "H Z")),
+    )
+
+
+def _row(name: str, cut: Cut, *tensors: tuple[str, str] | TensorPart) -> MappingRow:
+    return MappingRow(
+        megatron=_MEGATRON + name,
+        place=StagePlacement.layer,
+        cut=cut,
+        tensors=tensors,
+        applies=has_delta_net,
+    )
+
+
+def read_delta_net(reader: ConfigReader, num_hidden_layers: int) -> DeltaNet:
+    """Read the sizes of gated delta net layers, and which layers they are."""
+    num_key_heads = reader.number("linear_num_key_heads", int, 16)
+    num_value_heads = reader.number("linear_num_value_heads", int, 32)
+    if num_value_heads % num_key_heads:
+        needed = f"a multiple of 'linear_num_key_heads' {num_key_heads}"
+        reader.problems.append(f"'linear_num_value_heads' is {num_value_heads}, but must be {needed}")
+
+    return DeltaNet(
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
+        key_head_dim=reader.number("linear_key_head_dim", int, 128),
+        value_head_dim=reader.number("linear_value_head_dim", int, 128),
+        conv_kernel_dim=reader.number("linear_conv_kernel_dim", int, 4),
+        layers=_read_layers(reader, num_hidden_layers),
+    )
+
+
+def _read_layers(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
+    """Return the layers without attention: those of `layer_types`, or all but every fourth one."""
+    interval = reader.number("full_attention_interval", int, 4)
+    kinds = reader.take("layer_types")
+    if kinds is None:
+        kinds = [_LINEAR if number % interval else _FULL for number in range(1, num_hidden_layers + 1)]
+
+    is_list = isinstance(kinds, list) and len(kinds) == num_hidden_layers
+    if not is_list or not all(kind in (_LINEAR, _FULL) for kind in kinds):
+        needed = f"must name {_LINEAR} or {_FULL} for each of {num_hidden_layers} layers"
+        reader.problems.append(f"field 'layer_types' is {kinds!r}, but {needed}")
+        return ()
+    if len(set(kinds)) == 1 and num_hidden_layers > 1:
+        reader.problems.append(
+            f"field 'layer_types' has {kinds[0]} only; models of this family have layers of both kinds"
+        )
+
+    return tuple(number for number, kind in enumerate(kinds) if kind == _LINEAR)
+
+
+def read_no_windows(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
+    """Refuse sliding windows, which no layer of these families has. Folders may have the fields."""
+    for name in ("sliding_window", "max_window_layers"):
+        reader.take(name)
+    if reader.flag("use_sliding_window"):
+        reader.refuse("use_sliding_window", "attention layers of this family see every token")
+    return ()

@@ -1,0 +1,78 @@
+"""Qwen3-Next: gated delta nets, attention with an output gate in every fourth layer, and many small experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megarl.models.architecture import Architecture, BlockNorms
+from megarl.models.config_reader import ConfigReader
+from megarl.models.delta_net import (
+    GATED_ATTENTION_ROWS,
+    PACKED_INPUT,
+    delta_net_rows,
+    read_delta_net,
+    read_no_windows,
+)
+from megarl.models.experts import sglang_differs
+from megarl.models.family import Family
+from megarl.models.qwen import SHARED_EXPERT_ROWS, SPARSE_ROWS, read_experts_with_shared
+from megarl.models.trunk import EXAMPLE, read_trunk, trunk_rows
+
+_MODEL_TYPE = "qwen3_next"
+
+
+def _read(reader: ConfigReader) -> Architecture:
+    architecture = read_trunk(
+        reader,
+        qk_norm=True,
+        default_head_dim=256,
+        default_partial_rotary_factor=0.25,
+        read_experts=read_experts_with_shared,
+        read_windows=read_no_windows,
+    )
+    return replace(
+        architecture,
+        delta_net=read_delta_net(reader, architecture.num_hidden_layers),
+        has_output_gate=True,
+        norms=BlockNorms(zero_centered=True),
+    )
+
+
+def _example() -> dict[str, Any]:
+    """Return a model with both kinds of layers on each of two pipeline stages."""
+    return EXAMPLE | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": _MODEL_TYPE,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 12,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+    }
+
+
+QWEN3_NEXT = Family(
+    model_type=_MODEL_TYPE,
+    class_prefix="Qwen3Next",
+    read=_read,
+    rows=(
+        *trunk_rows((*GATED_ATTENTION_ROWS, *delta_net_rows(PACKED_INPUT))),
+        *SPARSE_ROWS,
+        *SHARED_EXPERT_ROWS,
+    ),
+    example=_example,
+    sglang_fields={"full_attention_interval": 4},
+    sglang_differs=sglang_differs,
+    models="Qwen3-Next-80B-A3B",
+    limits=("layers that predict further tokens are neither trained nor written",),
+)
