@@ -1,7 +1,7 @@
-"""The gated delta rule in chunks of tokens (Yang et al. 2025, arXiv 2412.06464), for rows of different lengths.
+"""The gated delta rule in chunks of tokens (Yang et al. 2025, arXiv 2412.06464), for rows of any lengths.
 
-A head has a state S, a matrix of a key's size times a value's. Token t with query q, key k, value v, strength b
-and log decay g <= 0 changes it and reads it:
+A head has a state S, a matrix of a key's size times a value's. A token with query q, key k, value v, strength
+b and log decay g <= 0 changes it and reads it:
 
     S <- exp(g) S,    S <- S + k (b (v - k^T S))^T,    o = q^T S.
 
@@ -51,9 +51,7 @@ def row_chunks(lengths: Sequence[int], device: torch.device) -> RowChunks:
     size = min(_LARGEST_CHUNK, -(-max(lengths) // _SMALLEST_CHUNK) * _SMALLEST_CHUNK)
     by_length = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     num_chunks = [-(-lengths[row] // size) for row in by_length]
-    num_rows = tuple(
-        sum(count > number for count in num_chunks) for number in range(max(num_chunks))
-    )
+    num_rows = tuple(sum(count > number for count in num_chunks) for number in range(max(num_chunks)))
 
     # The places of all chunks with one number follow one another.
     starts = torch.tensor([0, *accumulate(lengths)])[:-1]
@@ -73,8 +71,12 @@ def row_chunks(lengths: Sequence[int], device: torch.device) -> RowChunks:
     chunk = first[offsets // size] + torch.repeat_interleave(rank, sizes)
     inverse = chunk * size + offsets % size
 
-    placed = (to_device(index, device) for index in (offsets, torch.cat(places), inverse))
-    return RowChunks(*placed, num_rows)
+    return RowChunks(
+        to_device(offsets, device),
+        to_device(torch.cat(places), device),
+        to_device(inverse, device),
+        num_rows,
+    )
 
 
 def causal_convolution(tokens: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -102,7 +104,7 @@ def gated_delta_rule(
     """Return what each token reads, (R, h, value size), in the dtype of `value`. Computed in float32.
 
     Args:
-        query: (R, h, key size). Queries and keys are normalized here.
+        query: (R, h, key size). Queries and keys are normalized.
         key: (R, h, key size).
         value: (R, h, value size).
         decay: (R, h) the logarithm of the decay.
@@ -116,8 +118,8 @@ def gated_delta_rule(
         """Map (R, h, ...) to (N, h, C, ...)."""
         return tokens.float().index_select(0, places).unflatten(0, shape).transpose(1, 2)
 
-    queries, keys = (chunked(_normalized(tokens)) for tokens in (query, key))
-    queries = queries * query.shape[-1] ** -0.5
+    keys = chunked(key)
+    queries = chunked(query) * query.shape[-1] ** -0.5
     values, strengths = chunked(value), chunked(strength)[..., None]
     total = chunked(decay).cumsum(-1)  # (N, h, C) since the beginning of the chunk
 
@@ -168,6 +170,7 @@ def _states(
     return torch.cat(outputs)
 
 
-def _normalized(heads: Tensor) -> Tensor:
+def normalized(heads: Tensor) -> Tensor:
+    """Scale each query or key (R, heads, size) to length one, in float32."""
     heads = heads.float()
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _EPS)

@@ -155,7 +155,7 @@ class BlockNorms:
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNet:
-    """Gated delta net layers, which replace the attention of some layers (Yang et al. 2025, arXiv 2412.06464).
+    """Gated delta nets, which replace the attention of some layers (Yang et al. 2025, arXiv 2412.06464).
 
     A layer mixes the tokens of a row through a recurrent state instead of a softmax, so its cost is linear in
     the length of the row. A short causal convolution comes before it.

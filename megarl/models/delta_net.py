@@ -32,9 +32,7 @@ def _has_attention(architecture: Architecture, layer: int | None) -> bool:
 
 # A head's rows of the query projection are its query, then its gate. Megatron has the queries of a query
 # group before its gates.
-_GATED_QUERY = TensorPart(
-    name=HF_LAYER + "self_attn.q_proj.weight", dims="(G R 2 D) H", order="G (2 R D) H"
-)
+_GATED_QUERY = TensorPart(name=HF_LAYER + "self_attn.q_proj.weight", dims="(G R 2 D) H", order="G (2 R D) H")
 _QKV_WEIGHT = _MEGATRON + "linear_qkv.weight"
 GATED_ATTENTION_ROWS = tuple(
     replace(

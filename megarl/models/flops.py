@@ -39,7 +39,8 @@ def training_flops(
     The count follows Chowdhery et al. 2022 (PaLM, appendix B): six times the multiply-adds of the forward
     pass, because the backward pass has two products for each product of the forward pass. Recomputation is
     not counted. Attention counts the pairs that the causal mask leaves, the output layer counts the positions
-    that predict response tokens, and experts count only if selected.
+    that predict response tokens, and experts count only if selected. A gated delta net counts its recurrence,
+    whose operations are linear in the length of a row.
 
     Args:
         architecture: The model.
@@ -52,7 +53,11 @@ def training_flops(
     of_pair = heads * (architecture.head_dim + architecture.value_dim)
 
     # Multiply-adds of one token in all layers: attention projections and the feed-forward.
-    layers = architecture.num_hidden_layers * _projections(architecture) + _feed_forward(architecture)
+    layers = (
+        architecture.num_attention_layers * _projections(architecture)
+        + len(architecture.delta_layers) * _delta_net(architecture)
+        + _feed_forward(architecture)
+    )
     output = hidden * (1 if with_value_head else architecture.vocab_size)
     multiply_adds = 0
 
@@ -76,7 +81,7 @@ def _pairs(architecture: Architecture, length: int) -> int:
 @lru_cache(maxsize=32)
 def _layers_by_window(architecture: Architecture) -> Mapping[int, int]:
     """Return the number of layers with each window; 0 means full attention."""
-    return Counter(architecture.windows or (0,) * architecture.num_hidden_layers)
+    return Counter(architecture.windows or (0,) * architecture.num_attention_layers)
 
 
 def _projections(architecture: Architecture) -> int:
@@ -86,7 +91,7 @@ def _projections(architecture: Architecture) -> int:
     key_value = architecture.num_key_value_heads * architecture.head_dim
     latent = architecture.latent
     if latent is None:
-        return hidden * (2 * query + 2 * key_value)
+        return hidden * ((2 + architecture.has_output_gate) * query + 2 * key_value)
 
     # Queries directly or through their latent vector, keys and values through theirs, and the output.
     heads = architecture.num_attention_heads
@@ -95,6 +100,20 @@ def _projections(architecture: Architecture) -> int:
     shared = hidden * (latent.kv_lora_rank + latent.qk_rope_head_dim)
     keys_values = latent.kv_lora_rank * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
     return queries + shared + keys_values + heads * latent.v_head_dim * hidden
+
+
+def _delta_net(architecture: Architecture) -> int:
+    """Return the multiply-adds of one token in a gated delta net layer."""
+    delta = architecture.delta_net
+    if delta is None:
+        return 0
+
+    # Queries, keys, values and gates, two numbers per value head, and the output.
+    channels = 2 * delta.key_dim + delta.value_dim
+    projections = architecture.hidden_size * (channels + 2 * delta.value_dim + 2 * delta.num_value_heads)
+    # The state is read by the key, changed, and read by the query.
+    recurrence = 3 * delta.value_dim * delta.key_head_dim
+    return projections + channels * delta.conv_kernel_dim + recurrence
 
 
 def _feed_forward(architecture: Architecture) -> int:

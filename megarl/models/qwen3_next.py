@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets, attention with an output gate in every fourth layer, and many small experts."""
+"""Qwen3-Next: gated delta nets, attention with an output gate in every fourth layer, and small experts."""
 
 from __future__ import annotations
 

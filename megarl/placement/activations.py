@@ -25,7 +25,8 @@ from megarl.config.schema import DType, Recompute, RecomputeModule, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.placement.activation_widths import Kernels, chunks_under_way, kernels_of, widths_of
-from megarl.placement.expert_activations import sparse_layer
+from megarl.placement.delta_activations import delta_layer
+from megarl.placement.expert_activations import layers_of_stage, sparse_layer
 from megarl.placement.fused_layers import (
     WORKSPACE_BYTES,
     LayerKind,
@@ -148,6 +149,13 @@ class _Work:
             architecture, parallel, self._longest if self.kernels is Kernels.plain else 0
         )
         self._sparse = sparse_layer(architecture, parallel, self._element, uneven=uneven)
+        self._delta = delta_layer(
+            architecture, parallel, self.kernels, self._element, self._tokens_with_prompts(rows)
+        )
+        # For each layer of the stage, by virtual stages: whether it has a gated delta net.
+        self._is_delta = [
+            layer in architecture.delta_layers for layer in layers_of_stage(architecture, parallel, stage)
+        ] or [False]
 
     def _gathered_keys(self, rows: list[Row]) -> float:
         """Return the number of keys gathered for attention per token of the rank.
@@ -162,6 +170,13 @@ class _Work:
             return (tokens * (2 * self._context + 1) / 2 + 2 * prompts * self._context) / tokens
 
         return (tokens + prompts) / tokens
+
+    def _tokens_with_prompts(self, rows: list[Row]) -> float:
+        """Return the tokens of all rows, each with its own prompt, per token of the micro-batch."""
+        if not self._shares_prompts:
+            return 1.0
+        tokens = micro_batch_tokens(rows, 1)
+        return max(1.0, sum(row.tokens for row in rows) / tokens)
 
     @property
     def _chunk_tokens(self) -> int:
@@ -236,7 +251,7 @@ class _Work:
         # On a CPU, everything that a layer would save for backward counts as live at once.
         if self.kernels is Kernels.cpu:
             top = 6 * width.whole if self._is_last else 2 * width.whole
-            layer = tokens * (self._kept_of_layer + top)
+            layer = tokens * (self._kept_of_largest_layer + top)
         else:
             # Hidden states of a layer, starting with its input, plus the maximum of: gate, up, activation and
             # their product; the product and its output; for frozen weights, the gathered input; or the
@@ -248,6 +263,7 @@ class _Work:
                 2 * width.whole * self._is_first,
                 2 * width.query + 2 * width.squares,
                 self._attention_apart,
+                self._delta.scoring,
                 self._sparse.scoring,
             )
             layer = tokens * max(6 * width.part + inside, self._products_of_shared)
@@ -324,9 +340,14 @@ class _Work:
         return sum(moments) if self.kernels is Kernels.cpu else max(moments)
 
     @property
-    def _kept_of_layer(self) -> int:
-        """Elements per token of a layer's saved activations."""
-        return self._kept_of_norms + self._kept_of_attention + self._kept_of_mlp
+    def _kept_of_largest_layer(self) -> int:
+        """Elements per token of the saved activations of the stage's layer that saves most."""
+        return max(map(self._kept_of_layer, set(self._is_delta)))
+
+    def _kept_of_layer(self, is_delta: bool) -> int:
+        """Return the elements per token of a layer's saved activations."""
+        mixer = self._delta.kept if is_delta else self._kept_of_attention
+        return self._kept_of_norms + mixer + self._kept_of_mlp
 
     @property
     def _kept_of_norms(self) -> int:
@@ -337,6 +358,12 @@ class _Work:
 
     @property
     def _kept_of_attention(self) -> int:
+        """Elements per token that attention saves. An output gate is saved itself and as float32."""
+        gate = self._widths.query * (2 + 4 // self._element) * self._architecture.has_output_gate
+        return gate + self._kept_of_ungated_attention
+
+    @property
+    def _kept_of_ungated_attention(self) -> int:
         width = self._widths
         has_norm = self._architecture.qk_norm
         again = RecomputeModule.core_attn in self._modules_again
@@ -391,8 +418,15 @@ class _Work:
         Counts all layers of all micro-batches in flight. Recomputed layers save only their input. The output,
         which the last norm or the next stage reads, is included.
         """
-        layer = self._kept_of_layer - self._kept_of_mlp * self._mlp_is_computed_again
-        chunk = self._layers_again * self._widths.part + (self._layers - self._layers_again) * layer
+        mlp_again = self._kept_of_mlp * self._mlp_is_computed_again
+        # Megatron recomputes the first layers of a virtual stage. Of several, the fullest one counts.
+        chunk = self._layers_again * self._widths.part + max(
+            sum(
+                self._kept_of_layer(is_delta) - mlp_again
+                for is_delta in self._is_delta[first + self._layers_again : first + self._layers]
+            )
+            for first in range(0, max(1, len(self._is_delta)), max(1, self._layers))
+        )
 
         if self.kernels is Kernels.cpu:
             chunk += 6 * self._widths.whole if self._is_last else 2 * self._widths.whole
@@ -406,7 +440,9 @@ class _Work:
         width = self._widths
         # A recomputed layer has its activations again while its gradients are computed.
         all_again = self._layers_again == self._layers
-        again = self._kept_of_layer if all_again else self._kept_of_mlp if self._mlp_is_computed_again else 0
+        again = self._kept_of_mlp if self._mlp_is_computed_again else 0
+        if all_again:
+            again = self._kept_of_largest_layer
         if all_again or again:
             again += width.part  # its output
 
@@ -416,7 +452,12 @@ class _Work:
         if self.kernels is Kernels.cpu:
             return (
                 tokens
-                * (again + gradients + max(3 * width.gate, self._sparse.transient) + 2 * width.whole)
+                * (
+                    again
+                    + gradients
+                    + max(3 * width.gate, self._sparse.transient, self._delta.transient)
+                    + 2 * width.whole
+                )
                 * self._element
             )
 
@@ -434,6 +475,7 @@ class _Work:
             tokens * (3 * width.squares + 2 * width.query - 3 * width.gate),
             tokens * (self._backward_of_attention_apart - 3 * width.gate),
             tokens * self._sparse.transient,
+            tokens * self._delta.transient,
         )
 
         # A tied embedding holds the head's gradient until its own is complete.

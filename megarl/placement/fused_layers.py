@@ -44,9 +44,13 @@ def placeholder_elements(architecture: Architecture, parallel: ParallelConfig) -
     hidden = architecture.hidden_size
     query = architecture.num_attention_heads * architecture.head_dim // cut
     key = architecture.num_key_value_heads * architecture.head_dim // cut
-    shapes = {(query + 2 * key, hidden), (hidden, query)}
+    shapes = {((1 + architecture.has_output_gate) * query + 2 * key, hidden), (hidden, query)}
     if architecture.latent is not None:
         shapes = _latent_shapes(architecture, architecture.latent, cut)
+
+    if (delta := architecture.delta_net) is not None:
+        inputs = 2 * (delta.key_dim + delta.value_dim + delta.num_value_heads)
+        shapes |= {(inputs // cut, hidden), (hidden, delta.value_dim // cut)}
 
     # The intermediate size of each kind of MLP on the rank.
     inner = {architecture.intermediate_size // cut} if architecture.num_dense_layers else set()

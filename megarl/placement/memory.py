@@ -336,14 +336,28 @@ def engine_weights(config: PPOConfig, policy: Architecture) -> int:
 
 def row_cache(config: PPOConfig, policy: Architecture) -> int:
     """Return the bytes of the KV cache of one row of maximum length on one device of an engine."""
-    tokens = config.max_row_tokens * policy.num_hidden_layers * weight_bytes(config.model.dtype)
+    tokens = config.max_row_tokens * policy.num_attention_layers * weight_bytes(config.model.dtype)
     # SGLang stores the latent vector and the shared key of each token, on every rank.
     if (latent := policy.latent) is not None:
         return tokens * (latent.kv_lora_rank + latent.qk_rope_head_dim)
 
     # With more ranks than key-value heads, each rank still holds one whole head.
     heads = max(1, policy.num_key_value_heads // config.rollout.tensor_parallel_size)
-    return tokens * 2 * heads * policy.head_dim
+    return tokens * 2 * heads * policy.head_dim + _state_bytes(config, policy)
+
+
+def _state_bytes(config: PPOConfig, policy: Architecture) -> int:
+    """Return the bytes of a row's states in gated delta nets, which do not grow with the row.
+
+    SGLang has them in float32, and the last inputs of the convolutions in the dtype of the model.
+    """
+    delta = policy.delta_net
+    if delta is None:
+        return 0
+    state = _FLOAT32 * delta.value_dim * delta.key_head_dim
+    channels = 2 * delta.key_dim + delta.value_dim
+    convolution = channels * (delta.conv_kernel_dim - 1) * weight_bytes(config.model.dtype)
+    return len(delta.layers) * (state + convolution) // config.rollout.tensor_parallel_size
 
 
 def engine_share(config: PPOConfig) -> int | None:

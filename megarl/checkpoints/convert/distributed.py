@@ -40,6 +40,8 @@ _CANONICAL = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
+_BEFORE_ATTENTION = "input_layernorm.weight"
+_BEFORE_DELTA_NET = "self_attention.in_proj.layer_norm_weight"
 _BEFORE_EXPERTS = "pre_mlp_layernorm.weight"  # a separate module if experts follow
 
 
@@ -57,19 +59,19 @@ class StoredSlice(NamedTuple):
 
 
 def stored_slice(architecture: Architecture, weight: Weight) -> StoredSlice:
-    """Return where Megatron stores a weight. If only some layers have experts, layers are not stacked."""
+    """Return where Megatron stores a weight. Layers of several kinds are not stacked."""
     if weight.layer is None:
         return StoredSlice(weight.megatron_name, (), ())
-    return _places(architecture, weight)[
-        architecture.experts is not None and architecture.num_dense_layers > 0
-    ]
+    return _places(architecture, weight)[architecture.has_several_kinds_of_layers]
 
 
 def _places(architecture: Architecture, weight: Weight) -> tuple[StoredSlice, StoredSlice]:
     """Return the location with stacked layers, and the one with separate layers."""
     assert weight.layer is not None
     rest = weight.megatron_name.removeprefix(f"decoder.layers.{weight.layer}.")
-    if rest != _BEFORE_EXPERTS or weight.layer not in architecture.sparse_layers:
+    if rest == _BEFORE_ATTENTION and weight.layer in architecture.delta_layers:
+        rest = _BEFORE_DELTA_NET
+    elif rest != _BEFORE_EXPERTS or weight.layer not in architecture.sparse_layers:
         rest = canonical_rest(rest)
     leading: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()

@@ -161,6 +161,17 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
             f"use {either(nearest_divisors(gcd(*sizes.values()), tensor))}",
         )
 
+    # Context parallelism distributes the heads of gated delta nets instead of their tokens.
+    delta = architecture.delta_net
+    ranks = tensor * parallel.context_parallel_size
+    if delta is not None and delta.num_key_heads % ranks:
+        yield Violation(
+            (f"{role.parallel_key}.tensor_parallel_size", f"{role.parallel_key}.context_parallel_size"),
+            f"linear_num_key_heads {delta.num_key_heads} of {role.path} does not divide by "
+            f"tensor_parallel_size {tensor} x context_parallel_size {parallel.context_parallel_size} = "
+            f"{ranks}; use {either(nearest_divisors(delta.num_key_heads, ranks))} ranks",
+        )
+
     # Every (virtual) pipeline stage must have the same number of layers.
     stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
     layers = architecture.num_hidden_layers

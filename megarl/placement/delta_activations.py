@@ -1,0 +1,68 @@
+"""Memory of a gated delta net at work, in elements of the weights' dtype per token of a micro-batch. Pure."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from megarl.config.schema import ParallelConfig
+from megarl.models.architecture import Architecture
+from megarl.placement.activation_widths import Kernels
+
+_CHUNK = 64  # tokens that the kernels process at a time
+
+
+class DeltaLayer(NamedTuple):
+    """Elements per token of a layer, without its norms and its feed-forward.
+
+    Attributes:
+        kept: Saved activations.
+        transient: The peak of the backward pass in addition to saved activations.
+        scoring: The peak of a forward pass that saves nothing.
+    """
+
+    kept: int
+    transient: int
+    scoring: int
+
+
+def delta_layer(
+    architecture: Architecture, parallel: ParallelConfig, kernels: Kernels, element_bytes: int, repeats: float
+) -> DeltaLayer:
+    """Return the elements per token; all zero for a model without gated delta nets.
+
+    Args:
+        architecture: The model.
+        parallel: The layout. Context parallelism distributes heads instead of tokens.
+        kernels: The kernels of the run. On CUDA, flash-linear-attention is taken to be installed.
+        element_bytes: The size of an element of the weights' dtype.
+        repeats: The tokens of all rows, each with its whole prompt, per token of the micro-batch.
+    """
+    delta = architecture.delta_net
+    if delta is None:
+        return DeltaLayer(0, 0, 0)
+    cut = parallel.tensor_parallel_size
+    key = delta.key_dim // cut
+    value = delta.value_dim // cut
+    heads = delta.num_value_heads // cut
+    shared = heads * delta.key_head_dim  # the keys of all value heads
+    number = 4 / element_bytes  # a float32 value, in elements
+    inputs = 2 * (key + value + heads)
+
+    # In chunks, a token has float32 products with all tokens of its chunk, and its part of the states.
+    chunk = heads * number * (_CHUNK + delta.key_head_dim * delta.value_head_dim / _CHUNK)
+
+    # Torch saves the inputs and the output, and computes everything between them again: queries, keys and
+    # values, several times in float32, and several products with the tokens of a chunk.
+    if kernels is not Kernels.flash:
+        again = number * (2 * key + value + 8 * shared + 8 * value) + 4 * chunk
+        wide = ceil(repeats * (inputs + again))
+        return DeltaLayer(ceil(repeats * inputs + value), 2 * wide, wide)
+
+    # The kernels save the input of the convolution; its output; normalized queries and keys, also as all
+    # value heads see them; values; decay and strength; a product of each token with its chunk; the outputs
+    # before and after the gated norm.
+    kept = inputs + (2 * key + value) + 2 * key + 2 * shared + value + heads * (number + 1 + _CHUNK) + value
+    # Gradients of all of these, and the states of all chunks.
+    transient = kept + chunk + 2 * number * value
+    return DeltaLayer(ceil(repeats * kept + value), ceil(repeats * transient), ceil(repeats * (kept + chunk)))
