@@ -5,7 +5,9 @@ Their attention layers have an output gate, and all norms but that of a gated de
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from megarl.models.architecture import Architecture, DeltaNet
 from megarl.models.config_reader import ConfigReader
@@ -154,3 +156,23 @@ def read_no_windows(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, 
     if reader.flag("use_sliding_window"):
         reader.refuse("use_sliding_window", "attention layers of this family see every token")
     return ()
+
+
+def sglang_derived(architecture: Architecture) -> Mapping[str, Any]:
+    """Return the field by which SGLang knows the layers with attention. transformers v5 writes their list."""
+    return {"full_attention_interval": _interval(architecture)}
+
+
+def sglang_layers_differ(architecture: Architecture) -> Iterator[str]:
+    """Yield what SGLang's classes would compute differently: they have attention in every n-th layer."""
+    interval = _interval(architecture)
+    numbers = range(architecture.num_hidden_layers)
+    if architecture.delta_layers != tuple(layer for layer in numbers if (layer + 1) % interval):
+        yield "attention in other layers than every n-th one"
+
+
+def _interval(architecture: Architecture) -> int:
+    """Return the number of the first layer with attention, counted from 1."""
+    numbers = range(architecture.num_hidden_layers)
+    with_attention = (layer + 1 for layer in numbers if layer not in architecture.delta_layers)
+    return next(with_attention, len(numbers) + 1)

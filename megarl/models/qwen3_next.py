@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,10 @@ from megarl.models.delta_net import (
     delta_net_rows,
     read_delta_net,
     read_no_windows,
+    sglang_derived,
+    sglang_layers_differ,
 )
-from megarl.models.experts import sglang_differs
+from megarl.models.experts import sglang_differs as sglang_experts_differ
 from megarl.models.family import Family
 from megarl.models.qwen import SHARED_EXPERT_ROWS, SPARSE_ROWS, read_experts_with_shared
 from megarl.models.trunk import EXAMPLE, read_trunk, trunk_rows
@@ -37,6 +40,11 @@ def _read(reader: ConfigReader) -> Architecture:
         has_output_gate=True,
         norms=BlockNorms(zero_centered=True),
     )
+
+
+def _sglang_differs(architecture: Architecture) -> Iterator[str]:
+    yield from sglang_experts_differ(architecture)
+    yield from sglang_layers_differ(architecture)
 
 
 def _example() -> dict[str, Any]:
@@ -71,8 +79,8 @@ QWEN3_NEXT = Family(
         *SHARED_EXPERT_ROWS,
     ),
     example=_example,
-    sglang_fields={"full_attention_interval": 4},
-    sglang_differs=sglang_differs,
+    sglang_derived=sglang_derived,
+    sglang_differs=_sglang_differs,
     models="Qwen3-Next-80B-A3B",
     limits=("layers that predict further tokens are neither trained nor written",),
 )

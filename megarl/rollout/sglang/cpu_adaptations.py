@@ -111,7 +111,7 @@ def install_in_arguments() -> None:
 
 def install_in_scheduler() -> None:
     """Install the replacements in a scheduler process, before its model is created."""
-    _name_the_cpu_as_device()
+    name_the_cpu_as_device()
     _replace_murmur_hash()
     _disable_batch_invariant_kernels()
     _batch_decode_attention()
@@ -122,7 +122,7 @@ def install_in_scheduler() -> None:
     rotate_without_scaling()
 
 
-def _name_the_cpu_as_device() -> None:
+def name_the_cpu_as_device() -> None:
     """Make `torch.get_device_module()` return torch.cpu, as in a CPU build.
 
     A CUDA build returns torch.cuda, with or without a GPU.

@@ -174,8 +174,7 @@ def _overridden_fields(path: str) -> dict[str, Any]:
     """Return the fields of config.json that SGLang gets with other values, or in addition."""
     config = _read_config(path)
     family = family_of(config.get("model_type"))
-    required = family.sglang_fields if family else {}
-    missing = {name: value for name, value in required.items() if name not in config}
+    missing = family.added_for_sglang(config) if family else {}
 
     # With the tokens of generation_config.json, which SGLang adds, exactly the tokens that end a sample in
     # every other engine.

@@ -61,10 +61,11 @@ def build_model(folder: Path, rank: int, num_ranks: int, rendezvous: str, is_fir
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
-    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    fields = json.loads((folder / "config.json").read_text())
+    added = FAMILIES[fields["model_type"]].added_for_sglang(fields)
     arguments = ServerArgs(
         model_path=str(folder),
-        json_model_override_args=json.dumps(dict(FAMILIES[model_type].sglang_fields)),
+        json_model_override_args=json.dumps(added),
         device="cpu",
         load_format="dummy",
         dtype="float32",
@@ -73,12 +74,17 @@ def build_model(folder: Path, rank: int, num_ranks: int, rendezvous: str, is_fir
         attention_backend="triton" if is_gpt_oss(folder) else "torch_native",
         sampling_backend="pytorch",
         disable_cuda_graph=True,
+        disable_radix_cache=True,
         skip_tokenizer_init=True,
     )
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank, dp_rank=None))
     if is_first:
         _init_parallel_groups(backend="gloo", dist_init_method=rendezvous, server_args=arguments, gpu_id=rank)
     config = ModelConfig.from_server_args(arguments).hf_config
+    # On a CPU, SGLang's model runner adds the numbers of heads, which it pads if ranks cannot divide them.
+    for heads in ("linear_num_key_heads", "linear_num_value_heads"):
+        if hasattr(config, heads):
+            setattr(config, f"{heads}_cpu", getattr(config, heads))
     kind, _ = ModelRegistry.resolve_model_cls(config.architectures)
 
     return kind(config=config)
@@ -99,6 +105,7 @@ def described(plan: DestinationPlan) -> dict[str, Any]:
 def main(rank: int, num_ranks: int, rendezvous: str, folders: list[Path]) -> None:
     cpu_adaptations.install_in_arguments()
     cpu_adaptations.rotate_without_scaling()
+    cpu_adaptations.name_the_cpu_as_device()
     for number, folder in enumerate(folders):
         model = build_model(folder, rank, num_ranks, rendezvous, is_first=number == 0)
         shapes = json.loads((folder / "manifest.json").read_text())
