@@ -82,6 +82,10 @@ def _example(model_type: str) -> Architecture:
 
 def _attention(architecture: Architecture) -> str:
     parts = ["latent" if architecture.latent else "grouped-query"]
+    if architecture.delta_net:
+        parts = ["gated delta nets", *parts]
+    if architecture.has_output_gate:
+        parts.append("output gate")
     if architecture.qkv_bias:
         parts.append("bias of q, k and v")
     if architecture.qk_norm:

@@ -1,4 +1,4 @@
-"""What a gated delta net computes between its projections: by torch, or by flash-linear-attention.
+"""Mix the tokens of rows by the gated delta rule, with torch or with flash-linear-attention.
 
 Shapes: R tokens of all rows, F outputs of the input projection on a rank.
 """

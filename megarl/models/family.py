@@ -30,6 +30,8 @@ class Family:
             reader's `problems` for each field that it cannot honor. Fields that were not read are refused by
             name.
         rows: The tensor table of the family, without output layers.
+        unused: Beginnings of the names of tensors that a folder may have and that are neither trained nor
+            written.
         example: Returns a tiny `config.json`, from which the tests of every family are generated.
         sglang_class: Whether SGLang has a class of the family.
         sglang_fields: Fields of `config.json` that SGLang requires and transformers v5 no longer writes, with
@@ -45,6 +47,7 @@ class Family:
     read: Callable[[ConfigReader], Architecture]
     rows: tuple[MappingRow, ...]
     example: Callable[[], dict[str, Any]]
+    unused: tuple[str, ...] = ()
     sglang_class: bool = True
     sglang_fields: Mapping[str, Any] = field(default_factory=dict)
     sglang_derived: Callable[[Architecture], Mapping[str, Any]] = _no_fields

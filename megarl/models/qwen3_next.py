@@ -11,6 +11,7 @@ from megarl.models.config_reader import ConfigReader
 from megarl.models.delta_net import (
     GATED_ATTENTION_ROWS,
     PACKED_INPUT,
+    UNUSED,
     delta_net_rows,
     read_delta_net,
     read_no_windows,
@@ -79,8 +80,13 @@ QWEN3_NEXT = Family(
         *SHARED_EXPERT_ROWS,
     ),
     example=_example,
+    unused=UNUSED,
     sglang_derived=sglang_derived,
     sglang_differs=_sglang_differs,
     models="Qwen3-Next-80B-A3B",
-    limits=("layers that predict further tokens are neither trained nor written",),
+    limits=(
+        "layers that predict further tokens are neither trained nor written",
+        "SGLang on GPUs only",
+        "each response that shares a prompt computes the states of the prompt again",
+    ),
 )

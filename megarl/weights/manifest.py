@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.machine.files import read_json_object
 from megarl.models.architecture import Architecture
+from megarl.models.families import FAMILIES
 from megarl.models.mapping import HF_LAYER
 from megarl.models.tensor_table import (
     EMBEDDING_TENSOR,
@@ -274,8 +275,8 @@ def is_harmless_extra(name: str, architecture: Architecture, head: Head) -> bool
     """Return whether a tensor outside the manifest may be stored without being used.
 
     These are rotary tables (computed, not learned), the output layer of a tied model (see `check_tied_head`)
-    or of a language model that a critic is made from, the bias of a value head (see `check_value_bias`), and
-    layers after the last one that predict further tokens.
+    or of a language model that a critic is made from, the bias of a value head (see `check_value_bias`),
+    layers after the last one that predict further tokens, and what the family names.
     """
     layer = _LAYER_TENSOR.match(name)
     if layer is not None:
@@ -285,6 +286,8 @@ def is_harmless_extra(name: str, architecture: Architecture, head: Head) -> bool
         return head == "value" or architecture.tie_word_embeddings
     if name == VALUE_BIAS_TENSOR:
         return head == "value"
+    if name.startswith(FAMILIES[architecture.model_type].unused):
+        return True
     return name.endswith("rotary_emb.inv_freq")
 
 

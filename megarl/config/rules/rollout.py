@@ -10,6 +10,7 @@ from itertools import chain
 
 from megarl.config.schema import (
     CorrectionLevel,
+    Device,
     Late,
     OnUpdate,
     PlacementStrategy,
@@ -17,7 +18,7 @@ from megarl.config.schema import (
     RolloutEngineKind,
 )
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, DeltaNet
 from megarl.models.families import FAMILIES
 from megarl.models.rope import sglang_rope_differs
 
@@ -151,6 +152,9 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
             f"{path} has {difference}: SGLang's {policy.model_type} would compute a different model",
         )
 
+    if policy.delta_net is not None:
+        yield from _states_fit(config, policy, policy.delta_net)
+
     # A model without dense layers has no MLP of this width to shard.
     for field in ("num_attention_heads", *(["intermediate_size"] if policy.num_dense_layers else [])):
         size = getattr(policy, field)
@@ -169,6 +173,24 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
             f"num_key_value_heads {heads} of {path} is neither a multiple nor a divisor of "
             f"tensor_parallel_size {tensor}; "
             f"use {either(nearest_divisors(heads, tensor))}, or a multiple of {heads}",
+        )
+
+
+def _states_fit(config: PPOConfig, policy: Architecture, delta_net: DeltaNet) -> Violations:
+    """Check that an engine has kernels for gated delta nets, and can distribute their heads."""
+    path = config.model.path
+    tensor = config.rollout.tensor_parallel_size
+    if config.device is Device.cpu:
+        yield Violation(
+            ("device", "rollout.engine"),
+            f"is cpu, but {path} ({policy.model_type}) has gated delta nets, whose states SGLang keeps "
+            "on GPUs only; use device=cuda",
+        )
+    if delta_net.num_key_heads % tensor:
+        yield Violation(
+            (_TP,),
+            f"linear_num_key_heads {delta_net.num_key_heads} of {path} does not divide by "
+            f"tensor_parallel_size {tensor}; use {either(nearest_divisors(delta_net.num_key_heads, tensor))}",
         )
 
 

@@ -46,6 +46,7 @@ SAVED = (
     "glm4_moe",
     "gpt_oss",
     "deepseek_v3",
+    "qwen3_next",
 )
 
 
@@ -142,6 +143,7 @@ RESHAPED_MODELS = [
     ("qwen2_moe", "lm", torch.float32, "TP2+SPxEP2", [EXPERT_LAYOUTS["TP2+SPxETP2"]]),
     ("gpt_oss", "lm", torch.float32, "TP2+SPxEP2", [EXPERT_LAYOUTS["DP2xEP2"]]),
     ("deepseek_v3", "lm", torch.float32, "TP2+SPxEP2", [EXPERT_LAYOUTS["DP2xEP2"]]),
+    ("qwen3_next", "lm", torch.float32, "TP2+SPxEP2", [EXPERT_LAYOUTS["DP2xEP2"]]),
 ]
 
 

@@ -73,6 +73,30 @@ def test_latent_attention_is_what_a_model_of_hugging_face_does() -> None:
     assert training_flops(example_architecture("deepseek_v3"), [(prompt, response)]) == expected
 
 
+def test_a_gated_delta_net_is_linear_in_the_length_by_hand() -> None:
+    """Two of four layers, with 4 key heads of 16 numbers and 8 value heads of 12. The others are attention.
+
+    Per token: the projections of queries, keys, values, gates and two numbers per value head, and of the
+    output; a convolution over 4 tokens; and three products of a state of 16 x 12 numbers per value head.
+    """
+    architecture = example_architecture("qwen3_next")
+    assert architecture.delta_layers == (0, 2)
+    projections = 64 * (2 * 64 + 2 * 96 + 2 * 8) + 96 * 64
+    convolution = 4 * (2 * 64 + 96)
+    recurrence = 3 * 8 * 16 * 12
+    # 8 query heads and their gates, 4 key-value heads, of 32 numbers each.
+    attention = 64 * 32 * (3 * 8 + 2 * 4)
+    # A router over 8 experts, two experts, a shared expert and its gate.
+    feed_forward = 64 * (8 + 3 * 2 * 32 + 3 * 48 + 1)
+    of_token = 2 * (projections + convolution + recurrence) + 2 * attention + 4 * feed_forward
+
+    for prompt, response in ((3, 4), (6, 8)):
+        length = prompt + response
+        pairs = 2 * 8 * 2 * 32 * length * (length + 1) // 2
+        expected = 6 * (length * of_token + pairs + response * 64 * 199)
+        assert training_flops(architecture, [(prompt, response)]) == expected
+
+
 def test_rows_add_up_and_a_value_head_is_one_column(tmp_path: Path) -> None:
     architecture = read_architecture(str(model_folder(tmp_path / "model")))
     rows = [(3, 4), (1, 1), (2, 6)]

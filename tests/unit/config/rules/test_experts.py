@@ -175,6 +175,25 @@ def test_experts_with_biases_in_mxfp4(ppo: str, tmp_path: Path) -> None:
     assert "has attention sinks, which SGLang's attention for CPUs lacks; use device=cuda" in found
 
 
+def test_heads_of_gated_delta_nets_divide_over_ranks(ppo: str, tmp_path: Path) -> None:
+    """A model with 4 key heads. Context parallelism distributes heads too."""
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_next"].example()))
+    found = "\n".join(
+        violations(
+            ppo,
+            f"model.path={tmp_path}",
+            "device=cpu",
+            "actor.parallel.tensor_parallel_size=4",
+            "actor.parallel.context_parallel_size=2",
+            "rollout.tensor_parallel_size=8",
+        )
+    )
+    assert "does not divide by tensor_parallel_size 4 x context_parallel_size 2 = 8; use 4 ranks" in found
+    assert "linear_num_key_heads 4 of" in found
+    assert "does not divide by tensor_parallel_size 8; use 4" in found
+    assert "has gated delta nets, whose states SGLang keeps on GPUs only; use device=cuda" in found
+
+
 def test_experts_with_biases_need_local_layers(ppo: str, tmp_path: Path) -> None:
     """`auto` may become Transformer Engine on a GPU, where the run would end when its layers are built."""
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["gpt_oss"].example()))
