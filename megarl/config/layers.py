@@ -57,7 +57,10 @@ def has_transformer_engine_modules() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "einops"))
 
 
-def choose_layers(asked: Layers, dtype: DType, *, on_cuda: bool, has_transformer_engine: bool) -> LayerChoice:
+def choose_layers(
+    asked: Layers, dtype: DType, *, on_cuda: bool, has_transformer_engine: bool, has_adapters: bool = False
+) -> LayerChoice:
+    """Choose the layers of a model. `has_adapters` is set if the model trains low-rank adapters."""
     # An explicit choice is kept; `rules.run.layers` reports where it cannot work.
     if asked is not Layers.auto:
         return LayerChoice(asked, f"engine.layers={asked.value}")
@@ -67,6 +70,8 @@ def choose_layers(asked: Layers, dtype: DType, *, on_cuda: bool, has_transformer
         return LayerChoice(Layers.local, "Transformer Engine has no float32 attention for packed rows")
     if not has_transformer_engine:
         return LayerChoice(Layers.local, "Transformer Engine is not installed")
+    if has_adapters:
+        return LayerChoice(Layers.local, "adapters (lora) are added to local layers")
 
     return LayerChoice(Layers.transformer_engine, "on CUDA with Transformer Engine installed")
 

@@ -26,6 +26,7 @@ from megarl.config.schema import (
     RunConfig,
     TrainedModelConfig,
 )
+from megarl.models.architecture import LoRA
 
 REWARD_MODEL = "reward_model"
 ENVIRONMENT = "environment"  # the processes of an agent's environments
@@ -117,6 +118,8 @@ class ModelRole:
         optim: Its optimizer. None for a frozen model.
         recomputation: What is recomputed in the backward pass.
         experts: How the routers of a mixture-of-experts model are trained.
+        lora: The adapters that train instead of its weights, if any.
+        lora_path: The folder of the adapters to start from. None: new adapters.
         megatron: Its options of Megatron.
         megatron_key: The section of these options.
         shares_with: The role whose devices it shares by default.
@@ -130,6 +133,8 @@ class ModelRole:
     optim: OptimConfig | None
     recomputation: Recomputation = Recomputation()
     experts: ExpertsConfig = ExpertsConfig()
+    lora: LoRA | None = None
+    lora_path: str | None = None
     megatron: MegatronConfig = MegatronConfig()
     megatron_key: str = "actor.megatron"
     shares_with: str | None = None
@@ -304,6 +309,8 @@ def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
         optim=None if section is None else section.optim,
         recomputation=Recomputation() if section is None else section.recomputation,
         experts=ExpertsConfig() if section is None else section.experts,
+        lora=None if section is None else section.adapters,
+        lora_path=None if section is None else section.lora.path,
         megatron=megatron,
         megatron_key=megatron_key,
         shares_with=next((other for other in role.shares_with if other in names), None),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
-from megarl.config.rules import agent, algorithm, data, experts, megatron, models, reward, rollout, run
+from megarl.config.rules import agent, algorithm, data, experts, lora, megatron, models, reward, rollout, run
 from megarl.config.schema import PPOConfig, RunConfig, SFTConfig
 from megarl.config.schema.keys import leaves
 from megarl.config.violation import Violation, Violations
@@ -63,6 +64,7 @@ ROLE_RULES: Mapping[Callable[[RunConfig, ModelRole], Violations], Keys] = {
     models.layout: (),
     models.micro_batch: (),
     models.recomputation: (),
+    lora.options: (),
     models.rows_of_mini_batch: (*_ROWS, "{role}.data_parallel_size"),
     megatron.options: (),
 }
@@ -70,6 +72,7 @@ ROLE_RULES: Mapping[Callable[[RunConfig, ModelRole], Violations], Keys] = {
 MODEL_RULES: Mapping[Callable[[ModelRole, Architecture], Violations], Keys] = {
     models.fit_layout: ("{role}",),
     experts.fit_layout: ("{role}",),
+    lora.fit_model: (),
     megatron.fit_model: (),
 }
 # Rules for the architecture of one role's model.
@@ -86,10 +89,12 @@ PPO_MODELS_RULES: Mapping[Callable[[PPOConfig, Architectures], Violations], Keys
     models.rows_fit: (),
     models.same_vocabulary: (),
     experts.layers_fit: (),
+    lora.layers_fit: (),
 }
 SFT_MODELS_RULES: Mapping[Callable[[SFTConfig, Architectures], Violations], Keys] = {
     models.chats_fit: (),
     experts.layers_fit: (),
+    lora.layers_fit: (),
 }
 
 
@@ -161,13 +166,17 @@ def _violations(
 
 
 def read_architectures(config: RunConfig) -> tuple[Architectures, list[Violation]]:
-    """Return the architectures of the models by role, and the violations of those that cannot be read."""
+    """Return the architectures of the models by role, and the violations of those that cannot be read.
+
+    The architecture of a role that trains adapters includes them.
+    """
     architectures: Architectures = {}
     violations = []
 
     for role in model_roles(config):
         try:
-            architectures[role.name] = read_architecture(role.path, config.model.trust_remote_code)
+            architecture = read_architecture(role.path, config.model.trust_remote_code)
+            architectures[role.name] = replace(architecture, lora=role.lora)
         except ConfigError as error:
             violations.append(Violation((role.path_key,), f"{error.source}: {'; '.join(error.problems)}"))
 

@@ -27,6 +27,7 @@ from megarl.engine.context import ContextParallelRank
 from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.layer_specs import ends_with_predictors, layers_for
+from megarl.engine.lora import AdapterSwitch, freeze_base
 from megarl.engine.megatron_options import require_supported
 from megarl.engine.micro_batch import MicroBatch, make_micro_batch
 from megarl.engine.micro_batch_layout import SequenceSlice
@@ -45,6 +46,7 @@ from megarl.engine.router_replay import RouterReplayBuffer
 from megarl.engine.spec import ModelSpec
 from megarl.engine.vocab_parallel import ENTROPY, Extra, token_scores
 from megarl.models.tensor_table import OUTPUT_LAYER
+from megarl.weights.adapters import fill_adapters, split_adapters
 from megarl.weights.load import load_into_shards, value_head_of
 from megarl.weights.manifest import read_checkpoint_index
 from megarl.weights.shard_layout import layouts_of
@@ -90,6 +92,7 @@ class MegatronEngine:
     """One model with weights from the spec's folder. A trained value head that is missing starts at zero.
 
     Attributes:
+        adapters: Turns the adapters of the model off.
         models: This rank's stages of the model, one per virtual pipeline stage.
         chunks: The same, wrapped in Megatron's data parallelism if the model trains.
     """
@@ -99,8 +102,14 @@ class MegatronEngine:
         self.groups = groups
         self._device = platform.current().device
         dtype = getattr(torch, spec.dtype.value)
-        self.layers = layers_for(spec.engine.layers, spec.dtype, on_cuda=platform.current().is_cuda)
+        self.layers = layers_for(
+            spec.engine.layers,
+            spec.dtype,
+            on_cuda=platform.current().is_cuda,
+            has_adapters=spec.architecture.lora is not None,
+        )
         require_supported(spec.megatron, self.layers.layers, on_cuda=platform.current().is_cuda)
+        self.adapters = AdapterSwitch()
         self.models = build_chunks(
             spec.architecture,
             groups,
@@ -111,6 +120,7 @@ class MegatronEngine:
             cp_comm_type=spec.engine.cp_comm_type,
             device=self._device,
             options=spec.megatron.transformer,
+            switch=self.adapters,
         )
         self.layout = layouts_of(spec.architecture, groups.parallel)[groups.rank]
         trainable = spec.optim is not None
@@ -127,6 +137,8 @@ class MegatronEngine:
             freeze_selection_biases(model)
             if spec.experts.freeze_router:
                 freeze_routers(model)
+            if spec.architecture.lora is not None:
+                freeze_base(model, spec.architecture, spec.head)
 
         self._routes = self._route_keeper()
 
@@ -228,14 +240,24 @@ class MegatronEngine:
         # A critic made from a language model starts at V = 0 everywhere.
         if value_head == "initial" and OUTPUT_LAYER in parameters:
             parameters[OUTPUT_LAYER].zero_()
+        base, adapters = split_adapters(parameters, self.spec.architecture, self.spec.head)
         load_into_shards(
             folder,
-            self.spec.architecture,
+            self.spec.architecture.base,
             self.layout,
-            parameters,
+            base,
             head=self.spec.head,
             value_head=value_head,
         )
+        if adapters:
+            fill_adapters(
+                adapters,
+                self.spec.architecture,
+                self.layout,
+                self.spec.head,
+                self.spec.lora_path,
+                self.spec.seed,
+            )
 
     def parameters(self) -> dict[str, Tensor]:
         """Return this rank's shards by Megatron's names of local layers, numbered over the whole model."""

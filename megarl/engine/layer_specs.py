@@ -38,13 +38,19 @@ from megarl.models.architecture import Architecture
 from megarl.models.mapping import EXPERT
 
 
-def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool) -> LayerChoice:
-    """Choose the layers.
+def layers_for(asked: Layers, dtype: DType, *, on_cuda: bool, has_adapters: bool = False) -> LayerChoice:
+    """Choose the layers. `has_adapters` is set if the model trains low-rank adapters.
 
     Raises:
         ValueError: The requested layers are not available here.
     """
-    choice = choose_layers(asked, dtype, on_cuda=on_cuda, has_transformer_engine=gpt_layer_specs.HAVE_TE)
+    choice = choose_layers(
+        asked,
+        dtype,
+        on_cuda=on_cuda,
+        has_transformer_engine=gpt_layer_specs.HAVE_TE,
+        has_adapters=has_adapters,
+    )
     if choice.layers is Layers.transformer_engine and not on_cuda:
         raise ValueError(
             "engine.layers=transformer_engine, but this process is on a CPU: use engine.layers=auto or local"

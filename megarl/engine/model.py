@@ -32,12 +32,14 @@ from megarl.engine.layer_specs import (
     fuse_gradient_accumulation,
     mark_cut_parameters,
 )
+from megarl.engine.lora import AdapterSwitch, add_adapters
 from megarl.engine.megatron_options import NO_OPTIONS, build_config
 from megarl.engine.moe_router import BiasedExpertRouter
 from megarl.engine.rope_frequencies import attention_factor, inverse_frequencies
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.tensor_table import Head
+from megarl.weights.shard_layout import layouts_of
 
 
 def transformer_config(
@@ -62,6 +64,8 @@ def transformer_config(
     """
     virtual = parallel.virtual_pipeline_parallel_size
     has_clamp = architecture.experts is not None and architecture.experts.clamp is not None
+    # The CPU's fused activation is another one, and adapters are added before the activation.
+    fuses_activation = not (on_cpu and (has_clamp or architecture.lora is not None))
     own = dict(
         num_layers=architecture.num_hidden_layers,
         hidden_size=architecture.hidden_size,
@@ -98,7 +102,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         perform_initialization=False,  # every element is loaded from a file
         use_cpu_initialization=on_cpu,
-        bias_activation_fusion=not (on_cpu and has_clamp),  # the CPU's fused activation is another one
+        bias_activation_fusion=fuses_activation,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=layers is Layers.transformer_engine
@@ -269,9 +273,13 @@ class ModelChunk(GPTModel):
 
     def canonical_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the parameters with their names in local layers, numbered over the whole model."""
-        first_layer = self.decoder.layers[0].layer_number - 1 if len(self.decoder.layers) else 0
         for name, parameter in self.named_parameters():
-            yield canonical_name(name, first_layer, self._first_expert), parameter
+            yield self.canonical(name), parameter
+
+    def canonical(self, name: str) -> str:
+        """Return the name of a parameter in local layers, numbered over the whole model."""
+        first_layer = self.decoder.layers[0].layer_number - 1 if len(self.decoder.layers) else 0
+        return canonical_name(name, first_layer, self._first_expert)
 
     def output_hidden(self, hidden: Tensor) -> Tensor:
         """Return the last stage's hidden states (S * b, H), complete on each tensor-parallel rank.
@@ -318,10 +326,12 @@ def build_chunks(
     cp_comm_type: CPCommType,
     device: torch.device,
     options: Mapping[str, Any] = NO_OPTIONS,
+    switch: AdapterSwitch | None = None,
 ) -> list[ModelChunk]:
     """Build this rank's part of the model: one chunk per virtual pipeline stage. Weights are not set yet.
 
-    `options` are fields of Megatron's TransformerConfig in addition to those that megarl sets.
+    `options` are fields of Megatron's TransformerConfig in addition to those that megarl sets. `switch` turns
+    the adapters of a model off that has some.
     """
     if (
         cp_comm_type is CPCommType.p2p
@@ -343,7 +353,13 @@ def build_chunks(
         on_cpu=device.type == "cpu",
         options=options,
     )
-    chunks = (
+    chunks = [
         ModelChunk(architecture, config, layers, groups, head, chunk) for chunk in range(groups.num_chunks)
-    )
+    ]
+
+    if architecture.lora is not None:
+        layout = layouts_of(architecture, groups.parallel)[groups.rank]
+        for chunk in chunks:
+            add_adapters(chunk, architecture, layout, head, switch or AdapterSwitch())
+
     return [keep_float32(chunk.to(device=device, dtype=dtype)) for chunk in chunks]

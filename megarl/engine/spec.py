@@ -44,6 +44,7 @@ class ModelSpec:
         total_optimizer_steps: The end of the learning-rate decay.
         recomputation: What is recomputed in the backward pass.
         experts: The configuration of routers and experts.
+        lora_path: The folder of the adapters to start from, in PEFT's format. None: new adapters.
         megatron: Options that are passed on to Megatron.
         offloaded_at_first: State that is offloaded when the model has been built, because others need its
             memory.
@@ -64,6 +65,7 @@ class ModelSpec:
     total_optimizer_steps: int = 1
     recomputation: Recomputation = Recomputation()
     experts: ExpertsConfig = ExpertsConfig()
+    lora_path: str | None = None
     megatron: MegatronConfig = MegatronConfig()
     offloaded_at_first: tuple[StatePart, ...] = ()
     collective_limit_s: float = 1800.0
@@ -92,6 +94,7 @@ def spec_of(
         total_optimizer_steps=optimizer_steps(config, role),
         recomputation=role.recomputation,
         experts=role.experts,
+        lora_path=role.lora_path,
         megatron=role.megatron,
         offloaded_at_first=offloaded_at_first,
         collective_limit_s=config.trainer.phase_time_limit_s + _GRACE_S,

@@ -6,7 +6,7 @@ dataclass covers them all. `megarl/models/families.py` reads it from a Hugging F
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
@@ -188,6 +188,28 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Low-rank adapters (Hu et al. 2021): W + alpha / rank * B A.
+
+    A projection W (outputs, inputs) has A (rank, inputs) and B (outputs, rank).
+
+    Attributes:
+        rank: The rank of every adapter.
+        alpha: The numerator of the scale.
+        targets: The projections with an adapter, as suffixes of Hugging Face names: "q_proj", or
+            "mlp.gate_proj". Empty: every projection of attention, of feed-forwards and of experts.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The architecture of a model. Field names are Hugging Face's.
 
@@ -206,6 +228,8 @@ class Architecture:
     `num_mtp_layers` layers after the last one predict further tokens (multi-token prediction). They are not
     part of the model here: a folder may have their tensors, which are neither trained nor written. Two
     architectures that differ only in it are the same.
+
+    With `lora`, the model has adapters, and everything except adapters and a value head is frozen.
     """
 
     model_type: str  # a key of `FAMILIES` in megarl/models/families.py
@@ -232,8 +256,14 @@ class Architecture:
     delta_net: DeltaNet | None = None
     has_output_gate: bool = False
     norms: BlockNorms = BlockNorms()
+    lora: LoRA | None = None
     is_packed: bool = field(default=False, compare=False)
     num_mtp_layers: int = field(default=0, compare=False)
+
+    @property
+    def base(self) -> Architecture:
+        """The model without adapters."""
+        return self if self.lora is None else replace(self, lora=None)
 
     @property
     def value_dim(self) -> int:

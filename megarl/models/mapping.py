@@ -11,6 +11,8 @@ With latent attention:
 With a gated delta net:
     J key heads   L value heads of a key head   T value heads   X one key   Y one value   Z all values
     W the tokens that the convolution sees
+With adapters:
+    r rank of an adapter
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import prod
 from typing import Literal, NamedTuple
 
+from megarl.models.adapters import with_adapters
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 from megarl.models.mapping import Cut, MappingRow, StagePlacement
@@ -102,9 +103,9 @@ def rows_of(architecture: Architecture, head: Head) -> tuple[MappingRow, ...]:
         name = architecture.model_type
         raise ValueError(f"model_type {name!r} has no tensor table; supported: {supported}")
 
-    if head == "value":
-        return (*family.rows, _VALUE_HEAD)
-    return (*family.rows, _TIED_HEAD if architecture.tie_word_embeddings else _LM_HEAD)
+    lm_head = _TIED_HEAD if architecture.tie_word_embeddings else _LM_HEAD
+    rows = (*family.rows, _VALUE_HEAD if head == "value" else lm_head)
+    return rows if architecture.lora is None else with_adapters(rows, architecture.lora, trained=_VALUE_HEAD)
 
 
 @lru_cache(maxsize=32)
@@ -276,6 +277,7 @@ def dimension_sizes(architecture: Architecture) -> dict[str, int]:
         "Y": delta.value_head_dim if delta else 0,
         "Z": delta.value_dim if delta else 0,
         "W": delta.conv_kernel_dim if delta else 0,
+        "r": architecture.lora.rank if architecture.lora else 0,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -72,7 +72,7 @@ def load_into_shards(
         for weight in filter(layout.holds, stored_weights(architecture, head, index.tensors)):
             if weight.megatron_name == OUTPUT_LAYER and head == "value" and value_head == "initial":
                 continue
-            _fill(parameters[weight.megatron_name], weight, layout, reader)
+            fill_parameter(parameters[weight.megatron_name], weight, layout, reader.read)
 
 
 def value_head_of(index: CheckpointIndex, head: Head, trains: bool) -> ValueHead:
@@ -145,14 +145,26 @@ def check_parameters(parameters: Mapping[str, torch.Tensor], expected: Mapping[s
         )
 
 
-def _fill(parameter: torch.Tensor, weight: Weight, layout: ShardLayout, reader: _Reader) -> None:
-    """Fill one parameter and prove that no element keeps its initial value."""
+def fill_parameter(
+    parameter: torch.Tensor, weight: Weight, layout: ShardLayout, read: Callable[[Piece], torch.Tensor]
+) -> None:
+    """Fill one parameter and prove that no element keeps its initial value.
+
+    Args:
+        parameter: The rank's shard.
+        weight: Its row in the tensor table.
+        layout: What the rank holds.
+        read: Returns the elements of a piece, in the shape of `piece.hf`.
+
+    Raises:
+        WeightTransferError: An element was not filled exactly once.
+    """
     view = shard_view(weight, layout)
     shard = parameter.detach().view(view)
     filled = []
 
     for piece in pieces(weight, layout):
-        shard[piece.shard.index].copy_(piece.in_shard_order(reader.read(piece)))
+        shard[piece.shard.index].copy_(piece.in_shard_order(read(piece)))
         filled.append(piece.shard)
 
     # Padding rows are zero, whatever the parameter contained before.

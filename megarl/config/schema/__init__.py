@@ -50,6 +50,7 @@ from megarl.config.schema.models import (
     Decay,
     DType,
     ExpertsConfig,
+    LoRAConfig,
     MicroBatchConfig,
     ModelConfig,
     OptimConfig,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from megarl.config.schema.keys import MISSING, InputKind, names, numbers, ranged
 from megarl.config.schema.megatron import MegatronConfig, ReferenceMegatronConfig
+from megarl.models.architecture import LoRA
 
 
 class DType(str, Enum):
@@ -180,10 +181,27 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters on a frozen model: W + alpha / rank * B A (Hu et al. 2021, arXiv 2106.09685)."""
+
+    # rank of every adapter, such as 8 or 32; null: all weights train, and the other keys have no effect
+    rank: int | None = ranged(None, at_least=1, at_most=4096)
+    alpha: float = ranged(32.0, above=0)  # adapters are scaled by alpha / rank
+    # projections with an adapter, as suffixes of Hugging Face names, such as [q_proj, v_proj] or
+    # [mlp.gate_proj]; empty: every projection of attention, of feed-forwards and of experts
+    targets: list[str] = field(default_factory=list)
+    # must be 0: with dropout, the policy that is trained would not be the one that generates
+    dropout: float = ranged(0.0, at_least=0, below=1)
+    # folder of an adapter in PEFT's format to start from; null: A is random, B is zero
+    path: str | None = field(default=None, metadata=names(InputKind.data))
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainedModelConfig:
     """The layout, optimizer, micro-batches and recomputation of a trained model."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
@@ -197,6 +215,13 @@ class TrainedModelConfig:
     @property
     def recomputation(self) -> Recomputation:
         return Recomputation(self.recompute, tuple(self.recompute_modules), self.recompute_num_layers)
+
+    @property
+    def adapters(self) -> LoRA | None:
+        """The adapters that train instead of the weights, None if all weights train."""
+        if self.lora.rank is None:
+            return None
+        return LoRA(rank=self.lora.rank, alpha=self.lora.alpha, targets=tuple(self.lora.targets))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ Megatron is imported inside functions, after the platform is active.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from megarl.config.schema import (
 )
 from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
+from megarl.models.architecture import LoRA
 from megarl.models.families import read_architecture
 from megarl.models.tensor_table import EMBEDDING_TENSOR
 from megarl.weights.tensors import TensorSlice
@@ -94,6 +96,7 @@ def build(
     layers: Layers = Layers.auto,
     routing_replay: RoutingReplay = RoutingReplay.off,
     cp_comm_type: CPCommType = CPCommType.auto,
+    lora: LoRA | None = None,
     **spec: Any,
 ) -> MegatronEngine:
     """Build an engine.
@@ -105,7 +108,7 @@ def build(
 
     made = ModelSpec(
         path=folder,
-        architecture=read_architecture(folder),
+        architecture=replace(read_architecture(folder), lora=lora),
         dtype=DType(str(dtype).removeprefix("torch.")),
         parallel=groups.parallel,
         engine=EngineConfig(

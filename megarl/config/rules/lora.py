@@ -1,0 +1,69 @@
+"""Rules for low-rank adapters: their options, the models that can have them, and the layers they need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.config.roles import ModelRole, model_roles
+from megarl.config.schema import Layers, LoRAConfig, RunConfig
+from megarl.config.violation import Violation, Violations
+from megarl.models.adapters import adapter_problems
+from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import rows_of
+
+
+def options(config: RunConfig, role: ModelRole) -> Violations:
+    """Check the options of a role's adapters, without its model."""
+    if role.optim is None:
+        return
+
+    settings = config.trained_models[role.name].lora
+    key = f"{role.name}.lora"
+    if settings.rank is None:
+        for name in ("alpha", "targets", "path"):
+            if getattr(settings, name) != getattr(LoRAConfig(), name):
+                yield Violation(
+                    (f"{key}.{name}", f"{key}.rank"),
+                    f"{name} is set, but rank is null, so all weights train; set {key}.rank, such as 32",
+                )
+
+    if settings.dropout:
+        yield Violation(
+            (f"{key}.dropout",),
+            f"is {settings.dropout:g}, but dropout of adapters is not supported: log-probs of the same "
+            "tokens would differ between passes; use 0",
+        )
+
+    if settings.rank is not None and role.experts.bias_update_rate:
+        yield Violation(
+            (f"{role.name}.experts.bias_update_rate", f"{key}.rank"),
+            f"is {role.experts.bias_update_rate:g}, which changes selection biases, but with adapters the "
+            "model is frozen; use 0",
+        )
+
+
+def fit_model(role: ModelRole, architecture: Architecture) -> Violations:
+    """Check that the model can have the adapters."""
+    lora = architecture.lora
+    if lora is None:
+        return
+
+    key = f"{role.name}.lora"
+    rows = rows_of(architecture.base, "value" if role.with_value_head else "lm")
+    for problem in adapter_problems(architecture, rows, lora.targets):
+        yield Violation((f"{key}.targets" if problem.startswith("'") else f"{key}.rank",), problem)
+
+
+def layers_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> Violations:
+    """Check that adapters are not combined with Transformer Engine's layers."""
+    if config.engine.layers is not Layers.transformer_engine:
+        return
+
+    for role in model_roles(config):
+        architecture = architectures.get(role.name)
+        if architecture is not None and architecture.lora is not None:
+            yield Violation(
+                ("engine.layers", f"{role.name}.lora.rank"),
+                f"is transformer_engine, but {role.name}.lora adds adapters to local layers only; use auto "
+                "or local",
+            )

@@ -1,0 +1,168 @@
+"""Low-rank adapters as rows of the tensor table.
+
+Every Hugging Face projection has its own pair of matrices, as in PEFT's format, also where Megatron fuses
+several projections: A has the projection's name with `lora_A`, B the one with `lora_B`. The rows are derived
+from the family's rows of linear layers. An adapter is sharded like its projection: if outputs are sharded, A
+is replicated and B has the rank's outputs; if inputs are sharded, A has the rank's inputs and B is
+replicated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from megarl.models.architecture import Architecture, LoRA
+from megarl.models.mapping import Cut, MappingRow, StagePlacement
+
+# The linear layers that take adapters, by Megatron's names.
+_LINEAR = re.compile(r"(.+\.linear_(?:qkv|proj|fc1|fc2))\.weight")
+_WITH_SHARDED_OUTPUTS = (Cut.column, Cut.qkv, Cut.gated)
+_SUFFIX = ".weight"
+
+
+class AdapterNames(NamedTuple):
+    """The Hugging Face names of the two matrices of a projection's adapter."""
+
+    a: str
+    b: str
+
+
+def adapter_names(projection: str) -> AdapterNames:
+    """Return the names of the adapter of a projection's weight, such as `....q_proj.weight`."""
+    stem = projection.removesuffix(_SUFFIX)
+    return AdapterNames(f"{stem}.lora_A{_SUFFIX}", f"{stem}.lora_B{_SUFFIX}")
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a Hugging Face name is that of a matrix of an adapter."""
+    return name.endswith((f".lora_A{_SUFFIX}", f".lora_B{_SUFFIX}"))
+
+
+def parameter_names(linear: str, projection: str) -> AdapterNames:
+    """Return the Megatron names of the adapter of a projection.
+
+    Args:
+        linear: The Megatron name of the linear layer's weight.
+        projection: The Hugging Face name of the projection's weight.
+    """
+    module = projection.removesuffix(_SUFFIX).rpartition(".")[2]
+    prefix = f"{linear.removesuffix(_SUFFIX)}.lora.{module}"
+    return AdapterNames(f"{prefix}.a", f"{prefix}.b")
+
+
+@lru_cache(maxsize=64)
+def with_adapters(
+    rows: tuple[MappingRow, ...], lora: LoRA, trained: MappingRow | None = None
+) -> tuple[MappingRow, ...]:
+    """Return the rows of a model with adapters, each after the row of its linear layer.
+
+    Args:
+        rows: The rows of the model.
+        lora: The adapters.
+        trained: The row that trains although it is not an adapter. All others are frozen.
+    """
+    adapted: list[MappingRow] = []
+    for row in rows:
+        adapted.append(row if row == trained else replace(row, trains=False))
+        for name, dims in _targets_of(row, lora):
+            adapted += _pair(row, name, dims)
+    return tuple(adapted)
+
+
+def _targets_of(row: MappingRow, lora: LoRA) -> Iterator[tuple[str, str]]:
+    """Yield the name and the dimensions of each projection of a row that has an adapter."""
+    if _LINEAR.fullmatch(row.megatron) is None:
+        return
+    for entry in row.tensors:
+        if isinstance(entry, tuple) and _is_target(entry[0], lora):
+            yield entry
+
+
+def _is_target(name: str, lora: LoRA) -> bool:
+    stem = f".{name.removesuffix(_SUFFIX)}"
+    return not lora.targets or any(stem.endswith(f".{target}") for target in lora.targets)
+
+
+def _pair(row: MappingRow, name: str, dims: str) -> tuple[MappingRow, MappingRow]:
+    outputs, inputs = dims.split()
+    megatron = parameter_names(row.megatron, name)
+    stored = adapter_names(name)
+    has_sharded_outputs = row.cut in _WITH_SHARDED_OUTPUTS
+    a = MappingRow(
+        megatron=megatron.a,
+        place=row.place,
+        cut=Cut.replicated if has_sharded_outputs else row.cut,
+        tensors=((stored.a, f"r {inputs}"),),
+        applies=row.applies,
+    )
+    b = MappingRow(
+        megatron=megatron.b,
+        place=row.place,
+        cut=Cut.column if has_sharded_outputs else Cut.replicated,
+        tensors=((stored.b, f"{outputs} r"),),
+        applies=row.applies,
+    )
+    return a, b
+
+
+def available_targets(rows: Sequence[MappingRow]) -> tuple[str, ...]:
+    """Return the names of the projections that can have an adapter, without repetitions."""
+    every = LoRA(rank=1, alpha=1)
+    names = (name for row in rows for name, _ in _targets_of(row, every))
+    return tuple(dict.fromkeys(name.removesuffix(_SUFFIX).rpartition(".")[2] for name in names))
+
+
+def adapts_experts(rows: Sequence[MappingRow], lora: LoRA) -> bool:
+    """Return whether experts that a router selects from have adapters."""
+    return any(
+        row.place is StagePlacement.expert and any(True for _ in _targets_of(row, lora)) for row in rows
+    )
+
+
+def adapter_problems(
+    architecture: Architecture, rows: Sequence[MappingRow], targets: Sequence[str]
+) -> Iterator[str]:
+    """Yield why a model cannot have adapters at these targets.
+
+    Args:
+        architecture: The model.
+        rows: The rows of the model without adapters.
+        targets: As in `LoRA`.
+    """
+    name = architecture.model_type
+    if architecture.latent is not None:
+        yield (
+            f"{name} has latent attention (q_a_proj, kv_b_proj, ...), whose projections cannot have adapters "
+            "yet; train all weights (lora.rank=null)"
+        )
+        return
+
+    if architecture.linear_bias:
+        yield (
+            f"{name} has experts with biases, fused in one tensor per layer, whose projections cannot have "
+            "adapters yet; train all weights (lora.rank=null)"
+        )
+        return
+
+    # Projections that are parts of a fused tensor have no name of their own in PEFT's format.
+    parts = [row.megatron for row in rows if _LINEAR.fullmatch(row.megatron) and _has_parts(row)]
+    if parts:
+        yield (
+            f"{name} stores {parts[0]} as a part of a tensor, which cannot have an adapter yet; train all "
+            "weights (lora.rank=null)"
+        )
+        return
+
+    for target in targets:
+        lora = LoRA(rank=1, alpha=1, targets=(target,))
+        if not any(True for row in rows for _ in _targets_of(row, lora)):
+            known = ", ".join(available_targets(rows))
+            yield f"{target!r} is not a projection of {name} that can have an adapter; it has {known}"
+
+
+def _has_parts(row: MappingRow) -> bool:
+    return any(not isinstance(entry, tuple) for entry in row.tensors)

@@ -1,0 +1,213 @@
+"""Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megarl.machine.files import read_json_object, write_whole
+from megarl.models.adapters import adapter_names, is_adapter
+from megarl.models.architecture import Architecture, LoRA
+from megarl.models.tensor_table import VALUE_HEAD_TENSOR, Head, hf_tensors
+from megarl.weights.piece import Piece
+from megarl.weights.tensors import WeightTransferError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS"}
+# Options of PEFT that change what is computed, with the values that mean plain LoRA.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "use_rslora": (False,),
+    "use_dora": (False,),
+    "use_qalora": (False,),
+    "lora_bias": (False,),
+    "modules_to_save": (None, [], ["score"], ["classifier", "score"]),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "exclude_modules": (None, []),
+    "trainable_token_indices": (None,),
+    "corda_config": (None,),
+    "eva_config": (None,),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+}
+
+
+def adapter_tensors(architecture: Architecture, head: Head) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of the model's adapters, by the name in the tensor table.
+
+    A critic's head is one of them, because it trains.
+    """
+    return {
+        tensor.name: tensor.shape
+        for tensor in hf_tensors(architecture, head)
+        if is_adapter(tensor.name) or tensor.name == VALUE_HEAD_TENSOR
+    }
+
+
+def read_lora(folder: Path) -> LoRA:
+    """Read the rank, the scale and the targets of an adapter.
+
+    Raises:
+        WeightTransferError: The folder is not an adapter in PEFT's format, or has options that change what
+            is computed. The message names them.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        fields = read_json_object(file)
+    except (OSError, ValueError) as error:
+        raise WeightTransferError(f"{file}: not an adapter in PEFT's format: {error}") from error
+
+    problems = [] if fields.get("peft_type") == "LORA" else [f"peft_type is {fields.get('peft_type')!r}"]
+    problems += [
+        f"{name} is {fields[name]!r}"
+        for name, neutral in _NEUTRAL.items()
+        if name in fields and fields[name] not in neutral
+    ]
+    targets = fields.get("target_modules")
+    if not isinstance(targets, list):
+        problems.append(f"target_modules is {targets!r}, not a list of names")
+    if problems:
+        raise WeightTransferError(f"{file}: only plain LoRA is supported, but {'; '.join(problems)}")
+
+    return LoRA(rank=int(fields["r"]), alpha=float(fields["lora_alpha"]), targets=tuple(sorted(targets)))
+
+
+def open_adapter(folder: Path, architecture: Architecture, head: Head) -> Callable[[Piece], torch.Tensor]:
+    """Check a folder against the model's adapters, and return a function that reads pieces of it.
+
+    Raises:
+        WeightTransferError: Rank, scale, names or shapes differ. The message names them.
+    """
+    stored = read_lora(folder)
+    lora = architecture.lora
+    assert lora is not None
+    if (stored.rank, stored.alpha) != (lora.rank, lora.alpha):
+        raise WeightTransferError(
+            f"{folder}: has rank {stored.rank} and alpha {stored.alpha:g}, but the run has rank {lora.rank} "
+            f"and alpha {lora.alpha:g}; set lora.rank={stored.rank} and lora.alpha={stored.alpha:g}"
+        )
+
+    file = folder / WEIGHTS_FILE
+    wanted = {name: shape for name, shape in adapter_tensors(architecture, head).items() if is_adapter(name)}
+    shapes = _shapes_in(file)
+    faults = [f"has no {name}" for name in wanted if name not in shapes]
+    faults += [
+        f"{name} is not an adapter of this run" for name in shapes if is_adapter(name) and name not in wanted
+    ]
+    faults += [
+        f"{name} has shape {shapes[name]}, not {shape}"
+        for name, shape in wanted.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    if faults:
+        named = "; ".join(faults[:4])
+        raise WeightTransferError(f"{file}: {len(faults)} tensors differ (see lora.targets): {named}")
+
+    def read(piece: Piece) -> torch.Tensor:
+        with safe_open(file, framework="pt") as opened:
+            values: torch.Tensor = opened.get_slice(_PREFIX + piece.hf_name)[piece.hf.index]
+        return values
+
+    return read
+
+
+def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {
+                name.removeprefix(_PREFIX): tuple(opened.get_slice(name).get_shape())
+                for name in opened.keys()  # noqa: SIM118  (it is not a dictionary)
+            }
+    except (OSError, SafetensorError) as error:
+        raise WeightTransferError(f"{file}: cannot be read: {error}") from error
+
+
+def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of an adapter, by the names in the tensor table.
+
+    Raises:
+        WeightTransferError: The file cannot be read.
+    """
+    file = folder / WEIGHTS_FILE
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {name.removeprefix(_PREFIX): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise WeightTransferError(f"{file}: cannot be read: {error}") from error
+
+
+def write_adapter(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    architecture: Architecture,
+    base: str,
+    head: Head = "lm",
+) -> None:
+    """Write an adapter into an existing folder.
+
+    Args:
+        folder: The folder.
+        tensors: All tensors of `adapter_tensors`, by the names in the tensor table.
+        architecture: The model with its adapters.
+        base: The folder of the base model, or its name on the Hugging Face hub.
+        head: The head of the model.
+    """
+    named = {_PREFIX + name: value.contiguous() for name, value in tensors.items()}
+    save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = peft_config(architecture, base, head)
+    write_whole(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+
+
+def peft_config(architecture: Architecture, base: str, head: Head = "lm") -> dict[str, Any]:
+    """Return the contents of `adapter_config.json`. Fields that are missing have PEFT's defaults."""
+    assert architecture.lora is not None
+    return {
+        "peft_type": "LORA",
+        "task_type": _TASKS[head],
+        "base_model_name_or_path": base,
+        "r": architecture.lora.rank,
+        "lora_alpha": architecture.lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": _target_modules(architecture, head),
+        "modules_to_save": ["score"] if head == "value" else None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+    }
+
+
+def _target_modules(architecture: Architecture, head: Head) -> list[str]:
+    """Return suffixes that match exactly the projections with an adapter, as PEFT compares them.
+
+    The last part of a name is enough if every projection of that name has an adapter.
+    """
+    adapted: set[str] = set()
+    others: set[str] = set()
+    names = {tensor.name for tensor in hf_tensors(architecture, head)}
+    for name in names:
+        if not is_adapter(name):
+            (adapted if adapter_names(name).a in names else others).add(name.removesuffix(".weight"))
+
+    others_last = {name.rpartition(".")[2] for name in others}
+    return sorted(
+        {
+            last if last not in others_last else ".".join(name.split(".")[-2:])
+            for name in adapted
+            for last in [name.rpartition(".")[2]]
+        }
+    )

@@ -1,0 +1,188 @@
+"""Tiny models with adapters, and the same computed by PEFT, or by hand from the gradients of merged weights."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megarl.models.adapters import adapter_names
+from megarl.models.architecture import Architecture, LoRA
+from megarl.models.families import read_architecture
+from megarl.models.tensor_table import VALUE_HEAD_TENSOR
+from megarl.weights.peft_folder import adapter_tensors, write_adapter
+from tests.unit.engine.models import (
+    gradients_of,
+    load_critic,
+    load_lm,
+    make_batch,
+    reference_logits,
+    reference_values,
+    save_critic,
+    save_model,
+    scores_of,
+    with_one_prompt,
+)
+
+RANK = 4
+ALPHA = 6.0
+Tensors = dict[str, Tensor]
+
+
+class Adapted(NamedTuple):
+    """Folders of a model and of an adapter on it.
+
+    Attributes:
+        base: The model.
+        adapter: The adapter, in PEFT's format.
+        lora: Its rank, scale and targets.
+    """
+
+    base: str
+    adapter: str
+    lora: LoRA
+
+    def architecture(self) -> Architecture:
+        return replace(read_architecture(self.base), lora=self.lora)
+
+
+def save_adapted(family: str, folder: Path, targets: tuple[str, ...] = ()) -> Adapted:
+    """Write a model, and an adapter on it whose matrices are both random."""
+    save_model(family, folder / "base")
+    lora = LoRA(rank=RANK, alpha=ALPHA, targets=targets)
+    made = Adapted(str(folder / "base"), str(folder / "adapter"), lora)
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        name: torch.randn(shape, generator=generator) * 0.1
+        for name, shape in adapter_tensors(made.architecture(), "lm").items()
+    }
+    (folder / "adapter").mkdir()
+    write_adapter(folder / "adapter", tensors, made.architecture(), made.base)
+    return made
+
+
+def weighted_batch() -> Tensors:
+    """Add a weight per token and output, so that no two gradients are equal by symmetry."""
+    batch = with_one_prompt(make_batch(), (0, 4, 2), (1, 5))
+    generator = torch.Generator().manual_seed(2)
+    for key in ("log_probs", "entropy", "values"):
+        weights = torch.randn(batch["response_mask"].shape, generator=generator)
+        batch[f"weight/{key}"] = weights * batch["response_mask"]
+    return batch
+
+
+class Reference(NamedTuple):
+    """Outputs (B, R), those of the base model, and the gradients of the adapters by their names."""
+
+    outputs: Tensors
+    base_outputs: Tensors
+    gradients: Tensors
+
+    @property
+    def grad_norm(self) -> float:
+        return float(torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm())
+
+
+def peft() -> Any:
+    """Import PEFT, which would import Transformer Engine, whose compiled part is not installed."""
+    if "peft" not in sys.modules:
+        sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
+        importlib.import_module("peft")
+        if sys.modules["transformer_engine"] is None:
+            del sys.modules["transformer_engine"]
+    return sys.modules["peft"]
+
+
+def by_peft(case: Adapted, batch: Tensors) -> Reference:
+    """Run PEFT's own model."""
+    base = load_lm(Path(case.base))
+    with torch.no_grad():
+        base_outputs = scores_of(reference_logits(base, batch), batch)
+    model = peft().PeftModel.from_pretrained(base, case.adapter, is_trainable=True)
+    outputs = scores_of(reference_logits(model, batch), batch)
+    _loss(outputs, batch).backward()
+    gradients = {
+        name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    return Reference(_detached(outputs), base_outputs, gradients)  # type: ignore[arg-type]
+
+
+def by_hand(case: Adapted, folder: Path, batch: Tensors) -> Reference:
+    """Run Hugging Face's model with merged weights.
+
+    The gradient G of a merged weight W + s B A gives those of A, s B^T G, and of B, s G A^T.
+    """
+    base = load_lm(Path(case.base))
+    with torch.no_grad():
+        base_outputs = scores_of(reference_logits(base, batch), batch)
+    model = load_lm(save_merged(case, folder))
+    outputs = scores_of(reference_logits(model, batch), batch)
+    _loss(outputs, batch).backward()
+    return Reference(_detached(outputs), base_outputs, _of_adapters(case, gradients_of(model)))
+
+
+def critic_by_hand(case: Adapted, folder: Path, batch: Tensors) -> tuple[str, Reference]:
+    """Run a critic with merged weights, whose head trains too. Also returns the folder of its base."""
+    base = folder / "critic"
+    save_critic(Path(case.base), base)
+    critic = load_critic(base)
+    with torch.no_grad():
+        base_outputs = {"values": reference_values(critic, batch)}
+    own = case._replace(base=str(base))
+    merged = load_critic(save_merged(own, folder / "merged_critic"))
+    outputs = {"values": reference_values(merged, batch)}
+    _loss(outputs, batch).backward()
+    gradients = gradients_of(merged)
+    reference = Reference(
+        _detached(outputs),
+        base_outputs,
+        _of_adapters(case, gradients) | {VALUE_HEAD_TENSOR: gradients[VALUE_HEAD_TENSOR]},
+    )
+    return str(base), reference
+
+
+def save_merged(case: Adapted, folder: Path) -> Path:
+    """Write the model with W + s B A in the place of each W."""
+    shutil.copytree(case.base, folder)
+    weights = load_file(folder / "model.safetensors")
+    adapters = adapters_of(case)
+    for name in weights:
+        names = adapter_names(name)
+        if names.a in adapters:
+            weights[name] = weights[name] + case.lora.scale * (adapters[names.b] @ adapters[names.a])
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def adapters_of(case: Adapted) -> Tensors:
+    stored = load_file(Path(case.adapter) / "adapter_model.safetensors")
+    return {name.removeprefix("base_model.model."): value for name, value in stored.items()}
+
+
+def _of_adapters(case: Adapted, gradients: Tensors) -> Tensors:
+    adapters = adapters_of(case)
+    scale = case.lora.scale
+    found: Tensors = {}
+    for name, gradient in gradients.items():
+        names = adapter_names(name)
+        if names.a in adapters:
+            found[names.a] = scale * adapters[names.b].T @ gradient
+            found[names.b] = scale * gradient @ adapters[names.a].T
+    return found
+
+
+def _loss(outputs: Tensors, batch: Tensors) -> Any:
+    return sum((value * batch[f"weight/{key}"]).sum() for key, value in outputs.items())
+
+
+def _detached(outputs: Tensors) -> Tensors:
+    return {key: value.detach() for key, value in outputs.items()}

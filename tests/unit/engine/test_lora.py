@@ -1,0 +1,203 @@
+"""Adapters against PEFT in float32, in every kind of layout: outputs, gradients, norms, and the model without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megarl.config.schema import OptimConfig, ParallelConfig, Recomputation, Recompute
+from tests.ranks import RankPool
+from tests.unit.engine.comparison import assert_same, max_difference
+from tests.unit.engine.lora_cases import (
+    Adapted,
+    Reference,
+    Tensors,
+    by_hand,
+    by_peft,
+    critic_by_hand,
+    save_adapted,
+    weighted_batch,
+)
+from tests.unit.engine.rank_side import (
+    ALL_LAYOUTS,
+    EXPERT_LAYOUTS,
+    build,
+    deal,
+    hf_gradients,
+    hf_weights,
+    join_rows,
+    merge,
+    replica_rows,
+    start,
+    take,
+    weighted_sum,
+)
+
+OUTPUT_TOLERANCE = 1e-5  # absolute
+GRADIENT_TOLERANCE = 1e-4  # relative to the tensor's norm
+FULL = Recomputation(how=Recompute.full)
+DENSE = ("TP1", "TP2", "TP2+SP", "PP2", "CP2", "DP2")
+RECOMPUTED = ("TP2+SP", "PP2xVPP2")
+EXPERTS = ("DP2xEP2", "TP2+SPxEP2", "TP2+SPxETP2")
+SOME = ("q_proj", "self_attn.o_proj", "up_proj")  # one projection of a fused layer, and not its neighbors
+
+
+class Run(NamedTuple):
+    outputs: Tensors
+    base_outputs: Tensors
+    gradients: Tensors
+    grad_norm: float
+    weights: Tensors
+
+
+def run_engine(
+    parallel: ParallelConfig,
+    case: Adapted,
+    batch: Tensors,
+    keys: tuple[str, ...] = ("log_probs", "entropy"),
+    **spec: Any,
+) -> Run:
+    """Run in a rank: a training step, and the scores before it with and without adapters."""
+    groups = start(parallel)
+    num_rows = len(batch["input_ids"])
+    rows = replica_rows(groups, num_rows)
+    part = take(batch, rows)
+    micro_batches = deal(len(rows), 2)
+    engine = build(
+        groups,
+        case.base,
+        lora=case.lora,
+        lora_path=case.adapter,
+        optim=OptimConfig(),
+        share_prompts=True,
+        **spec,
+    )
+    engine.forward_backward(part, micro_batches, weighted_sum(keys))
+    gradients = hf_gradients(engine)
+    outputs = join_rows(rows, engine.forward(part, micro_batches), num_rows)
+    with engine.adapters.off():
+        base_outputs = join_rows(rows, engine.forward(part, micro_batches), num_rows)
+    return Run(outputs, base_outputs, gradients, engine.step().grad_norm, hf_weights(engine))
+
+
+class Case(NamedTuple):
+    adapted: Adapted
+    folder: Path
+    batch: Tensors
+    reference: Reference
+
+
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
+    """Return a function that computes the reference of a family once."""
+
+    @cache
+    def made(family: str, targets: tuple[str, ...] = ()) -> Case:
+        folder = tmp_path_factory.mktemp(family)
+        adapted = save_adapted(family, folder, targets)
+        batch = weighted_batch()
+        has_experts = family.endswith("_moe")
+        reference = by_hand(adapted, folder / "merged", batch) if has_experts else by_peft(adapted, batch)
+        return Case(adapted, folder, batch, reference)
+
+    return made
+
+
+def compare(case: Case, reference: Reference, runs: list[Run]) -> None:
+    gradients = merge([run.gradients for run in runs])
+    frozen = {name: value for name, value in gradients.items() if name not in reference.gradients}
+    assert not any(value.any() for value in frozen.values())
+    assert_same(
+        {name: gradients[name] for name in reference.gradients}, reference.gradients, GRADIENT_TOLERANCE
+    )
+    for run in runs:
+        for key, value in reference.outputs.items():
+            assert max_difference(run.outputs[key], value) <= OUTPUT_TOLERANCE, key
+            assert max_difference(run.base_outputs[key], reference.base_outputs[key]) <= OUTPUT_TOLERANCE
+        assert run.grad_norm == pytest.approx(reference.grad_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", DENSE)
+def test_dense_model_with_adapters_equals_peft(
+    layout: str, case_of: Callable[..., Case], rank_pool: RankPool
+) -> None:
+    case = case_of("qwen2")
+    parallel = ALL_LAYOUTS[layout]
+    runs = rank_pool.run(
+        run_engine, world_size=parallel.world_size, parallel=parallel, case=case.adapted, batch=case.batch
+    )
+    compare(case, case.reference, runs)
+
+
+@pytest.mark.parametrize("layout", RECOMPUTED)
+def test_recomputed_layers_keep_the_gradients_of_their_adapters(
+    layout: str, case_of: Callable[..., Case], rank_pool: RankPool
+) -> None:
+    case = case_of("qwen3-tied", SOME)
+    parallel = ALL_LAYOUTS[layout]
+    runs = rank_pool.run(
+        run_engine,
+        world_size=parallel.world_size,
+        parallel=parallel,
+        case=case.adapted,
+        batch=case.batch,
+        recomputation=FULL,
+    )
+    compare(case, case.reference, runs)
+
+
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_experts_with_adapters_equal_merged_ones(
+    layout: str, case_of: Callable[..., Case], rank_pool: RankPool
+) -> None:
+    case = case_of("qwen2_moe")
+    parallel = EXPERT_LAYOUTS[layout]
+    runs = rank_pool.run(
+        run_engine, world_size=parallel.world_size, parallel=parallel, case=case.adapted, batch=case.batch
+    )
+    compare(case, case.reference, runs)
+
+
+def test_critic_trains_its_head(case_of: Callable[..., Case], rank_pool: RankPool) -> None:
+    case = case_of("qwen2")
+    base, reference = critic_by_hand(case.adapted, case.folder, case.batch)
+    parallel = ALL_LAYOUTS["TP2+SP"]
+    runs = rank_pool.run(
+        run_engine,
+        world_size=parallel.world_size,
+        parallel=parallel,
+        case=case.adapted._replace(base=base),
+        batch=case.batch,
+        keys=("values",),
+        head="value",
+    )
+    compare(case, reference, runs)
+
+
+def test_initial_adapters_do_not_depend_on_the_layout(
+    case_of: Callable[..., Case], rank_pool: RankPool
+) -> None:
+    case = case_of("qwen2")
+    new = case.adapted._replace(adapter="")
+    made = {}
+    for layout in ("TP1", "TP2+SP", "PP2"):
+        parallel = ALL_LAYOUTS[layout]
+        runs = rank_pool.run(initial, world_size=parallel.world_size, parallel=parallel, case=new)
+        made[layout] = merge(runs)
+    for weights in made.values():
+        assert weights.keys() == made["TP1"].keys()
+        assert all(torch.equal(value, made["TP1"][name]) for name, value in weights.items())
+    a = made["TP1"]["model.layers.0.self_attn.q_proj.lora_A.weight"]
+    assert 0.9 / a.shape[1] ** 0.5 < float(a.abs().max()) <= 1 / a.shape[1] ** 0.5  # Kaiming with a = sqrt(5)
+    assert not made["TP1"]["model.layers.0.self_attn.q_proj.lora_B.weight"].any()
+
+
+def initial(parallel: ParallelConfig, case: Adapted) -> Tensors:
+    """Run in a rank: return the adapters of a new model."""
+    engine = build(start(parallel), case.base, lora=case.lora, optim=OptimConfig())
+    return {name: value for name, value in hf_weights(engine).items() if ".lora_" in name}
