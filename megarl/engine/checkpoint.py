@@ -27,6 +27,7 @@ from megarl.checkpoints.role_folder import WHOLE_FILES, check_folder, item_check
 from megarl.checkpoints.torch_dist import DistributedTensor, TorchDistIndex, read_index
 from megarl.checkpoints.torch_dist_writer import ItemToWrite, WrittenItem, write_index, write_items
 from megarl.engine import platform
+from megarl.engine.base_checksum import BASE_CHECKSUM, base_checksum, check_base
 from megarl.engine.engine import MegatronEngine, TrainingState
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.optimizer import MOMENTS, StepCounts
@@ -136,7 +137,8 @@ def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
     # Rank 0 creates the folder before any rank writes into it.
     _on_all_ranks(lambda: folder.mkdir(exist_ok=True) if dist.get_rank() == 0 else None, folder, "written")
     state = engine.training_state()
-    common = _common_state(state) if dist.get_rank() == 0 else {}
+    base = base_checksum(engine)
+    common = _common_state(state, base) if dist.get_rank() == 0 else {}
 
     # The host copies are complete when this function returns; only writing continues in the background.
     return PendingSave(
@@ -176,7 +178,7 @@ def _rng_entry(groups: ParallelGroups) -> ShardedObject:
     )
 
 
-def _common_state(state: TrainingState) -> dict:
+def _common_state(state: TrainingState, base: int | None) -> dict:
     """Return the state that all ranks share, in the place where Megatron's own programs expect it."""
     settings = {
         "distrib_optim_sharding_type": OPTIMIZER_FORMAT,
@@ -192,6 +194,7 @@ def _common_state(state: TrainingState) -> dict:
         "optimizer": optimizer,
         "opt_param_scheduler": state.optimizer.schedule_state(),
         "step_counts": counts._asdict(),
+        BASE_CHECKSUM: base,
     }
 
 
@@ -217,6 +220,8 @@ def load(engine: MegatronEngine, folder: Path) -> None:
     shards = [*sharding.of_parameters(), *sharding.of_optimizer(state.optimizer.slices())]
     _on_all_ranks(lambda: _check_shards(index, shards, state.vocab_size), folder, "read")
     _check_complete(index, shards)
+    base = base_checksum(engine)
+    _on_all_ranks(lambda: check_base(folder, base), folder, "read")
 
     # A NaN that remains after loading reveals an element that was not filled.
     for shard in shards:

@@ -93,6 +93,7 @@ class MegatronEngine:
 
     Attributes:
         adapters: Turns the adapters of the model off.
+        known_base_checksum: The checksum of the frozen weights, once it has been computed.
         models: This rank's stages of the model, one per virtual pipeline stage.
         chunks: The same, wrapped in Megatron's data parallelism if the model trains.
     """
@@ -110,6 +111,7 @@ class MegatronEngine:
         )
         require_supported(spec.megatron, self.layers.layers, on_cuda=platform.current().is_cuda)
         self.adapters = AdapterSwitch()
+        self.known_base_checksum: int | None = None  # see base_checksum.py
         self.models = build_chunks(
             spec.architecture,
             groups,

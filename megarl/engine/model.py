@@ -233,6 +233,7 @@ class ModelChunk(GPTModel):
             vp_stage=virtual_stage,
         )
         self.head = head
+        self.architecture = architecture
         self._first_expert = (
             groups.expert_rank * architecture.num_experts // groups.parallel.expert_parallel_size
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.model import ModelChunk
 from megarl.engine.optimizer import OptimizerSlice
+from megarl.weights.shard_layout import held_weights, layouts_of, pieces
 from megarl.weights.tensors import TensorSlice
 
 
@@ -111,7 +112,7 @@ class Sharding(NamedTuple):
     """The shards of one rank.
 
     Attributes:
-        parameters: The shards of each parameter.
+        parameters: The shards of each parameter; of a model with adapters, only of those that train.
         objects: What Megatron stores in addition to tensors, also for layers that have none.
         is_first_copy: Whether this is the first of the ranks that hold the same parameters.
     """
@@ -155,10 +156,14 @@ class Sharding(NamedTuple):
 
 
 def sharding_of(models: Sequence[ModelChunk], groups: ParallelGroups) -> Sharding:
+    """Describe the shards of a rank's models."""
     parameters: dict[torch.nn.Parameter, list[Shard]] = {}
     objects: list[ShardedObject] = []
 
     for model in models:
+        if model.architecture.lora is not None:
+            parameters |= _trained_shards(model, groups)
+            continue
         for entry in model.sharded_state_dict(metadata={"dp_cp_group": groups.data_context}).values():
             if isinstance(entry, ShardedObject):
                 objects.append(entry)
@@ -167,6 +172,36 @@ def sharding_of(models: Sequence[ModelChunk], groups: ParallelGroups) -> Shardin
                 parameters[entry.data] = list(_shards(entry, entry.data))
 
     return Sharding(parameters, objects, is_first_copy=groups.data_rank == groups.context_rank == 0)
+
+
+def _trained_shards(model: ModelChunk, groups: ParallelGroups) -> dict[torch.nn.Parameter, list[Shard]]:
+    """Return the shards of everything that trains in a model with adapters, as whole tensors of their own.
+
+    Megatron would describe the adapters of a linear layer as replicated, whatever the layer shards.
+    """
+    architecture = model.architecture
+    layout = layouts_of(architecture, groups.parallel)[groups.rank]
+    weights = {weight.megatron_name: weight for weight in held_weights(architecture, layout, model.head)}
+    found = {}
+
+    for name, parameter in model.canonical_parameters():
+        weight = weights[name]
+        if not weight.trains:
+            continue
+        (piece,) = pieces(weight, layout)
+        found[parameter] = [
+            Shard(
+                key=name,
+                shape=weight.tensors[0].shape,
+                place=piece.hf,
+                tensor=parameter,
+                start=0,
+                is_main=piece.is_source,
+                is_padded=False,
+            )
+        ]
+
+    return found
 
 
 def _shards(entry: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Parameter) -> Iterator[Shard]:

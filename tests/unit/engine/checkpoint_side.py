@@ -13,6 +13,7 @@ from megarl.batch.metrics import Metric
 from megarl.checkpoints.role_folder import Description, Layout, write_manifest
 from megarl.checkpoints.torch_dist import read_chunk, read_index
 from megarl.config.schema import Decay, ExpertsConfig, OptimConfig, ParallelConfig
+from megarl.models.architecture import LoRA
 from tests.unit.engine.models import make_batch
 from tests.unit.engine.rank_side import Tensors, build, deal, replica_rows, start, take
 
@@ -31,6 +32,8 @@ class Settings(NamedTuple):
     head: str = "lm"
     dtype: torch.dtype = torch.float32
     experts: ExpertsConfig = ExpertsConfig()
+    lora: LoRA | None = None
+    lora_path: str | None = None
 
 
 class Steps(NamedTuple):
@@ -47,7 +50,8 @@ class Steps(NamedTuple):
 
 
 def open_engine(settings: Settings) -> MegatronEngine:
-    options = {"head": settings.head, "dtype": settings.dtype, "experts": settings.experts}
+    names = ("head", "dtype", "experts", "lora", "lora_path")
+    options = {name: getattr(settings, name) for name in names}
     return build(start(settings.parallel), settings.folder, optim=OPTIM, total_optimizer_steps=8, **options)
 
 

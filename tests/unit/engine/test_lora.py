@@ -12,6 +12,14 @@ import torch
 
 from megarl.config.schema import OptimConfig, ParallelConfig, Recomputation, Recompute
 from tests.ranks import RankPool
+from tests.unit.engine.checkpoint_side import (
+    Settings,
+    load_and_train,
+    refused_load,
+    same,
+    stored_tensors,
+    train_and_save,
+)
 from tests.unit.engine.comparison import assert_same, max_difference
 from tests.unit.engine.lora_cases import (
     Adapted,
@@ -21,6 +29,7 @@ from tests.unit.engine.lora_cases import (
     by_peft,
     critic_by_hand,
     save_adapted,
+    save_merged,
     weighted_batch,
 )
 from tests.unit.engine.rank_side import (
@@ -195,6 +204,77 @@ def test_initial_adapters_do_not_depend_on_the_layout(
     a = made["TP1"]["model.layers.0.self_attn.q_proj.lora_A.weight"]
     assert 0.9 / a.shape[1] ** 0.5 < float(a.abs().max()) <= 1 / a.shape[1] ** 0.5  # Kaiming with a = sqrt(5)
     assert not made["TP1"]["model.layers.0.self_attn.q_proj.lora_B.weight"].any()
+
+
+# Written in one layout and resumed in another. Bitwise identical steps need the same layout.
+RESUMED = [
+    ("qwen2", ALL_LAYOUTS["TP2+SP"], ALL_LAYOUTS["PP2"]),
+    ("qwen2_moe", EXPERT_LAYOUTS["DP2xEP2"], None),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "other"), RESUMED)
+def test_resume_from_adapters_is_bitwise_identical(
+    family: str,
+    layout: ParallelConfig,
+    other: ParallelConfig | None,
+    case_of: Callable[..., Case],
+    rank_pool: RankPool,
+    tmp_path: Path,
+) -> None:
+    case = case_of(family)
+    settings = Settings(layout, case.adapted.base, lora=case.adapted.lora)
+    saved = rank_pool.run(
+        train_and_save,
+        world_size=layout.world_size,
+        settings=settings._replace(lora_path=case.adapted.adapter),
+        folder=tmp_path / "actor",
+        num_steps=2,
+        num_after=1,
+    )
+    stored = stored_tensors(tmp_path / "actor")
+    assert all(".lora." in name for name in stored)
+    assert not any(value.isnan().any() for value in stored.values())
+
+    # The same layout continues bitwise; another one holds the same state.
+    again = rank_pool.run(
+        load_and_train,
+        world_size=layout.world_size,
+        settings=settings,
+        folder=tmp_path / "actor",
+        num_steps=2,
+        num_after=1,
+    )
+    assert same([rank.at_save for rank in again], [rank.at_save for rank in saved])
+    assert [rank.after.losses for rank in again] == [rank.after.losses for rank in saved]
+    assert same([rank.after.state for rank in again], [rank.after.state for rank in saved])
+    if other is not None:
+        rank_pool.run(
+            load_and_train,
+            world_size=other.world_size,
+            settings=settings._replace(parallel=other),
+            folder=tmp_path / "actor",
+            num_steps=2,
+            num_after=0,
+            again=tmp_path / "again",
+        )
+        copied = stored_tensors(tmp_path / "again")
+        assert copied.keys() == stored.keys()
+        assert all(torch.equal(copied[name], stored[name]) for name in stored)
+
+
+def test_adapters_of_another_base_are_refused(
+    case_of: Callable[..., Case], rank_pool: RankPool, tmp_path: Path
+) -> None:
+    case = case_of("qwen2")
+    parallel = ALL_LAYOUTS["TP1"]
+    settings = Settings(parallel, case.adapted.base, lora=case.adapted.lora)
+    rank_pool.run(
+        train_and_save, world_size=1, settings=settings, folder=tmp_path / "actor", num_steps=0, num_after=0
+    )
+    other = settings._replace(folder=str(save_merged(case.adapted, tmp_path / "merged")))
+    (line,) = rank_pool.run(refused_load, world_size=1, settings=other, folder=tmp_path / "actor")
+    assert "its adapters were trained on other frozen weights than those of model.path" in line
 
 
 def initial(parallel: ParallelConfig, case: Adapted) -> Tensors:
