@@ -76,6 +76,11 @@ def choose_layers(
     return LayerChoice(Layers.transformer_engine, "on CUDA with Transformer Engine installed")
 
 
+def trains_adapters(config: RunConfig) -> bool:
+    """Whether a model of the run may train low-rank adapters."""
+    return any(model.adapters is not None for model in config.trained_models.values())
+
+
 def simulated_layers(config: RunConfig) -> LayerChoice:
     """Choose the layers of a dry run, which simulates the compiled part of Transformer Engine in bfloat16.
 
@@ -98,7 +103,13 @@ def simulated_layers(config: RunConfig) -> LayerChoice:
             "is float32: use engine.layers=local or model.dtype=bfloat16"
         )
 
-    return choose_layers(asked, dtype, on_cuda=True, has_transformer_engine=installed)
+    return choose_layers(
+        asked,
+        dtype,
+        on_cuda=True,
+        has_transformer_engine=installed,
+        has_adapters=trains_adapters(config),
+    )
 
 
 def describe_layers(config: RunConfig) -> str:
@@ -107,7 +118,11 @@ def describe_layers(config: RunConfig) -> str:
     installed = has_transformer_engine()
     choices = [
         choose_layers(
-            config.engine.layers, config.model.dtype, on_cuda=cuda, has_transformer_engine=installed
+            config.engine.layers,
+            config.model.dtype,
+            on_cuda=cuda,
+            has_transformer_engine=installed,
+            has_adapters=trains_adapters(config),
         )
         for cuda in devices
     ]

@@ -19,27 +19,36 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
     are float32, unless the options of Megatron say otherwise.
     """
     parallel = role.parallel
-    of_experts = num_expert_parameters(architecture)
-    dense = num_parameters(architecture, with_value_head=role.with_value_head) - of_experts
     dense_cut = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     expert_cut = (
         parallel.expert_parallel_size * parallel.expert_tensor_parallel_size * parallel.pipeline_parallel_size
     )
     weight_bytes = 4 if dtype is DType.float32 else 2
     of_element = element_bytes(dtype, role.megatron)
-    total = 0
 
-    # Experts are sharded over other ranks than the rest, and have fewer copies for ZeRO 1.
+    # Experts are sharded over other ranks than the rest.
+    dense, of_experts = _counts(role, architecture, trained_only=False)
+    total = (-(-dense // dense_cut) + -(-of_experts // expert_cut)) * weight_bytes
+    if role.optim is None:
+        return total
+
+    # They also have fewer copies for ZeRO 1. Frozen parameters have neither gradients nor state.
+    dense, of_experts = _counts(role, architecture, trained_only=architecture.lora is not None)
+    state = of_element.moments + of_element.master
     for parameters, copies in (
         (-(-dense // dense_cut), parallel.num_copies),
         (-(-of_experts // expert_cut), parallel.expert_data_parallel_size),
     ):
-        total += parameters * weight_bytes
-        if role.optim is not None:
-            state = of_element.moments + of_element.master
-            total += parameters * of_element.gradient + parameters * state // copies
+        total += parameters * of_element.gradient + parameters * state // copies
 
     return total
+
+
+def _counts(role: ModelRole, architecture: Architecture, *, trained_only: bool) -> tuple[int, int]:
+    """Return the numbers of parameters outside experts, and of experts."""
+    of_experts = num_expert_parameters(architecture, trained_only=trained_only)
+    with_head = role.with_value_head
+    return num_parameters(architecture, with_head, trained_only=trained_only) - of_experts, of_experts
 
 
 def logit_chunk_tokens(config: EngineConfig, architecture: Architecture) -> int:
@@ -54,19 +63,22 @@ def logit_chunk_tokens(config: EngineConfig, architecture: Architecture) -> int:
 def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture]) -> int:
     """Return the bytes of one checkpoint, without its small files.
 
-    A checkpoint contains the weights, float32 master weights and two moments of each trained model.
-    With `save_hf` it contains the policy's weights twice.
+    A checkpoint contains the weights, float32 master weights and two moments of each trained model; with
+    adapters, those of the adapters. With `save_hf` it also contains the policy as a Hugging Face folder.
     """
     weight_bytes = 4 if config.model.dtype is DType.float32 else 2
     total = 0
 
     for role in model_roles(config):
         if role.optim is not None:
-            parameters = num_parameters(architectures[role.name], with_value_head=role.with_value_head)
+            architecture = architectures[role.name]
+            has_adapters = architecture.lora is not None
+            parameters = num_parameters(architecture, role.with_value_head, trained_only=has_adapters)
             # Four bytes for the float32 master, in addition to the moments.
             moments = element_bytes(config.model.dtype, role.megatron).moments
             total += parameters * (weight_bytes + 4 + moments)
-            total += parameters * weight_bytes * (role.name == "actor" and config.checkpoint.save_hf)
+            exported = num_parameters(architecture.base, role.with_value_head)
+            total += exported * weight_bytes * (role.name == "actor" and config.checkpoint.save_hf)
 
     return total
 

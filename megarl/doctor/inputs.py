@@ -136,7 +136,10 @@ def judge_model(folder: Path, key: str, architecture: Architecture, role: ModelR
     again = f"download it again (hf download NAME --local-dir {folder}), or set {key} to another folder"
     try:
         index = check_headers(
-            folder, architecture, "value" if role.with_value_head else "lm", trains=role.optim is not None
+            folder,
+            architecture.base,
+            "value" if role.with_value_head else "lm",
+            trains=role.optim is not None,
         )
     except WeightTransferError as error:
         return wrong(MODELS, f"{key}: {error}", again, folder=str(folder))

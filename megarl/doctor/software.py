@@ -16,6 +16,7 @@ from megarl.config.layers import (
     has_transformer_engine,
     has_transformer_engine_modules,
     missing_flash_attention,
+    trains_adapters,
 )
 from megarl.config.schema import CPCommType, Layers, RolloutEngineKind
 from megarl.config.tested_versions import Tested, tested_versions
@@ -185,7 +186,11 @@ def layers(subject: ExaminedRun) -> Iterator[CheckResult]:
     installed = has_transformer_engine()
     assert config is not None
     choice = choose_layers(
-        config.engine.layers, config.model.dtype, on_cuda=subject.use_gpu, has_transformer_engine=installed
+        config.engine.layers,
+        config.model.dtype,
+        on_cuda=subject.use_gpu,
+        has_transformer_engine=installed,
+        has_adapters=trains_adapters(config),
     )
 
     # The Python modules alone are what a machine without a GPU has, for dry runs.

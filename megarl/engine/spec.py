@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.config.batch_arithmetic import optimizer_steps
 from megarl.config.roles import ModelRole
@@ -82,7 +82,7 @@ def spec_of(
     """Return the specification of one role of a run."""
     return ModelSpec(
         path=role.path,
-        architecture=architecture,
+        architecture=replace(architecture, lora=role.lora),
         head="value" if role.with_value_head else "lm",
         dtype=config.model.dtype,
         parallel=role.parallel,

@@ -5,7 +5,7 @@ A row is counted once and multiplied by the number of layers, and of experts, th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -32,24 +32,27 @@ class ParameterCount(NamedTuple):
         return self.dense + self.experts
 
 
-def num_parameters(architecture: Architecture, with_value_head: bool = False) -> int:
-    """Count the parameters as Hugging Face does. A tied embedding counts once.
+def num_parameters(
+    architecture: Architecture, with_value_head: bool = False, *, trained_only: bool = False
+) -> int:
+    """Count the parameters as Hugging Face does, and those of adapters. A tied embedding counts once.
 
     Args:
         architecture: The model.
         with_value_head: The output layer has (H) weights instead of (V, H).
+        trained_only: Whether to leave out parameters that are frozen.
     """
-    return _whole(architecture, with_value_head).total
+    return _whole(architecture, with_value_head, trained_only).total
 
 
-def num_expert_parameters(architecture: Architecture) -> int:
+def num_expert_parameters(architecture: Architecture, *, trained_only: bool = False) -> int:
     """Count the parameters of all experts of all layers, without routers and shared experts."""
-    return _whole(architecture, with_value_head=False).experts
+    return _whole(architecture, with_value_head=False, trained_only=trained_only).experts
 
 
 def num_active_parameters(architecture: Architecture, with_value_head: bool = False) -> int:
     """Count the parameters that one token uses: only the selected experts are included."""
-    whole = _whole(architecture, with_value_head)
+    whole = _whole(architecture, with_value_head, trained_only=False)
     experts = architecture.experts
     if experts is None:
         return whole.total
@@ -76,6 +79,7 @@ def rank_parameters(
     expert_parallel_size: int,
     expert_tensor_parallel_size: int,
     with_value_head: bool = False,
+    trained_only: bool = False,
 ) -> ParameterCount:
     """Count the parameters that one rank of a pipeline stage holds, including vocabulary padding rows.
 
@@ -88,6 +92,7 @@ def rank_parameters(
         expert_parallel_size: The number of ranks that a layer's experts are distributed over.
         expert_tensor_parallel_size: The number of ranks that shard each expert.
         with_value_head: Whether the output layer is a value head.
+        trained_only: Whether to leave out parameters that are frozen.
     """
     vocab_size = padded_vocab_size(architecture.vocab_size, tensor_parallel_size)
     sizes = dimension_sizes(architecture) | {"V": vocab_size}
@@ -95,7 +100,7 @@ def rank_parameters(
     dense = 0
     of_experts = 0
 
-    for row in rows_of(architecture, _head(with_value_head)):
+    for row in _counted(architecture, with_value_head, trained_only):
         whole = _row_size(row, sizes)
         # Experts have a parallelism of their own and are counted separately.
         if row.place is StagePlacement.expert:
@@ -116,14 +121,14 @@ def rank_parameters(
 
 
 @lru_cache(maxsize=64)
-def _whole(architecture: Architecture, with_value_head: bool) -> ParameterCount:
+def _whole(architecture: Architecture, with_value_head: bool, trained_only: bool) -> ParameterCount:
     """Count the parameters of the whole model, without padding."""
     sizes = dimension_sizes(architecture)
     layers = range(architecture.num_hidden_layers)
     dense = 0
     of_experts = 0
 
-    for row in rows_of(architecture, _head(with_value_head)):
+    for row in _counted(architecture, with_value_head, trained_only):
         size = _row_size(row, sizes)
         if row.place is StagePlacement.expert:
             of_experts += size * architecture.num_experts * _num_layers(row, architecture, layers)
@@ -133,6 +138,11 @@ def _whole(architecture: Architecture, with_value_head: bool) -> ParameterCount:
             dense += size
 
     return ParameterCount(dense, of_experts)
+
+
+def _counted(architecture: Architecture, with_value_head: bool, trained_only: bool) -> Iterator[MappingRow]:
+    rows = rows_of(architecture, _head(with_value_head))
+    return (row for row in rows if row.trains or not trained_only)
 
 
 def _head(with_value_head: bool) -> Head:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from megarl.models.architecture import Architecture
+from megarl.models.counts import num_active_parameters
 
 # Peak bfloat16 TFLOP/s of dense matrix products, from NVIDIA's data sheets. The first row whose words all
 # occur in torch.cuda.get_device_name() applies.
@@ -40,7 +41,8 @@ def training_flops(
     pass, because the backward pass has two products for each product of the forward pass. Recomputation is
     not counted. Attention counts the pairs that the causal mask leaves, the output layer counts the positions
     that predict response tokens, and experts count only if selected. A gated delta net counts its recurrence,
-    whose operations are linear in the length of a row.
+    whose operations are linear in the length of a row. Frozen matrices have one product in the backward pass,
+    that of their inputs' gradients.
 
     Args:
         architecture: The model.
@@ -59,13 +61,24 @@ def training_flops(
         + _feed_forward(architecture)
     )
     output = hidden * (1 if with_value_head else architecture.vocab_size)
-    multiply_adds = 0
+    lora = architecture.lora
+    adapters = 0 if lora is None else _adapters(architecture)
+    trained_output = lora is None or with_value_head
+    products = 0  # multiply-adds of forward and backward passes
 
     for prompt, response in rows:
         length = prompt + response
-        multiply_adds += length * layers + _pairs(architecture, length) * of_pair + response * output
+        products += length * ((3 if lora is None else 2) * layers + 3 * adapters)
+        products += 3 * _pairs(architecture, length) * of_pair
+        products += (3 if trained_output else 2) * response * output
 
-    return 3 * 2 * multiply_adds
+    return 2 * products
+
+
+@lru_cache(maxsize=32)
+def _adapters(architecture: Architecture) -> int:
+    """Return the multiply-adds of one token in all adapters: one per parameter, of selected experts only."""
+    return num_active_parameters(architecture) - num_active_parameters(architecture.base)
 
 
 def _pairs(architecture: Architecture, length: int) -> int:

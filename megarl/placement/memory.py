@@ -331,7 +331,8 @@ def weight_bytes(dtype: DType) -> int:
 
 def engine_weights(config: PPOConfig, policy: Architecture) -> int:
     """Return the bytes of the weights on one device of an engine."""
-    return num_parameters(policy) * weight_bytes(config.model.dtype) // config.rollout.tensor_parallel_size
+    size = num_parameters(policy.base) * weight_bytes(config.model.dtype)
+    return size // config.rollout.tensor_parallel_size
 
 
 def row_cache(config: PPOConfig, policy: Architecture) -> int:
@@ -381,15 +382,17 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
     if model.optim is None:
         return Usage(parameters=parameters)
 
+    # Frozen parameters have neither gradients nor optimizer state.
+    trained = trained_parameters(model, architecture, stage)
     of_element = element_bytes(dtype, model.megatron)
     state_bytes = of_element.moments + of_element.master
     # Experts have fewer copies than dense weights, so ZeRO 1 divides their state by less.
-    optimizer = -(-held.dense * state_bytes // parallel.num_copies)
-    optimizer += -(-held.experts * state_bytes // parallel.expert_data_parallel_size)
+    optimizer = -(-trained.dense * state_bytes // parallel.num_copies)
+    optimizer += -(-trained.experts * state_bytes // parallel.expert_data_parallel_size)
 
     return Usage(
         parameters=parameters,
-        gradients=held.total * of_element.gradient,
+        gradients=trained.total * of_element.gradient,
         optimizer=optimizer,
     )
 
@@ -397,15 +400,30 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
 def step_memory(model: ModelRole, architecture: Architecture, dtype: DType, stage: int) -> StepMemory:
     """Return the temporary memory of a rank's optimizer step. Experts have a separate optimizer."""
     parallel = model.parallel
-    held = stage_parameters(architecture, parallel, stage, with_value_head=model.with_value_head)
-    dense = -(-held.dense // parallel.num_copies)
-    of_experts = -(-held.experts // parallel.expert_data_parallel_size)
+    trained = trained_parameters(model, architecture, stage)
+    dense = -(-trained.dense // parallel.num_copies)
+    of_experts = -(-trained.experts // parallel.expert_data_parallel_size)
     copies = element_bytes(dtype, model.megatron).stepped * (dense + of_experts)
     return StepMemory(_FLOAT32 * max(dense, of_experts), copies)
 
 
+def trained_parameters(model: ModelRole, architecture: Architecture, stage: int) -> ParameterCount:
+    """Count the parameters that one rank of a pipeline stage holds and trains."""
+    return stage_parameters(
+        architecture,
+        model.parallel,
+        stage,
+        with_value_head=model.with_value_head,
+        trained_only=architecture.lora is not None,
+    )
+
+
 def stage_parameters(
-    architecture: Architecture, parallel: ParallelConfig, stage: int, with_value_head: bool
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    stage: int,
+    with_value_head: bool,
+    trained_only: bool = False,
 ) -> ParameterCount:
     """Count the parameters that one rank of a pipeline stage holds."""
     return rank_parameters(
@@ -417,4 +435,5 @@ def stage_parameters(
         expert_parallel_size=parallel.expert_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         with_value_head=with_value_head,
+        trained_only=trained_only,
     )

@@ -13,8 +13,8 @@ from megarl.rehearsal.record import Collective, RankPush, RehearsalError
 from megarl.weights.execution import Channel, PeerTransfers, PipelinedTransfer
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.schedule import Part
-from megarl.weights.shards import Shards
 from megarl.weights.tensors import WeightTransferError
+from megarl.weights.transforms import merged_shards
 
 if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine
@@ -51,9 +51,7 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
             the tensor.
     """
     spec = engine.spec
-    shards = Shards(
-        parameters=engine.parameters(), architecture=spec.architecture, layout=engine.layout, head=spec.head
-    )
+    shards = merged_shards(engine.parameters(), spec.architecture, engine.layout, spec.head)
     dtype = getattr(torch, spec.dtype.value)
 
     # Check each part against the plan before it enters the send buffer.

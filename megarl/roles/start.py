@@ -152,7 +152,7 @@ class _Starter:
     ) -> WeightSource:
         return WeightSource(
             group=group,
-            architecture=architecture,
+            architecture=architecture.base,
             parallel=self._config.actor.parallel,
             dtype=self._config.model.dtype,
             bucket_bytes=int(self._config.resharding.bucket_mb * 2**20),

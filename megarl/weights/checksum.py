@@ -13,6 +13,7 @@ about 2**-31.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import add
 
 import torch
 
@@ -108,17 +109,17 @@ def shard_checksums(
     for weight in held_weights(shards.architecture, shards.layout, shards.head):
         if not (dense if weight.expert is None else experts):
             continue
-        parameter = shards.parameters[weight.megatron_name].detach()
         for piece in pieces(weight, shards.layout):
             # Elements that several ranks hold must be counted once.
             if not piece.is_source:
                 continue
-            block = parameter.view(piece.shard_view)[piece.shard.index]
-            elements = piece.in_hf_order(block).to(dtype_of(weight, dtype))
             # The factor of an element depends on its position in the whole tensor, not in the shard.
             strides = row_major_strides(piece.hf_view)
-            first = flat_index(piece.hf.starts, strides)
-            sums[piece.hf_name] = sums.get(piece.hf_name, 0) + checksum(elements, first, strides)
+            limit = BLOCK_ELEMENTS[shards.device.type]
+            for block in shards.blocks(weight.megatron_name, piece, limit):
+                elements = block.elements.to(dtype_of(weight, dtype))
+                first = flat_index(tuple(map(add, piece.hf.starts, block.starts)), strides)
+                sums[piece.hf_name] = sums.get(piece.hf_name, 0) + checksum(elements, first, strides)
 
     return sums
 

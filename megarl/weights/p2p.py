@@ -54,7 +54,7 @@ class P2PAddress(NamedTuple):
 
 
 class PendingMessages(ABC):
-    """Messages in flight."""
+    """Messages in flight. They keep the tensors that are sent alive, which nothing else may hold."""
 
     @abstractmethod
     def is_done(self, patience_s: float) -> bool:
@@ -139,13 +139,13 @@ class P2PGroup:
                 # In gloo, each message is a separate operation, which a thread waits for.
                 works = [self._backend.recv([tensor], peer, tag) for peer, tensor in receives]
                 works += [self._backend.send([tensor], peer, tag) for peer, tensor in sends]
-                return _Waited(self, works, self._waiter)
+                return _Waited(self, works, self._waiter, sends)
             self._backend._start_coalescing()  # the backend's own method needs no device
             for peer, tensor in receives:
                 self._backend.recv([tensor], peer, tag)
             for peer, tensor in sends:
                 self._backend.send([tensor], peer, tag)
-            return _Polled(self, self._backend._end_coalescing())
+            return _Polled(self, self._backend._end_coalescing(), sends)
         except RuntimeError as error:
             raise self.lost(error) from error
 
@@ -168,9 +168,10 @@ class P2PGroup:
 
 
 class _Polled(PendingMessages):
-    def __init__(self, p2p: P2PGroup, work: dist.Work) -> None:
+    def __init__(self, p2p: P2PGroup, work: dist.Work, sends: Sequence[Message]) -> None:
         self._p2p = p2p
         self._work = work
+        self._sends = sends
 
     def is_done(self, patience_s: float) -> bool:
         deadline_s = time.monotonic() + patience_s
@@ -189,8 +190,11 @@ class _Polled(PendingMessages):
 
 
 class _Waited(PendingMessages):
-    def __init__(self, p2p: P2PGroup, works: Sequence[dist.Work], waiter: _Waiter) -> None:
+    def __init__(
+        self, p2p: P2PGroup, works: Sequence[dist.Work], waiter: _Waiter, sends: Sequence[Message]
+    ) -> None:
         self._p2p = p2p
+        self._sends = sends
         self._outcome = waiter.wait_for(works)
 
     def is_done(self, patience_s: float) -> bool:

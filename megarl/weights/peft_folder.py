@@ -77,12 +77,13 @@ def read_lora(folder: Path) -> LoRA:
         if name in fields and fields[name] not in neutral
     ]
     targets = fields.get("target_modules")
-    if not isinstance(targets, list):
+    names = targets if isinstance(targets, list) else []
+    if not names:
         problems.append(f"target_modules is {targets!r}, not a list of names")
     if problems:
         raise WeightTransferError(f"{file}: only plain LoRA is supported, but {'; '.join(problems)}")
 
-    return LoRA(rank=int(fields["r"]), alpha=float(fields["lora_alpha"]), targets=tuple(sorted(targets)))
+    return LoRA(rank=int(fields["r"]), alpha=float(fields["lora_alpha"]), targets=tuple(sorted(names)))
 
 
 def open_adapter(folder: Path, architecture: Architecture, head: Head) -> Callable[[Piece], torch.Tensor]:

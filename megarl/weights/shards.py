@@ -13,10 +13,12 @@ from megarl.weights.message_words import WordCounts, shape_in_words, slice_in_wo
 from megarl.weights.piece import Piece, in_shape, in_view
 from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import ShardLayout, held_weights, numbered_pieces
-from megarl.weights.tensors import TensorSlice, WeightTransferError
+from megarl.weights.tensors import TensorSlice, WeightTransferError, contiguous_blocks
 
 if TYPE_CHECKING:  # planning must not import torch
     import torch
+
+    from megarl.weights.transforms import SourceTransform
 
 
 class _Home(NamedTuple):
@@ -33,6 +35,13 @@ class _Home(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Block(NamedTuple):
+    """A part of a piece: its first element in the piece, and its elements."""
+
+    starts: tuple[int, ...]
+    elements: torch.Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shards:
     """The parameters of one rank, with the layout that describes them.
@@ -42,12 +51,14 @@ class Shards:
         architecture: The model.
         layout: What the rank holds.
         head: The head of the model.
+        transform: Computes what is read instead of the parameters' own elements, see transforms.py.
     """
 
     parameters: Mapping[str, torch.Tensor]
     architecture: Architecture
     layout: ShardLayout
     head: Head = "lm"
+    transform: SourceTransform | None = None
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -59,7 +70,9 @@ class Shards:
         return next(iter(self.parameters.values())).device
 
     def regions(self, part: Part) -> Iterator[torch.Tensor]:
-        """Yield views of parameters with the elements of `part`, in order. The rank must hold the part.
+        """Yield the elements of `part` in order, as views of parameters or transformed.
+
+        The rank must hold the part.
 
         A part of a wide tensor is in words, and so are the views (see message_words.py).
         """
@@ -68,7 +81,26 @@ class Shards:
         if piece.rearrangement is not None:
             parameter = piece.in_hf_order(parameter[piece.shard.index])
         for region in regions:
-            yield parameter[region]
+            if self.transform is None or piece.rearrangement is not None:
+                yield parameter[region]
+                continue
+            inside = [
+                slice(each.start - start, each.stop - start)
+                for each, start in zip(region, piece.shard.starts, strict=True)
+            ]
+            yield self.transform.apply(name, piece, inside, parameter[region])
+
+    def blocks(self, megatron_name: str, piece: Piece, max_numel: int) -> Iterator[Block]:
+        """Yield the elements of a piece in its order, in blocks of at most `max_numel` if transformed."""
+        parameter = self.parameters[megatron_name].detach().view(piece.shard_view)[piece.shard.index]
+        if self.transform is None or piece.rearrangement is not None:
+            yield Block((0,) * len(piece.hf.starts), piece.in_hf_order(parameter))
+            return
+        for _, block in contiguous_blocks(tuple(parameter.shape), max_numel):
+            yield Block(
+                block.starts,
+                self.transform.apply(megatron_name, piece, block.index, parameter[block.index]),
+            )
 
     @cached_property
     def _geometry(self) -> _Geometry:

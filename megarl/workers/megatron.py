@@ -28,6 +28,7 @@ from megarl.engine.rendezvous import open_store
 from megarl.engine.spec import ModelSpec
 from megarl.models.flops import training_flops
 from megarl.weights.shards import Shards
+from megarl.weights.transforms import merged_shards
 from megarl.workers.weight_export import WeightExport
 
 if TYPE_CHECKING:  # these modules import Megatron, which needs the platform to be active
@@ -296,12 +297,8 @@ class MegatronWorker(WeightExport):
         load(self._engine, Path(folder))
 
     def _shards(self) -> Shards:
-        return Shards(
-            parameters=self._engine.parameters(),
-            architecture=self._spec.architecture,
-            layout=self._engine.layout,
-            head=self._spec.head,
-        )
+        spec = self._spec
+        return merged_shards(self._engine.parameters(), spec.architecture, self._engine.layout, spec.head)
 
 
 class PolicyWorker(MegatronWorker):

@@ -205,7 +205,7 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
 
     # Without a forecast, the weights are transferred through files.
     if (forecast := forecast_weights(config, plan, policy)) is None:
-        size = num_parameters(policy) * weight_bytes(config.model.dtype)
+        size = num_parameters(policy.base) * weight_bytes(config.model.dtype)
         drawn.add_row("medium", "files", "in trainer.output_dir, which all nodes must see")
         drawn.add_row("written, and read by each engine", _range([size]), "model.dtype")
     else:

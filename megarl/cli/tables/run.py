@@ -23,7 +23,7 @@ from megarl.config.load import is_on_cuda, plain_values
 from megarl.config.megatron_options import options_of, written
 from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
 from megarl.config.paths import checkpoint_path
-from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
+from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, role_named
 from megarl.config.schema import (
     AgentConfig,
     DType,
@@ -37,6 +37,7 @@ from megarl.config.validate import read_architectures
 from megarl.machine.files import existing_folder
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
+from megarl.models.counts import num_parameters
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.plan import plan_placement
 
@@ -111,6 +112,15 @@ def print_megatron_options(config: RunConfig, console: Console) -> None:
         console.print(drawn)
 
 
+def _parameters(row: RoleArithmetic, architecture: Architecture) -> str:
+    """Return the number of parameters, and how many of them are those of adapters."""
+    if architecture.lora is None:
+        return f"{row.num_parameters:,}"
+    with_head = role_named(row.role).with_value_head
+    trained = num_parameters(architecture, with_head, trained_only=True)
+    return f"{row.num_parameters:,} ({trained:,} trained)"
+
+
 def _models(
     roles: Sequence[ModelRole], architectures: Mapping[str, Architecture], arithmetic: RunArithmetic
 ) -> Table:
@@ -119,7 +129,7 @@ def _models(
         architecture = architectures[role.name]
         parallel = role.parallel
         columns[role.name] = (
-            f"{row.num_parameters:,}",
+            _parameters(row, architecture),
             str(architecture.num_hidden_layers),
             str(architecture.hidden_size),
             f"{architecture.num_attention_heads} ({architecture.num_key_value_heads})",

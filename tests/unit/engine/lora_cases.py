@@ -153,14 +153,19 @@ def critic_by_hand(case: Adapted, folder: Path, batch: Tensors) -> tuple[str, Re
 def save_merged(case: Adapted, folder: Path) -> Path:
     """Write the model with W + s B A in the place of each W."""
     shutil.copytree(case.base, folder)
-    weights = load_file(folder / "model.safetensors")
+    save_file(merged_weights(case), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def merged_weights(case: Adapted) -> Tensors:
+    """Return the weights of the model with W + s B A in the place of each W."""
+    weights = load_file(Path(case.base) / "model.safetensors")
     adapters = adapters_of(case)
     for name in weights:
         names = adapter_names(name)
         if names.a in adapters:
             weights[name] = weights[name] + case.lora.scale * (adapters[names.b] @ adapters[names.a])
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return weights
 
 
 def adapters_of(case: Adapted) -> Tensors:
