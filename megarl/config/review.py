@@ -277,8 +277,12 @@ def schema_keys(section: Any, prefix: str = "") -> Iterator[str]:
 def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
     """Suggest a key, or all keys of the section.
 
-    The order is: a similar name in the same section, the same name in another section, any similar key.
+    The order is: the same name inside the section, a similar name in the section, the same name in another
+    section, any similar key.
     """
+    inside = [key for key in schema_keys(section, prefix) if key.rsplit(".", 1)[-1] == name]
+    if len(inside) == 1:
+        return f"did you mean {inside[0]}?"
     if near := difflib.get_close_matches(name, key_types(section), n=1):
         return f"did you mean {prefix}{near[0]}?"
     keys = list(schema_keys(schema))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,10 +18,13 @@ from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import qualified_name
 from megarl.machine.errors import CheckpointError
+from megarl.models.architecture import LoRA
+from megarl.models.families import read_architecture
 from megarl.models.tensor_table import Head
 from megarl.roles.models import Actor
 from megarl.roles.start import PPORoles
 from megarl.weights.hf_folder import copy_companions
+from megarl.weights.peft_folder import write_config
 from megarl.workers.megatron import MegatronWorker
 
 T = TypeVar("T")
@@ -34,6 +37,7 @@ class SavedModel:
     Attributes:
         name: Role, and the folder of its part of the checkpoint.
         source: Hugging Face folder that defines its architecture.
+        lora: Its adapters, which are then all that is saved.
     """
 
     name: str
@@ -42,6 +46,7 @@ class SavedModel:
     dtype: DType
     parallel: ParallelConfig
     source: Path
+    lora: LoRA | None = None
 
 
 class SavedModels:
@@ -129,6 +134,9 @@ def _complete(model: SavedModel, folder: Path, step: int, ranks: Sequence[Mappin
     companions = folder / HUGGING_FACE_FOLDER
     companions.mkdir(exist_ok=True)
     copy_companions(model.source, companions, getattr(torch, model.dtype.value), model.head)
+    if model.lora is not None:
+        adapted = replace(read_architecture(str(model.source), trust_remote_code=True), lora=model.lora)
+        write_config(companions, adapted, str(model.source), model.head)
     layout = Layout(
         tensor_parallel_size=model.parallel.tensor_parallel_size,
         pipeline_parallel_size=model.parallel.pipeline_parallel_size,
@@ -165,6 +173,7 @@ def _trained_models(config: RunConfig, groups: Mapping[str, RoleGroup], actor: A
             dtype=config.model.dtype,
             parallel=role.parallel,
             source=Path(role.path),
+            lora=role.lora,
         )
         for role in model_roles(config)
         if role.optim is not None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,12 @@ from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.machine.errors import CheckpointError, ConfigError, one_line
 from megarl.machine.processors import threads_setting
+from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
+from megarl.models.tensor_table import Head
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.checkpoint import STATE_FILE
+from megarl.weights.peft_folder import adapter_tensors, has_adapter, read_lora
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,10 +218,12 @@ def _role_problems(checkpoint: Path, saved: Sequence[str], config: RunConfig) ->
     (now, _) = read_architectures(config)
 
     for role in trained:
-        before = read_architecture(
-            str(checkpoint / role / HUGGING_FACE_FOLDER), config.model.trust_remote_code
-        )
+        folder = checkpoint / role / HUGGING_FACE_FOLDER
+        before = read_architecture(str(folder), config.model.trust_remote_code)
+        problems += _adapter_problems(role, folder, before, now[role])
         for field in fields(before):
+            if field.name == "lora":
+                continue
             was = getattr(before, field.name)
             wanted = getattr(now[role], field.name)
             if was != wanted:
@@ -226,6 +231,33 @@ def _role_problems(checkpoint: Path, saved: Sequence[str], config: RunConfig) ->
                     f"{role}: {field.name} is {wanted!r}, but the checkpoint's model has {was!r}; use the "
                     f"same model"
                 )
+
+    return problems
+
+
+def _adapter_problems(role: str, folder: Path, before: Architecture, now: Architecture) -> list[str]:
+    """List differences between the adapters of the checkpoint and those that the run trains."""
+    stored = read_lora(folder) if has_adapter(folder) else None
+    if stored is None or now.lora is None:
+        if stored is now.lora:
+            return []
+        had, has = ("weights", "adapters") if stored is None else ("adapters", "weights")
+        said = f"the checkpoint trained {had}, but this run trains {has}"
+        return [f"{role}.lora.rank: {said}; use {role}.lora.rank={stored.rank if stored else 'null'}"]
+
+    problems = [
+        f"{role}.lora.{name}: is {getattr(now.lora, name):g}, but the checkpoint's adapters have "
+        f"{getattr(stored, name):g}; use that value"
+        for name in ("rank", "alpha")
+        if getattr(now.lora, name) != getattr(stored, name)
+    ]
+    head: Head = "value" if role == "critic" else "lm"
+    was = adapter_tensors(replace(before, lora=replace(stored, rank=now.lora.rank)), head)
+    if was.keys() != adapter_tensors(now, head).keys():
+        named = ", ".join(stored.targets)
+        problems.append(
+            f"{role}.lora.targets: the checkpoint has adapters at {named}; use {role}.lora.targets=[{named}]"
+        )
 
     return problems
 

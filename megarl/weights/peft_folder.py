@@ -57,6 +57,11 @@ def adapter_tensors(architecture: Architecture, head: Head) -> dict[str, tuple[i
     }
 
 
+def has_adapter(folder: Path) -> bool:
+    """Return whether a folder has the configuration of an adapter."""
+    return (folder / CONFIG_FILE).is_file()
+
+
 def read_lora(folder: Path) -> LoRA:
     """Read the rank, the scale and the targets of an adapter.
 
@@ -168,6 +173,11 @@ def write_adapter(
     """
     named = {_PREFIX + name: value.contiguous() for name, value in tensors.items()}
     save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_config(folder, architecture, base, head)
+
+
+def write_config(folder: Path, architecture: Architecture, base: str, head: Head = "lm") -> None:
+    """Write `adapter_config.json`. The arguments are those of `write_adapter`."""
     config = peft_config(architecture, base, head)
     write_whole(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
