@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from megarl.config.schema import (
     SFTTrainerConfig,
 )
 from megarl.machine.usage import trim_heap
+from megarl.models.architecture import LoRA
 from megarl.models.families import read_architecture
 from megarl.placement.memory import model_state, plan_memory
 from megarl.placement.plan import plan_placement
@@ -47,14 +49,19 @@ class Allocated(NamedTuple):
 
 
 def allocated(
-    folder: str, parallel: ParallelConfig, optim: OptimConfig | None, dtype: torch.dtype, trained: bool
+    folder: str,
+    parallel: ParallelConfig,
+    optim: OptimConfig | None,
+    dtype: torch.dtype,
+    trained: bool,
+    lora: LoRA | None = None,
 ) -> Allocated:
     """Run in a rank: measure.
 
     Pages that were never written are not resident, so a step is made first where needed.
     """
     groups = start(parallel)
-    engine = build(groups, folder, optim=optim, dtype=dtype)
+    engine = build(groups, folder, optim=optim, dtype=dtype, lora=lora)
     from megarl.engine.offload import StatePart
 
     if trained:
@@ -74,7 +81,12 @@ def allocated(
 
 
 def predicted(
-    folder: str, parallel: ParallelConfig, optim: OptimConfig | None, dtype: DType, stage: int
+    folder: str,
+    parallel: ParallelConfig,
+    optim: OptimConfig | None,
+    dtype: DType,
+    stage: int,
+    lora: LoRA | None = None,
 ) -> list[int]:
     model = ModelRole(
         row=role_named("actor"),
@@ -84,7 +96,7 @@ def predicted(
         micro_batch=MicroBatchConfig(),
         optim=optim,
     )
-    state = model_state(model, read_architecture(folder), dtype, stage)
+    state = model_state(model, replace(read_architecture(folder), lora=lora), dtype, stage)
     return [state.parameters, state.gradients, state.optimizer]
 
 
@@ -114,6 +126,30 @@ def test_every_rank_holds_what_was_planned(
         assert rank.moved == pytest.approx(
             predicted(folder, parallel, optim, dtype, rank.stage), rel=TOLERANCE
         )
+
+
+def test_adapters_alone_have_gradients_and_optimizer_state(rank_pool: RankPool, tmp_path: Path) -> None:
+    save_model("qwen2", tmp_path / "model")
+    folder = str(tmp_path / "model")
+    parallel = LAYOUTS["TP2"]
+    optim = OptimConfig(lr=1e-3)
+    lora = LoRA(rank=8, alpha=16)
+    ranks = rank_pool.run(
+        allocated,
+        world_size=2,
+        folder=folder,
+        parallel=parallel,
+        optim=optim,
+        dtype=torch.bfloat16,
+        trained=False,
+        lora=lora,
+    )
+    whole = predicted(folder, parallel, optim, DType.bfloat16, 0)
+
+    for rank in ranks:
+        expected = predicted(folder, parallel, optim, DType.bfloat16, rank.stage, lora)
+        assert rank.moved == pytest.approx(expected, rel=TOLERANCE)
+        assert all(own < part / 2 for own, part in zip(rank.moved[1:], whole[1:], strict=True))
 
 
 @pytest.mark.parametrize("trains", [True, False])
