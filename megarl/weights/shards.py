@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
@@ -17,8 +17,6 @@ from megarl.weights.tensors import TensorSlice, WeightTransferError, contiguous_
 
 if TYPE_CHECKING:  # planning must not import torch
     import torch
-
-    from megarl.weights.transforms import SourceTransform
 
 
 class _Home(NamedTuple):
@@ -33,6 +31,23 @@ class _Home(NamedTuple):
     megatron_name: str
     piece: Piece
     shape: tuple[int, ...]
+
+
+class SourceTransform(Protocol):
+    """Computes what a rank sends of its parameters, slice by slice (see transforms.py)."""
+
+    def apply(
+        self, megatron_name: str, piece: Piece, region: Sequence[slice], values: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the elements that are sent.
+
+        Args:
+            megatron_name: The parameter.
+            piece: The part of a Hugging Face tensor in it.
+            region: A slice of the piece, in the shape of `piece.shard`.
+            values: The parameter's elements of the slice.
+        """
+        ...
 
 
 class Block(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from megarl.models.adapters import parameter_names
 from megarl.models.architecture import Architecture
@@ -23,23 +23,6 @@ if TYPE_CHECKING:  # planning must not import torch
 # The rows of a product are computed in blocks of this size, whatever slice is asked for. A kernel may round
 # blocks of other sizes differently, and the sum of a push must be that of an engine.
 _BLOCK_ROWS = 256
-
-
-class SourceTransform(Protocol):
-    """Computes what a rank sends of its parameters."""
-
-    def apply(
-        self, megatron_name: str, piece: Piece, region: Sequence[slice], values: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the elements that are sent.
-
-        Args:
-            megatron_name: The parameter.
-            piece: The part of a Hugging Face tensor in it.
-            region: A slice of the piece, in the shape of `piece.shard`.
-            values: The parameter's elements of the slice.
-        """
-        ...
 
 
 class MergedAdapters:
