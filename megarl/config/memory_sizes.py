@@ -16,8 +16,11 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
 
     Weights are in `dtype`. A trained model also has gradients and, sharded over the ranks with the same
     parameters (ZeRO 1), two Adam moments and a float32 master copy of bfloat16 weights. Gradients and moments
-    are float32, unless the options of Megatron say otherwise.
+    are float32, unless the options of Megatron say otherwise. A role that is another one's model without its
+    adapters has no state.
     """
+    if role.base_of is not None:
+        return 0
     parallel = role.parallel
     dense_cut = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     expert_cut = (

@@ -89,6 +89,8 @@ class Role:
         shares_with: Roles whose devices it shares by default. The first one that the run has applies. Without
             any, it has its own devices.
         reads_policy_tokens: Whether it reads the policy's tokens. Otherwise it has its own tokenizer.
+        base_of: The role whose model it is without its adapters, if that role trains adapters and this one
+            has no folder of its own.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Role:
     with_value_head: bool = False
     shares_with: tuple[str, ...] = ()
     reads_policy_tokens: bool = True
+    base_of: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +126,8 @@ class ModelRole:
         megatron: Its options of Megatron.
         megatron_key: The section of these options.
         shares_with: The role whose devices it shares by default.
+        base_of: The role in whose processes it runs, as that role's model without adapters. None: it has a
+            model of its own.
     """
 
     row: Role
@@ -138,6 +143,7 @@ class ModelRole:
     megatron: MegatronConfig = MegatronConfig()
     megatron_key: str = "actor.megatron"
     shares_with: str | None = None
+    base_of: str | None = None
 
     @property
     def name(self) -> str:
@@ -232,6 +238,7 @@ ROLES: tuple[Role, ...] = (
         micro_batch_key="reference.micro_batch",
         megatron_keys=("reference.megatron", "actor.megatron"),
         shares_with=("actor",),
+        base_of="actor",
         phases=(RolePhase(name="ref", stage=Stage.score, calls=("log_probs",), writes=("ref_log_prob",)),),
     ),
     Role(
@@ -314,7 +321,15 @@ def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
         megatron=megatron,
         megatron_key=megatron_key,
         shares_with=next((other for other in role.shares_with if other in names), None),
+        base_of=role.base_of if _is_base(role, config, path_key) else None,
     )
+
+
+def _is_base(role: Role, config: RunConfig, path_key: str) -> bool:
+    """Return whether a role is the model of another role without its adapters."""
+    if role.base_of is None or path_key == role.path_keys[0]:
+        return False
+    return config.trained_models[role.base_of].adapters is not None
 
 
 def _megatron_options(role: Role, config: RunConfig) -> tuple[str, MegatronConfig]:

@@ -56,6 +56,7 @@ PPO_RULES: Mapping[Callable[[PPOConfig], Violations], Keys] = {
     algorithm.aggregations: ("data.max_response_length",),
     algorithm.functions: (),
     algorithm.kl: (),
+    lora.reference: (),
     algorithm.rollout_correction: (f"{_CORRECTION}.low", f"{_CORRECTION}.high"),
     algorithm.dynamic_sampling: ("algorithm.dynamic_sampling.max_generations",),
 }

@@ -312,6 +312,19 @@ class MegatronEngine:
             else None
         )
 
+    def forward_base(
+        self, batch: Rows, micro_batches: MicroBatches, extras: Collection[Extra] = ENTROPY
+    ) -> dict[str, RaggedTensor] | None:
+        """Run `forward` on the model without its adapters, whose routers select experts themselves."""
+        self._state.require("score", StatePart.parameters)
+        with torch.no_grad(), self.adapters.off():
+            results = self._run(batch, micro_batches, None, extras, selects_experts=True)
+
+        # What the routers have selected is not what updates replay.
+        if self._routes is not None:
+            self._routes.collect(micro_batches)
+        return _in_order_of_rows(results, batch, micro_batches) if self.groups.holds_last_stage else None
+
     def forward_backward(
         self,
         batch: Rows,
@@ -428,6 +441,8 @@ class MegatronEngine:
         loss: LossFunction | None,
         extras: Collection[Extra],
         tally: RouterStatistics | None = None,
+        *,
+        selects_experts: bool = False,
     ) -> list[Any]:
         parallel = self.groups.parallel
         if parallel.virtual_pipeline_parallel_size and len(micro_batches) % parallel.pipeline_parallel_size:
@@ -450,7 +465,10 @@ class MegatronEngine:
             )
             for rows in micro_batches
         ]
-        made = self._with_routes(made, micro_batches, batch.get(ROUTED_EXPERTS), trains=loss is not None)
+        if selects_experts and self._routes is not None:
+            made = self._routes.enter(made, micro_batches, None)
+        else:
+            made = self._with_routes(made, micro_batches, batch.get(ROUTED_EXPERTS), trains=loss is not None)
 
         # Router losses are divided by the number of tokens in the mini-batch.
         if tally is not None:

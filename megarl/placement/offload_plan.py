@@ -8,7 +8,7 @@ once between two uses, and state that is never in the way stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase, phases_of
@@ -17,12 +17,21 @@ from megarl.placement.placement_plan import PlacementPlan
 _HEAVY = (GRADIENTS, OPTIMIZER)
 
 
+def _of_owners(phase: Phase, bases: Mapping[str, str]) -> Phase:
+    """Return the phase with what it needs in memory of the roles that own it.
+
+    A model without its adapters has no memory of its own.
+    """
+    needs = frozenset(item._replace(role=bases.get(item.role, item.role)) for item in phase.needs)
+    return phase._replace(needs=needs)
+
+
 class OffloadPlan:
     """The offload plan of a placement. Parts are named as in dataflow.py."""
 
     def __init__(self, plan: PlacementPlan) -> None:
         self._plan = plan
-        self._phases = {phase.name: phase for phase in phases_of(plan.roles)}
+        self._phases = {phase.name: _of_owners(phase, dict(plan.bases)) for phase in phases_of(plan.roles)}
 
     @property
     def phases(self) -> tuple[Phase, ...]:

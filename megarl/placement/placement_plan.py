@@ -117,6 +117,8 @@ class PlacementPlan:
 
     Pools share no devices, so they work at the same time. The groups of a pool start at its first device and
     take turns.
+
+    `bases` has pairs of roles: the first is the model of the second without its adapters, in its processes.
     """
 
     strategy: PlacementStrategy
@@ -124,6 +126,7 @@ class PlacementPlan:
     devices_per_node: int
     groups: tuple[GroupPlan, ...]
     reservations: tuple[Reservation, ...]
+    bases: tuple[tuple[str, str], ...] = ()
 
     @property
     def processes(self) -> tuple[ProcessPlan, ...]:

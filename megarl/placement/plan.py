@@ -9,7 +9,7 @@ from megarl.machine.errors import ConfigError
 from megarl.placement.assign import assign
 from megarl.placement.custom import custom_problems
 from megarl.placement.placement_plan import PlacementPlan, reserve
-from megarl.placement.requests import PoolRequest, pool_requests
+from megarl.placement.requests import PoolRequest, base_roles, pool_requests
 
 
 def plan_placement(config: RunConfig) -> PlacementPlan:
@@ -36,6 +36,7 @@ def plan_placement(config: RunConfig) -> PlacementPlan:
                 devices_per_node=devices_per_node,
                 groups=groups,
                 reservations=tuple(reserve(groups)),
+                bases=tuple(base_roles(config).items()),
             )
 
     raise ConfigError("placement", [_does_not_fit(config, pools)])

@@ -84,14 +84,21 @@ def pool_requests(config: RunConfig) -> list[PoolRequest]:
     strategy = config.placement.strategy
     # Supervised fine-tuning has no strategy: its only role is the actor.
     table = _STRATEGIES[strategy](config) if isinstance(config, PPOConfig) else {"actor": _Pool("actor")}
+    bases = base_roles(config)
     pools: dict[str, PoolRequest] = {}
 
     for need in needs:
-        name, devices_on_nodes = table[need.name]
+        # A model without its adapters is in the processes that train them.
+        name, devices_on_nodes = table[bases.get(need.name, need.name)]
         pool = pools.get(name, PoolRequest(name=name, groups=(), devices_on_nodes=devices_on_nodes))
         pools[name] = replace(pool, groups=_joined(pool.groups, need))
 
     return list(pools.values())
+
+
+def base_roles(config: RunConfig) -> dict[str, str]:
+    """Return the roles that are another role's model without its adapters, with that role."""
+    return {role.name: role.base_of for role in model_roles(config) if role.base_of is not None}
 
 
 def _joined(groups: tuple[GroupRequest, ...], new: GroupRequest) -> tuple[GroupRequest, ...]:

@@ -32,7 +32,7 @@ from megarl.roles.weights.forecast import rank_places
 from megarl.roles.weights.rollout_weights import FolderWeights, RolloutWeights
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync
-from megarl.workers.megatron import ActorWorker, CriticWorker, MegatronWorker, PolicyWorker
+from megarl.workers.megatron import ActorWorker, BaseWorker, CriticWorker, MegatronWorker, PolicyWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import Reading, RewardModelWorker
 
@@ -290,9 +290,8 @@ def _workers(
         architecture = models[role.name]
         # A role with its own tokenizer also needs to know how to encode conversations.
         reading = () if role.reads_policy_tokens else (Reading.of(config, architecture, rules.chat_time),)
-        workers[role.name] = RayClassWithInitArgs(
-            _WORKERS[role.kind], starter.model(role, architecture), *reading
-        )
+        worker = _WORKERS[role.kind] if role.base_of is None else BaseWorker
+        workers[role.name] = RayClassWithInitArgs(worker, starter.model(role, architecture), *reading)
 
     return workers
 

@@ -172,6 +172,10 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
     return shared_groups
 
 
+# The engines of the roles that are fused in this process, by the classes of their workers.
+models_of_process: dict[type[MegatronWorker], MegatronEngine] = {}
+
+
 class MegatronWorker(WeightExport):
     """One rank of a role. The constructor builds the engine and loads the weights."""
 
@@ -182,14 +186,18 @@ class MegatronWorker(WeightExport):
         if platform.activate(spec.device).is_cuda:
             flash_attention.activate(spec.engine.flash_attention)
         self._groups = _process_groups(spec)
-        from megarl.engine.engine import MegatronEngine
-
         self._spec = spec
-        self._engine: MegatronEngine = MegatronEngine(spec, self._groups)
+        self._engine = self._make_engine()
+        models_of_process[type(self)] = self._engine
 
         # Free memory at once: the next group on these devices waits for this constructor.
         self._engine.offload(*spec.offloaded_at_first)
         self._pending_save: PendingSave | None = None
+
+    def _make_engine(self) -> MegatronEngine:
+        from megarl.engine.engine import MegatronEngine
+
+        return MegatronEngine(self._spec, self._groups)
 
     @classmethod
     def mesh(cls, world_size: int, spec: ModelSpec, *args: Any, **kwargs: Any) -> Mesh:
@@ -328,6 +336,17 @@ class ActorWorker(PolicyWorker):
         These are `log_probs` and the extras of the loss.
         """
         return self._train(part, loss, with_scores=True)
+
+
+class BaseWorker(PolicyWorker):
+    """The actor's model without its adapters, in the actor's process, without a copy of the weights."""
+
+    def _make_engine(self) -> MegatronEngine:
+        return models_of_process[ActorWorker]
+
+    def _forward(self, part: DataProto, extras: Collection[Extra] = ()) -> DataProto:
+        scores = self._engine.forward_base(part.ragged, part.meta_info[MICRO_BATCHES], extras)
+        return _on_host(scores or {})
 
 
 class CriticWorker(MegatronWorker):

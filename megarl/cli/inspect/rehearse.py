@@ -136,6 +136,11 @@ def _role(config: RunConfig, name: str) -> ModelRole:
     roles = {role.name: role for role in model_roles(config)}
     if name not in roles:
         raise ValueError(f"--role {name}: this run has {', '.join(roles)}")
+    if (owner := roles[name].base_of) is not None:
+        raise ValueError(
+            f"--role {name}: it is the model of {owner} without its adapters, which has no weights of its "
+            f"own; simulate {owner}"
+        )
     return roles[name]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import Layers, LoRAConfig, RunConfig
+from megarl.config.schema import Layers, LoRAConfig, PlacementStrategy, PPOConfig, RunConfig
 from megarl.config.violation import Violation, Violations
 from megarl.models.adapters import adapter_problems
 from megarl.models.architecture import Architecture
@@ -39,6 +39,29 @@ def options(config: RunConfig, role: ModelRole) -> Violations:
             (f"{role.name}.experts.bias_update_rate", f"{key}.rank"),
             f"is {role.experts.bias_update_rate:g}, which changes selection biases, but with adapters the "
             "model is frozen; use 0",
+        )
+
+
+def reference(config: PPOConfig) -> Violations:
+    """Check the settings of a reference that is the actor's model without its adapters."""
+    role = next((role for role in model_roles(config) if role.base_of is not None), None)
+    if role is None:
+        return
+
+    why = f"with {role.base_of}.lora, the {role.name} is the model of {role.base_of} without its adapters"
+    if config.reference.megatron.transformer is not None:
+        yield Violation(
+            ("reference.megatron.transformer", f"{role.base_of}.lora.rank"),
+            f"is set, but {why}; remove it, or set reference.path",
+        )
+
+    pools = config.placement.roles
+    own = pools.get(role.name)
+    owners = pools.get(str(role.base_of))
+    if config.placement.strategy is PlacementStrategy.custom and own != owners:
+        yield Violation(
+            (f"placement.roles.{role.name}",),
+            f"is {own}, but {why} and runs in its processes; use {owners}, or set reference.path",
         )
 
 

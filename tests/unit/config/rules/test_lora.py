@@ -1,0 +1,111 @@
+"""Rules for adapters: what a run refuses, and where the reference is the actor's model without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.layers import simulated_layers
+from megarl.config.load import load_config
+from megarl.config.roles import model_roles
+from megarl.config.schema import Layers, PPOConfig
+from megarl.config.validate import read_architectures, validate
+from megarl.models.families import FAMILIES
+from megarl.placement.dataflow import Item
+from megarl.placement.memory import plan_memory
+from megarl.placement.offload_plan import OffloadPlan
+from megarl.placement.plan import plan_placement
+from tests.families import example_fields
+from tests.unit.config.folders import model_folder, ppo_values, write_yaml
+
+RANK = "actor.lora.rank=8"
+KL = "algorithm.kl.where=loss"
+
+
+@pytest.fixture
+def ppo(tmp_path: Path) -> str:
+    return write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+
+
+def loaded(path: str, *overrides: str) -> PPOConfig:
+    return load_config(PPOConfig, path, list(overrides))
+
+
+def violations(path: str, *overrides: str) -> list[str]:
+    return [str(violation) for violation in validate(loaded(path, *overrides))]
+
+
+def test_adapters_of_actor_and_critic_are_accepted(ppo: str) -> None:
+    assert violations(ppo, RANK, "critic.lora.rank=4", "actor.lora.targets=[q_proj,mlp.gate_proj]") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor.lora.alpha=8"], "alpha is set, but rank is null, so all weights train"),
+        ([RANK, "actor.lora.dropout=0.1"], "is 0.1, but dropout of adapters is not supported"),
+        (
+            [RANK, "actor.lora.targets=[c_attn]"],
+            "'c_attn' is not a projection of qwen2 that can have an adapter",
+        ),
+        ([RANK, "engine.layers=transformer_engine"], "adds adapters to local layers only; use auto or local"),
+        (
+            [RANK, "reference.megatron.transformer={}"],
+            "with actor.lora, the reference is the model of actor without its adapters",
+        ),
+    ],
+)
+def test_what_is_refused(ppo: str, overrides: list[str], message: str) -> None:
+    assert any(message in violation for violation in violations(ppo, *overrides)), violations(ppo, *overrides)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_families_without_adapters_are_refused_by_name(family: str, tmp_path: Path) -> None:
+    values = ppo_values(tmp_path)
+    fields: dict[str, Any] = {
+        **example_fields(family),
+        "architectures": [f"{FAMILIES[family].class_prefix}ForCausalLM"],
+    }
+    values["model"]["path"] = str(model_folder(tmp_path / "other", **fields))
+    values["critic"]["model"] = {"path": str(tmp_path / "model")}
+    found = violations(write_yaml(tmp_path / "run.yaml", values), RANK)
+    named = [line for line in found if line.startswith("actor.lora.rank") and family in line]
+    assert len(named) == 1, found
+    assert "cannot have" in named[0]
+
+
+@pytest.mark.parametrize("strategy", ["fully_collocate", "stand_alone"])
+def test_the_reference_is_the_actors_model_without_adapters(ppo: str, strategy: str) -> None:
+    placed = f"placement.strategy={strategy}"
+    whole = loaded(ppo, placed)
+    config = loaded(ppo, placed, RANK)
+    (reference,) = [role for role in model_roles(config) if role.name == "reference"]
+    assert reference.base_of == "actor"
+    plan = plan_placement(config)
+    assert plan.group_of("reference") is plan.group_of("actor")
+    assert OffloadPlan(plan).phase("ref").needs == {Item("actor", "parameters")}
+
+    # It has no weights of its own, on any device and in any phase.
+    devices = plan_memory(config, plan, read_architectures(config)[0])
+    usages = [
+        phase["reference"] for device in devices for phase in device.phases.values() if "reference" in phase
+    ]
+    assert usages
+    assert not any(usage.parameters for usage in usages)
+    copies = plan_memory(whole, plan_placement(whole), read_architectures(whole)[0])
+    assert any(
+        phase["reference"].parameters
+        for device in copies
+        for phase in device.phases.values()
+        if "reference" in phase
+    )
+
+    # A reference with a folder of its own is a model of its own.
+    other = loaded(ppo, placed, RANK, f"reference.path={whole.model.path}")
+    assert all(role.base_of is None for role in model_roles(other))
+
+
+def test_layers_of_models_with_adapters_are_local(ppo: str) -> None:
+    assert simulated_layers(loaded(ppo, RANK, "model.dtype=bfloat16")).layers is Layers.local
