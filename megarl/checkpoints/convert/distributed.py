@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from megarl.checkpoints.convert.adapters import with_stored_adapters
 from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
 from megarl.checkpoints.role_folder import MANIFEST_FILE, Layout, check_folder, read_manifest
 from megarl.checkpoints.torch_dist import (
@@ -24,10 +25,12 @@ from megarl.checkpoints.torch_dist import (
 )
 from megarl.checkpoints.torch_file import refuse_code
 from megarl.machine.errors import CheckpointError
+from megarl.models.adapters import is_adapter
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.mapping import Cut, num_row_axes
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight, weights_of
+from megarl.weights.peft_folder import adapter_tensors
 from megarl.weights.piece import EqualSlices, Piece
 from megarl.weights.shard_layout import pieces, shard_view, whole_layout
 from megarl.weights.tensors import TensorSlice, range_slices
@@ -129,6 +132,7 @@ def open_distributed(
         CheckpointError: Names the file and tensor.
     """
     architecture = read_architecture(str(companions), trust_remote_code)
+    architecture = with_stored_adapters(architecture, companions)
     layout = "layout not recorded"
     step = None
 
@@ -148,13 +152,14 @@ def open_distributed(
     head: Head = (
         "value" if (stored := model.get(prefix + OUTPUT_LAYER)) is not None and stored.shape[0] == 1 else "lm"
     )
+    has_adapters = architecture.lora is not None
     found: dict[str, list[StoredPiece]] = {}
     dtypes: dict[str, torch.dtype] = {}
     used: set[str] = set()
 
     for weight in weights_of(architecture, head):
-        # A tied output layer is not stored, because it is the embedding.
-        if weight.is_copy:
+        # A tied output layer is not stored, because it is the embedding. Nor is the base of adapters.
+        if weight.is_copy or (has_adapters and not weight.trains):
             continue
         place = _find(folder, architecture, model, prefix, weight)
         used.add(place.key)
@@ -173,12 +178,19 @@ def open_distributed(
         _check_unlisted(index, used)
     return ModelSource(
         folder=folder,
-        kind="Megatron torch_dist",
+        kind="Megatron torch_dist" + (" of adapters" if has_adapters else ""),
         layout=layout,
         companions=companions,
         architecture=architecture,
         head=head,
-        tensors=checked_tensors(folder, architecture, head, dtypes, found),
+        tensors=checked_tensors(
+            folder,
+            architecture,
+            head,
+            dtypes,
+            found,
+            adapter_tensors(architecture, head) if has_adapters else None,
+        ),
         step=step,
     )
 
@@ -204,7 +216,9 @@ def _find(
     Layers may be stacked or separate, and norms may be named without Transformer Engine.
     """
     candidates = [stored_slice(architecture, weight)]
-    if weight.layer is not None:
+    if is_adapter(weight.tensors[0].name):
+        candidates = [StoredSlice(weight.megatron_name, (), ())]
+    elif weight.layer is not None:
         stacked, own = _places(architecture, weight)
         candidates += [stacked, own]
         if weight.expert is None:

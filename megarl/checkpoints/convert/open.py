@@ -3,13 +3,15 @@
 Folder of checkpoints (`latest`) -> step folder (`checkpoint.json`) -> role folder (`manifest.json`,
 `.metadata`, `huggingface/`).
 Folder of Megatron's own programs (`latest_checkpointed_iteration.txt`) -> `iter_0000010` or `release`.
-A folder with `.metadata` is torch_dist; one with `config.json` is Hugging Face.
+A folder with `.metadata` is torch_dist; one with `config.json` is Hugging Face; one with
+`adapter_config.json` alone is a PEFT adapter.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from megarl.checkpoints.convert.adapters import open_adapter_folder
 from megarl.checkpoints.convert.classic import is_classic, open_classic
 from megarl.checkpoints.convert.distributed import open_distributed
 from megarl.checkpoints.convert.hugging_face import open_hugging_face
@@ -19,6 +21,7 @@ from megarl.checkpoints.run_folder import DESCRIPTION_FILE, LATEST_FILE, Checkpo
 from megarl.checkpoints.torch_dist import METADATA_FILE, is_torch_dist
 from megarl.machine.errors import CheckpointError
 from megarl.weights.hf_folder import CONFIG_FILE
+from megarl.weights.peft_folder import has_adapter
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"  # written by Megatron's own programs
 DEFAULT_ROLE = "actor"
@@ -87,6 +90,14 @@ def _open(
         raise CheckpointError(
             f"{folder / METADATA_FILE}: the file is missing, so the contents of the other files are unknown"
         )
+
+    if has_adapter(folder) and not (folder / CONFIG_FILE).is_file():
+        if companions is None:
+            raise CheckpointError(
+                f"{path}: is an adapter, which does not specify its model; pass --config HF_DIR, the folder "
+                "of its base model"
+            )
+        return open_adapter_folder(folder, companions, trust_remote_code)
 
     if (folder / CONFIG_FILE).is_file():
         if companions is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -131,13 +131,16 @@ def checked_tensors(
     head: Head,
     dtypes: Mapping[str, torch.dtype],
     pieces: Mapping[str, list[StoredPiece]],
+    stored: Collection[str] | None = None,
 ) -> dict[str, SourceTensor]:
-    """Build the tensors of a model.
+    """Build the tensors of a model, or those of its tensors that are `stored`.
 
     Raises CheckpointError unless the pieces contain each element exactly once.
     """
     tensors = {}
     for hf in hf_tensors(architecture, head):
+        if stored is not None and hf.name not in stored:
+            continue
         found = pieces.get(hf.name, [])
         if (fault := chunks_fault(hf.view, [piece.place for piece in found])) is not None:
             raise CheckpointError(f"{folder}: {hf.name} is not stored exactly once: {fault}")

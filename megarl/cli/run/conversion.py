@@ -27,8 +27,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from megarl.checkpoints.convert.adapters import merged_source, write_peft
 from megarl.checkpoints.convert.distributed_writer import write_distributed
-from megarl.checkpoints.convert.hugging_face import write_hugging_face
+from megarl.checkpoints.convert.hugging_face import open_hugging_face, write_hugging_face
 from megarl.checkpoints.convert.inspect import ModelDescription, describe
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.source import ModelSource
@@ -40,6 +41,7 @@ from megarl.cli.tables.console import output_console
 from megarl.machine.errors import CheckpointError
 from megarl.machine.wording import counted
 from megarl.weights.hf_folder import CONFIG_FILE
+from megarl.weights.peft_folder import has_adapter
 
 GOOD = 0
 NOT_THE_SAME = 1
@@ -72,19 +74,40 @@ def hf_to_megatron(parsed: argparse.Namespace) -> int:
         virtual_pipeline_parallel_size=parsed.virtual_pipeline_parallel_size,
         data_parallel_size=1,
     )
-    return _convert(
-        parsed, lambda source, dtype, report: write_distributed(source, parsed.output, layout, dtype, report)
-    )
+
+    def write(source: ModelSource, dtype: torch.dtype | None, report: Report) -> Written:
+        if source.architecture.lora is not None:
+            raise CheckpointError(
+                f"{parsed.input}: is an adapter; start a run from it with actor.lora.path, or merge it with "
+                "megarl convert merge-adapter"
+            )
+        return write_distributed(source, parsed.output, layout, dtype, report)
+
+    return _convert(parsed, write)
 
 
 @_in_one_line
 def megatron_to_hf(parsed: argparse.Namespace) -> int:
-    return _convert(
-        parsed,
-        lambda source, dtype, report: write_hugging_face(
-            source, parsed.output, dtype, parsed.max_shard_size, report
-        ),
-    )
+    def write(source: ModelSource, dtype: torch.dtype | None, report: Report) -> Written:
+        if source.architecture.lora is not None:
+            return write_peft(source, parsed.output, dtype, report)
+        return write_hugging_face(source, parsed.output, dtype, parsed.max_shard_size, report)
+
+    return _convert(parsed, write)
+
+
+@_in_one_line
+def merge_adapter(parsed: argparse.Namespace) -> int:
+    def write(source: ModelSource, dtype: torch.dtype | None, report: Report) -> Written:
+        if source.architecture.lora is None:
+            raise CheckpointError(f"{parsed.input}: has no adapters; use megarl convert megatron-to-hf")
+        merged = merged_source(source, open_hugging_face(parsed.base, parsed.trust_remote_code))
+        return write_hugging_face(merged, parsed.output, dtype, parsed.max_shard_size, report)
+
+    # An adapter in PEFT's format does not specify its model.
+    if has_adapter(parsed.input):
+        parsed.config = parsed.base
+    return _convert(parsed, write)
 
 
 def _convert(

@@ -31,6 +31,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="conversion", required=True, metavar="COMMAND")
     _add_to_megatron(commands)
     _add_to_hugging_face(commands)
+    _add_merge(commands)
     inspect = _command(
         commands,
         "inspect",
@@ -70,7 +71,10 @@ def _add_to_megatron(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def _add_to_hugging_face(commands: Commands[argparse.ArgumentParser]) -> None:
-    summary = "write a Hugging Face folder: safetensors with index, configuration, tokenizer"
+    summary = (
+        "write a Hugging Face folder: safetensors with index, configuration, tokenizer; of a checkpoint of "
+        "adapters, an adapter in PEFT's format"
+    )
     command = _command(commands, "megatron-to-hf", summary, _run("megatron_to_hf"))
     command.add_argument(
         "--input",
@@ -80,13 +84,25 @@ def _add_to_hugging_face(commands: Commands[argparse.ArgumentParser]) -> None:
         help="a checkpoint of megarl or Megatron-LM",
     )
     _add_output(command, "HF_DIR")
+    _add_shard_size(command)
+    _add_source_options(command)
+
+
+def _add_merge(commands: Commands[argparse.ArgumentParser]) -> None:
+    summary = "write a Hugging Face folder of a base model with an adapter merged into its weights"
+    command = _command(commands, "merge-adapter", summary, _run("merge_adapter"))
     command.add_argument(
-        "--max-shard-size",
-        type=_bytes,
-        default=5 * 10**9,
-        metavar="SIZE",
-        help="maximum size of a file, such as 5GB (the default)",
+        "--input",
+        required=True,
+        metavar="ADAPTER_DIR",
+        type=Path,
+        help="a checkpoint of a run that trains adapters, or an adapter in PEFT's format",
     )
+    command.add_argument(
+        "--base", required=True, metavar="HF_DIR", type=Path, help="the folder of the base model"
+    )
+    _add_output(command, "HF_DIR")
+    _add_shard_size(command)
     _add_source_options(command)
 
 
@@ -105,6 +121,16 @@ def _add_output(command: argparse.ArgumentParser, metavar: str) -> None:
     command.add_argument("--output", required=True, metavar=metavar, type=Path, help="a new or empty folder")
     command.add_argument(
         "--dtype", choices=DTYPES, help="data type of the written weights; the default is that of the input"
+    )
+
+
+def _add_shard_size(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--max-shard-size",
+        type=_bytes,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="maximum size of a file, such as 5GB (the default)",
     )
 
 

@@ -1,0 +1,201 @@
+"""Adapters in conversions: a checkpoint of adapters, a PEFT folder, and a base model with adapters merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megarl.checkpoints.convert.source import ModelSource, SourceTensor, StoredPiece
+from megarl.checkpoints.convert.streaming import Progress, Written, new_folder, no_progress
+from megarl.machine.errors import CheckpointError
+from megarl.machine.files import read_json_object
+from megarl.models.adapters import adapter_names
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
+from megarl.models.tensor_table import VALUE_HEAD_TENSOR, Head, hf_tensors
+from megarl.weights.peft_folder import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    adapter_tensors,
+    has_adapter,
+    read_adapter,
+    read_lora,
+    write_adapter,
+)
+from megarl.weights.piece import Piece
+from megarl.weights.tensors import TensorSlice, WeightTransferError
+from megarl.weights.transforms import MergedAdapters
+
+
+def with_stored_adapters(architecture: Architecture, companions: Path) -> Architecture:
+    """Return the architecture with the adapters that the folder of config.json describes, if it does.
+
+    Raises:
+        CheckpointError: The description is damaged.
+    """
+    if not has_adapter(companions):
+        return architecture
+    try:
+        return replace(architecture, lora=read_lora(companions))
+    except WeightTransferError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def open_adapter_folder(folder: Path, base: Path, trust_remote_code: bool = False) -> ModelSource:
+    """Open an adapter in PEFT's format.
+
+    Args:
+        folder: The folder of the adapter.
+        base: The Hugging Face folder of its base model. Its weights are not read.
+        trust_remote_code: Accept a base with its own model code.
+
+    Raises:
+        CheckpointError: The folder is damaged, or belongs to another model.
+    """
+    try:
+        architecture = replace(read_architecture(str(base), trust_remote_code), lora=read_lora(folder))
+        stored = read_adapter(folder)
+    except WeightTransferError as error:
+        raise CheckpointError(str(error)) from error
+
+    head: Head = "value" if VALUE_HEAD_TENSOR in stored else "lm"
+    shapes = adapter_tensors(architecture, head)
+    found = {name: tuple(value.shape) for name, value in stored.items()}
+    if found != shapes:
+        wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+        raise CheckpointError(
+            f"{folder / WEIGHTS_FILE}: is not an adapter of {base}: {len(wrong)} tensors differ, such as "
+            f"{wrong[0]}"
+        )
+
+    return ModelSource(
+        folder=folder,
+        kind="PEFT adapter",
+        layout="one file",
+        companions=base,
+        architecture=architecture,
+        head=head,
+        tensors={
+            hf.name: SourceTensor(
+                hf=hf,
+                dtype=stored[hf.name].dtype,
+                pieces=(
+                    StoredPiece(place=TensorSlice.whole(hf.view), open=partial(stored.__getitem__, hf.name)),
+                ),
+            )
+            for hf in hf_tensors(architecture, head)
+            if hf.name in stored
+        },
+    )
+
+
+def whole_tensors(source: ModelSource, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Return all tensors of an adapter, which are small."""
+    tensors = {}
+    for name, tensor in source.tensors.items():
+        place = TensorSlice.whole(tensor.hf.view)
+        tensors[name] = tensor.block(place, dtype or tensor.dtype).reshape(tensor.hf.shape)
+    return tensors
+
+
+def write_peft(
+    source: ModelSource, folder: Path, dtype: torch.dtype | None = None, progress: Progress = no_progress
+) -> Written:
+    """Write an adapter in PEFT's format.
+
+    Args:
+        source: The adapter.
+        folder: Must not exist or be empty.
+        dtype: None: the dtype of the source.
+        progress: Is told the written bytes.
+
+    Raises:
+        CheckpointError: The source is damaged or the disk cannot store the result. No files remain.
+    """
+    tensors = whole_tensors(source, dtype)
+    nbytes = sum(value.nbytes for value in tensors.values())
+    with new_folder(folder, nbytes) as unfinished:
+        write_adapter(unfinished, tensors, source.architecture, _base_of(source), source.head)
+    progress(nbytes, nbytes)
+    return Written(folder=folder, num_files=1, nbytes=nbytes)
+
+
+def _base_of(source: ModelSource) -> str:
+    """Return the base model that the adapter's configuration names."""
+    for folder in (source.companions, source.folder):
+        if has_adapter(folder):
+            return str(read_json_object(folder / CONFIG_FILE).get("base_model_name_or_path"))
+    return str(source.companions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergedTensor(SourceTensor):
+    """A tensor of the base model, to which an adapter is added slice by slice."""
+
+    add: Callable[[TensorSlice, torch.Tensor], torch.Tensor]
+
+    def fill(self, target: torch.Tensor, place: TensorSlice) -> None:
+        """Copy the merged elements `place` into `target`, converting them to its dtype."""
+        base = torch.empty(place.shape, dtype=self.dtype)
+        super().fill(base, place)
+        target.copy_(self.add(place, base))
+
+    def block(
+        self, place: TensorSlice, dtype: torch.dtype, room: Callable[..., torch.Tensor] = torch.empty
+    ) -> torch.Tensor:
+        """Return the merged elements `place`, contiguous."""
+        block = room(place.shape, dtype=dtype)
+        self.fill(block, place)
+        return block
+
+
+def merged_source(adapter: ModelSource, base: ModelSource) -> ModelSource:
+    """Return the base model with an adapter merged, in the base model's dtype.
+
+    Raises:
+        CheckpointError: The two do not belong together.
+    """
+    if base.architecture != adapter.architecture.base:
+        raise CheckpointError(f"{adapter.folder}: is not an adapter of {base.folder}, which is another model")
+
+    assert adapter.architecture.lora is not None
+    matrices = whole_tensors(adapter)
+    scale = adapter.architecture.lora.scale
+    tensors: dict[str, SourceTensor] = {}
+
+    for name, tensor in base.tensors.items():
+        names = adapter_names(name)
+        if names.a in matrices:
+            tensors[name] = MergedTensor(
+                hf=tensor.hf,
+                dtype=tensor.dtype,
+                pieces=tensor.pieces,
+                add=partial(_merge, tensor, matrices[names.a], matrices[names.b], scale),
+            )
+        else:
+            tensors[name] = tensor
+
+    # The head of a critic is trained, and replaces that of a language model.
+    if adapter.head == "value":
+        tensors = {name: value for name, value in tensors.items() if name != "lm_head.weight"}
+        tensors[VALUE_HEAD_TENSOR] = adapter.tensors[VALUE_HEAD_TENSOR]
+    return replace(base, tensors=tensors, head=adapter.head, kind=f"{base.kind} with a merged adapter")
+
+
+def _merge(
+    tensor: SourceTensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+    place: TensorSlice,
+    base: torch.Tensor,
+) -> torch.Tensor:
+    view = TensorSlice.whole(tensor.hf.view)
+    piece = Piece(tensor.hf.name, tensor.hf.view, view, tensor.hf.view, view, is_source=True)
+    module = tensor.hf.name.removesuffix(".weight").rpartition(".")[2]
+    merged = MergedAdapters({f"x.lora.{module}.a": a, f"x.lora.{module}.b": b}, scale)
+    return merged.apply("x.weight", piece, place.index, base)

@@ -1,0 +1,93 @@
+"""Adapters from PEFT's folder through a sharded checkpoint and back, and merged into their base: bit by bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.checkpoints.convert.adapters import merged_source, open_adapter_folder, write_peft
+from megarl.checkpoints.convert.hugging_face import open_hugging_face, write_hugging_face
+from megarl.checkpoints.convert.open import open_model
+from megarl.config.schema import ParallelConfig
+from megarl.machine.errors import CheckpointError
+from megarl.weights.peft_folder import CONFIG_FILE, write_config
+from tests.ranks import RankPool
+from tests.unit.engine.checkpoint_side import Settings, train_and_save
+from tests.unit.engine.lora_cases import Adapted, adapters_of, merged_weights, peft, save_adapted
+from tests.unit.engine.models import load_lm
+
+LAYOUTS = {
+    "qwen2": ParallelConfig(tensor_parallel_size=2, sequence_parallel=True),
+    "qwen2_moe": ParallelConfig(data_parallel_size=2, expert_parallel_size=2),
+}
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_a_peft_folder_comes_back_from_a_checkpoint(family: str, rank_pool: RankPool, tmp_path: Path) -> None:
+    case = save_adapted(family, tmp_path)
+    settings = Settings(LAYOUTS[family], case.base, lora=case.lora, lora_path=case.adapter)
+    folder = tmp_path / "actor"
+    rank_pool.run(train_and_save, world_size=2, settings=settings, folder=folder, num_steps=0, num_after=0)
+
+    # A run writes these files beside the weights.
+    companions = folder / "huggingface"
+    companions.mkdir()
+    shutil.copyfile(Path(case.base) / "config.json", companions / "config.json")
+    write_config(companions, case.architecture(), case.base)
+
+    source = open_model(folder)
+    assert source.kind == "Megatron torch_dist of adapters"
+    write_peft(source, tmp_path / "again")
+    again = case._replace(adapter=str(tmp_path / "again"))
+    stored = adapters_of(case)
+    assert adapters_of(again).keys() == stored.keys()
+    assert all(torch.equal(adapters_of(again)[name], value) for name, value in stored.items())
+    assert (tmp_path / "again" / CONFIG_FILE).read_text() == (Path(case.adapter) / CONFIG_FILE).read_text()
+
+    check_merged(case, merged_by_conversion(case, open_model(folder), tmp_path / "merged"))
+
+
+def merged_by_conversion(case: Adapted, adapter: object, folder: Path) -> Path:
+    write_hugging_face(merged_source(adapter, open_hugging_face(Path(case.base))), folder)  # type: ignore[arg-type]
+    return folder
+
+
+def check_merged(case: Adapted, folder: Path) -> None:
+    written = load_file(folder / "model.safetensors")
+    expected = merged_weights(case)
+    if case.architecture().experts is None:
+        state = (
+            peft()
+            .PeftModel.from_pretrained(load_lm(Path(case.base)), case.adapter)
+            .merge_and_unload()
+            .state_dict()
+        )
+        expected = {name: state[name] for name in expected}
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], value) for name, value in expected.items())
+
+
+def test_a_peft_folder_is_merged_and_another_model_is_refused(tmp_path: Path) -> None:
+    case = save_adapted("qwen3-tied", tmp_path / "one", ("q_proj", "mlp.gate_proj"))
+    adapter = open_adapter_folder(Path(case.adapter), Path(case.base))
+    check_merged(case, merged_by_conversion(case, adapter, tmp_path / "merged"))
+
+    other = save_adapted("qwen2", tmp_path / "other")
+    with pytest.raises(CheckpointError, match="which is another model"):
+        merged_source(adapter, open_hugging_face(Path(other.base)))
+    with pytest.raises(CheckpointError, match="is not an adapter of"):
+        open_adapter_folder(Path(case.adapter), Path(other.base))
+    with pytest.raises(CheckpointError, match="pass --config HF_DIR, the folder of its base model"):
+        open_model(Path(case.adapter))
+
+
+def test_options_that_change_what_an_adapter_computes_are_refused(tmp_path: Path) -> None:
+    case = save_adapted("qwen2", tmp_path)
+    config = Path(case.adapter) / CONFIG_FILE
+    config.write_text(config.read_text().replace('"use_dora": false', '"use_dora": true'))
+    with pytest.raises(CheckpointError, match="only plain LoRA is supported, but use_dora is True"):
+        open_adapter_folder(Path(case.adapter), Path(case.base))
