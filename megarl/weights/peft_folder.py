@@ -185,12 +185,13 @@ def write_config(folder: Path, architecture: Architecture, base: str, head: Head
 def peft_config(architecture: Architecture, base: str, head: Head = "lm") -> dict[str, Any]:
     """Return the contents of `adapter_config.json`. Fields that are missing have PEFT's defaults."""
     assert architecture.lora is not None
+    alpha = architecture.lora.alpha
     return {
         "peft_type": "LORA",
         "task_type": _TASKS[head],
         "base_model_name_or_path": base,
         "r": architecture.lora.rank,
-        "lora_alpha": architecture.lora.alpha,
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": 0.0,
         "target_modules": _target_modules(architecture, head),
         "modules_to_save": ["score"] if head == "value" else None,
