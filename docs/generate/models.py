@@ -8,7 +8,7 @@ from megarl.config.shipped import CONFIGS_DIR
 from megarl.models.architecture import Architecture, LinearScaling, Llama3Scaling, RouterScore, YarnScaling
 from megarl.models.config_reader import ConfigReader
 from megarl.models.counts import num_active_parameters, num_parameters
-from megarl.models.families import FAMILIES, LM_CLASS, read_architecture
+from megarl.models.families import FAMILIES, read_architecture
 from megarl.models.unsupported import UNSUPPORTED
 
 _HEAD = """# Model families
@@ -53,7 +53,7 @@ def models_page() -> str:
                 family.models or family.class_prefix,
                 _attention(_example(name)),
                 _feed_forward(_example(name)),
-                f"`{family.class_prefix}{LM_CLASS}`" if family.sglang_class else "none",
+                f"`{family.class_prefix}{family.lm_class}`" if family.sglang_class else "none",
                 "; ".join(family.limits) or "-",
             )
             for name, family in FAMILIES.items()
@@ -96,6 +96,8 @@ def _attention(architecture: Architecture) -> str:
         parts.append("sinks")
     if any(architecture.windows):
         parts.append("sliding windows")
+    if architecture.vision is not None:
+        parts.append("positions in three axes, [vision tower](images.md)")
     return ", ".join(parts)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megarl.recipes.quickstart.run import WarmedUp, run_recipe
+from megarl.recipes.quickstart.run import Recipe, run_recipe
 
-RECIPE = WarmedUp(
+RECIPE = Recipe(
     "examples.agent.prepare", "examples/agent/sft.yaml", "examples/agent/grpo.yaml", Path("outputs/agent")
 )
 

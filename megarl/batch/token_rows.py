@@ -6,7 +6,7 @@ tokens. Its `tensors` are a padded view (`PaddedView`), computed on access.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,6 +21,14 @@ _PADDED_BATCH = ("input_ids", "attention_mask", "response_mask")
 _FOLLOWING = ("input_ids", "attention_mask", "position_ids", "prompt_attention_mask", *_IDS)
 # Rows of expert indices for all tokens of a row except the last: see engine/router_replay.py.
 ROUTED_EXPERTS = "routed_experts"
+# The images of a row, in the order of their tokens: the bytes of all image files, and the size of each file.
+# Rows with the same images, such as samples of a prompt, share them.
+IMAGE_BYTES = "image_bytes"
+IMAGE_SIZES = "image_sizes"
+# The same as a model reads them: the values of all patches, and three numbers of patches (time, height,
+# width) per image.
+PIXEL_VALUES = "pixel_values"
+IMAGE_GRIDS = "image_grids"
 RESPONSE_KEYS = (  # columns with a value for each token of the response
     "response_mask",
     "loss_mask",
@@ -39,6 +47,12 @@ RESPONSE_KEYS = (  # columns with a value for each token of the response
     "sum_pi_squared",
     "token_versions",
 )
+
+
+def model_keys(columns: Iterable[str]) -> tuple[str, ...]:
+    """Return the columns of a batch that a model reads: MODEL_KEYS, and images if there are any."""
+    there = set(columns)
+    return (*MODEL_KEYS, *(key for key in (IMAGE_BYTES, IMAGE_SIZES) if key in there))
 
 
 def route_dtype(num_experts: int) -> torch.dtype:
@@ -207,13 +221,32 @@ class PaddedView(Mapping[str, Tensor]):
         return len(self._columns)
 
 
-def first_with_prompt(prompts: Iterable[Tensor]) -> list[int]:
-    """Return for each row the first row whose prompt has the same tokens.
+ImagePlace = tuple[int, int] | None
+
+
+def image_places(columns: Mapping[str, Column]) -> list[ImagePlace] | None:
+    """Return for each row where its images are in their column, which identifies them; None without images.
+
+    Returns None if the batch has no images at all.
+    """
+    images = columns.get(IMAGE_GRIDS, columns.get(IMAGE_BYTES))
+    if not isinstance(images, RaggedTensor):
+        return None
+    places = zip(images.starts.tolist(), images.lengths.tolist(), strict=True)
+    return [(start, length) if length else None for start, length in places]
+
+
+def first_with_prompt(prompts: Iterable[Tensor], images: Sequence[ImagePlace] | None = None) -> list[int]:
+    """Return for each row the first row whose prompt has the same tokens, and the same images.
 
     Only tokens are compared, because rows with the same uid may have been truncated or answered differently.
 
     Args:
         prompts: The prompt of each row, (its length,), all of one dtype, on the host.
+        images: The images of each row, as in `image_places`.
     """
-    firsts: dict[bytes, int] = {}
-    return [firsts.setdefault(tokens.numpy().tobytes(), row) for row, tokens in enumerate(prompts)]
+    firsts: dict[tuple[bytes, ImagePlace], int] = {}
+    return [
+        firsts.setdefault((tokens.numpy().tobytes(), None if images is None else images[row]), row)
+        for row, tokens in enumerate(prompts)
+    ]

@@ -7,7 +7,19 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
-from megarl.config.rules import agent, algorithm, data, experts, lora, megatron, models, reward, rollout, run
+from megarl.config.rules import (
+    agent,
+    algorithm,
+    data,
+    experts,
+    lora,
+    megatron,
+    models,
+    reward,
+    rollout,
+    run,
+    vision,
+)
 from megarl.config.schema import PPOConfig, RunConfig, SFTConfig
 from megarl.config.schema.keys import leaves
 from megarl.config.violation import Violation, Violations
@@ -74,6 +86,7 @@ MODEL_RULES: Mapping[Callable[[ModelRole, Architecture], Violations], Keys] = {
     models.fit_layout: ("{role}",),
     experts.fit_layout: ("{role}",),
     lora.fit_model: (),
+    vision.fit_layout: ("{role}",),
     megatron.fit_model: (),
 }
 # Rules for the architecture of one role's model.
@@ -82,6 +95,7 @@ PPO_MODEL_RULES: Mapping[str, Mapping[Callable[[PPOConfig, Architecture], Violat
         rollout.engine_fits_model: _ENGINE_SIZES,
         experts.engine_fits: _ENGINE_SIZES,
         experts.routing_replay: (),
+        vision.engine_fits: (),
     },
     REWARD_MODEL: {reward.reads_conversations: ("reward.model",)},
 }
@@ -91,11 +105,14 @@ PPO_MODELS_RULES: Mapping[Callable[[PPOConfig, Architectures], Violations], Keys
     models.same_vocabulary: (),
     experts.layers_fit: (),
     lora.layers_fit: (),
+    vision.packing: (),
+    vision.every_role: (),
 }
 SFT_MODELS_RULES: Mapping[Callable[[SFTConfig, Architectures], Violations], Keys] = {
     models.chats_fit: (),
     experts.layers_fit: (),
     lora.layers_fit: (),
+    vision.packing: (),
 }
 
 

@@ -14,6 +14,15 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import DataConfig, PromptColumnsConfig
 from megarl.data.files import DataError, open_file
+from megarl.data.images import (
+    ImageLimits,
+    ImageProcessor,
+    digests,
+    image_columns,
+    message_parts,
+    read_images,
+    without_placeholders,
+)
 from megarl.data.tables import (
     DataRow,
     Fingerprint,
@@ -25,7 +34,7 @@ from megarl.data.tables import (
     typed_value,
     warn_of_escapes,
 )
-from megarl.data.tokenizer import Tools
+from megarl.data.tokenizer import Tools, render_chat
 from megarl.data.whole_chat import render_whole, rendering_identity, spelled_special
 
 GROUND_TRUTH = "ground_truth"
@@ -43,6 +52,7 @@ class Prompt:
     data_source: str
     reward_model: dict[str, Any]
     extra_info: dict[str, Any]
+    images: tuple[bytes, ...] = ()  # encoded files
 
 
 class PromptDataset:
@@ -51,7 +61,8 @@ class PromptDataset:
     Columns: `prompt` (chat messages, or a text), `data_source` (str), `reward_model` ({style, ground_truth};
     or a column `ground_truth`), and optionally `extra_info` (a dict), under the names in `data.columns`. The
     chat is rendered with the tokenizer's template, with the `tools` shown to the model, up to the start of
-    the assistant's answer.
+    the assistant's answer. A model of images also reads `images` (see `read_images`), whose places in the
+    prompt are marked by `<image>`; the tokens of images count for the limit.
 
     `num_filtered` is the number of rows dropped because they are too long.
 
@@ -60,14 +71,19 @@ class PromptDataset:
     """
 
     def __init__(
-        self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig, tools: Tools = None
+        self,
+        files: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        tools: Tools = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         self._pad_id = tokenizer.pad_token_id
         prompts = []
         measured = []
 
         for row in read_prompt_rows(files, data.columns):
-            prompt = read_prompt(row, tokenizer, data, tools)
+            prompt = read_prompt(row, tokenizer, data, tools, images)
             prompts.append(prompt)
             measured.append(Measured.of(row, len(prompt.token_ids)))
 
@@ -78,6 +94,7 @@ class PromptDataset:
         )
         self._prompts = [prompts[index] for index in kept]
         self.row_files = [measured[index].file for index in kept]
+        self._has_images = any(prompt.images for prompt in self._prompts)
         self.num_filtered = len(prompts) - len(self._prompts)
         self.identity = self._identity(tokenizer)
 
@@ -88,7 +105,8 @@ class PromptDataset:
         # Fingerprint rows and tokens separately, because another chat template changes only the tokens.
         for prompt in self._prompts:
             values = [prompt.data_source, prompt.reward_model, prompt.extra_info]
-            rows.add(values=[prompt.messages, *values])
+            # Rows without images keep the fingerprint that they had before there were images.
+            rows.add(values=[prompt.messages, *values, *digests(prompt.images)])
             tokens.add(prompt.token_ids, values=values)
 
         return RowIdentity(rows.hex(), *rendering_identity(tokenizer, tokens))
@@ -102,15 +120,18 @@ class PromptDataset:
     def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
         """Return a batch with `prompts` as rows of tokens, padded on the left.
 
-        The arrays are `uid`, `messages` (the rendered chat), `data_source`, `reward_model` and `extra_info`.
+        If prompts have images, their files are the columns of `image_columns`. The arrays are `uid`,
+        `messages` (the rendered chat), `data_source`, `reward_model` and `extra_info`.
         Every row has its own dicts.
         """
         rows = [self._prompts[index] for index in indices]
         prompts = RaggedTensor.of_rows(
             [row.token_ids for row in rows], torch.int32, padding=self._pad_id, on_left=True
         )
+        # Batches of a data set have the same columns, whether or not their rows have images.
+        images = image_columns([row.images for row in rows]) if self._has_images else {}
         return DataProto.from_dict(
-            tensors={"prompts": prompts},
+            tensors={"prompts": prompts, **images},
             non_tensors={
                 "uid": list(uids),
                 "messages": [[dict(message) for message in row.messages] for row in rows],
@@ -153,9 +174,12 @@ def columns_of(file: str, columns: PromptColumnsConfig) -> tuple[list[str], list
         answers = GROUND_TRUTH if GROUND_TRUTH in there and columns.reward_model not in there else answers
 
     required = [name for name in (columns.prompt, columns.data_source, answers) if name is not None]
-    if columns.extra_info != PromptColumnsConfig().extra_info:  # a column that is named explicitly must exist
-        return [*required, columns.extra_info], []
-    return required, [columns.extra_info]
+    optional = [columns.extra_info, columns.images]
+    defaults = (PromptColumnsConfig().extra_info, PromptColumnsConfig().images)
+
+    # A column that is named explicitly must exist.
+    named = [name for name, default in zip(optional, defaults, strict=True) if name != default]
+    return [*required, *named], [name for name in optional if name not in named]
 
 
 class RewardInputs(NamedTuple):
@@ -203,17 +227,29 @@ def read_reward_inputs(row: DataRow, columns: PromptColumnsConfig) -> RewardInpu
 
 
 def read_prompt(
-    row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, tools: Tools = None
+    row: DataRow,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    tools: Tools = None,
+    processor: ImageProcessor | None = None,
 ) -> Prompt:
     """Read and render the prompt of a row of `read_prompt_rows`.
 
     Args:
         tools: The tools shown to the model.
+        processor: The image processor of a model that reads images.
 
     Raises:
         DataError: The row cannot be used.
     """
     columns = data.columns
+    images = () if processor is None else read_images(row, columns.images, ImageLimits.of(data))
+    if processor is None and columns.images in row.values and row.values[columns.images] not in (None, []):
+        raise row.error(
+            columns.images,
+            "the row has images, but the model reads none; use a model with a vision tower (docs/models.md), "
+            "or remove the column",
+        )
     messages = chat_messages(row, columns.prompt, data.system_prompt)
 
     if messages[-1]["role"] == "assistant":
@@ -222,11 +258,17 @@ def read_prompt(
 
     inputs = read_reward_inputs(row, columns)
     try:
-        token_ids = render_whole(tokenizer, messages, data.lossy, for_generation=True, tools=tools)
+        # The checks of the text do not concern images.
+        text = without_placeholders(messages) if images else messages
+        token_ids = render_whole(tokenizer, text, data.lossy, for_generation=True, tools=tools)
+        if processor is not None and images:
+            parts = message_parts(messages, len(images))
+            rendered = render_chat(tokenizer, parts, for_generation=True, tools=tools)
+            token_ids = processor.expanded(rendered, images)
     except ValueError as error:
         raise row.error(columns.prompt, str(error)) from error
 
     if not token_ids:
         raise DataError(f"{row.file}, row {row.number}: the chat template renders the prompt to no tokens")
 
-    return Prompt(token_ids=tuple(token_ids), messages=messages, **inputs._asdict())
+    return Prompt(token_ids=tuple(token_ids), messages=messages, images=images, **inputs._asdict())

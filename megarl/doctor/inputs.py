@@ -21,6 +21,7 @@ from megarl.config.rules.machine import has_tokenizer, has_weights
 from megarl.config.schema import AlgorithmConfig, DataConfig, Overlong, PPOConfig, RunConfig
 from megarl.data.chat_clock import reads_clock
 from megarl.data.files import DataError, open_file
+from megarl.data.images import ImageProcessor
 from megarl.data.prompts import read_prompt, read_prompt_rows
 from megarl.data.sft import read_chat_rows, read_example
 from megarl.data.tables import escapes_message
@@ -276,7 +277,8 @@ def _rendered(
     section = config.data
     if isinstance(section, DataConfig):
         rows = islice(read_prompt_rows([file], section.columns), num_rows)
-        prompts = [read_prompt(row, tokenizer, section, tools) for row in rows]
+        images = ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code)
+        prompts = [read_prompt(row, tokenizer, section, tools, images) for row in rows]
         spelled = [token for prompt in prompts if (token := spelled_special(tokenizer, prompt.messages))]
         return _RenderedRows([len(prompt.token_ids) for prompt in prompts], spelled)
 

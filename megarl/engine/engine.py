@@ -141,6 +141,8 @@ class MegatronEngine:
                 freeze_routers(model)
             if spec.architecture.lora is not None:
                 freeze_base(model, spec.architecture, spec.head)
+            if spec.freeze_vision:
+                model.freeze_tower()
 
         self._routes = self._route_keeper()
 
@@ -462,6 +464,8 @@ class MegatronEngine:
                 device=self._device,
                 cut=self._slice,
                 place=ContextParallelRank(parallel.context_parallel_size, self.groups.context_rank),
+                vision=self.spec.architecture.vision,
+                holds_tower=self.groups.is_first_stage(0),
             )
             for rows in micro_batches
         ]
@@ -548,6 +552,7 @@ class MegatronEngine:
             None,
             packed_seq_params=micro_batch.packed,
             output_processor=keep_hidden,
+            **({} if self.spec.architecture.vision is None else {"images": micro_batch.images}),
             **routed,
         )
 

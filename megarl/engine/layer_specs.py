@@ -34,6 +34,7 @@ from megarl.engine.latent_attention import LatentSelfAttention
 from megarl.engine.layers import AttentionCore, LogitLayer, RMSNorm, sharing_prompts
 from megarl.engine.moe_router import RoutedLayer, router_class
 from megarl.engine.sinks import SinkAttention
+from megarl.engine.vision import DeepstackLayer
 from megarl.models.architecture import Architecture
 from megarl.models.mapping import EXPERT
 
@@ -116,6 +117,17 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage=chunk)
     held = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
     layer_specs = [kinds[layer in sparse_layers, layer in architecture.delta_layers] for layer in held]
+
+    # The first layers add features of images to their outputs, which the first stage has.
+    num_deepstack = len(architecture.vision.deepstack_blocks) if architecture.vision else 0
+    if num_deepstack and first == 0 and len(held) < num_deepstack:
+        raise ValueError(
+            f"the first (virtual) pipeline stage has {len(held)} layers, but features of images are added to "
+            f"the first {num_deepstack}: use fewer pipeline stages or virtual stages"
+        )
+    for place, layer in enumerate(held):
+        if layer < num_deepstack:
+            layer_specs[place] = replace(layer_specs[place], module=DeepstackLayer)
 
     # After the last attention, only tokens that predict another one are needed.
     if config.num_layers - 1 in held and ends_with_predictors(sparse_layers):

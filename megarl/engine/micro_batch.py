@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import MODEL_KEYS, ROUTED_EXPERTS
+from megarl.batch.token_rows import IMAGE_GRIDS, MODEL_KEYS, PIXEL_VALUES, ROUTED_EXPERTS, image_places
 from megarl.engine.context import ALONE, ContextParallelRank
+from megarl.engine.image_rows import RowImages, row_images
 from megarl.engine.micro_batch_layout import (
     UNCUT,
     ConcatenatedRows,
+    ModelInputs,
     SequenceSlice,
     TokenPositions,
     logit_positions,
@@ -32,8 +34,10 @@ from megarl.engine.micro_batch_layout import (
 from megarl.engine.packed_rows import PackedRows
 from megarl.engine.platform import to_device
 from megarl.engine.rotary import set_positions
+from megarl.engine.vision import ImageInputs
+from megarl.models.vision import Vision
 
-_NOT_FOR_THE_LOSS = ("prompts", "responses", ROUTED_EXPERTS)
+_NOT_FOR_THE_LOSS = ("prompts", "responses", ROUTED_EXPERTS, PIXEL_VALUES, IMAGE_GRIDS)
 
 
 class MicroBatchRoutes:
@@ -76,6 +80,7 @@ class MicroBatch:
         rows: The columns of response tokens for the loss, (b, R), padded with 0.
         shape: (b, R).
         routes: The routes, if they are replayed.
+        images: The images, on ranks that have the tower.
     """
 
     tokens: Tensor
@@ -91,6 +96,7 @@ class MicroBatch:
     rows: Mapping[str, Tensor]
     shape: tuple[int, int]
     routes: MicroBatchRoutes | None = None
+    images: ImageInputs | None = None
 
     def of_all_tokens(self, values: Tensor) -> Tensor:
         """Scatter values (N,) of this rank's response tokens into (M,) of all response tokens, 0 elsewhere.
@@ -117,6 +123,8 @@ def make_micro_batch(
     device: torch.device,
     cut: SequenceSlice = UNCUT,
     place: ContextParallelRank = ALONE,
+    vision: Vision | None = None,
+    holds_tower: bool = False,
 ) -> MicroBatch:
     """Create the model inputs for some rows of a batch.
 
@@ -131,10 +139,12 @@ def make_micro_batch(
         device: The device.
         cut: This rank's slice of the sequence. The number of tokens is padded to a multiple of its size.
         place: This rank among those that share packed rows.
+        vision: The vision tower of a model that reads images. Rows are then packed.
+        holds_tower: Whether this rank has the tower.
 
     Raises:
-        ValueError: A row has no prompt token, a column does not have one value per response token, or ranks
-            are to share rows that are not packed.
+        ValueError: A row has no prompt token, a column does not have one value per response token, ranks are
+            to share rows that are not packed, or a row's images are not those of its prompt.
     """
     if place.size > 1 and not packing:
         raise ValueError(f"context_parallel_size {place.size} splits packed rows: use engine.packing=true")
@@ -147,12 +157,25 @@ def make_micro_batch(
     ids = torch.cat([part for row in zip(prompts.each(), responses.each(), strict=True) for part in row])
     is_read = torch.tensor([bool(mask.any()) for mask in response_mask.each()])
     real = ConcatenatedRows.of(prompts.lengths, responses.lengths, ids.long(), is_read)
-    inputs = packed_inputs(real, share_prompts, cut, place, device) if packing else padded_inputs(real, cut)
+    row_places = image_places(columns)
+    if row_places is not None and vision is None:
+        raise ValueError("the batch has images, but the model has no vision tower")
+    inputs = (
+        packed_inputs(real, share_prompts, cut, place, device, row_places)
+        if packing
+        else padded_inputs(real, cut)
+    )
     positions = to_device(inputs.positions, device)
     predictors = inputs.predictors
 
     # The rotary embedding would count from 0 in every sequence, which is wrong for shared or split rows.
-    if inputs.packed is not None and inputs.packed.needs_positions:
+    images = None
+    if vision is not None:
+        found = row_images(columns, rows, real.ids, vision)
+        _set_positions_in_three_axes(inputs, found.positions, vision, device)
+        if holds_tower and len(found.grids):
+            images = _image_inputs(inputs, found, cut, device)
+    elif inputs.packed is not None and inputs.packed.needs_positions:
         set_positions(inputs.packed.cu_seqlens_q, positions[0])
 
     # From here on, predictors are counted among the tokens that the last layer keeps.
@@ -182,6 +205,40 @@ def make_micro_batch(
             if key not in _NOT_FOR_THE_LOSS
         },
         shape=(num_rows, response_length),
+        images=images,
+    )
+
+
+def _set_positions_in_three_axes(
+    inputs: ModelInputs, positions: Tensor, vision: Vision, device: torch.device
+) -> None:
+    """Set the positions of this rank's tokens, given those (3, T) of all tokens of the rows."""
+    if inputs.packed is None or inputs.places is None:
+        raise ValueError("a model with a vision tower reads packed rows: use engine.packing=true")
+
+    own = torch.nn.functional.pad(positions, (0, 1))[:, inputs.places.sources]
+    set_positions(
+        inputs.packed.cu_seqlens_q,
+        to_device(own.contiguous(), device),
+        to_device(torch.tensor(vision.position_axes), device),
+    )
+
+
+def _image_inputs(
+    inputs: ModelInputs, found: RowImages, cut: SequenceSlice, device: torch.device
+) -> ImageInputs:
+    """Return the images, and the features of the tokens in this rank's slice of the sequence."""
+    assert inputs.places is not None
+    own = torch.nn.functional.pad(found.features, (0, 1), value=-1)[inputs.places.sources]
+    size = len(own) // cut.size
+    own = own[cut.rank * size : (cut.rank + 1) * size]
+    places = (own >= 0).nonzero()[:, 0]
+
+    return ImageInputs(
+        pixels=found.pixels,
+        grids=found.grids,
+        places=to_device(places, device),
+        features=to_device(own[places], device),
     )
 
 

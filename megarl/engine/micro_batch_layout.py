@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.batch.token_rows import first_with_prompt
+from megarl.batch.token_rows import ImagePlace, first_with_prompt
 from megarl.config.batch_arithmetic import padded_length
 from megarl.engine.context import ContextParallelRank, own_tokens
 from megarl.engine.packed_rows import PackedRows
@@ -238,6 +238,7 @@ def packed_inputs(
     cut: SequenceSlice,
     place: ContextParallelRank,
     device: torch.device,
+    images: Sequence[ImagePlace] | None = None,
 ) -> ModelInputs:
     # For each row the first row with the same prompt; without sharing, the row itself.
     firsts: Sequence[int] = range(len(rows.prompts))
@@ -245,7 +246,7 @@ def packed_inputs(
         of_rows = zip(
             rows.ids.split((rows.prompts + rows.responses).tolist()), rows.prompts.tolist(), strict=True
         )
-        firsts = first_with_prompt(tokens[:num_prompt] for tokens, num_prompt in of_rows)
+        firsts = first_with_prompt((tokens[:num_prompt] for tokens, num_prompt in of_rows), images)
 
     layout = _lay_out(rows.prompts.tolist(), rows.responses.tolist(), firsts, place.size)
     num_tokens = len(layout.sources)

@@ -35,7 +35,9 @@ from megarl.engine.layer_specs import (
 from megarl.engine.lora import AdapterSwitch, add_adapters
 from megarl.engine.megatron_options import NO_OPTIONS, build_config
 from megarl.engine.moe_router import BiasedExpertRouter
+from megarl.engine.packed_rows import PackedRows
 from megarl.engine.rope_frequencies import attention_factor, inverse_frequencies
+from megarl.engine.vision import ImageInputs, build_tower, insert_images, keep_frequencies
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.tensor_table import Head
@@ -234,6 +236,11 @@ class ModelChunk(GPTModel):
         )
         self.head = head
         self.architecture = architecture
+        self._vision = architecture.vision if self.pre_process else None
+        if self._vision is not None:
+            self.visual = build_tower(self._vision)
+            if config.recompute_granularity == "full":
+                self.visual.gradient_checkpointing_enable()
         self._first_expert = (
             groups.expert_rank * architecture.num_experts // groups.parallel.expert_parallel_size
         )
@@ -272,6 +279,44 @@ class ModelChunk(GPTModel):
         for layer in self.decoder.layers:
             layer.self_attention._yarn_concentration_factor = attention_factor(architecture.rope_scaling)
 
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: None,
+        *,
+        images: ImageInputs | None = None,
+        packed_seq_params: PackedRows | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Run this chunk, beginning with the embedding and the vision tower on the first stage."""
+        if self._vision is not None:
+            assert packed_seq_params is not None
+            sequence_parallel = self.config.sequence_parallel
+            options["decoder_input"] = insert_images(
+                self.embedding(tokens, positions),
+                self.visual,
+                self._vision,
+                images,
+                packed_seq_params,
+                self.pg_collection.tp if sequence_parallel else None,
+            )
+
+        hidden: Tensor = super().forward(
+            tokens, positions, mask, packed_seq_params=packed_seq_params, **options
+        )
+        return hidden
+
+    @property
+    def has_tower(self) -> bool:
+        """Whether this chunk has the vision tower."""
+        return self._vision is not None
+
+    def freeze_tower(self) -> None:
+        """Exclude the vision tower from training, if this chunk has it."""
+        if self._vision is not None:
+            self.visual.requires_grad_(False)
+
     def canonical_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the parameters with their names in local layers, numbered over the whole model."""
         for name, parameter in self.named_parameters():
@@ -309,7 +354,12 @@ class ModelChunk(GPTModel):
 
 
 def keep_float32(chunk: ModelChunk) -> ModelChunk:
-    """Give selection biases float32 again after the chunk was converted. They have no values yet."""
+    """Give selection biases and the tower's rotary frequencies float32 again after the chunk was converted.
+
+    Biases have no values yet.
+    """
+    if chunk.has_tower:
+        keep_frequencies(chunk.visual)
     for module in chunk.modules():
         if isinstance(module, BiasedExpertRouter):
             module.expert_bias.data = module.expert_bias.data.float()

@@ -55,6 +55,8 @@ class PackedRows(PackedSeqParams):
 
         # (K,) indices of this rank's tokens that the last layer keeps (see micro_batch.py).
         self.predicting: Tensor | None = None
+        # Features that the first layers add to image tokens (see vision.py).
+        self.deepstack: Deepstack | None = None
         self.attention_plan: AttentionPlan | None = None
         self.key_places: KeyPlaces | None = None
         self.delta_rows: Any = None  # a DeltaRows, made by the first gated delta net
@@ -88,6 +90,18 @@ class PackedRows(PackedSeqParams):
     def needs_positions(self) -> bool:
         """Whether the positions of tokens are not 0, 1, 2, ... in each sequence."""
         return self.shares_prompts or self.place.size > 1
+
+
+class Deepstack(NamedTuple):
+    """Features of images that layers of the language model add to their outputs.
+
+    Attributes:
+        features: (D, N, H), of layer d for this rank's N image tokens.
+        places: (N,) the positions of these tokens among those of this rank.
+    """
+
+    features: Tensor
+    places: Tensor
 
 
 class AttentionCall(NamedTuple):

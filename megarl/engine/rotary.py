@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_POSITIONS = "megarl_positions"  # attribute of the tensor of sequence boundaries
+_POSITIONS = "megarl_positions"  # attributes of the tensor of sequence boundaries
+_AXES = "megarl_position_axes"
 
 
 def install() -> None:
@@ -29,14 +30,16 @@ def install() -> None:
         )
 
 
-def set_positions(cu_seqlens: Tensor, positions: Tensor) -> None:
+def set_positions(cu_seqlens: Tensor, positions: Tensor, axes: Tensor | None = None) -> None:
     """Set the positions of tokens that are not 0, 1, 2, ... in each sequence, or of a part of the tokens.
 
     Args:
         cu_seqlens: The sequence boundaries of the batch.
-        positions: (T,) integers on the device.
+        positions: (T,) integers on the device, or (3, T) with axes.
+        axes: (R/2,) for each frequency, which of three positions it rotates by.
     """
     setattr(cu_seqlens, _POSITIONS, positions)
+    setattr(cu_seqlens, _AXES, axes)
 
 
 def _fused_or_packed(
@@ -147,7 +150,12 @@ def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor, mscale: float) -> t
             # With the number of tokens given, the sum of the lengths need not be read from the device.
             starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=num_tokens)
             positions = torch.arange(num_tokens, device=like.device) - starts
-        angles = freqs[positions, 0, :, : freqs.shape[-1] // 2]  # Megatron repeats them for each half
+        axes = getattr(cu_seqlens, _AXES, None)
+        if axes is None:
+            angles = freqs[positions, 0, :, : freqs.shape[-1] // 2]  # Megatron repeats them for each half
+        else:
+            by_frequency = positions[axes].T
+            angles = freqs[:, 0, 0, : len(axes)].gather(0, by_frequency)[:, None]
         cos = (angles.cos() * mscale).to(like.dtype)
         sin = (angles.sin() * mscale).to(like.dtype)
         kept = (table, mscale, cos, sin)

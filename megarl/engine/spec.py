@@ -45,6 +45,7 @@ class ModelSpec:
         recomputation: What is recomputed in the backward pass.
         experts: The configuration of routers and experts.
         lora_path: The folder of the adapters to start from, in PEFT's format. None: new adapters.
+        freeze_vision: Whether a vision tower is not trained.
         megatron: Options that are passed on to Megatron.
         offloaded_at_first: State that is offloaded when the model has been built, because others need its
             memory.
@@ -66,6 +67,7 @@ class ModelSpec:
     recomputation: Recomputation = Recomputation()
     experts: ExpertsConfig = ExpertsConfig()
     lora_path: str | None = None
+    freeze_vision: bool = False
     megatron: MegatronConfig = MegatronConfig()
     offloaded_at_first: tuple[StatePart, ...] = ()
     collective_limit_s: float = 1800.0
@@ -95,6 +97,7 @@ def spec_of(
         recomputation=role.recomputation,
         experts=role.experts,
         lora_path=role.lora_path,
+        freeze_vision=role.freeze_vision,
         megatron=role.megatron,
         offloaded_at_first=offloaded_at_first,
         collective_limit_s=config.trainer.phase_time_limit_s + _GRACE_S,

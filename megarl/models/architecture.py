@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from megarl.models.vision import Vision
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling:
@@ -220,7 +222,8 @@ class Architecture:
     `linear_bias` adds biases to the output projection of attention, routers and experts. `has_sinks` adds a
     learned logit without a value to the softmax of each query head. `windows` has the number of tokens that
     each layer sees, the token itself included, or 0 for all; it is empty if all layers see all tokens.
-    `is_packed` is set if the folder has its experts in MXFP4; it does not change the model.
+    `vision` is the tower of a model that reads images. `is_packed` is set if the folder has its experts in
+    MXFP4; it does not change the model.
 
     `has_output_gate` multiplies the output of attention by the sigmoid of a gate, which is projected together
     with the queries. The norm inside a gated delta net is never zero-centered.
@@ -257,6 +260,7 @@ class Architecture:
     has_output_gate: bool = False
     norms: BlockNorms = BlockNorms()
     lora: LoRA | None = None
+    vision: Vision | None = None
     is_packed: bool = field(default=False, compare=False)
     num_mtp_layers: int = field(default=0, compare=False)
 

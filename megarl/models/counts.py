@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megarl.models.architecture import Architecture
+from megarl.models.families import FAMILIES
 from megarl.models.mapping import Cut, MappingRow, StagePlacement
 from megarl.models.tensor_table import Head, dimension_sizes, entry_size, rows_of
 
@@ -48,6 +49,15 @@ def num_parameters(
 def num_expert_parameters(architecture: Architecture, *, trained_only: bool = False) -> int:
     """Count the parameters of all experts of all layers, without routers and shared experts."""
     return _whole(architecture, with_value_head=False, trained_only=trained_only).experts
+
+
+@lru_cache(maxsize=32)
+def num_tower_parameters(architecture: Architecture) -> int:
+    """Count the parameters of the vision tower, which is on the first pipeline stage; 0 if there is none."""
+    rows = FAMILIES[architecture.model_type].tower_rows
+    if rows is None or architecture.vision is None:
+        return 0
+    return sum(_row_size(row, {}) for row in rows(architecture.vision))
 
 
 def num_active_parameters(architecture: Architecture, with_value_head: bool = False) -> int:

@@ -19,6 +19,7 @@ from megarl.models.mistral import MISTRAL
 from megarl.models.mixtral import MIXTRAL
 from megarl.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.models.qwen3_next import QWEN3_NEXT
+from megarl.models.qwen_vl import QWEN2_5_VL, QWEN3_VL
 from megarl.models.unsupported import UNSUPPORTED
 
 FAMILIES: dict[str, Family] = {
@@ -33,16 +34,17 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "gpt_oss": GPT_OSS,
     "qwen3_next": QWEN3_NEXT,
+    "qwen2_5_vl": QWEN2_5_VL,
+    "qwen3_vl": QWEN3_VL,
 }
 
 # Names under which models of a family are published with their own, equivalent code.
 _ALIASES = {"kimi_k2": "deepseek_v3"}
 
-# Suffixes of the class names of language models, critics and reward models. A critic may start from any.
-LM_CLASS = "ForCausalLM"
+# Suffixes of the class names of critics and reward models. A critic may start from any class.
 CRITIC_CLASS = "ForTokenClassification"
 REWARD_CLASS = "ForSequenceClassification"
-_HEADS = (LM_CLASS, REWARD_CLASS, CRITIC_CLASS, "Model")
+_HEADS = (REWARD_CLASS, CRITIC_CLASS, "Model")
 
 
 def family_of(model_type: object) -> Family | None:
@@ -115,7 +117,7 @@ def _check_class(reader: ConfigReader, family: Family, trust_remote_code: bool) 
     is_own_code = auto_map is not None and trust_remote_code
 
     # Any head is allowed, because a critic may start from any class of the family.
-    allowed = {family.class_prefix + head for head in _HEADS}
+    allowed = {family.class_prefix + head for head in (family.lm_class, *_HEADS)}
 
     for name in reader.fields.get("architectures") or []:
         if name not in allowed and not is_own_code:

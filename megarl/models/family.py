@@ -9,6 +9,7 @@ from typing import Any
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
 from megarl.models.mapping import MappingRow
+from megarl.models.vision import Vision
 
 
 def _computes_the_same(architecture: Architecture) -> Iterator[str]:
@@ -19,6 +20,12 @@ def _no_fields(architecture: Architecture) -> Mapping[str, Any]:
     return {}
 
 
+def stored_name(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return the name in a folder of a parameter of transformers' class, given `Family.module_prefixes`."""
+    found = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+    return name if found is None else prefixes[found] + name.removeprefix(found)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """All models of one `model_type`.
@@ -26,12 +33,16 @@ class Family:
     Attributes:
         model_type: The field of `config.json` that names the family.
         class_prefix: The prefix of the names in `architectures`, such as Qwen2 for Qwen2ForCausalLM.
+        lm_class: The suffix of the language model's class in `architectures`.
         read: Creates an Architecture from the fields. It reads them one by one and adds a line to the
             reader's `problems` for each field that it cannot honor. Fields that were not read are refused by
             name.
-        rows: The tensor table of the family, without output layers.
+        rows: The tensor table of the family, without output layers and vision towers.
         unused: Beginnings of the names of tensors that a folder may have and that are neither trained nor
             written.
+        tower_rows: The rows of a vision tower, for families that read images.
+        module_prefixes: Prefixes of the parameters of transformers' class, with those of the tensors in
+            folders, where they differ.
         example: Returns a tiny `config.json`, from which the tests of every family are generated.
         sglang_class: Whether SGLang has a class of the family.
         sglang_fields: Fields of `config.json` that SGLang requires and transformers v5 no longer writes, with
@@ -48,6 +59,9 @@ class Family:
     rows: tuple[MappingRow, ...]
     example: Callable[[], dict[str, Any]]
     unused: tuple[str, ...] = ()
+    lm_class: str = "ForCausalLM"
+    tower_rows: Callable[[Vision], tuple[MappingRow, ...]] | None = None
+    module_prefixes: Mapping[str, str] = field(default_factory=dict)
     sglang_class: bool = True
     sglang_fields: Mapping[str, Any] = field(default_factory=dict)
     sglang_derived: Callable[[Architecture], Mapping[str, Any]] = _no_fields

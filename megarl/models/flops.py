@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from math import prod
 
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters
+from megarl.models.families import FAMILIES
+from megarl.models.tensor_part import TensorPart
+from megarl.models.vision import Vision
 
 # Peak bfloat16 TFLOP/s of dense matrix products, from NVIDIA's data sheets. The first row whose words all
 # occur in torch.cuda.get_device_name() applies.
@@ -79,6 +83,63 @@ def training_flops(
 def _adapters(architecture: Architecture) -> int:
     """Return the multiply-adds of one token in all adapters: one per parameter, of selected experts only."""
     return num_active_parameters(architecture) - num_active_parameters(architecture.base)
+
+
+def tower_flops(architecture: Architecture, grids: Iterable[tuple[int, int, int]], *, trains: bool) -> int:
+    """Return the floating-point operations of a vision tower: the forward pass, and backward if it trains.
+
+    Args:
+        architecture: The model, which has a tower.
+        grids: The number of patches of each image in time, height and width.
+        trains: Whether the tower is trained.
+    """
+    vision = architecture.vision
+    assert vision is not None
+    per_patch, per_token = _tower_products(architecture)
+    multiply_adds = 0
+
+    for time, height, width in grids:
+        patches = time * height * width
+        multiply_adds += patches * per_patch + patches // vision.patches_per_token * per_token
+        for block in range(vision.depth):
+            pairs = time * _pairs_of_block(vision, block, height, width)
+            multiply_adds += pairs * 2 * vision.hidden_size
+
+    return (3 if trains else 1) * 2 * multiply_adds
+
+
+@lru_cache(maxsize=32)
+def _tower_products(architecture: Architecture) -> tuple[int, int]:
+    """Return the elements of the tower's matrices that multiply each patch, and each image token."""
+    tower_rows = FAMILIES[architecture.model_type].tower_rows
+    assert tower_rows is not None and architecture.vision is not None  # noqa: PT018
+    per_patch = 0
+    per_token = 0
+
+    for row in tower_rows(architecture.vision):
+        (entry,) = row.tensors
+        assert not isinstance(entry, TensorPart), "tensors of towers are whole"
+        shape = [int(size) for size in entry[1].split()]
+        if len(shape) < 2 or "pos_embed" in row.megatron:
+            continue
+        if "merger" in row.megatron:
+            per_token += prod(shape)
+        else:
+            per_patch += prod(shape)
+    return per_patch, per_token
+
+
+def _pairs_of_block(vision: Vision, block: int, height: int, width: int) -> int:
+    """Return the pairs of patches of a frame that attend to each other in a block."""
+    if not vision.window_size or block in vision.full_attention_blocks:
+        return (height * width) ** 2
+
+    # Windows at the right and at the bottom may be smaller.
+    side = vision.window_size // vision.patch_size
+    squares = [
+        sum(min(side, size - start) ** 2 for start in range(0, size, side)) for size in (height, width)
+    ]
+    return squares[0] * squares[1]
 
 
 def _pairs(architecture: Architecture, length: int) -> int:

@@ -118,6 +118,7 @@ class MappingRow:
     fused: tuple[TensorPart, ...] = ()
 
 
+EMBEDDING = "embedding.word_embeddings.weight"
 HF_LAYER = "model.layers.{layer}."
 MEGATRON_LAYER = "decoder.layers.{layer}."
 EXPERT = "mlp.experts.local_experts.{expert}."  # the prefix of one expert's parameters in a layer

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from megarl.models.adapters import with_adapters
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
-from megarl.models.mapping import Cut, MappingRow, StagePlacement
+from megarl.models.mapping import EMBEDDING, Cut, MappingRow, StagePlacement
 from megarl.models.tensor_part import PartGeometry, TensorPart, part_geometry, size_of
 
 Head = Literal["lm", "value"]
@@ -20,20 +20,12 @@ OUTPUT_LAYER = "output_layer.weight"
 VALUE_HEAD_TENSOR = "score.weight"
 VALUE_BIAS_TENSOR = "score.bias"  # in ...ForTokenClassification of transformers; must be zero in megarl
 LM_HEAD_TENSOR = "lm_head.weight"
-EMBEDDING_TENSOR = "model.embed_tokens.weight"
 
 _LM_HEAD = MappingRow(
     megatron=OUTPUT_LAYER,
     place=StagePlacement.output,
     cut=Cut.vocabulary,
     tensors=((LM_HEAD_TENSOR, "V H"),),
-)
-_TIED_HEAD = MappingRow(
-    megatron=OUTPUT_LAYER,
-    place=StagePlacement.output,
-    cut=Cut.vocabulary,
-    tensors=((EMBEDDING_TENSOR, "V H"),),
-    is_copy=True,
 )
 _VALUE_HEAD = MappingRow(
     megatron=OUTPUT_LAYER,
@@ -91,6 +83,7 @@ class Weight:
     trains: bool
 
 
+@lru_cache(maxsize=32)
 def rows_of(architecture: Architecture, head: Head) -> tuple[MappingRow, ...]:
     """Return the family's table including the row of the output layer.
 
@@ -103,9 +96,25 @@ def rows_of(architecture: Architecture, head: Head) -> tuple[MappingRow, ...]:
         name = architecture.model_type
         raise ValueError(f"model_type {name!r} has no tensor table; supported: {supported}")
 
-    lm_head = _TIED_HEAD if architecture.tie_word_embeddings else _LM_HEAD
-    rows = (*family.rows, _VALUE_HEAD if head == "value" else lm_head)
+    rows = family.rows
+    if family.tower_rows is not None and architecture.vision is not None:
+        rows = (*family.tower_rows(architecture.vision), *rows)
+
+    lm_head = _tied_head(family.rows) if architecture.tie_word_embeddings else _LM_HEAD
+    rows = (*rows, _VALUE_HEAD if head == "value" else lm_head)
     return rows if architecture.lora is None else with_adapters(rows, architecture.lora, trained=_VALUE_HEAD)
+
+
+def _tied_head(rows: tuple[MappingRow, ...]) -> MappingRow:
+    """Return the row of an output layer that is the embedding."""
+    (embedding,) = (row for row in rows if row.megatron == EMBEDDING)
+    return replace(embedding, megatron=OUTPUT_LAYER, place=StagePlacement.output, is_copy=True)
+
+
+def embedding_tensor(architecture: Architecture) -> str:
+    """Return the Hugging Face name of the embedding."""
+    (embedding,) = (row for row in FAMILIES[architecture.model_type].rows if row.megatron == EMBEDDING)
+    return _name(embedding.tensors[0])
 
 
 @lru_cache(maxsize=32)

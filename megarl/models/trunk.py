@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megarl.models.architecture import Architecture, Experts, LatentAttention
 from megarl.models.config_reader import REQUIRED, ConfigReader
-from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_dense
+from megarl.models.mapping import (
+    EMBEDDING,
+    HF_LAYER,
+    MEGATRON_LAYER,
+    Cut,
+    MappingRow,
+    StagePlacement,
+    is_dense,
+)
 from megarl.models.rope import read_rope
+from megarl.models.tensor_part import TensorPart
 
 _LARGEST_EPS = 0.01  # added to a mean square of about 1; models have 1e-5 or 1e-6
 
 _ROWS_BEFORE = (
     MappingRow(
-        megatron="embedding.word_embeddings.weight",
+        megatron=EMBEDDING,
         place=StagePlacement.embedding,
         cut=Cut.vocabulary,
         tensors=(("model.embed_tokens.weight", "V H"),),
@@ -108,6 +118,17 @@ _ROWS_AFTER = (
 def trunk_rows(attention: tuple[MappingRow, ...]) -> tuple[MappingRow, ...]:
     """Return the table rows of a decoder with dense feed-forwards and the given rows of attention."""
     return (*_ROWS_BEFORE, *attention, *_ROWS_AFTER)
+
+
+def with_prefix(rows: tuple[MappingRow, ...], old: str, new: str) -> tuple[MappingRow, ...]:
+    """Return the rows with another prefix of the names of Hugging Face tensors."""
+
+    def renamed(entry: tuple[str, str] | TensorPart) -> tuple[str, str] | TensorPart:
+        if isinstance(entry, TensorPart):
+            return replace(entry, name=new + entry.name.removeprefix(old))
+        return new + entry[0].removeprefix(old), entry[1]
+
+    return tuple(replace(row, tensors=tuple(map(renamed, row.tensors))) for row in rows)
 
 
 TRUNK_ROWS = trunk_rows(ATTENTION_ROWS)

@@ -43,8 +43,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "jamba": _MAMBA,
     "smollm3": "layers without rotary embedding",
     "qwen2_vl": _VISION,
-    "qwen2_5_vl": _VISION,
-    "qwen3_vl": _VISION,
     "qwen3_vl_moe": _VISION,
     "glm4v": _VISION,
     "glm4v_moe": _VISION,

@@ -35,6 +35,7 @@ from megarl.placement.fused_layers import (
     workspace_bytes,
 )
 from megarl.placement.latent_activations import latent_kept
+from megarl.placement.vision_activations import tower_bytes
 
 _FLOAT32 = 4
 # Per token of a pass, all of whose micro-batches are on the device when it begins. Sharded by context
@@ -244,6 +245,13 @@ class _Work:
 
         return {LayerKind.local: local, LayerKind.fused: fused, LayerKind.either: max(local, fused)}[kind]
 
+    def _tower(self, trains: bool) -> int:
+        """Return the bytes of the vision tower, which runs before the layers."""
+        vision = self._architecture.vision
+        if vision is None or not self._is_first:
+            return 0
+        return tower_bytes(self._role, vision, self._rows(trains), self._element, trains=trains)
+
     def score(self) -> int:
         tokens = self._tokens(trains=False)
         width = self._widths
@@ -277,7 +285,8 @@ class _Work:
 
         # The peak is either inside a layer or in the head.
         moments = [layer * self._element, tokens * width.part * self._element + head]
-        return self._most(moments) + self.batch(trains=False)
+        # The tower has finished when the layers begin.
+        return self._most([*moments, self._tower(trains=False)]) + self.batch(trains=False)
 
     @property
     def _attention_apart(self) -> int:
@@ -333,7 +342,11 @@ class _Work:
         if self._is_first and self.kernels is not Kernels.cpu:
             moments.append(self._backward_of_embedding(tokens))
 
-        return kept + self._most(moments) + self.batch(trains=True)
+        # What a trained tower saves stays until the end of the backward pass.
+        tower = self._tower(trains=True)
+        if self._role.freeze_vision:
+            return kept + self._most([*moments, tower]) + self.batch(trains=True)
+        return kept + self._most(moments) + tower + self.batch(trains=True)
 
     def _most(self, moments: list[int]) -> int:
         """Combine alternative peaks. On a CPU they are added, since its allocator frees memory later."""

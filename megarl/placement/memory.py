@@ -17,7 +17,7 @@ from megarl.config.megatron_options import element_bytes
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, RunConfig, Transport
 from megarl.models.architecture import Architecture
-from megarl.models.counts import ParameterCount, num_parameters, rank_parameters
+from megarl.models.counts import ParameterCount, num_parameters, num_tower_parameters, rank_parameters
 from megarl.placement.activations import StepMemory, working_memory
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
 from megarl.placement.expert_activations import layers_of_stage
@@ -387,12 +387,15 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
     of_element = element_bytes(dtype, model.megatron)
     state_bytes = of_element.moments + of_element.master
     # Experts have fewer copies than dense weights, so ZeRO 1 divides their state by less.
-    optimizer = -(-trained.dense * state_bytes // parallel.num_copies)
+    # A frozen tower has neither gradients nor optimizer state.
+    is_frozen = model.freeze_vision and stage == 0 and architecture.lora is None
+    dense = trained.dense - is_frozen * num_tower_parameters(architecture)
+    optimizer = -(-dense * state_bytes // parallel.num_copies)
     optimizer += -(-trained.experts * state_bytes // parallel.expert_data_parallel_size)
 
     return Usage(
         parameters=parameters,
-        gradients=trained.total * of_element.gradient,
+        gradients=(dense + trained.experts) * of_element.gradient,
         optimizer=optimizer,
     )
 

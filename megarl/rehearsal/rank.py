@@ -145,7 +145,12 @@ class _Rehearsal:
         """
         rows = fullest_micro_batch(self._config, self._role, self._architecture, trains=trains)
         parallel = self._role.parallel
-        batch = make_rows(rows, self._request.num_micro_batches, parallel.context_parallel_size)
+        batch = make_rows(
+            rows,
+            self._request.num_micro_batches,
+            parallel.context_parallel_size,
+            self._architecture.vision,
+        )
         packing = self._config.engine.packing
         shards = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
         length = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isqrt
 from typing import NamedTuple
 
 import torch
@@ -11,9 +12,11 @@ from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFT
 from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.ragged import RaggedTensor
+from megarl.batch.token_rows import IMAGE_GRIDS, PIXEL_VALUES
 from megarl.config.batch_arithmetic import Row, micro_batch_tokens
 from megarl.config.roles import ModelRole, scores_in_update
 from megarl.config.schema import PPOConfig, RunConfig
+from megarl.models.vision import Vision
 
 Loss = ActorLoss | CriticLoss | SFTLoss
 
@@ -33,8 +36,16 @@ class RehearsedBatch(NamedTuple):
     tokens: int
 
 
-def make_rows(rows: list[Row], num_micro_batches: int, context_parallel_size: int = 1) -> RehearsedBatch:
-    """Return micro-batches of these rows. The token ids of a row are the number of its prompt."""
+def make_rows(
+    rows: list[Row],
+    num_micro_batches: int,
+    context_parallel_size: int = 1,
+    vision: Vision | None = None,
+) -> RehearsedBatch:
+    """Return micro-batches of these rows. The token ids of a row are the number of its prompt.
+
+    Prompts of a model that reads images consist of one, as large and square as fits.
+    """
     prompts, responses, ids = (
         torch.tensor(column * num_micro_batches) for column in map(list, zip(*rows, strict=True))
     )
@@ -43,11 +54,38 @@ def make_rows(rows: list[Row], num_micro_batches: int, context_parallel_size: in
         "responses": RaggedTensor.packed_rows(ids.repeat_interleave(responses), responses),
         "response_mask": RaggedTensor.constant(True, responses, torch.bool),
     }
+    if vision is not None:
+        columns = _with_images(columns, ids, vision)
     micro_batches = [
         [number * len(rows) + row for row in range(len(rows))] for number in range(num_micro_batches)
     ]
 
     return RehearsedBatch(columns, micro_batches, micro_batch_tokens(rows, context_parallel_size))
+
+
+def _with_images(
+    columns: dict[str, RaggedTensor], numbers: torch.Tensor, vision: Vision
+) -> dict[str, RaggedTensor]:
+    """Replace the tokens of prompts by an image. Rows with one prompt number have one image."""
+    prompts = columns["prompts"]
+    side = isqrt(prompts.shape[1])
+    tokens = [
+        torch.where(torch.arange(len(row)) < side**2, vision.image_token_id, row) for row in prompts.each()
+    ]
+    size = vision.spatial_merge_size * side
+    num_values = size**2 * vision.patch_elements
+    count = len(numbers)
+
+    # The values of all images are the same, and where their sizes are tells images apart.
+    grids = torch.tensor([1, size, size], dtype=torch.int32).repeat(int(numbers.max()) + 1)
+    return {
+        **columns,
+        "prompts": RaggedTensor.packed_rows(torch.cat(tokens), prompts.lengths, on_left=True),
+        PIXEL_VALUES: RaggedTensor(
+            torch.zeros(num_values), torch.zeros(count, dtype=torch.int64), torch.full((count,), num_values)
+        ),
+        IMAGE_GRIDS: RaggedTensor(grids, 3 * numbers, torch.full((count,), 3)),
+    }
 
 
 def with_loss(

@@ -15,7 +15,7 @@ from megarl.algorithms.losses import MiniBatchCounts
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
 from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import MODEL_KEYS, first_with_prompt
+from megarl.batch.token_rows import first_with_prompt, image_places, model_keys
 from megarl.config.schema import (
     MicroBatchConfig,
     ParallelConfig,
@@ -115,14 +115,15 @@ class MegatronRole:
         Raises:
             ValueError: A column is not rows of tokens.
         """
-        model_inputs = batch.select(dict.fromkeys([*MODEL_KEYS, *keys]), uid_column(batch), [])
+        needed = dict.fromkeys([*model_keys(batch.columns), *keys])
+        model_inputs = batch.select(needed, uid_column(batch), [])
         if others := model_inputs.columns.keys() - model_inputs.ragged.keys():
             raise ValueError(f"{sorted(others)} are not rows of tokens, and a model's worker reads no others")
 
         # Plan micro-batches of about equal work for the data-parallel replicas.
         rows = model_inputs.ragged
         lengths = (rows["prompts"].lengths + rows["responses"].lengths).tolist()
-        prompts = tuple(_prompts(rows["prompts"])) if self._share_prompts else None
+        prompts = tuple(_prompts(rows)) if self._share_prompts else None
         plan = _plan(tuple(lengths), self._parallel, self._micro_batch, prompts)
         parts = []
 
@@ -224,16 +225,18 @@ def _plan(
     )
 
 
-def _prompts(prompts: RaggedTensor) -> list[RowPrompt]:
+def _prompts(columns: Mapping[str, RaggedTensor]) -> list[RowPrompt]:
     """Return the prompt of each row.
 
     Rows that share storage, such as samples of a prompt, are examined once.
     """
     # Rows with the same place in the column have the same prompt; compare the tokens of one of them.
-    places = list(zip(prompts.starts.tolist(), prompts.lengths.tolist(), strict=True))
+    prompts = columns["prompts"]
+    images = image_places(columns) or [None] * len(prompts)
+    places = list(zip(prompts.starts.tolist(), prompts.lengths.tolist(), images, strict=True))
     row_at = {place: row for row, place in reversed(list(enumerate(places)))}
     rows = sorted(row_at.values())
-    firsts = first_with_prompt(prompts.select(torch.tensor(rows)).each())
+    firsts = first_with_prompt(prompts.select(torch.tensor(rows)).each(), [images[row] for row in rows])
     first_at = {places[row]: rows[first] for row, first in zip(rows, firsts, strict=True)}
 
     return [RowPrompt(first_at[place], place[1]) for place in places]

@@ -13,7 +13,7 @@ from megarl.algorithms.rollout_correction import refuse_unusable_log_probs
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import merge_metrics, over_updates
-from megarl.batch.token_rows import MODEL_KEYS, ROUTED_EXPERTS
+from megarl.batch.token_rows import ROUTED_EXPERTS, model_keys
 from megarl.config.roles import Role, needs_sum_pi_squared, scores_in_update
 from megarl.config.schema import (
     AlgorithmConfig,
@@ -115,7 +115,7 @@ class Critic(MegatronRole):
 
         Returns the metrics of CriticLoss, `critic/grad_norm` and `critic/lr`.
         """
-        rows = batch.select([*MODEL_KEYS, "values", "returns"], uid_column(batch))
+        rows = batch.select([*model_keys(batch.columns), "values", "returns"], uid_column(batch))
         mini_batches = self._updates.mini_batches(rows, step)
         return self.update_with(
             mini_batches,
@@ -291,7 +291,7 @@ class Actor(MegatronRole):
 
         Returns `sft/loss`, `sft/grad_norm` and `sft/lr`.
         """
-        rows = batch.select(MODEL_KEYS, uid_column(batch))
+        rows = batch.select(model_keys(batch.columns), uid_column(batch))
         return self.update_with(
             [rows], "update_actor", ActorWorker.update, lambda counts: SFTLoss(counts=counts)
         )
@@ -321,7 +321,7 @@ def actor_rows(
     columns = mini_batch.columns
 
     # Send only what the loss reads, to avoid transferring the other columns.
-    keys = [*MODEL_KEYS, "advantages"]
+    keys = [*model_keys(columns), "advantages"]
     if not one_update or algorithm.rollout_correction.bypass:
         keys.append("old_log_probs")
     if algorithm.kl.in_loss:

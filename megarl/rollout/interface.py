@@ -103,12 +103,14 @@ class GenerationRequest(NamedTuple):
         request_id: Unique among the requests in flight.
         sampling: Its `n` is 1.
         uid: The uid of the prompt.
+        images: The image files of the prompt, whose tokens it contains.
     """
 
     request_id: int
     prompt: list[int]
     sampling: SamplingParameters
     uid: str = ""
+    images: tuple[bytes, ...] = ()
 
 
 class VersionSpan(NamedTuple):
@@ -358,12 +360,14 @@ def plan_requests(
     uids: Sequence[str] | np.ndarray | None = None,
     *,
     first: int = 0,
+    images: Sequence[tuple[bytes, ...]] | None = None,
 ) -> list[GenerationRequest]:
     """Plan one request per sample, prompt-major, each with its own seed, which depends only on its position.
 
     Args:
         uids: The uids of the prompts.
         first: Position of the first prompt, if others come before it.
+        images: The image files of each prompt.
     """
     names = [""] * len(prompts) if uids is None else uids
     # A seed depends only on the sample's position: generate from position 0, and skip the earlier ones.
@@ -376,6 +380,7 @@ def plan_requests(
             prompt,
             replace(sampling, n=1, seed=int(seeds[index * sampling.n + sample])),
             names[index],
+            () if images is None else images[index],
         )
         for index, prompt in enumerate(prompts)
         for sample in range(sampling.n)

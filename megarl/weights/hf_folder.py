@@ -18,7 +18,7 @@ import torch
 
 from megarl.machine.files import whole_folder, write_whole
 from megarl.models.architecture import Architecture
-from megarl.models.families import CRITIC_CLASS, LM_CLASS, REWARD_CLASS, family_of
+from megarl.models.families import CRITIC_CLASS, FAMILIES, REWARD_CLASS, family_of
 from megarl.models.tensor_table import Head, unique_tensors
 from megarl.weights.manifest import INDEX_FILE, SINGLE_FILE, manifest_of
 from megarl.weights.shard_layout import ShardLayout, held_weights
@@ -27,8 +27,10 @@ from megarl.weights.tensors import Manifest, TensorMeta
 CONFIG_FILE = "config.json"
 MTP_FIELD = "num_nextn_predict_layers"
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
-# The first class is the default.
-_CLASSES: dict[Head, tuple[str, ...]] = {"lm": (LM_CLASS,), "value": (CRITIC_CLASS, REWARD_CLASS)}
+_CLASSES: dict[Head, tuple[str, ...]] = {
+    "lm": tuple(dict.fromkeys(family.lm_class for family in FAMILIES.values())),
+    "value": (CRITIC_CLASS, REWARD_CLASS),
+}
 
 
 def copy_companions(
@@ -51,7 +53,10 @@ def copy_companions(
     if dtype is not None:
         config.pop("torch_dtype", None)  # the older name of the field
         config.pop("quantization_config", None)
-        config["dtype"] = str(dtype).removeprefix("torch.")
+        # Models of several parts also specify it for each part.
+        for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+            if part is config or "dtype" in part:
+                part["dtype"] = str(dtype).removeprefix("torch.")
 
     if head is not None:
         _name_class(config, head)
@@ -69,7 +74,7 @@ def _name_class(config: dict[str, Any], head: Head) -> None:
     if model_class(config) not in _CLASSES[head]:
         family = family_of(config["model_type"])
         assert family is not None, config["model_type"]
-        config["architectures"] = [family.class_prefix + _CLASSES[head][0]]
+        config["architectures"] = [family.class_prefix + (family.lm_class if head == "lm" else CRITIC_CLASS)]
     if head == "value":
         config.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
     else:

@@ -121,7 +121,7 @@ def _check_values(
     index: CheckpointIndex, architecture: Architecture, head: Head, value_head: ValueHead
 ) -> None:
     if head == "lm" and architecture.tie_word_embeddings:
-        check_tied_head(index)
+        check_tied_head(index, architecture)
     if head == "value" and value_head == "stored":
         check_value_bias(index)
 

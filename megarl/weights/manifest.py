@@ -16,12 +16,12 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 from megarl.models.mapping import HF_LAYER
 from megarl.models.tensor_table import (
-    EMBEDDING_TENSOR,
     LM_HEAD_TENSOR,
     VALUE_BIAS_TENSOR,
     VALUE_HEAD_TENSOR,
     Head,
     Weight,
+    embedding_tensor,
     stored_weights,
     unique_tensors,
     weights_of,
@@ -291,7 +291,7 @@ def is_harmless_extra(name: str, architecture: Architecture, head: Head) -> bool
     return name.endswith("rotary_emb.inv_freq")
 
 
-def check_tied_head(index: CheckpointIndex) -> None:
+def check_tied_head(index: CheckpointIndex, architecture: Architecture) -> None:
     """Check that the output layer stored with a tied model equals the embedding.
 
     If they differ, config.json is wrong about tying. Two blocks of rows are in memory at a time.
@@ -300,7 +300,8 @@ def check_tied_head(index: CheckpointIndex) -> None:
         WeightTransferError: They differ; the message names the file.
     """
     head = index.tensors.get(LM_HEAD_TENSOR)
-    embedding = index.tensors[EMBEDDING_TENSOR]
+    embedding_name = embedding_tensor(architecture)
+    embedding = index.tensors[embedding_name]
     if head is None:
         return
     equal = head.shape == embedding.shape and head.dtype == embedding.dtype
@@ -312,7 +313,7 @@ def check_tied_head(index: CheckpointIndex) -> None:
             safe_open(embedding.file, framework="pt") as embedding_file,
         ):
             head_rows = head_file.get_slice(LM_HEAD_TENSOR)
-            embedding_rows = embedding_file.get_slice(EMBEDDING_TENSOR)
+            embedding_rows = embedding_file.get_slice(embedding_name)
             equal = all(
                 torch.equal(
                     head_rows[start : start + _COMPARED_ROWS], embedding_rows[start : start + _COMPARED_ROWS]
@@ -322,7 +323,7 @@ def check_tied_head(index: CheckpointIndex) -> None:
 
     if not equal:
         raise WeightTransferError(
-            f"{head.file}: {LM_HEAD_TENSOR} differs from {EMBEDDING_TENSOR}, but config.json has "
+            f"{head.file}: {LM_HEAD_TENSOR} differs from {embedding_name}, but config.json has "
             f"tie_word_embeddings=true; set it to false, or remove the tensor"
         )
 

@@ -18,15 +18,16 @@ import torch.distributed as dist
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import first_with_prompt
+from megarl.batch.token_rows import first_with_prompt, image_places
 from megarl.config.schema import ParallelConfig
 from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
 from megarl.controller.worker import register
+from megarl.data.images import ImageProcessor, grids_of_micro_batches, with_patches
 from megarl.engine import flash_attention, platform
 from megarl.engine.offload import StatePart
 from megarl.engine.rendezvous import open_store
 from megarl.engine.spec import ModelSpec
-from megarl.models.flops import training_flops
+from megarl.models.flops import tower_flops, training_flops
 from megarl.weights.shards import Shards
 from megarl.weights.transforms import merged_shards
 from megarl.workers.weight_export import WeightExport
@@ -86,7 +87,12 @@ def megatron_mesh(parallel: ParallelConfig) -> Mesh:
 
 
 def speed_metrics(
-    spec: ModelSpec, part: DataProto, seconds: float, name: str, peak_tflops: float | None
+    spec: ModelSpec,
+    part: DataProto,
+    seconds: float,
+    name: str,
+    peak_tflops: float | None,
+    grids: Sequence[tuple[int, int, int]] = (),
 ) -> dict[str, Metric]:
     """Return the speed metrics of an update that took `seconds` on one replica.
 
@@ -94,7 +100,8 @@ def speed_metrics(
     the share of the device's peak, if that is known or configured. `perf/tokens_per_s/<name>` is the number
     of tokens per second and device. `perf/computed_tokens_per_s/<name>` and both work metrics exclude prompts
     that rows of a micro-batch shared with another row. Rows without a token that the loss reads do not count:
-    they pad a micro-batch, or a correction has excluded them.
+    they pad a micro-batch, or a correction has excluded them. `grids` are the sizes of the images that a
+    vision tower read, which counts as trained unless it is frozen.
     """
     # Count only rows that the loss reads: padding and rejected rows are not useful work.
     prompts = part.ragged["prompts"].lengths.tolist()
@@ -111,6 +118,8 @@ def speed_metrics(
     flop = training_flops(spec.architecture, rows, with_value_head=spec.head == "value") - training_flops(
         spec.architecture, shared
     )
+    if grids:
+        flop += tower_flops(spec.architecture, grids, trains=not spec.freeze_vision)
     tflop = flop / 1e12
     num_tokens = sum(map(sum, rows))
     device_s = seconds * spec.parallel.replica_size
@@ -130,11 +139,13 @@ def _rows_with_a_shared_prompt(spec: ModelSpec, part: DataProto, is_counted: Seq
     if not (spec.engine.share_prompts and spec.engine.packing):
         return []
     prompts = list(part.ragged["prompts"].each())
+    images = image_places(part.ragged)
     found = []
 
     for micro_batch in part.meta_info[MICRO_BATCHES]:
         rows = [row for row in micro_batch if is_counted[row]]
-        firsts = first_with_prompt(prompts[row] for row in rows)
+        of_rows = None if images is None else [images[row] for row in rows]
+        firsts = first_with_prompt((prompts[row] for row in rows), of_rows)
         found += [row for place, row in enumerate(rows) if firsts[place] != place]
 
     return found
@@ -194,6 +205,9 @@ class MegatronWorker(WeightExport):
         self._engine.offload(*spec.offloaded_at_first)
         self._pending_save: PendingSave | None = None
 
+        vision = spec.architecture.vision
+        self._images = None if vision is None else ImageProcessor(spec.path, vision)
+
     def _make_engine(self) -> MegatronEngine:
         from megarl.engine.engine import MegatronEngine
 
@@ -207,12 +221,17 @@ class MegatronWorker(WeightExport):
     def _stage(self) -> int:
         return self._groups.pipeline_rank
 
+    def _rows(self, part: DataProto) -> Mapping[str, RaggedTensor]:
+        """Return the columns that the engine reads, with image files decoded to patches."""
+        return part.ragged if self._images is None else with_patches(part.ragged, self._images)
+
     def _forward(self, part: DataProto, extras: Collection[Extra] = ()) -> DataProto:
         """Return the scores of this replica's rows, named as in the engine.
 
         The result is empty on ranks without the last pipeline stage.
         """
-        return _on_host(self._engine.forward(part.ragged, part.meta_info[MICRO_BATCHES], extras) or {})
+        rows = self._rows(part)
+        return _on_host(self._engine.forward(rows, part.meta_info[MICRO_BATCHES], extras) or {})
 
     def _train(self, part: DataProto, loss: Loss, *, with_scores: bool = False) -> ScoredUpdate:
         """Make one optimizer step.
@@ -229,7 +248,8 @@ class MegatronWorker(WeightExport):
             (speed_metrics).
         """
         begin_s = time.monotonic()
-        arguments = (part.ragged, part.meta_info[MICRO_BATCHES], loss, loss.extras)
+        rows = self._rows(part)
+        arguments = (rows, part.meta_info[MICRO_BATCHES], loss, loss.extras)
         scores: Mapping[str, RaggedTensor] = {}
         if with_scores:
             of_loss, scores = self._engine.forward_backward_scored(*arguments)
@@ -242,6 +262,7 @@ class MegatronWorker(WeightExport):
             time.monotonic() - begin_s,
             loss.name,
             platform.current().peak_tflops(self._spec.dtype),
+            grids_of_micro_batches(rows, part.meta_info[MICRO_BATCHES]),
         )
         routers = {
             f"{loss.name}/moe/{name}": metric for name, metric in self._engine.router_metrics().items()

@@ -93,6 +93,8 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         ("megarl quickstart trainer.total_steps=20 trainer.seed=1",)
     ),
     "make quickstart ENGINE=sglang": Make(("megarl quickstart rollout.engine=sglang",)),
+    "make quickstart TASK=shapes": Make(("-m examples.shapes.run",)),
+    "megarl check configs/qwen3_vl_8b_grpo.yaml": Executed(),
     "make quickstart TASK=agent": Make(("-m examples.agent.run",)),
     'make quickstart TASK=agent ARGS="trainer.seed=1"': Make(("-m examples.agent.run trainer.seed=1",)),
     "megarl generate outputs/agent ce --tool examples/agent/tools.py:price": InTest(

@@ -49,6 +49,7 @@ from megarl.config.schema import (
 )
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
+from megarl.data.images import ImageProcessor
 from megarl.data.loader import BatchLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
@@ -256,7 +257,8 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
     tokenizer = load_tokenizer(path)
     tools = load_agent(config.agent).tools if config.agent.tools else None
     train, held_out = (
-        PromptDataset(files, tokenizer, data, tools) for files in (data.train_files, data.val_files)
+        PromptDataset(files, tokenizer, data, tools, ImageProcessor.of_folder(path))
+        for files in (data.train_files, data.val_files)
     )
     rules = TokenRules(
         pad_token_id=tokenizer.pad_token_id,

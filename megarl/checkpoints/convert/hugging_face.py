@@ -85,7 +85,7 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
     )
     # A stored copy of the tied head must equal the embedding, or one of the two would be lost.
     if head == "lm" and architecture.tie_word_embeddings:
-        check_tied_head(index)
+        check_tied_head(index, architecture)
     if head == "value":
         check_value_bias(index)
     # Read each header once, however many tensors its file has.

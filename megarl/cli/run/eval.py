@@ -31,6 +31,7 @@ from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig
 from megarl.config.validation_metrics import RewardKeys, source_metrics
 from megarl.data.chat_clock import chat_time, reads_clock, set_chat_time
+from megarl.data.images import ImageProcessor
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.check_result import Status
@@ -72,7 +73,8 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.against is not None:  # otherwise prompts that contain the date would differ
         set_chat_time(tokenizer, read_chat_time(Path(parsed.against) / RESULTS_FILE))
     tools = load_agent(config.agent).tools if config.agent.tools else None
-    data = PromptDataset(config.data.val_files, tokenizer, config.data, tools)
+    images = ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code)
+    data = PromptDataset(config.data.val_files, tokenizer, config.data, tools, images)
     architectures = {
         role.name: read_architecture(role.path, config.model.trust_remote_code)
         for role in model_roles(config)

@@ -22,6 +22,7 @@ from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig, SFTConfig
 from megarl.data.chat_clock import chat_time, saved_chat_time, set_chat_time
 from megarl.data.conversations import check_chats
+from megarl.data.images import ImageProcessor
 from megarl.data.loader import train_loader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
@@ -91,13 +92,14 @@ def open_ppo(
     data = config.data
     trainer = config.trainer
     tools = load_agent(config.agent).tools if config.agent.tools else None
-    train = PromptDataset(data.train_files, tokenizer, data, tools)
+    images = ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code)
+    train = PromptDataset(data.train_files, tokenizer, data, tools, images)
     loader = train_loader(train, data, trainer.prompts_per_step, "trainer.prompts_per_step")
     data_sets = {"data.train_files": train}
     evaluation = None
 
     if data.val_files:
-        held_out = PromptDataset(data.val_files, tokenizer, data, tools)
+        held_out = PromptDataset(data.val_files, tokenizer, data, tools, images)
         data_sets["data.val_files"] = held_out
         evaluation = Evaluation(
             held_out,

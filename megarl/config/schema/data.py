@@ -32,6 +32,9 @@ class PromptColumnsConfig:
     # a mapping with the key ground_truth; ignored if ground_truth names a column
     reward_model: str = "reward_model"
     extra_info: str = "extra_info"  # a mapping for reward functions; optional
+    # images of the prompt, in the order of its placeholders <image>: a path, bytes, a mapping with `bytes` or
+    # `path`, or a list of these; optional
+    images: str = "images"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,9 @@ class DataConfig:
     max_response_length: int = ranged(1024, at_least=1)  # maximum response tokens
     overlong: Overlong = Overlong.refuse  # how to handle prompts that exceed max_prompt_length
     lossy: LossyText = LossyText.refuse  # how to handle prompts that do not round-trip through the tokenizer
+    max_image_mb: int = ranged(32, at_least=1)  # maximum size of an image file
+    # maximum width times height of an image, so that a small file cannot occupy all memory once decoded
+    max_image_pixels: int = ranged(2**25, at_least=1)
     shuffle: bool = True  # reshuffle the rows in each epoch
     seed: int = ranged(0, at_least=0)  # seed of the shuffling
 

@@ -205,6 +205,7 @@ class TrainedModelConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    freeze_vision: bool = False  # do not train the vision tower of a model that reads images
     recompute: Recompute = Recompute.none  # which activations are recomputed instead of saved
     # selective: the modules of each layer to recompute
     recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [RecomputeModule.core_attn])

@@ -23,22 +23,22 @@ SEED = "trainer.seed="
 RUN_DIR = "trainer.output_dir="
 
 
-class WarmedUp(NamedTuple):
-    """A recipe with three stages.
+class Recipe(NamedTuple):
+    """The stages of a recipe.
 
     Attributes:
         prepare: The module that creates model and data in `output_dir`.
-        sft: The configuration of the supervised fine-tuning.
+        sft: The configuration of the supervised fine-tuning, None if there is none.
         train: The configuration of the reinforcement learning.
     """
 
     prepare: str
-    sft: str
+    sft: str | None
     train: str
     output_dir: Path
 
 
-SUMS = WarmedUp(
+SUMS = Recipe(
     "megarl.recipes.quickstart.prepare", "configs/quickstart_sft.yaml", "configs/quickstart.yaml", OUTPUT_DIR
 )
 
@@ -52,7 +52,7 @@ def run(overrides: Sequence[str]) -> int:
     return run_recipe(SUMS, overrides)
 
 
-def run_recipe(recipe: WarmedUp, overrides: Sequence[str]) -> int:
+def run_recipe(recipe: Recipe, overrides: Sequence[str]) -> int:
     """Run the stages of a recipe. Return the exit code of the first stage that fails, or 0.
 
     Args:
@@ -67,7 +67,7 @@ def run_recipe(recipe: WarmedUp, overrides: Sequence[str]) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     stages = (
         [sys.executable, "-m", recipe.prepare, "--output-dir", str(folder), "--seed", seed],
-        [*megarl, "sft", recipe.sft, *seeds],
+        *([[*megarl, "sft", recipe.sft, *seeds]] if recipe.sft is not None else []),
         [*megarl, "train", recipe.train, *seeds, *overrides],
         [*megarl, "plot", str(folder)],
         [*megarl, "report", str(folder)],

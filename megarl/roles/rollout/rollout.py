@@ -17,9 +17,10 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import with_prompt_rows
+from megarl.batch.token_rows import IMAGE_BYTES, with_prompt_rows
 from megarl.config.schema import SamplingConfig
 from megarl.controller.group import RoleGroup
+from megarl.data.images import row_files
 from megarl.roles.rollout.finished_groups import RolloutOutput, route_column
 from megarl.roles.rollout.replicas import ExclusiveAccess, Replicas
 from megarl.roles.rollout.sample_check import EngineFaultError
@@ -175,6 +176,7 @@ class Rollout:
             self._parameters(sampling, step, generation),
             prompts.non_tensor_batch.get("uid"),
             first=first,
+            images=row_files(prompts.ragged) if IMAGE_BYTES in prompts.ragged else None,
         )
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[FinishedRequest]:

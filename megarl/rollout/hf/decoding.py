@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from megarl.rollout.hf.attention import KVCache, SharedPrompts
+from megarl.rollout.hf.images import PromptImages
 from megarl.rollout.interface import SamplingParameters
 
 
@@ -46,6 +47,7 @@ def decode(
     stop_token_ids: torch.Tensor,
     seeds: Sequence[int],
     is_ended: Callable[[list[int]], bool] | None = None,
+    images: Sequence[PromptImages] | None = None,
 ) -> Decoded:
     """Generate one sample per prompt. Equal prompts are prefilled once.
 
@@ -54,6 +56,7 @@ def decode(
     Args:
         seeds: One seed per prompt, used instead of the seed of `sampling`.
         is_ended: If it returns True for a sample's tokens, the sample stops as at a stop token.
+        images: The images of each prompt, for a model that reads images.
     """
     batch_size = len(prompts)
     sampled_ids = torch.zeros(batch_size, sampling.max_new_tokens, dtype=torch.int64, device=model.device)
@@ -62,7 +65,7 @@ def decode(
     stopped = torch.zeros(batch_size, dtype=torch.bool, device=model.device)
     keys = row_keys(seeds, model.device)
 
-    logits, rows = _prefill(model, prompts)
+    logits, rows = _prefill(model, prompts, images)
 
     for step in range(sampling.max_new_tokens):
         if step > 0:
@@ -87,13 +90,24 @@ def decode(
     return Decoded(sampled_ids[:, : step + 1], log_probs[:, : step + 1], lengths, stopped)
 
 
-def _prefill(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[torch.Tensor, _Rows]:
+def _prefill(
+    model: PreTrainedModel, prompts: list[list[int]], images: Sequence[PromptImages] | None
+) -> tuple[torch.Tensor, _Rows]:
     """Return the logits (B, V) of each prompt's last token, and the rows, which have no tokens yet."""
-    distinct = {prompt: index for index, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    token_ids, mask = _left_pad([list(prompt) for prompt in distinct], model.device)
+    # Prompts are equal if their tokens and their images are.
+    files = [()] * len(prompts) if images is None else [each.files for each in images]
+    keys = list(zip(map(tuple, prompts), files, strict=True))
+    distinct = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+    token_ids, mask = _left_pad([list(prompt) for prompt, _ in distinct], model.device)
     # Positions count real tokens only, so that padding does not shift them.
     positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+    next_positions = mask.sum(-1)
     cache = KVCache()
+    pixels: dict[str, torch.Tensor] = {}
+
+    if images is not None:
+        of_distinct = [images[keys.index(key)] for key in distinct]
+        positions, next_positions, pixels = _with_images(of_distinct, mask)
     output = model(
         input_ids=token_ids,
         attention_mask=mask.long(),
@@ -101,14 +115,41 @@ def _prefill(model: PreTrainedModel, prompts: list[list[int]]) -> tuple[torch.Te
         use_cache=False,  # transformers' own cache
         kv_cache=cache,
         logits_to_keep=1,
+        **pixels,
     )
     # Expand the results of the distinct prompts to the rows that share them.
-    owners = [distinct[tuple(prompt)] for prompt in prompts]
+    owners = [distinct[key] for key in keys]
     chosen = torch.tensor(owners, device=model.device)
     shared = SharedPrompts.of(cache, mask, owners)
 
     return output.logits[chosen, -1], _Rows(
-        torch.arange(len(prompts), device=model.device), mask.sum(-1)[chosen], shared, KVCache()
+        torch.arange(len(prompts), device=model.device), next_positions[chosen], shared, KVCache()
+    )
+
+
+def _with_images(
+    images: Sequence[PromptImages], mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the positions (3, B, P) of left-padded prompts, the next position of each, and the pixels.
+
+    Args:
+        images: The images of each prompt.
+        mask: (B, P) bool, False at padding.
+    """
+    positions = torch.zeros(3, *mask.shape, dtype=torch.int64, device=mask.device)
+    for row, of_prompt in enumerate(images):
+        positions[:, row, mask.shape[1] - of_prompt.positions.shape[1] :] = of_prompt.positions
+    following = torch.stack([of_prompt.positions.max() + 1 for of_prompt in images])
+
+    if not any(len(of_prompt.grids) for of_prompt in images):
+        return positions, following, {}
+    return (
+        positions,
+        following,
+        {
+            "pixel_values": torch.cat([of_prompt.pixels for of_prompt in images]),
+            "image_grid_thw": torch.cat([of_prompt.grids for of_prompt in images]),
+        },
     )
 
 

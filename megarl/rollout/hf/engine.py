@@ -10,12 +10,16 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.initialization import no_init_weights
 
 from megarl.config.schema import Device
+from megarl.data.images import ImageProcessor
+from megarl.models.families import family_of
+from megarl.models.family import stored_name
 from megarl.rollout.hf.attention import GROUPED
 from megarl.rollout.hf.decoding import decode
+from megarl.rollout.hf.images import prompt_images
 from megarl.rollout.interface import (
     FinishedRequest,
     GenerationRequest,
@@ -62,8 +66,13 @@ class HFEngine(RolloutEngine):
         # All weights come from a weight sync, so initializing them would be wasted work.
         with no_init_weights():
             dtype = getattr(torch, spec.model.dtype.value)
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=GROUPED, trust_remote_code=trusted
+            reads_images = hasattr(config, "vision_config")
+            self._images = ImageProcessor.of_folder(path, trusted) if reads_images else None
+            kind = AutoModelForCausalLM if self._images is None else AutoModelForImageTextToText
+            # A vision tower has no cache.
+            attention = GROUPED if self._images is None else {"text_config": GROUPED, "vision_config": "sdpa"}
+            model = kind.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=trusted
             )
 
         model.tie_weights()  # part of the skipped initialization
@@ -79,12 +88,17 @@ class HFEngine(RolloutEngine):
             head = self.model.get_output_embeddings()
             head.forward = partial(_logits_in_float32, head)
         self.max_concurrency = spec.rollout.max_concurrency
-        self._max_length: int = config.max_position_embeddings
-        self._vocab_size: int = config.vocab_size
+        self._max_length: int = config.get_text_config().max_position_embeddings
+        self._vocab_size: int = config.get_text_config().vocab_size
         self._end_token_ids = end_token_ids(path)
         self._is_ended = is_ended
         self._lifecycle = EngineLifecycle()
-        self.parameters = dict(self.model.named_parameters())  # contains a tied output layer only once
+        family = family_of(config.model_type)
+        prefixes = {} if family is None else family.module_prefixes
+        # Contains a tied output layer only once.
+        self.parameters = {
+            stored_name(name, prefixes): parameter for name, parameter in self.model.named_parameters()
+        }
         self._shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         self._receiver = WeightReceiver(self._device)
         self._has_moved = False  # whether the parameters have moved since the last weights arrived
@@ -101,6 +115,8 @@ class HFEngine(RolloutEngine):
         # Check all requests first, so that none is queued if one is refused.
         for request in requests:
             check_request(request, self._vocab_size, self._max_length)
+            if request.images and self._images is None:
+                raise ValueError("the request has images, but the model reads none")
         self._waiting += requests
 
     def collect(self, wait_s: float) -> list[FinishedRequest]:
@@ -121,6 +137,7 @@ class HFEngine(RolloutEngine):
             stop_token_ids,
             seeds,
             self._is_ended,
+            None if self._images is None else prompt_images(batch, self._images, self._device),
         )
 
         # Truncate each row to its own length: later tokens are not part of the sample.

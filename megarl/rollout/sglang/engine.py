@@ -35,12 +35,19 @@ from megarl.rollout.sglang.backend import Backend, CallRefusedError
 from megarl.rollout.sglang.in_process import InProcessBackend
 from megarl.rollout.sglang.loader import LoaderClient
 from megarl.rollout.sglang.loop import LoopThread
-from megarl.rollout.sglang.messages import RouteFormat, generation_payload, read_sample
+from megarl.rollout.sglang.messages import (
+    RouteFormat,
+    check_prompt_length,
+    generation_payload,
+    read_sample,
+    with_single_placeholders,
+)
 from megarl.rollout.sglang.server import ServerBackend
 from megarl.rollout.sglang.server_args import (
     WEIGHT_LOADER,
     build_server_args,
     context_length,
+    image_token_id,
     needs_tokenizer,
     vocab_size,
 )
@@ -78,7 +85,8 @@ class SGLangEngine(RolloutEngine):
         server_args = build_server_args(spec)
         self._num_ranks = spec.rollout.tensor_parallel_size
         self.health_limit_s = spec.rollout.health_limit_s
-        self._has_tokenizer = needs_tokenizer(spec.rollout)
+        self._has_tokenizer = needs_tokenizer(spec.rollout, spec.model.path)
+        self._image_token_id = image_token_id(spec.model.path)
         self.backend: Backend
 
         if spec.rollout.sglang.mode is SGLangMode.server:
@@ -130,6 +138,7 @@ class SGLangEngine(RolloutEngine):
         # Check all requests first, so that none is queued if one is refused.
         for request in requests:
             check_request(request, self._vocab_size, self._max_length)
+            with_single_placeholders(request, self._image_token_id)
             if request.sampling.with_routes and self._route_format is None:
                 raise ValueError("routes are requested, but the engine was started without returns_routes")
             if request.sampling.min_new_tokens and not self._has_tokenizer:
@@ -151,8 +160,9 @@ class SGLangEngine(RolloutEngine):
 
         try:
             answer = await self.backend.generate(
-                generation_payload(request, self._end_token_ids, _name(ticket))
+                generation_payload(request, self._end_token_ids, _name(ticket), self._image_token_id)
             )
+            check_prompt_length(answer, request)
             outcome = FinishedRequest(
                 request.request_id, read_sample(answer, request.sampling, self._route_format)
             )

@@ -46,6 +46,8 @@ def prepare(device: str, num_ranks: int = 1, *, has_memory_saver: bool = False) 
     # Otherwise the last token of a sample that fills the model's context could not be generated
     # (server_args.py).
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    # Prompts with images keep the tokens that the trainer will read, instead of being encoded again.
+    os.environ["SGLANG_MM_AVOID_RETOKENIZE"] = "1"
     if device == "cuda" and (folder := cuda_runtime_folder()) is not None:
         # SGLang preloads the memory saver into its processes. The dynamic loader ends a process whose
         # preloaded library lacks a dependency.

@@ -21,14 +21,18 @@ from megarl.rollout.interface import (
 
 
 def generation_payload(
-    request: GenerationRequest, end_token_ids: Collection[int], name: str
+    request: GenerationRequest, end_token_ids: Collection[int], name: str, image_token_id: int | None = None
 ) -> dict[str, Any]:
-    """Return a GenerateReqInput, which can be aborted by its name."""
+    """Return a GenerateReqInput, which can be aborted by its name.
+
+    SGLang expands one placeholder per image itself, by its own image processor.
+    """
     sampling = request.sampling
     stops = [] if sampling.ignore_eos else sorted({*sampling.stop_token_ids, *end_token_ids})
     return {
         "rid": name,
-        "input_ids": request.prompt,
+        "input_ids": with_single_placeholders(request, image_token_id),
+        **({"image_data": [_data_url(data) for data in request.images]} if request.images else {}),
         "sampling_params": {
             "max_new_tokens": sampling.max_new_tokens,
             "min_new_tokens": sampling.min_new_tokens,
@@ -43,6 +47,49 @@ def generation_payload(
         "return_logprob": True,
         **({"return_routed_experts": True} if sampling.with_routes else {}),
     }
+
+
+def with_single_placeholders(request: GenerationRequest, image_token_id: int | None) -> list[int]:
+    """Return the prompt with one placeholder for each image instead of as many as the image has features.
+
+    Raises:
+        ValueError: There are not as many runs of placeholders as images.
+    """
+    if not request.images:
+        return request.prompt
+    if image_token_id is None:
+        raise ValueError("the request has images, but the model reads none")
+
+    prompt = request.prompt
+    kept = [
+        token
+        for place, token in enumerate(prompt)
+        if token != image_token_id or place == 0 or prompt[place - 1] != image_token_id
+    ]
+    if (found := kept.count(image_token_id)) != len(request.images):
+        raise ValueError(
+            f"request {request.request_id} has {found} runs of image tokens (id {image_token_id}) for "
+            f"{len(request.images)} images"
+        )
+    return kept
+
+
+def _data_url(data: bytes) -> str:
+    return f"data:image;base64,{base64.b64encode(data).decode()}"
+
+
+def check_prompt_length(answer: dict[str, Any], request: GenerationRequest) -> None:
+    """Check that SGLang has read as many tokens as the trainer will, if the request has images.
+
+    Raises:
+        RequestFailedError: SGLang's image processor gives an image another number of tokens.
+    """
+    num_tokens = answer["meta_info"].get("prompt_tokens")
+    if request.images and num_tokens != len(request.prompt):
+        raise RequestFailedError(
+            f"SGLang read the prompt and its images as {num_tokens} tokens, but the model's image processor "
+            f"in transformers as {len(request.prompt)}: both must read the same preprocessor_config.json"
+        )
 
 
 class RouteFormat(NamedTuple):

@@ -130,7 +130,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         "max_running_requests": rollout.max_concurrency,
         "context_length": longest + _SPARE_TOKENS,
         "json_model_override_args": json.dumps(_overridden_fields(model.path)),
-        "skip_tokenizer_init": not needs_tokenizer(rollout),
+        "skip_tokenizer_init": not needs_tokenizer(rollout, model.path),
         "load_format": "dummy",  # the weights come from a weight sync, so that they are always the trainer's
         "custom_weight_loader": [WEIGHT_LOADER],
         "enable_deterministic_inference": rollout.sglang.deterministic or on_cpu,
@@ -205,9 +205,14 @@ def _backend(config: Mapping[str, Any], phase: str) -> object:
     return of_phase.get("backend") if isinstance(of_phase, Mapping) else None
 
 
-def needs_tokenizer(rollout: RolloutConfig) -> bool:
-    """Return whether SGLang suppresses end tokens, which it takes from its tokenizer."""
-    return rollout.validation.min_new_tokens > 0
+def needs_tokenizer(rollout: RolloutConfig, path: str) -> bool:
+    """Return whether SGLang suppresses end tokens or reads images, for which it uses its tokenizer."""
+    return rollout.validation.min_new_tokens > 0 or image_token_id(path) is not None
+
+
+def image_token_id(path: str) -> int | None:
+    """Return the placeholder of images, None if the model reads none."""
+    return _read_config(path).get("image_token_id")
 
 
 def context_length(path: str) -> int:

@@ -54,6 +54,7 @@ RUNS = {
     "llama3.1_8b_grpo_128k": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
     "qwen3_8b_grpo_128k": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
     "llama3.3_70b_grpo": Cluster(8, "hybrid", {"actor": 64, "reward": 0}),
+    "qwen3_vl_8b_grpo": Cluster(1, "hybrid", {"actor": 8, "reward": 0}),
 }
 
 
@@ -80,6 +81,7 @@ NUM_PARAMETERS = {
     "Mistral-Nemo-Instruct-2407": 12_247_782_400,
     "Mistral-Small-24B-Instruct-2501": 23_572_403_200,
     "Qwen3-8B-128k": 8_190_735_360,
+    "Qwen3-VL-8B-Instruct": 8_767_123_696,
     "GLM-4.5-Air": 106_852_251_264,
     "GLM-4.5": 352_797_829_024,
     "DeepSeek-V3.1-BF16": 671_026_419_200,
@@ -101,6 +103,10 @@ NUM_REPLICATED_PARAMETERS = {
     "DeepSeek-V3.1-BF16": 61 * 7168 * (1536 + 512 + 64),
     "Kimi-K2-Instruct-BF16": 61 * 7168 * (1536 + 512 + 64),
 }
+
+# The vision tower, which is frozen and whole on each rank of the first stage: what the model has more than
+# Qwen3-8B.
+NUM_FROZEN_PARAMETERS = {"Qwen3-VL-8B-Instruct": 8_767_123_696 - 8_190_735_360}
 
 
 @pytest.fixture(autouse=True)
@@ -263,7 +269,7 @@ def test_the_actors_state_is_what_the_parameters_say(run: str) -> None:
     """The actor's state is computed by hand.
 
     A rank has P / (TP PP) parameters, and replicated ones, with 2 + 4 bytes, and 12 bytes sharded over the
-    ranks with the same parameters (ZeRO 1). Stages differ. Experts are sharded by EP instead of TP, so that
+    ranks with the same parameters (ZeRO 1). A frozen tower has its 2 bytes only. Stages differ. Experts are sharded by EP instead of TP, so that
     they have a different number of copies.
     """
     config = load(run)
@@ -271,10 +277,11 @@ def test_the_actors_state_is_what_the_parameters_say(run: str) -> None:
     model = Path(config.model.path).name
     of_experts = NUM_EXPERT_PARAMETERS.get(model, 0)
     replicated = NUM_REPLICATED_PARAMETERS.get(model, 0)
-    count = (NUM_PARAMETERS[model] - of_experts - replicated) / (
+    frozen = NUM_FROZEN_PARAMETERS.get(model, 0)
+    count = (NUM_PARAMETERS[model] - of_experts - replicated - frozen) / (
         parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     ) + replicated / parallel.pipeline_parallel_size
-    by_hand = count * (2 + 4 + 12 / parallel.num_copies)
+    by_hand = count * (2 + 4 + 12 / parallel.num_copies) + 2 * frozen / parallel.pipeline_parallel_size
     copies = parallel.tensor_parallel_size * parallel.num_copies / parallel.expert_parallel_size
     by_hand += (
         of_experts / (parallel.expert_parallel_size * parallel.pipeline_parallel_size) * (2 + 4 + 12 / copies)

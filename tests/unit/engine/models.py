@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from megarl.models.architecture import Architecture, RouterScore
-from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES, example_config
+from megarl.models.families import FAMILIES as REGISTERED
+from megarl.models.family import stored_name
+from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES, example_config, model_class
+from tests.unit.engine.rank_side import RowImages
 from tests.unit.weights.models import as_stored
 
 VOCAB_SIZE = 199  # for every example; odd, so that every tensor-parallel size pads it
@@ -58,9 +68,8 @@ def save_model(family: str, folder: Path, seed: int = 0) -> None:
     the others, so that it is rarely selected.
     """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        {**FAMILIES, **EXPERT_FAMILIES, **VARIANTS}[family], dtype=torch.float32
-    )
+    config = {**FAMILIES, **EXPERT_FAMILIES, **VARIANTS}[family]
+    model = model_class(config).from_config(config, dtype=torch.float32)
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -129,21 +138,22 @@ def save_critic(lm_folder: Path, folder: Path, seed: int = 0) -> None:
         for name, value in load_file(lm_folder / "model.safetensors").items()
         if name != "lm_head.weight"
     }
-    hidden_size = tensors["model.norm.weight"].shape[0]
+    hidden_size = next(value for name, value in tensors.items() if name.endswith(".norm.weight")).shape[0]
     tensors["score.weight"] = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * 0.3
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text((lm_folder / "config.json").read_text())
 
 
 def load_lm(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    kind = model_class(AutoConfig.from_pretrained(folder))
+    return kind.from_pretrained(folder, dtype=dtype)
 
 
 def load_critic(folder: Path) -> Critic:
     """Load a critic. A folder without `score.weight` gives a head of zeros."""
     trunk = AutoModel.from_pretrained(folder, dtype=torch.float32)
     head = load_file(folder / "model.safetensors").get("score.weight")
-    return Critic(trunk, torch.zeros(1, trunk.config.hidden_size) if head is None else head)
+    return Critic(trunk, torch.zeros(1, trunk.config.get_text_config().hidden_size) if head is None else head)
 
 
 class Routed(NamedTuple):
@@ -221,7 +231,11 @@ def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
         key: torch.zeros_like(value) for key, value in model.named_buffers() if key.endswith(SELECTION_BIAS)
     }
     gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
-    return as_stored(frozen | gradients, trunk)  # type: ignore[operator, arg-type]
+    named = as_stored(frozen | gradients, trunk)  # type: ignore[operator, arg-type]
+
+    # transformers does not rename the tower of a trunk without its head.
+    prefixes = REGISTERED[trunk.config.model_type].module_prefixes
+    return {stored_name(name, prefixes): value for name, value in named.items()}
 
 
 def make_batch(
@@ -263,19 +277,72 @@ def with_one_prompt(batch: dict[str, Tensor], *groups: Sequence[int]) -> dict[st
     return made
 
 
-def _at_predictors(batch: dict[str, Tensor], of_row: Callable[[Tensor], Tensor]) -> Tensor:
+IMAGE_TOKEN = 190  # of every example
+_FIRST_IMAGE_TOKEN = 192
+_LAST_IMAGE_TOKEN = 193
+
+
+def make_image_batch(seed: int = 1) -> dict[str, Any]:
+    """Return rows with one image, two images or none, in the form of `make_batch`, with `images`.
+
+    Rows 0, 4 and 2 have one prompt with two images. Rows 1 and 5 have prompts of the same tokens with
+    different images. Rows 3 and 6 have no image.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def image(*sizes: tuple[int, int]) -> RowImages:
+        grids = torch.tensor([(1, *size) for size in sizes])
+        return RowImages(torch.randn(int(grids.prod(1).sum()), 24, generator=generator), grids)
+
+    two = image((4, 6), (2, 4))
+    images = [two, image((4, 4)), two, None, two, image((4, 4)), None]
+    prompt_length = 24
+    batch = make_batch(prompt_length=prompt_length, seed=seed)
+
+    # The tokens of examples end with those of images, which texts do not have.
+    batch["input_ids"] %= IMAGE_TOKEN
+    for row, of_row in enumerate(images):
+        if of_row is None:
+            continue
+        text = batch["input_ids"][1 if row == 5 else row, prompt_length - 3 : prompt_length].tolist()
+        prompt = [text[0]]
+        for count in (of_row.grids.prod(1) // 4).tolist():
+            prompt += [_FIRST_IMAGE_TOKEN, *[IMAGE_TOKEN] * count, _LAST_IMAGE_TOKEN, 7]
+        prompt += text
+        batch["input_ids"][row, :prompt_length] = torch.tensor([0] * (prompt_length - len(prompt)) + prompt)
+        batch["attention_mask"][row, :prompt_length] = torch.arange(prompt_length) >= (
+            prompt_length - len(prompt)
+        )
+
+    return with_one_prompt(batch, (0, 4, 2)) | {"images": images}
+
+
+def _image_arguments(ids: Tensor, images: RowImages | None) -> dict[str, Tensor]:
+    """Return the arguments of transformers' models for the images of a row with the tokens `ids` (1, L)."""
+    if images is None:
+        return {}
+    return {
+        "pixel_values": images.pixels,
+        "image_grid_thw": images.grids,
+        "mm_token_type_ids": (ids == IMAGE_TOKEN).int(),
+    }
+
+
+def _at_predictors(batch: dict[str, Any], of_row: Callable[[Tensor, dict[str, Tensor]], Tensor]) -> Tensor:
     """Return (B, R, ...): the output of `of_row` before each response token, 0 elsewhere.
 
-    `of_row` maps token ids (1, L) to (L, ...).
+    `of_row` maps token ids (1, L) and the arguments of images to (L, ...).
     """
+    images = batch.get("images", [None] * len(batch["input_ids"]))
     response_length = batch["response_mask"].shape[1]
     prompt_length = batch["input_ids"].shape[1] - response_length
     rows = []
 
-    for ids, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
+    for ids, mask, image in zip(batch["input_ids"], batch["attention_mask"].bool(), images, strict=True):
         prompt = int(mask[:prompt_length].sum())
         response = int(mask[prompt_length:].sum())
-        output = of_row(ids[mask][None])[prompt - 1 : prompt + response - 1]
+        arguments = _image_arguments(ids[mask][None], image)
+        output = of_row(ids[mask][None], arguments)[prompt - 1 : prompt + response - 1]
         rows.append(torch.cat([output, output.new_zeros(response_length - response, *output.shape[1:])]))
 
     return torch.stack(rows)
@@ -283,13 +350,16 @@ def _at_predictors(batch: dict[str, Tensor], of_row: Callable[[Tensor], Tensor])
 
 def reference_logits(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the logits (B, R, V) that predict each response token, row by row with Hugging Face; 0 elsewhere."""
-    return _at_predictors(batch, lambda ids: model(ids, use_cache=False).logits[0])
+    return _at_predictors(batch, lambda ids, images: model(ids, use_cache=False, **images).logits[0])
 
 
 def reference_values(critic: Critic, batch: dict[str, Tensor]) -> Tensor:
     """Return the value (B, R) before each response token is generated; 0 elsewhere."""
     return _at_predictors(
-        batch, lambda ids: critic.score(critic.model(ids, use_cache=False).last_hidden_state[0])[:, 0]
+        batch,
+        lambda ids, images: critic.score(critic.model(ids, use_cache=False, **images).last_hidden_state[0])[
+            :, 0
+        ],
     )
 
 

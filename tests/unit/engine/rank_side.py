@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.batch.ragged import RaggedTensor
+from megarl.batch.token_rows import IMAGE_GRIDS, PIXEL_VALUES
 from megarl.config.schema import (
     CPCommType,
     Device,
@@ -30,7 +31,7 @@ from megarl.engine import platform
 from megarl.engine.spec import ModelSpec
 from megarl.models.architecture import LoRA
 from megarl.models.families import read_architecture
-from megarl.models.tensor_table import EMBEDDING_TENSOR
+from megarl.models.tensor_table import embedding_tensor
 from megarl.weights.tensors import TensorSlice
 
 if TYPE_CHECKING:
@@ -146,9 +147,31 @@ def unpadded(batch: Mapping[str, Tensor]) -> Rows:
     }
 
 
-def take(batch: Mapping[str, Tensor], rows: Sequence[int]) -> Rows:
-    """Select rows of a padded batch in the engine's format."""
-    return unpadded({key: value[list(rows)] for key, value in batch.items()})
+def take(batch: Mapping[str, Any], rows: Sequence[int]) -> Rows:
+    """Select rows of a padded batch in the engine's format. `images` are those of each row, see RowImages."""
+    columns = {key: value[list(rows)] for key, value in batch.items() if key != "images"}
+    images = [batch["images"][row] for row in rows] if "images" in batch else []
+    return unpadded(columns) | (image_columns(images) if images else {})
+
+
+class RowImages(NamedTuple):
+    """The images of a row: (P, patch elements) patches, and (I, 3) numbers of patches."""
+
+    pixels: Tensor
+    grids: Tensor
+
+
+def image_columns(rows: Sequence[RowImages | None]) -> Rows:
+    """Return the columns of images. Rows with the same object share values, as samples of a prompt do."""
+    distinct = list({id(row): row for row in rows if row is not None}.values())
+    place = {id(row): number for number, row in enumerate(distinct)}
+    order = torch.tensor([place.get(id(row), len(distinct)) for row in rows])
+    pixels = [*(row.pixels.flatten().numpy() for row in distinct), []]
+    grids = [*(row.grids.flatten().numpy() for row in distinct), []]
+    return {
+        PIXEL_VALUES: RaggedTensor.of_rows(pixels, torch.float32).select(order),
+        IMAGE_GRIDS: RaggedTensor.of_rows(grids, torch.int32).select(order),
+    }
 
 
 def join_rows(rows: Sequence[int], outputs: Mapping[str, RaggedTensor] | None, num_rows: int) -> Tensors:
@@ -214,7 +237,9 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
     own = {
         (name, tensor_slice): elements(name, tensor_slice)
         for name, slices in held_slices(spec.architecture, layout, spec.head).items()
-        if not (name == EMBEDDING_TENSOR and not layout.holds_embedding)  # the tied copy on another stage
+        if not (
+            name == embedding_tensor(spec.architecture) and not layout.holds_embedding
+        )  # the tied copy on another stage
         for tensor_slice in slices
     }
     experts = {place: own.pop(place) for place in list(own) if ".experts." in place[0]}

@@ -27,6 +27,7 @@ from tests.unit.engine.models import (
     load_critic,
     load_lm,
     make_batch,
+    make_image_batch,
     record_routers,
     reference_logits,
     reference_values,
@@ -105,10 +106,15 @@ WITH_LOGITS = ("policy", "policy with experts")
 # other families have nothing that a layout treats differently.
 IN_EVERY_LAYOUT = ("llama-tied", "qwen2-tied", "qwen3-tied", "qwen2", "llama2")
 IN_TWO_LAYOUTS = ("TP2+SP", "PP2")
+# The tower is on one stage, and ranks that share rows insert the features of their own tokens.
+WITH_IMAGES = {
+    "qwen2_5_vl-tied": ("TP2+SP", "PP2", "CP2"),
+    "qwen3_vl-tied": ("TP1", "TP2", "TP2+SP", "PP2", "DP2", "CP2"),
+}
 FAMILY_CASES: list[Comparison] = [
     (family, layout)
     for family in FAMILIES
-    for layout in (LAYOUTS if family in IN_EVERY_LAYOUT else IN_TWO_LAYOUTS)
+    for layout in (LAYOUTS if family in IN_EVERY_LAYOUT else WITH_IMAGES.get(family, IN_TWO_LAYOUTS))
 ]
 REPLICA_CASES: list[Comparison] = [("qwen3-tied", layout) for layout in (*MIXED_LAYOUTS, *CONTEXT_LAYOUTS)]
 VARIANT_CASES: list[Comparison] = [
@@ -139,12 +145,12 @@ class Compared(NamedTuple):
     routers: dict[str, float] = {}
 
 
-def weighted_batch() -> Tensors:
+def weighted_batch(*, has_images: bool) -> dict[str, Any]:
     """Add a weight per token and output, so that no two gradients are equal by symmetry.
 
     In every layout, rows with one prompt share a micro-batch.
     """
-    batch = with_one_prompt(make_batch(), (0, 4, 2), (1, 5))
+    batch = make_image_batch() if has_images else with_one_prompt(make_batch(), (0, 4, 2), (1, 5))
     generator = torch.Generator().manual_seed(2)
 
     for key in ("log_probs", "entropy", "values"):
@@ -259,7 +265,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
         save_model(family, folder / "lm")
         save_critic(folder / "lm", folder / "critic")
         folders = {key: str(folder / key) for key in ("lm", "critic")}
-        batch = weighted_batch()
+        batch = weighted_batch(has_images=read_architecture(folders["lm"]).vision is not None)
         names = OF_EXPERTS if family in EXPERT_FAMILIES else OF_DENSE
 
         return Reference(family, folders, batch, run_reference(folders, batch, names))

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from megarl.machine.errors import ConfigError
-from megarl.models.families import FAMILIES, LM_CLASS, read_architecture
+from megarl.models.families import FAMILIES, read_architecture
 from tests.families import example_architecture, example_config, example_fields
 from tests.unit.checkpoints.convert import test_writers
 from tests.unit.engine import models as parity_models
@@ -34,7 +37,8 @@ def written(folder: Path, fields: dict[str, Any]) -> str:
 def test_a_family_is_registered_by_its_own_name(model_type: str) -> None:
     family = FAMILIES[model_type]
     assert family.model_type == model_type
-    assert family.class_prefix + LM_CLASS == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    assert family.class_prefix + family.lm_class == classes[model_type]
     assert family.example()["model_type"] == model_type
 
 
@@ -49,7 +53,8 @@ def test_an_example_means_the_same_as_transformers_writes_it(tmp_path: Path, mod
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_sizes_are_those_that_transformers_reads(tmp_path: Path, model_type: str) -> None:
     architecture = example_architecture(model_type)
-    reference = AutoConfig.from_pretrained(written(tmp_path, FAMILIES[model_type].example()))
+    whole = AutoConfig.from_pretrained(written(tmp_path, FAMILIES[model_type].example()))
+    reference = whole.get_text_config()
 
     for name in (
         "num_hidden_layers",
@@ -62,7 +67,7 @@ def test_sizes_are_those_that_transformers_reads(tmp_path: Path, model_type: str
 
     assert architecture.rms_norm_eps == reference.rms_norm_eps
     assert architecture.rope_theta == reference.rope_parameters["rope_theta"]
-    assert architecture.tie_word_embeddings == reference.tie_word_embeddings
+    assert architecture.tie_word_embeddings == whole.tie_word_embeddings
     assert architecture.num_experts == getattr(
         reference, "num_local_experts", getattr(reference, "num_experts", 0)
     )
@@ -97,9 +102,10 @@ def test_a_field_that_means_nothing_is_refused_by_name(tmp_path: Path, model_typ
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_class_of_another_family_is_refused(tmp_path: Path, model_type: str) -> None:
     path = written(tmp_path, FAMILIES[model_type].example() | {"architectures": ["GPT2LMHeadModel"]})
+    family = FAMILIES[model_type]
     with pytest.raises(
         ConfigError,
-        match=rf"names 'GPT2LMHeadModel'; supported: .*{FAMILIES[model_type].class_prefix}{LM_CLASS}",
+        match=rf"names 'GPT2LMHeadModel'; supported: .*{family.class_prefix}{family.lm_class}",
     ):
         read_architecture(path)
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from megarl.models.families import read_architecture
-from megarl.models.flops import peak_tflops, training_flops
+from megarl.models.flops import peak_tflops, tower_flops, training_flops
 from tests.families import example_architecture, example_config
 from tests.unit.config.folders import model_folder
 
@@ -130,3 +130,23 @@ def test_a_window_limits_the_pairs_by_hand() -> None:
 )
 def test_peaks_by_the_name_of_the_device(name: str, peak: float | None) -> None:
     assert peak_tflops(name) == peak
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_tower_is_what_transformers_does(family: str) -> None:
+    """An image of 4 x 8 patches, of which windows have 4 x 4, and one of 4 x 4."""
+    architecture = example_architecture(family)
+    assert architecture.vision is not None
+    tower = AutoModel.from_config(
+        AutoConfig.for_model(**architecture.vision.transformers_config()), attn_implementation="eager"
+    )
+    grids = [(1, 4, 8), (1, 4, 4)]
+    counter = FlopCounterMode(display=False)
+    with counter:
+        pixels = torch.ones(48, architecture.vision.patch_elements, requires_grad=True)
+        outputs = tower(pixels, grid_thw=torch.tensor(grids))
+        features = [outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or [])]
+        sum(each.sum() for each in features).backward()
+
+    assert tower_flops(architecture, grids, trains=True) == counter.get_total_flops()
+    assert 3 * tower_flops(architecture, grids, trains=False) == counter.get_total_flops()

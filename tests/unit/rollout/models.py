@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from megarl.config.schema import Device, DType, ModelConfig, RolloutConfig
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
 from megarl.weights.tensors import Manifest, TensorMeta
 from tests import plain_trainer
-from tests.families import example_config
+from tests.families import example_config, model_class
 from tests.unit.weights.models import as_stored
 
 VOCAB = 97
@@ -28,13 +28,14 @@ def random_model(
     eos_token_id: int | None = None,
     vocab_size: int = VOCAB,
     hidden_size: int = 32,
+    num_layers: int = 2,
     rope_parameters: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Return a model whose logits are spread over a few units, so that temperature and truncation make a
     difference."""
     config = example_config(
         family,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         hidden_size=hidden_size,
         intermediate_size=48,
         num_attention_heads=4,
@@ -54,7 +55,7 @@ def random_model(
     if rope_parameters is not None:
         config.rope_parameters = rope_parameters
 
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = model_class(config).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
 
     with torch.no_grad():

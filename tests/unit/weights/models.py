@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.models.architecture import Architecture
 from megarl.weights.shard_layout import ShardLayout
-from tests.families import example_architecture, example_config
+from tests.families import example_architecture, example_config, model_class
 
 NUM_LAYERS = 4
 HIDDEN = 32
@@ -64,9 +64,8 @@ def random_model(
     family: str, *, tied: bool = False, seed: int = 0, num_layers: int = NUM_LAYERS
 ) -> PreTrainedModel:
     """Create a model. Norms and biases are random too, so that a swapped or forgotten one is noticed."""
-    model = AutoModelForCausalLM.from_config(
-        config_of(family, tied=tied, num_layers=num_layers), dtype=torch.float32
-    )
+    config = config_of(family, tied=tied, num_layers=num_layers)
+    model = model_class(config).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
 
     with torch.no_grad():

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from megarl.rollout.interface import GenerationRequest, SamplingParameters
-from megarl.rollout.sglang.messages import generation_payload, read_sample
+from megarl.rollout.sglang.messages import check_prompt_length, generation_payload, read_sample
 from tests import fork_server
+from tests.images import image_file
 
 SAMPLING = SamplingParameters(max_new_tokens=3, seed=5, temperature=0.5, stop_token_ids=(9, 2))
 
@@ -108,3 +109,50 @@ def test_sglang_accepts_tensors_of_a_process_with_megatron(forked_processes: Non
     refused, *accepted = run("--sglang", "-c", UNPICKLE, *run("-c", PICKLE))
     assert "megatron.core.safe_globals.safe_load_from_bytes" in refused
     assert accepted == ["[0, 1, 2, 3, 4]"] * 2
+
+
+IMAGE_TOKEN = 190
+PROMPT = [5, 192, 190, 190, 190, 193, 7, 192, 190, 193]
+
+
+def test_a_request_has_images_and_a_placeholder_for_each() -> None:
+    request = GenerationRequest(1, PROMPT, SAMPLING, "", (b"first", b"second"))
+    payload = generation_payload(request, {7}, "one", IMAGE_TOKEN)
+    assert payload["input_ids"] == [5, 192, 190, 193, 7, 192, 190, 193]
+    assert payload["image_data"] == ["data:image;base64,Zmlyc3Q=", "data:image;base64,c2Vjb25k"]
+    assert "image_data" not in generation_payload(
+        GenerationRequest(1, [5], SAMPLING), {7}, "one", IMAGE_TOKEN
+    )
+
+    with pytest.raises(ValueError, match="has 2 runs of image tokens .id 190. for 1 images"):
+        generation_payload(request._replace(images=(b"first",)), {7}, "one", IMAGE_TOKEN)
+    with pytest.raises(ValueError, match="the request has images, but the model reads none"):
+        generation_payload(request, {7}, "one")
+
+
+def test_a_prompt_that_sglang_reads_as_other_tokens_is_an_error() -> None:
+    request = GenerationRequest(1, PROMPT, SAMPLING, "", (b"first", b"second"))
+    check_prompt_length(answer({"type": "length"}, prompt_tokens=10), request)
+    with pytest.raises(RuntimeError, match="read the prompt and its images as 9 tokens, .* as 10"):
+        check_prompt_length(answer({"type": "length"}, prompt_tokens=9), request)
+
+
+# Runs in a process of SGLang: its own functions for images and for prompts that are tokens.
+IMAGES = """
+import sys
+from sglang.srt.environ import envs
+from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
+from sglang.srt.utils import load_image
+image, _ = load_image(sys.argv[1])
+prompt = [int(token) for token in sys.argv[2].split(",")]
+print(image.size, BaseMultimodalProcessor._expand_input_ids(prompt, [3, 1], 190))
+"""
+
+
+def test_sglang_reads_the_image_and_expands_the_prompt(forked_processes: None) -> None:
+    request = GenerationRequest(1, PROMPT, SAMPLING, "", (image_file(8, 4), image_file(4, 4)))
+    payload = generation_payload(request, {7}, "one", IMAGE_TOKEN)
+    command = [*fork_server.PYTHON, "--sglang", "-c", IMAGES, payload["image_data"][0]]
+    prompt = ",".join(map(str, payload["input_ids"]))
+    printed = subprocess.run([*command, prompt], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines()[-1] == f"(8, 4) {PROMPT}"

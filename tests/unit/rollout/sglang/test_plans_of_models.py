@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from megarl.models.families import FAMILIES, LM_CLASS
+from megarl.models.families import FAMILIES
 from tests import fork_server
 from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES
 from tests.unit.rollout.models import manifest_of, random_model
 
 MODELS = {
     **{
-        f"{family}-tied": (family, True, FAMILIES[family].class_prefix + LM_CLASS)
+        f"{family}-tied": (family, True, FAMILIES[family].class_prefix + FAMILIES[family].lm_class)
         for family in DENSE_FAMILIES
         if FAMILIES[family].sglang_class
     },
     "qwen2-untied": ("qwen2", False, "Qwen2ForCausalLM"),
     # SGLang's classes of these models tie no embedding.
     **{
-        family: (family, False, FAMILIES[family].class_prefix + LM_CLASS)
+        family: (family, False, FAMILIES[family].class_prefix + FAMILIES[family].lm_class)
         for family in SPARSE_FAMILIES
         if FAMILIES[family].sglang_class
     },

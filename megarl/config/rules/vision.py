@@ -1,0 +1,101 @@
+"""Rules for models that read images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
+from megarl.config.schema import Device, PPOConfig, RunConfig
+from megarl.config.violation import Violation, Violations
+from megarl.models.architecture import Architecture
+
+
+def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
+    """Check that the first stage has the layers that features of images are added to."""
+    vision = architecture.vision
+    if vision is None:
+        if role.freeze_vision:
+            yield Violation(
+                (f"{role.name}.freeze_vision",),
+                f"is true, but {role.path} ({architecture.model_type}) has no vision tower; use false",
+            )
+        return
+
+    if role.lora is not None:
+        yield Violation(
+            (f"{role.name}.lora.rank",),
+            f"is set, but {role.path} ({architecture.model_type}) has a vision tower, with which adapters are "
+            "not supported yet; use null",
+        )
+
+    parallel = role.parallel
+    num_stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
+    needed = len(vision.deepstack_blocks)
+    num_layers = architecture.num_hidden_layers // num_stages
+
+    if 0 < num_layers < needed:
+        yield Violation(
+            (
+                f"{role.parallel_key}.pipeline_parallel_size",
+                f"{role.parallel_key}.virtual_pipeline_parallel_size",
+            ),
+            f"{num_stages} (virtual) stages have {num_layers} of {role.path}'s layers each, but features of "
+            f"images are added to the first {needed} layers, which the first stage must have; use at most "
+            f"{architecture.num_hidden_layers // needed} stages",
+        )
+
+
+def packing(config: RunConfig, architectures: Mapping[str, Architecture]) -> Violations:
+    """Check that rows are packed, which positions in three axes require."""
+    reading = [role for role in model_roles(config) if _reads_images(role, architectures)]
+    if reading and not config.engine.packing:
+        yield Violation(
+            ("engine.packing",),
+            f"is false, but {reading[0].path} reads images, whose positions megarl supports in packed rows "
+            "only; use true",
+        )
+
+
+def every_role(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
+    """Check that all roles read the images that the policy reads."""
+    policy = architectures.get("actor")
+    if policy is None or policy.vision is None:
+        return
+
+    for role in model_roles(config):
+        if role.name in architectures and not _reads_images(role, architectures):
+            what = "a reward model" if role.name == REWARD_MODEL else f"the {role.name}"
+            yield Violation(
+                (role.path_key,),
+                f"{role.path} has no vision tower, so {what} would not see the images that the policy "
+                f"{config.model.path} answers about; use a model of the policy's family, or a reward "
+                "function",
+            )
+        elif role.name == REWARD_MODEL:
+            yield Violation(
+                (role.path_key,),
+                f"{role.path} reads images, but conversations are sent to reward models as text; use a "
+                "reward function",
+            )
+
+    if config.agent.is_used:
+        yield Violation(
+            ("agent", "model.path"),
+            f"{config.model.path} reads images, which requests of episodes do not contain yet; use a model "
+            "without a vision tower, or no agent",
+        )
+
+
+def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
+    """Check that the engine can read images on the run's device."""
+    if policy.vision is not None and config.device is Device.cpu and config.rollout.engine.needs.cuts_models:
+        yield Violation(
+            ("rollout.engine", "device"),
+            f"{config.model.path} reads images, which the engine {config.rollout.engine.name!r} supports on "
+            "CUDA only, because its image processors need torchvision; use rollout.engine=hf",
+        )
+
+
+def _reads_images(role: ModelRole, architectures: Mapping[str, Architecture]) -> bool:
+    architecture = architectures.get(role.name)
+    return architecture is not None and architecture.vision is not None

@@ -1,0 +1,399 @@
+"""Qwen2.5-VL and Qwen3-VL: the layers of Qwen 2.5 and 3 with a vision tower and positions in three axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from megarl.models.architecture import Architecture
+from megarl.models.config_reader import ConfigReader
+from megarl.models.family import Family
+from megarl.models.mapping import Cut, MappingRow, StagePlacement
+from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk, with_prefix
+from megarl.models.vision import Vision
+
+TOWER = "visual."  # the prefix of the tower's parameters in megarl
+_ROPE_FIELDS = ("rope_parameters", "rope_scaling")
+
+# Fields of both families that concern videos, which megarl does not train on, or name tokens that only the
+# chat template writes.
+_UNREAD = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
+_UNREAD_OF_TOWER = ("tokens_per_second", "model_type", "rope_parameters")
+
+
+class _Sections(NamedTuple):
+    """How rotary frequencies are assigned to the three position axes."""
+
+    sizes: tuple[int, ...]
+    is_interleaved: bool
+
+    def axes(self, num_frequencies: int) -> tuple[int, ...]:
+        """Return the axis of each frequency."""
+        if not self.is_interleaved:
+            return tuple(axis for axis, size in enumerate(self.sizes) for _ in range(size))
+
+        # Time, row, column, time, row, column, ...; time also has what the others leave.
+        axes = [0] * num_frequencies
+        for axis in (1, 2):
+            for place in range(axis, min(3 * self.sizes[axis], num_frequencies), 3):
+                axes[place] = axis
+        return tuple(axes)
+
+
+def _read_qwen2_5_vl(reader: ConfigReader) -> Architecture:
+    return _read(
+        reader,
+        lambda text: read_trunk(text, qkv_bias=True, default_rope_theta=1e6),
+        _read_windowed_tower,
+        default_sections=_Sections((16, 24, 24), is_interleaved=False),
+    )
+
+
+def _read_qwen3_vl(reader: ConfigReader) -> Architecture:
+    return _read(
+        reader,
+        lambda text: read_trunk(text, qk_norm=True, default_head_dim=128, default_rope_theta=5e5),
+        _read_deepstack_tower,
+        default_sections=_Sections((24, 20, 20), is_interleaved=True),
+    )
+
+
+def _read(
+    reader: ConfigReader,
+    read_text: Callable[[ConfigReader], Architecture],
+    read_tower: Callable[[ConfigReader], dict[str, Any]],
+    default_sections: _Sections,
+) -> Architecture:
+    """Read a configuration with nested objects for the language model and the tower.
+
+    The first folders of Qwen2.5-VL have the fields of the language model at the top level.
+    """
+    model_type = reader.take("model_type")
+    for name in _UNREAD:
+        reader.count(name, 0)
+    is_tied = reader.flag("tie_word_embeddings")
+
+    is_flat = "text_config" not in reader.fields
+    text_fields = {
+        **(reader.fields if is_flat else _object(reader, "text_config")),
+        "tie_word_embeddings": is_tied,
+    }
+    sections = _read_sections(text_fields, default_sections, reader)
+    text = ConfigReader(text_fields, seen=set(reader.seen) if is_flat else set())
+    architecture = read_text(text)
+
+    tower = ConfigReader(_object(reader, "vision_config"))
+    vision = Vision(
+        tower_type=f"{model_type}_vision",
+        image_token_id=reader.number("image_token_id", int),
+        position_axes=sections.axes(architecture.rotary_dim // 2),
+        **_read_tower(tower),
+        **read_tower(tower),
+    )
+
+    if is_flat:
+        text.seen |= {"image_token_id", "vision_config"}
+    for part, nested in (("" if is_flat else "text_config: ", text), ("vision_config: ", tower)):
+        nested.check_neutral()
+        nested.check_left_over()
+        reader.problems += [part + problem for problem in nested.problems]
+    reader.seen |= set(reader.fields) if is_flat else set()
+
+    _check(reader, architecture, vision, sections)
+    return replace(architecture, model_type=model_type, vision=vision)
+
+
+def _object(reader: ConfigReader, name: str) -> dict[str, Any]:
+    value = reader.take(name)
+    if isinstance(value, dict):
+        return value
+    reader.problems.append(f"field {name!r} is {value!r}, but must be an object")
+    return {}
+
+
+def _read_sections(text: dict[str, Any], default: _Sections, reader: ConfigReader) -> _Sections:
+    """Take the sections of the three position axes out of the object of the rotary embedding.
+
+    What remains in the object is an ordinary rotary embedding.
+    """
+    sizes: Any = default.sizes
+    for name in _ROPE_FIELDS:
+        rope = text.get(name)
+        if not isinstance(rope, dict):
+            continue
+
+        rest = dict(rope)
+        sizes = rest.pop("mrope_section", sizes)
+        interleaved = rest.pop("mrope_interleaved", default.is_interleaved)
+        if interleaved is not default.is_interleaved:
+            said = f"only {default.is_interleaved} is supported by this family"
+            reader.problems.append(f"field 'mrope_interleaved' is {interleaved!r}; {said}")
+
+        # The type of an ordinary embedding has several names.
+        for kind in ("type", "rope_type"):
+            if rest.get(kind) == "mrope":
+                rest[kind] = "default"
+        text[name] = rest
+
+    if not (isinstance(sizes, list | tuple) and len(sizes) == 3 and all(isinstance(n, int) for n in sizes)):
+        reader.problems.append(f"field 'mrope_section' is {sizes!r}, but must be a list of three integers")
+        return default
+    return _Sections(tuple(sizes), default.is_interleaved)
+
+
+def _read_tower(tower: ConfigReader) -> dict[str, Any]:
+    """Read what the towers of both families have."""
+    for name in _UNREAD_OF_TOWER:
+        tower.take(name)
+    in_channels = tower.number("in_channels", int, 3)
+    patch_size = tower.number("patch_size", int, 14)
+
+    # Older names, which transformers does not read.
+    for name, used in (("in_chans", in_channels), ("spatial_patch_size", patch_size)):
+        if tower.take(name) not in (None, used):
+            tower.refuse(name, f"transformers does not read it and uses {used}")
+
+    hidden_size = tower.number("hidden_size", int)
+    num_heads = tower.number("num_heads", int)
+    if hidden_size % (4 * num_heads):
+        tower.problems.append(
+            f"'hidden_size' {hidden_size} is not a multiple of four times 'num_heads' {num_heads}, which the "
+            "rotary embedding of rows and columns needs"
+        )
+
+    return {
+        "depth": tower.number("depth", int),
+        "hidden_size": hidden_size,
+        "intermediate_size": tower.number("intermediate_size", int),
+        "num_heads": num_heads,
+        "out_hidden_size": tower.number("out_hidden_size", int),
+        "in_channels": in_channels,
+        "patch_size": patch_size,
+        "temporal_patch_size": tower.number("temporal_patch_size", int, 2),
+        "spatial_merge_size": tower.number("spatial_merge_size", int, 2),
+    }
+
+
+def _read_windowed_tower(tower: ConfigReader) -> dict[str, Any]:
+    return {
+        "window_size": tower.number("window_size", int, 112),
+        "full_attention_blocks": _blocks(tower, "fullatt_block_indexes", (7, 15, 23, 31)),
+    }
+
+
+def _read_deepstack_tower(tower: ConfigReader) -> dict[str, Any]:
+    activation = tower.take("hidden_act")
+    if activation not in (None, "gelu_pytorch_tanh"):
+        tower.refuse("hidden_act", 'only "gelu_pytorch_tanh" is supported')
+    return {
+        "num_position_embeddings": tower.number("num_position_embeddings", int, 2304),
+        "deepstack_blocks": _blocks(tower, "deepstack_visual_indexes", (8, 16, 24)),
+    }
+
+
+def _blocks(tower: ConfigReader, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Read a list of distinct numbers of blocks, in ascending order."""
+    blocks = tower.take(name)
+    if blocks is None:
+        return default
+
+    depth = tower.fields.get("depth")
+    last = depth if isinstance(depth, int) else 0
+    if (
+        not isinstance(blocks, list)
+        or not all(isinstance(block, int) and 0 <= block < last for block in blocks)
+        or sorted(set(blocks)) != blocks
+    ):
+        tower.refuse(name, f"it must list distinct blocks from 0 to {last - 1} in ascending order")
+        return default
+    return tuple(blocks)
+
+
+def _check(reader: ConfigReader, architecture: Architecture, vision: Vision, sections: _Sections) -> None:
+    """Refuse objects that do not fit together."""
+    if reader.problems:
+        return
+
+    if vision.out_hidden_size != architecture.hidden_size:
+        needed = f"the 'hidden_size' {architecture.hidden_size} of the language model"
+        reader.problems.append(
+            f"vision_config: field 'out_hidden_size' is {vision.out_hidden_size}, but must be {needed}"
+        )
+
+    if sum(sections.sizes) != architecture.rotary_dim // 2:
+        needed = f"half of the head's size {architecture.rotary_dim}"
+        reader.problems.append(f"field 'mrope_section' is {list(sections.sizes)}, whose sum must be {needed}")
+
+    # The features of the last layer would be added to tokens that it has dropped.
+    if len(vision.deepstack_blocks) >= architecture.num_hidden_layers:
+        reader.problems.append(
+            f"vision_config: field 'deepstack_visual_indexes' lists {len(vision.deepstack_blocks)} blocks "
+            f"for {architecture.num_hidden_layers} layers; megarl supports fewer blocks than layers"
+        )
+
+    if vision.num_position_embeddings and int(vision.num_position_embeddings**0.5) ** 2 != (
+        vision.num_position_embeddings
+    ):
+        reader.problems.append(
+            f"vision_config: field 'num_position_embeddings' is {vision.num_position_embeddings}, but must "
+            "be a square number"
+        )
+
+    if vision.image_token_id >= architecture.vocab_size:
+        reader.problems.append(
+            f"field 'image_token_id' is {vision.image_token_id}, outside the vocabulary of "
+            f"{architecture.vocab_size}"
+        )
+
+
+def _tower_rows(stored: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[MappingRow, ...]:
+    """Return the rows of parameters that every tensor-parallel rank of the first stage holds.
+
+    Args:
+        stored: The prefix of the tensors in a folder.
+        shapes: The shapes of the parameters by name.
+    """
+    return tuple(
+        MappingRow(
+            megatron=TOWER + name,
+            place=StagePlacement.embedding,
+            cut=Cut.replicated,
+            tensors=((stored + name, " ".join(map(str, shape))),),
+        )
+        for name, shape in shapes.items()
+    )
+
+
+def _layer(name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a linear layer with a bias."""
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+
+def _patch_embedding(vision: Vision) -> tuple[int, ...]:
+    patch = (vision.in_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+    return (vision.hidden_size, *patch)
+
+
+def _qwen2_5_tower(vision: Vision) -> tuple[MappingRow, ...]:
+    width = vision.hidden_size
+    merged = width * vision.patches_per_token
+    shapes = {"patch_embed.proj.weight": _patch_embedding(vision)}
+
+    for block in (f"blocks.{number}" for number in range(vision.depth)):
+        shapes[f"{block}.norm1.weight"] = (width,)
+        shapes[f"{block}.norm2.weight"] = (width,)
+        shapes |= _layer(f"{block}.attn.qkv", width, 3 * width)
+        shapes |= _layer(f"{block}.attn.proj", width, width)
+        shapes |= _layer(f"{block}.mlp.gate_proj", width, vision.intermediate_size)
+        shapes |= _layer(f"{block}.mlp.up_proj", width, vision.intermediate_size)
+        shapes |= _layer(f"{block}.mlp.down_proj", vision.intermediate_size, width)
+
+    shapes["merger.ln_q.weight"] = (width,)
+    shapes |= _layer("merger.mlp.0", merged, merged)
+    shapes |= _layer("merger.mlp.2", merged, vision.out_hidden_size)
+    return _tower_rows("visual.", shapes)
+
+
+def _qwen3_tower(vision: Vision) -> tuple[MappingRow, ...]:
+    width = vision.hidden_size
+    merged = width * vision.patches_per_token
+    shapes: dict[str, tuple[int, ...]] = {
+        "patch_embed.proj.weight": _patch_embedding(vision),
+        "patch_embed.proj.bias": (width,),
+        "pos_embed.weight": (vision.num_position_embeddings, width),
+    }
+
+    for block in (f"blocks.{number}" for number in range(vision.depth)):
+        for norm in ("norm1", "norm2"):
+            shapes |= {f"{block}.{norm}.weight": (width,), f"{block}.{norm}.bias": (width,)}
+        shapes |= _layer(f"{block}.attn.qkv", width, 3 * width)
+        shapes |= _layer(f"{block}.attn.proj", width, width)
+        shapes |= _layer(f"{block}.mlp.linear_fc1", width, vision.intermediate_size)
+        shapes |= _layer(f"{block}.mlp.linear_fc2", vision.intermediate_size, width)
+
+    # The mergers of deepstack normalize after patches were merged.
+    mergers = {f"deepstack_merger_list.{number}": merged for number in range(len(vision.deepstack_blocks))}
+    for merger, size in {"merger": width, **mergers}.items():
+        shapes |= {f"{merger}.norm.weight": (size,), f"{merger}.norm.bias": (size,)}
+        shapes |= _layer(f"{merger}.linear_fc1", merged, merged)
+        shapes |= _layer(f"{merger}.linear_fc2", merged, vision.out_hidden_size)
+    return _tower_rows("model.visual.", shapes)
+
+
+_TOWER_OF_EXAMPLE = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 2,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+}
+_TOKENS_OF_EXAMPLE = {
+    "image_token_id": 190,
+    "video_token_id": 191,
+    "vision_start_token_id": 192,
+    "vision_end_token_id": 193,
+}
+
+
+def _example(
+    model_type: str, architecture: str, text: dict[str, Any], tower: dict[str, Any]
+) -> dict[str, Any]:
+    top = {"architectures": [architecture], "model_type": model_type, "tie_word_embeddings": False}
+    trunk = {name: value for name, value in EXAMPLE.items() if name not in (*top, "rope_theta")}
+    return {
+        **top,
+        **_TOKENS_OF_EXAMPLE,
+        "text_config": trunk | {"model_type": f"{model_type}_text"} | text,
+        "vision_config": _TOWER_OF_EXAMPLE | {"model_type": f"{model_type}_vision"} | tower,
+    }
+
+
+def _qwen2_5_vl_example() -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    windows = {"window_size": 8, "fullatt_block_indexes": [1], "hidden_act": "silu"}
+    return _example("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", {"rope_parameters": rope}, windows)
+
+
+def _qwen3_vl_example() -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    tower = {
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 2],
+        "hidden_act": "gelu_pytorch_tanh",
+    }
+    text = {"head_dim": 32, "rope_parameters": rope}
+    return _example("qwen3_vl", "Qwen3VLForConditionalGeneration", text, tower)
+
+
+_LM_CLASS = "ForConditionalGeneration"
+_LIMITS = (
+    "no videos; packed rows only; no agents and reward models",
+    "SGLang on GPUs only, where images have not run",
+)
+QWEN2_5_VL = Family(
+    model_type="qwen2_5_vl",
+    class_prefix="Qwen2_5_VL",
+    lm_class=_LM_CLASS,
+    read=_read_qwen2_5_vl,
+    rows=TRUNK_ROWS,
+    tower_rows=_qwen2_5_tower,
+    module_prefixes={"model.language_model.": "model.", "model.visual.": "visual."},
+    example=_qwen2_5_vl_example,
+    models="Qwen2.5-VL",
+    limits=_LIMITS,
+)
+QWEN3_VL = Family(
+    model_type="qwen3_vl",
+    class_prefix="Qwen3VL",
+    lm_class=_LM_CLASS,
+    read=_read_qwen3_vl,
+    rows=with_prefix(TRUNK_ROWS, "model.", "model.language_model."),
+    tower_rows=_qwen3_tower,
+    example=_qwen3_vl_example,
+    models="Qwen3-VL, dense",
+    limits=(*_LIMITS, "the first pipeline stage must have the layers that features of images are added to"),
+)
