@@ -387,15 +387,12 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
     of_element = element_bytes(dtype, model.megatron)
     state_bytes = of_element.moments + of_element.master
     # Experts have fewer copies than dense weights, so ZeRO 1 divides their state by less.
-    # A frozen tower has neither gradients nor optimizer state.
-    is_frozen = model.freeze_vision and stage == 0 and architecture.lora is None
-    dense = trained.dense - is_frozen * num_tower_parameters(architecture)
-    optimizer = -(-dense * state_bytes // parallel.num_copies)
+    optimizer = -(-trained.dense * state_bytes // parallel.num_copies)
     optimizer += -(-trained.experts * state_bytes // parallel.expert_data_parallel_size)
 
     return Usage(
         parameters=parameters,
-        gradients=(dense + trained.experts) * of_element.gradient,
+        gradients=trained.total * of_element.gradient,
         optimizer=optimizer,
     )
 
@@ -411,14 +408,19 @@ def step_memory(model: ModelRole, architecture: Architecture, dtype: DType, stag
 
 
 def trained_parameters(model: ModelRole, architecture: Architecture, stage: int) -> ParameterCount:
-    """Count the parameters that one rank of a pipeline stage holds and trains."""
-    return stage_parameters(
+    """Count the parameters that one rank of a pipeline stage holds and trains.
+
+    A frozen vision tower has neither gradients nor optimizer state.
+    """
+    trained = stage_parameters(
         architecture,
         model.parallel,
         stage,
         with_value_head=model.with_value_head,
         trained_only=architecture.lora is not None,
     )
+    is_frozen = model.freeze_vision and stage == 0
+    return trained._replace(dense=trained.dense - is_frozen * num_tower_parameters(architecture))
 
 
 def stage_parameters(

@@ -24,8 +24,8 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     if role.lora is not None:
         yield Violation(
             (f"{role.name}.lora.rank",),
-            f"is set, but {role.path} ({architecture.model_type}) has a vision tower, with which adapters are "
-            "not supported yet; use null",
+            f"is set, but {role.path} ({architecture.model_type}) has a vision tower, with which adapters "
+            "are not supported yet; use null",
         )
 
     parallel = role.parallel

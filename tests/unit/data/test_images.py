@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.token_rows import IMAGE_BYTES, IMAGE_GRIDS, IMAGE_SIZES, PIXEL_VALUES
@@ -44,8 +45,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def processor(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> ImageProcessor:
-    from dataclasses import replace
-
     save_processor(tmp_path)
     vision = example_architecture("qwen3_vl").vision
     assert vision is not None
@@ -196,6 +195,8 @@ def test_samples_of_a_prompt_share_its_files_and_patches(
     assert columns[PIXEL_VALUES].starts[1] == columns[PIXEL_VALUES].starts[2]
 
     # The patches are those of transformers' processor.
-    reference = processor._processor(images=[decode(WIDE), decode(SQUARE)], return_tensors="pt")
+    reference = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")(
+        images=[decode(WIDE), decode(SQUARE)], return_tensors="pt"
+    )
     second = list(columns[PIXEL_VALUES].each())[1]
     assert torch.equal(second, reference["pixel_values"].flatten())
