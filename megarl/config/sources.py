@@ -32,7 +32,13 @@ from megarl.machine.errors import ConfigError
 BASE = "base"
 WITH = "with"
 # Sections that have presets, and the folder of their files in `configs/`.
-GROUPS = {"algorithm": "algorithm", "actor.megatron": "megatron", "critic.megatron": "megatron"}
+GROUPS = {
+    "algorithm": "algorithm",
+    "actor.megatron": "megatron",
+    "critic.megatron": "megatron",
+    "actor.lora": "lora",
+    "critic.lora": "lora",
+}
 COMBINED = ("megatron",)  # folders whose presets can be combined
 COMMAND_LINE = "command line"
 GIVEN = "given values"

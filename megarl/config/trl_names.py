@@ -67,7 +67,11 @@ TRL_NAMES = {
     "output_dir": "trainer.output_dir",
     "seed": "trainer.seed",
     "logging_steps": "none; every step is logged",
-    "use_peft": "none; all weights are trained",
+    "use_peft": "actor.lora.rank; null trains all weights",
+    "lora_r": "actor.lora.rank",
+    "lora_alpha": "actor.lora.alpha",
+    "lora_target_modules": "actor.lora.targets; empty is all-linear",
+    "lora_dropout": "actor.lora.dropout; must be 0",
     "deepspeed": "none; Megatron-Core shards models and optimizer state: actor.parallel",
     "fsdp": "none; Megatron-Core shards models and optimizer state: actor.parallel",
 }  # fmt: skip

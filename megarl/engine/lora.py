@@ -55,10 +55,10 @@ class AdapterSwitch:
 class ProjectionAdapter(torch.nn.Module):
     """The adapter of one projection: `a` (r, inputs) and `b` (outputs, r) of this rank."""
 
-    def __init__(self, a_shape: Sequence[int], b_shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, a_shape: Sequence[int], b_shape: Sequence[int], weight: Tensor) -> None:
         super().__init__()
-        self.a = torch.nn.Parameter(torch.empty(tuple(a_shape), dtype=dtype))
-        self.b = torch.nn.Parameter(torch.empty(tuple(b_shape), dtype=dtype))
+        self.a = torch.nn.Parameter(weight.new_empty(tuple(a_shape)))
+        self.b = torch.nn.Parameter(weight.new_empty(tuple(b_shape)))
 
 
 class LinearAdapters(torch.nn.Module):
@@ -100,7 +100,7 @@ class LinearAdapters(torch.nn.Module):
                 self._parts.append((None, outputs))
                 continue
             name = names.a.split(".")[-2]
-            adapter = ProjectionAdapter(shapes[names.a], shapes[names.b], linear.weight.dtype)
+            adapter = ProjectionAdapter(shapes[names.a], shapes[names.b], linear.weight.detach())
             self._mark(adapter, linear.weight)
             self.add_module(name, adapter)
             self._parts.append((name, outputs))

@@ -43,6 +43,7 @@ class ByHand(NamedTuple):
 
 SHORT = "trainer.total_steps=1 trainer.prompts_per_step=16 rollout.n=4 trainer.validate_before=false"
 QUICKSTART = "make quickstart"  # the others find its model, its data and its run
+_ADAPTERS = "tests/unit/checkpoints/convert/test_adapters.py::test_a_peft_folder_comes_back_from_a_checkpoint"
 _CONVERT = "tests/unit/cli/test_convert.py::test_there_and_back_and_compared"
 _TUTORIAL = "tests/unit/recipes/test_tutorial.py"
 _TUTORIAL_STAGES = f"{_TUTORIAL}::test_each_stage_is_a_command_that_there_is"
@@ -122,6 +123,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl check configs/quickstart.yaml --fast": Executed(),
     "megarl check configs/quickstart.yaml actor.optm.lr=1e-3": Executed(status=2),
     "megarl check configs/qwen2.5_7b_grpo.yaml": Executed(),
+    "megarl check configs/qwen2.5_7b_grpo.yaml actor.lora=lora": Executed(),
     "megarl check configs/qwen2.5_7b_grpo.yaml actor.recompute=none actor.micro_batch.max_tokens=32768": Executed(
         status=2
     ),
@@ -294,6 +296,12 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "--max-shard-size 5GB": Executed(given=(("outputs/run", "outputs/quickstart"), ("HF_DIR", "outputs/hf"))),
     "megarl submit --address http://HEAD:8265 configs/quickstart.yaml trainer.total_steps=10": InTest(
         f"{_LAUNCH}::test_a_submitted_run_trains_and_its_status_is_the_commands", ("submit", "--address")
+    ),
+    "megarl convert megatron-to-hf --input outputs/quickstart_lora/checkpoints --output ADAPTER_DIR": InTest(
+        _ADAPTERS, ("megatron-to-hf", "--input", "--output")
+    ),
+    "megarl convert merge-adapter --input ADAPTER_DIR --base HF_DIR --output MERGED_DIR": InTest(
+        _ADAPTERS, ("merge-adapter", "--input", "--base", "--output")
     ),
     "megarl convert inspect CKPT_OR_HF_DIR": InTest(
         "tests/unit/cli/test_convert.py::test_what_is_in_a_folder", ("inspect",)

@@ -92,7 +92,10 @@ def test_the_table_is_read_only_where_a_key_is_unknown(tmp_path: Path) -> None:
         ),
         ("+actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "use algorithm.policy_loss.kind"),
         ("+data.max_prompt_length=8", "write data.max_prompt_length=..., without a sign before it"),
-        ("actor_rollout_ref.model.lora.rank=8", "without a counterpart in megarl: all weights are trained"),
+        (
+            "actor_rollout_ref.model.lora.rank=8",
+            "without a counterpart in megarl: adapters are configured by",
+        ),
         (
             "actor_rollout_ref.actor.megatron.context_parallel_size=2",
             "use actor.parallel.context_parallel_size",
@@ -158,7 +161,7 @@ def test_names_of_trl_are_answered(tmp_path: Path) -> None:
     assert [problem.partition(" [")[0] for problem in problems(PPOConfig, tmp_path, text)] == [
         "num_generations: is a TRL argument; use rollout.n (responses per prompt)",
         "beta: is a TRL argument; use algorithm.kl.coefficient (with algorithm.kl.where=loss)",
-        "use_peft: is a TRL argument without a counterpart in megarl: all weights are trained",
+        "use_peft: is a TRL argument; use actor.lora.rank (null trains all weights)",
     ]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from megarl.models.architecture import LoRA
 from megarl.models.families import read_architecture
 from megarl.models.flops import peak_tflops, tower_flops, training_flops
 from tests.families import example_architecture, example_config
@@ -53,6 +54,23 @@ def test_it_is_what_a_model_of_hugging_face_does(
     unread = 2 * WIDTH * VOCABULARY * (length - response)
     expected = counter.get_total_flops() - 3 * (masked + unread)
     assert training_flops(read_architecture(str(folder)), [(prompt, response)]) == expected
+
+
+def test_frozen_matrices_have_one_product_in_the_backward_pass(tmp_path: Path) -> None:
+    """By hand: two products of frozen matrices, three of adapters and of attention."""
+    folder = str(model_folder(tmp_path / "model", num_attention_heads=4, num_key_value_heads=2))
+    architecture = replace(read_architecture(folder), lora=LoRA(rank=8, alpha=8))
+    prompt = 5
+    response = 8
+    length = prompt + response
+    feed_forward = 96
+    key_value = WIDTH // 2
+    shapes = [(WIDTH, WIDTH)] * 2 + [(key_value, WIDTH)] * 2 + [(feed_forward, WIDTH)] * 2
+    shapes.append((WIDTH, feed_forward))
+    frozen = length * LAYERS * sum(rows * columns for rows, columns in shapes) + response * WIDTH * VOCABULARY
+    adapters = length * LAYERS * 8 * sum(rows + columns for rows, columns in shapes)
+    pairs = LAYERS * 2 * WIDTH * length * (length + 1) // 2
+    assert training_flops(architecture, [(prompt, response)]) == 2 * (2 * frozen + 3 * (adapters + pairs))
 
 
 def test_latent_attention_is_what_a_model_of_hugging_face_does() -> None:

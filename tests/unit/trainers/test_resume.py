@@ -18,9 +18,11 @@ from megarl.checkpoints.role_folder import Description, Layout, item_checksums, 
 from megarl.checkpoints.run_folder import CheckpointFolder, file_checksum
 from megarl.checkpoints.torch_dist import TORCH_DIST
 from megarl.config.load import dump_config, load_config
-from megarl.config.schema import CheckpointConfig, Device, OptimConfig, PPOConfig
+from megarl.config.schema import CheckpointConfig, Device, LoRAConfig, OptimConfig, PPOConfig
 from megarl.machine.errors import CheckpointError, ConfigError
+from megarl.models.families import read_architecture
 from megarl.trainers.resume import checkpoint_folder, find_resume
+from megarl.weights.peft_folder import write_config
 from tests.unit.config.folders import ARCHITECTURE, model_folder, ppo_values, write_yaml
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -179,6 +181,44 @@ def test_every_reason_against_it_is_listed_at_once(config: PPOConfig) -> None:
     assert "trainer.total_steps: is 3, but the checkpoint is of step 4" in said
     assert "actor: hidden_size is 48, but the checkpoint's model has 96" in said
     assert "critic: hidden_size is 48" in said
+
+
+@pytest.mark.parametrize(
+    ("had", "has", "said"),
+    [
+        (None, {"rank": 8}, "actor.lora.rank: the checkpoint trained weights, but this run trains adapters"),
+        ({"rank": 8}, {}, "actor.lora.rank: the checkpoint trained adapters, but this run trains weights"),
+        ({"rank": 8}, {"rank": 4}, "actor.lora.rank: is 4, but the checkpoint's adapters have 8"),
+        (
+            {"rank": 8},
+            {"rank": 8, "alpha": 8.0},
+            "actor.lora.alpha: is 8, but the checkpoint's adapters have 32",
+        ),
+        (
+            {"rank": 8, "targets": ["q_proj"]},
+            {"rank": 8},
+            "actor.lora.targets: the checkpoint has adapters at q_proj; use actor.lora.targets=[q_proj]",
+        ),
+        ({"rank": 8}, {"rank": 8}, None),
+        ({"rank": 8, "targets": ["q_proj"]}, {"rank": 8, "targets": ["self_attn.q_proj"]}, None),
+    ],
+)
+def test_adapters_continue_only_as_they_are(
+    config: PPOConfig, had: dict[str, Any] | None, has: dict[str, Any], said: str | None
+) -> None:
+    path = save(config, 4)
+    if had is not None:
+        adapters = replace(config.actor, lora=LoRAConfig(**had)).adapters
+        companions = path / "actor" / "huggingface"
+        write_config(companions, replace(read_architecture(str(companions)), lora=adapters), "base")
+
+    resumed = replace(config, actor=replace(config.actor, lora=LoRAConfig(**has)))
+    if said is None:
+        assert find_resume(resumed) is not None
+        return
+    with pytest.raises(ConfigError) as caught:
+        find_resume(resumed)
+    assert [problem for problem in caught.value.problems if said in problem]
 
 
 def test_another_trainers_checkpoint_is_refused(config: PPOConfig) -> None:

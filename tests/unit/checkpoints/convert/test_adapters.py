@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.checkpoints.convert.adapters import merged_source, open_adapter_folder, write_peft
-from megarl.checkpoints.convert.hugging_face import open_hugging_face, write_hugging_face
+from megarl.checkpoints.convert.adapters import merged_source, open_adapter_folder
+from megarl.checkpoints.convert.hugging_face import open_hugging_face
 from megarl.checkpoints.convert.open import open_model
+from megarl.cli.main import main
 from megarl.config.schema import ParallelConfig
 from megarl.machine.errors import CheckpointError
 from megarl.weights.peft_folder import CONFIG_FILE, write_config
@@ -39,20 +40,21 @@ def test_a_peft_folder_comes_back_from_a_checkpoint(family: str, rank_pool: Rank
     shutil.copyfile(Path(case.base) / "config.json", companions / "config.json")
     write_config(companions, case.architecture(), case.base)
 
-    source = open_model(folder)
-    assert source.kind == "Megatron torch_dist of adapters"
-    write_peft(source, tmp_path / "again")
-    again = case._replace(adapter=str(tmp_path / "again"))
+    assert open_model(folder).kind == "Megatron torch_dist of adapters"
+    written = tmp_path / "again"
+    assert main(["convert", "megatron-to-hf", "--input", str(folder), "--output", str(written)]) == 0
+    again = case._replace(adapter=str(written))
     stored = adapters_of(case)
     assert adapters_of(again).keys() == stored.keys()
     assert all(torch.equal(adapters_of(again)[name], value) for name, value in stored.items())
-    assert (tmp_path / "again" / CONFIG_FILE).read_text() == (Path(case.adapter) / CONFIG_FILE).read_text()
+    assert (written / CONFIG_FILE).read_text() == (Path(case.adapter) / CONFIG_FILE).read_text()
 
-    check_merged(case, merged_by_conversion(case, open_model(folder), tmp_path / "merged"))
+    check_merged(case, merged_by_command(case, folder, tmp_path / "merged"))
 
 
-def merged_by_conversion(case: Adapted, adapter: object, folder: Path) -> Path:
-    write_hugging_face(merged_source(adapter, open_hugging_face(Path(case.base))), folder)  # type: ignore[arg-type]
+def merged_by_command(case: Adapted, adapter: Path | str, folder: Path) -> Path:
+    paths = ["--input", str(adapter), "--base", case.base, "--output", str(folder)]
+    assert main(["convert", "merge-adapter", *paths]) == 0
     return folder
 
 
@@ -74,7 +76,7 @@ def check_merged(case: Adapted, folder: Path) -> None:
 def test_a_peft_folder_is_merged_and_another_model_is_refused(tmp_path: Path) -> None:
     case = save_adapted("qwen3-tied", tmp_path / "one", ("q_proj", "mlp.gate_proj"))
     adapter = open_adapter_folder(Path(case.adapter), Path(case.base))
-    check_merged(case, merged_by_conversion(case, adapter, tmp_path / "merged"))
+    check_merged(case, merged_by_command(case, case.adapter, tmp_path / "merged"))
 
     other = save_adapted("qwen2", tmp_path / "other")
     with pytest.raises(CheckpointError, match="which is another model"):
