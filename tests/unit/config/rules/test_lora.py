@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +12,6 @@ from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import Layers, PPOConfig
 from megarl.config.validate import read_architectures, validate
-from megarl.models.families import FAMILIES
 from megarl.placement.dataflow import Item
 from megarl.placement.memory import plan_memory
 from megarl.placement.offload_plan import OffloadPlan
@@ -61,14 +60,12 @@ def test_what_is_refused(ppo: str, overrides: list[str], message: str) -> None:
     assert any(message in violation for violation in violations(ppo, *overrides)), violations(ppo, *overrides)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_next", "qwen2_5_vl"])
 def test_families_without_adapters_are_refused_by_name(family: str, tmp_path: Path) -> None:
     values = ppo_values(tmp_path)
-    fields: dict[str, Any] = {
-        **example_fields(family),
-        "architectures": [f"{FAMILIES[family].class_prefix}ForCausalLM"],
-    }
-    values["model"]["path"] = str(model_folder(tmp_path / "other", **fields))
+    folder = model_folder(tmp_path / "other")
+    (folder / "config.json").write_text(json.dumps(example_fields(family)))
+    values["model"]["path"] = str(folder)
     values["critic"]["model"] = {"path": str(tmp_path / "model")}
     found = violations(write_yaml(tmp_path / "run.yaml", values), RANK)
     named = [line for line in found if line.startswith("actor.lora.rank") and family in line]
