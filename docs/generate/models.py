@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megarl.config.shipped import CONFIGS_DIR
-from megarl.models.architecture import Architecture, LinearScaling, Llama3Scaling, RouterScore, YarnScaling
+from megarl.models.architecture import (
+    Activation,
+    Architecture,
+    LinearScaling,
+    Llama3Scaling,
+    QKNorm,
+    RouterScore,
+    YarnScaling,
+)
 from megarl.models.config_reader import ConfigReader
 from megarl.models.counts import num_active_parameters, num_parameters
 from megarl.models.families import FAMILIES, read_architecture
@@ -89,7 +97,8 @@ def _attention(architecture: Architecture) -> str:
     if architecture.qkv_bias:
         parts.append("bias of q, k and v")
     if architecture.qk_norm:
-        parts.append("norm of q and k")
+        over = " over all heads" if architecture.qk_norm_kind is QKNorm.all_heads else ""
+        parts.append(f"norm of q and k{over}")
     if architecture.partial_rotary_factor != 1:
         parts.append(f"{architecture.partial_rotary_factor:.0%} of a head rotated")
     if architecture.has_sinks:
@@ -98,13 +107,19 @@ def _attention(architecture: Architecture) -> str:
         parts.append("sliding windows")
     if architecture.vision is not None:
         parts.append("positions in three axes, [vision tower](images.md)")
+    if architecture.local_rope is not None:
+        parts.append("two rotary embeddings")
+    if architecture.layers_without_rope:
+        parts.append("layers without rotary embedding")
+    if architecture.norms.after:
+        parts.append("norms before and after blocks" if architecture.norms.before else "norms after blocks")
     return ", ".join(parts)
 
 
 def _feed_forward(architecture: Architecture) -> str:
     experts = architecture.experts
     if experts is None:
-        return "dense"
+        return "dense" if architecture.activation is Activation.silu else "dense, GELU"
 
     parts = [f"{'sigmoid' if experts.score is RouterScore.sigmoid else 'softmax'} router"]
     if experts.has_selection_bias:

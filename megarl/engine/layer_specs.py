@@ -33,6 +33,7 @@ from megarl.engine.delta_net import GatedDeltaNet
 from megarl.engine.latent_attention import LatentSelfAttention
 from megarl.engine.layers import AttentionCore, LogitLayer, RMSNorm, sharing_prompts
 from megarl.engine.moe_router import RoutedLayer, router_class
+from megarl.engine.norms import drop_norms_before_blocks, linear_class, set_norms
 from megarl.engine.sinks import SinkAttention
 from megarl.engine.vision import DeepstackLayer
 from megarl.models.architecture import Architecture
@@ -98,6 +99,11 @@ def block_spec(
         if is_delta:
             _set_delta_net(kind, architecture, layers)
 
+    for kind in kinds.values():
+        set_norms(kind, architecture, norm)
+        if not architecture.norms.before:
+            drop_norms_before_blocks(kind, _column_parallel_linear(layers))
+
     # Neither Megatron's attention nor Transformer Engine's has sinks and windows for shared prompts.
     if architecture.has_sinks or any(architecture.windows):
         for kind in kinds.values():
@@ -134,6 +140,13 @@ def block_spec(
         layer_specs[-1] = replace(layer_specs[-1], module=LogitLayer)
 
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)
+
+
+def _column_parallel_linear(layers: Layers) -> type:
+    """Return the class of a column-parallel layer without a norm of its input."""
+    if layers is Layers.transformer_engine:
+        return gpt_layer_specs.TESpecProvider().column_parallel_linear()
+    return ColumnParallelLinear
 
 
 def ends_with_predictors(sparse_layers: Collection[int]) -> bool:
@@ -279,16 +292,17 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
         rows.add(grouped.linear_fc2)
 
     for path, module in model.named_modules():
-        if type(module) not in columns | rows:
+        kind = linear_class(module)
+        if kind not in columns | rows:
             continue
         stride = 2 if path.endswith("linear_fc1") else 1
         gates_apart = stride == 2 and not config.bias_activation_fusion
         for name, parameter in module.named_parameters(recurse=False):
             # The bias of a row-parallel layer is replicated.
-            is_cut = name.startswith("weight") or (name == "bias" and type(module) in columns)
+            is_cut = name.startswith("weight") or (name == "bias" and kind in columns)
             if is_cut and not getattr(parameter, "tensor_model_parallel", False):
                 set_tensor_model_parallel_attributes(
-                    parameter, is_parallel=True, dim=int(type(module) in rows), stride=stride
+                    parameter, is_parallel=True, dim=int(kind in rows), stride=stride
                 )
             parameter.gates_apart = gates_apart  # see cpu_adaptations.py
 

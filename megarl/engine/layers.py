@@ -1,4 +1,4 @@
-"""The local layers that replace Megatron's: RMSNorm, the attention core, and a model's last layer.
+"""The local layers that replace Megatron's: the attention core, and a model's last layer.
 
 They support padded and packed batches, on a CPU and on CUDA. None of them reads anything from the device: the
 sequence lengths were known on the host when the batch was made.

@@ -186,7 +186,8 @@ def add_adapters(
         if weight is None or not _has_adapters(weight, shapes):
             continue
         linear.lora = LinearAdapters(linear, weight, shapes, layout, architecture.lora.scale)
-        linear.register_forward_hook(_adding(switch))
+        # before the norm of the layer's output, which norms.py computes in a hook too
+        linear.register_forward_hook(_adding(switch), prepend=True)
 
     if model.pre_process:
         model.embedding.register_forward_hook(_with_gradient)

@@ -5,7 +5,8 @@ The model is a policy or a critic.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,13 +33,14 @@ from megarl.engine.layer_specs import (
     fuse_gradient_accumulation,
     mark_cut_parameters,
 )
+from megarl.engine.local_rotation import set_local_rotation
 from megarl.engine.lora import AdapterSwitch, add_adapters
 from megarl.engine.megatron_options import NO_OPTIONS, build_config
 from megarl.engine.moe_router import BiasedExpertRouter
 from megarl.engine.packed_rows import PackedRows
 from megarl.engine.rope_frequencies import attention_factor, inverse_frequencies
 from megarl.engine.vision import ImageInputs, build_tower, insert_images, keep_frequencies
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Activation, Architecture, QKNorm
 from megarl.models.counts import padded_vocab_size
 from megarl.models.tensor_table import Head
 from megarl.weights.shard_layout import layouts_of
@@ -65,9 +67,11 @@ def transformer_config(
     embedding has no factor for cosine and sine, so models that have one use megarl's.
     """
     virtual = parallel.virtual_pipeline_parallel_size
+    spans_heads = architecture.qk_norm_kind is QKNorm.all_heads
     has_clamp = architecture.experts is not None and architecture.experts.clamp is not None
     # The CPU's fused activation is another one, and adapters are added before the activation.
-    fuses_activation = not (on_cpu and (has_clamp or architecture.lora is not None))
+    is_silu = architecture.activation is Activation.silu
+    fuses_activation = not (on_cpu and (has_clamp or not is_silu or architecture.lora is not None))
     own = dict(
         num_layers=architecture.num_hidden_layers,
         hidden_size=architecture.hidden_size,
@@ -78,14 +82,17 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=architecture.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=quick_gelu if has_clamp else F.silu,
+        activation_func=_activation(architecture, on_cpu=on_cpu),
         activation_func_clamp_value=architecture.experts.clamp if architecture.experts else None,
         glu_linear_offset=1.0 if has_clamp else 0.0,
         add_bias_linear=architecture.linear_bias,
         add_qkv_bias=architecture.qkv_bias,
-        qk_layernorm=architecture.qk_norm,
+        qk_layernorm=architecture.qk_norm and not spans_heads,
+        qk_l2_norm=architecture.qk_norm and spans_heads,
         layernorm_zero_centered_gamma=architecture.norms.zero_centered,
         attention_output_gate=architecture.has_output_gate,
+        softmax_scale=architecture.softmax_scale,
+        no_rope_freq=_layers_without_rope(architecture),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_parallel_size,
@@ -123,6 +130,25 @@ def transformer_config(
     )
     config_class = TransformerConfig if architecture.latent is None else MLATransformerConfig
     return build_config(config_class, own | latent_options(architecture), options)
+
+
+def _activation(architecture: Architecture, *, on_cpu: bool) -> Callable[[Tensor], Tensor]:
+    """Return the activation of a gate.
+
+    Megatron computes the tanh approximation if GELU is fused with the product of gate and up.
+    """
+    if architecture.experts is not None and architecture.experts.clamp is not None:
+        return quick_gelu
+    if architecture.activation is Activation.gelu_tanh:
+        return partial(F.gelu, approximate="tanh") if on_cpu else F.gelu
+    return F.silu
+
+
+def _layers_without_rope(architecture: Architecture) -> list[int] | None:
+    """Return a mark for each layer: 1 if it does not rotate queries and keys. None if all layers do."""
+    if not architecture.layers_without_rope:
+        return None
+    return [int(layer in architecture.layers_without_rope) for layer in range(architecture.num_hidden_layers)]
 
 
 def _expert_options(architecture: Architecture, parallel: ParallelConfig, layers: Layers) -> dict[str, Any]:
@@ -246,6 +272,9 @@ class ModelChunk(GPTModel):
         )
 
         self._set_rotary_embedding(architecture)
+        if self.pre_process and architecture.embedding_scale != 1:
+            scale = torch.tensor(architecture.embedding_scale, dtype=config.params_dtype).item()
+            self.embedding.register_forward_hook(lambda module, inputs, output: output * scale)
 
         # A critic has one output per token instead of one per vocabulary entry.
         if self.post_process and head == "value":
@@ -278,6 +307,8 @@ class ModelChunk(GPTModel):
         self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
         for layer in self.decoder.layers:
             layer.self_attention._yarn_concentration_factor = attention_factor(architecture.rope_scaling)
+        if architecture.local_rope is not None:
+            set_local_rotation(self.decoder.layers, architecture, like=self.rotary_pos_emb)
 
     def forward(
         self,

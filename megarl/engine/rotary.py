@@ -137,13 +137,15 @@ def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor, mscale: float) -> t
     """Return cosine and sine, (T, 1, R/2) each, multiplied by `mscale`.
 
     They are computed once per micro-batch and cached on its `cu_seqlens`, because every layer needs them.
+    Layers may have different tables.
     """
-    kept = getattr(cu_seqlens, "megarl_angles", None)
+    cached = getattr(cu_seqlens, "megarl_angles", ())
     # Latent attention takes the beginning of the table again in each layer.
     table = freqs if freqs._base is None else freqs._base
 
     # Cached angles are valid only for the frequency table and the factor that they were made from.
-    if kept is None or kept[0] is not table or kept[1] != mscale:
+    kept = next((entry for entry in cached if entry[0] is table and entry[1] == mscale), None)
+    if kept is None:
         num_tokens = like.shape[0]
         positions = getattr(cu_seqlens, _POSITIONS, None)
         if positions is None:
@@ -159,6 +161,6 @@ def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor, mscale: float) -> t
         cos = (angles.cos() * mscale).to(like.dtype)
         sin = (angles.sin() * mscale).to(like.dtype)
         kept = (table, mscale, cos, sin)
-        cu_seqlens.megarl_angles = kept  # type: ignore[attr-defined]
+        cu_seqlens.megarl_angles = (*cached, kept)  # type: ignore[attr-defined]
 
     return kept[2], kept[3]

@@ -144,15 +144,41 @@ class LatentAttention:
     norm_eps: float
 
 
+class Activation(Enum):
+    """The activation of the gate in a feed-forward."""
+
+    silu = "silu"
+    gelu_tanh = "gelu_tanh"  # GELU with the tanh approximation
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockNorms:
     """The RMS norms of a layer's two blocks, attention and feed-forward.
 
     Attributes:
+        before: Whether the input of each block is normalized.
+        after: Whether the output of each block is normalized before it is added to the residual.
         zero_centered: Whether all norms of the model multiply by one plus their parameter.
     """
 
+    before: bool = True
+    after: bool = False
     zero_centered: bool = False
+
+
+class QKNorm(Enum):
+    """The numbers over which the norms of queries and of keys compute their mean square."""
+
+    head = "head"  # each head separately, with the same weight
+    all_heads = "all_heads"  # all heads of a token together, with a weight for each of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRope:
+    """The rotary embedding of layers with a sliding window, if it differs from that of the other layers."""
+
+    theta: float
+    scaling: RopeScaling | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +253,9 @@ class Architecture:
 
     `has_output_gate` multiplies the output of attention by the sigmoid of a gate, which is projected together
     with the queries. The norm inside a gated delta net is never zero-centered.
+    `qk_norm_kind` has no effect without `qk_norm`. `softmax_scale` multiplies the products of queries and
+    keys; None: one over the square root of `head_dim`. `embedding_scale` multiplies embedded tokens, rounded
+    to the dtype of the model. Layers of `layers_without_rope` do not rotate queries and keys.
 
     `num_mtp_layers` layers after the last one predict further tokens (multi-token prediction). They are not
     part of the model here: a folder may have their tensors, which are neither trained nor written. Two
@@ -259,6 +288,12 @@ class Architecture:
     delta_net: DeltaNet | None = None
     has_output_gate: bool = False
     norms: BlockNorms = BlockNorms()
+    qk_norm_kind: QKNorm = QKNorm.head
+    local_rope: LocalRope | None = None
+    layers_without_rope: tuple[int, ...] = ()
+    embedding_scale: float = 1.0
+    softmax_scale: float | None = None
+    activation: Activation = Activation.silu
     lora: LoRA | None = None
     vision: Vision | None = None
     is_packed: bool = field(default=False, compare=False)

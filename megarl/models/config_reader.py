@@ -112,12 +112,12 @@ class ConfigReader:
         number: int = self.number(name, int, default)
         return number
 
-    def flag(self, name: str) -> bool:
-        """Read a boolean. A field that is missing or null is false."""
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Read a boolean; `default` if the field is missing or null."""
         value = self.take(name)
         if not isinstance(value, bool | None):
             self.problems.append(f"field {name!r} is {value!r}, but must be true or false")
-        return bool(value)
+        return default if value is None else bool(value)
 
     def refuse(self, name: str, reason: str) -> None:
         """Add the problem that the value of a field is not supported."""

@@ -12,14 +12,18 @@ from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
 from megarl.models.deepseek import DEEPSEEK_V3
 from megarl.models.family import Family
+from megarl.models.gemma import GEMMA3_TEXT
 from megarl.models.glm import GLM4_MOE
 from megarl.models.gpt_oss import GPT_OSS
 from megarl.models.llama import LLAMA
+from megarl.models.ministral import MINISTRAL
 from megarl.models.mistral import MISTRAL
 from megarl.models.mixtral import MIXTRAL
+from megarl.models.olmo import OLMO2, OLMO3
 from megarl.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.models.qwen3_next import QWEN3_NEXT
 from megarl.models.qwen_vl import QWEN2_5_VL, QWEN3_VL
+from megarl.models.smollm import SMOLLM3
 from megarl.models.unsupported import UNSUPPORTED
 
 FAMILIES: dict[str, Family] = {
@@ -36,6 +40,11 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": QWEN3_NEXT,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "gemma3_text": GEMMA3_TEXT,
+    "ministral": MINISTRAL,
+    "smollm3": SMOLLM3,
 }
 
 # Names under which models of a family are published with their own, equivalent code.

@@ -16,6 +16,10 @@ def _computes_the_same(architecture: Architecture) -> Iterator[str]:
     yield from ()
 
 
+def _nothing(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {}
+
+
 def _no_fields(architecture: Architecture) -> Mapping[str, Any]:
     return {}
 
@@ -48,6 +52,7 @@ class Family:
         sglang_fields: Fields of `config.json` that SGLang requires and transformers v5 no longer writes, with
             their values. SGLang gets them if the folder lacks them.
         sglang_derived: Returns further such fields, whose values follow from the architecture.
+        sglang_replaced: Returns fields that SGLang gets with other values, from those of the folder.
         sglang_differs: Yields what SGLang's class of the family would compute differently.
         models: The names of the family's models, for docs/models.md.
         limits: What the family does not support, for docs/models.md. The code that refuses it says why.
@@ -65,13 +70,19 @@ class Family:
     sglang_class: bool = True
     sglang_fields: Mapping[str, Any] = field(default_factory=dict)
     sglang_derived: Callable[[Architecture], Mapping[str, Any]] = _no_fields
+    sglang_replaced: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _nothing
     sglang_differs: Callable[[Architecture], Iterator[str]] = _computes_the_same
     models: str = ""
     limits: tuple[str, ...] = ()
 
     def added_for_sglang(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that SGLang requires and `config` lacks. `config` must be one of the family."""
+        """Return the fields that SGLang gets in addition to `config`, or with other values.
+
+        Args:
+            config: The fields of a folder of the family.
+        """
         required = dict(self.sglang_fields)
         if self.sglang_derived is not _no_fields:
             required |= self.sglang_derived(self.read(ConfigReader(dict(config))))
-        return {name: value for name, value in required.items() if name not in config}
+        missing = {name: value for name, value in required.items() if name not in config}
+        return missing | dict(self.sglang_replaced(config))

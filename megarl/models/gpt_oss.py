@@ -15,6 +15,7 @@ from megarl.models.family import Family
 from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
 from megarl.models.tensor_part import TensorPart
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
+from megarl.models.windows import read_windows
 
 _ALPHA = 1.702  # the slope of the sigmoid in Megatron's quick_gelu
 _EXPERTS = HF_LAYER + "mlp.experts."
@@ -122,19 +123,8 @@ def _read_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
 
 
 def _read_windows(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
-    """Read the window of each layer. Without `layer_types`, every other layer has one, the first included."""
-    window = reader.number("sliding_window", int, 128)
-    kinds = reader.take("layer_types")
-    if kinds is None:
-        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_hidden_layers)]
-
-    supported = ("sliding_attention", "full_attention")
-    if not isinstance(kinds, list) or len(kinds) != num_hidden_layers or set(kinds) - set(supported):
-        needed = f"must name {' or '.join(supported)} for each of {num_hidden_layers} layers"
-        reader.problems.append(f"field 'layer_types' is {kinds!r}, but {needed}")
-        return ()
-
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    # Without `layer_types`, every other layer has a window, the first included.
+    return read_windows(reader, num_hidden_layers, default_window=128, full_every=2)
 
 
 def _example() -> dict[str, Any]:

@@ -6,10 +6,18 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from megarl.models.architecture import Architecture, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from megarl.models.architecture import (
+    Architecture,
+    LinearScaling,
+    Llama3Scaling,
+    LocalRope,
+    RopeScaling,
+    YarnScaling,
+)
 from megarl.models.config_reader import ConfigReader
 
 _BASE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _MODEL_OF_IMAGES = "positions in three axes are those of a model of images, which megarl does not train yet"
 
 # Types that are refused for a reason that a user should know.
@@ -80,6 +88,51 @@ def read_rope(
     reader.problems.extend(f"{name}: {problem}" if is_nested else problem for problem in rope.problems)
 
     return Rope(theta, scaling, rotated)
+
+
+def read_ropes_by_layer_type(
+    reader: ConfigReader,
+    max_position_embeddings: int,
+    default_theta: float,
+    default_local_theta: float,
+    local_theta_field: str | None,
+) -> tuple[Rope, LocalRope]:
+    """Read the rotary embedding of full attention, and that of layers with a sliding window.
+
+    transformers v5 keeps both in `rope_parameters` by the type of a layer. v4 has the fields of full
+    attention where `read_rope` reads them; layers with a window have another base frequency at most.
+
+    Args:
+        reader: The fields of `config.json`.
+        max_position_embeddings: The original context length of a scaling that does not name one.
+        default_theta: The base frequency of full attention if the field is missing.
+        default_local_theta: The base frequency of layers with a window if the field is missing.
+        local_theta_field: The field of v4 that has the latter; None if v4 has none.
+    """
+    local_theta = default_local_theta
+    if local_theta_field is not None:
+        local_theta = reader.number(local_theta_field, float, default_local_theta)
+
+    both = reader.fields.get("rope_parameters")
+    if not isinstance(both, dict) or not _LAYER_TYPES & both.keys():
+        rope = read_rope(reader, max_position_embeddings, default_theta)
+        return rope, LocalRope(theta=local_theta, scaling=None)
+
+    # Each type of layer has an object like that of other models. Fields of v4 may be left at the top level.
+    for name in ("rope_parameters", "rope_theta"):
+        reader.take(name)
+    if reader.take("rope_scaling") is not None:
+        reader.refuse("rope_scaling", "'rope_parameters' is given too; keep one")
+    for name in sorted(both.keys() - _LAYER_TYPES):
+        reader.problems.append(f"rope_parameters: field {name!r} is not one of {sorted(_LAYER_TYPES)}")
+
+    ropes = []
+    for layer_type, theta in (("full_attention", default_theta), ("sliding_attention", local_theta)):
+        part = ConfigReader({"rope_parameters": both.get(layer_type)})
+        ropes.append(read_rope(part, max_position_embeddings, theta))
+        reader.problems.extend(f"{layer_type} of {problem}" for problem in part.problems)
+
+    return ropes[0], LocalRope(theta=ropes[1].theta, scaling=ropes[1].scaling)
 
 
 def _read_partial_rotary_factor(rope: ConfigReader, default: float | None) -> float:

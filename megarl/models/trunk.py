@@ -1,11 +1,10 @@
-"""The decoder that all families share: pre-norm attention, RoPE and a gated feed-forward.
+"""The decoder that all families share: attention with RoPE and a gated feed-forward, each with norms.
 
 Qwen 2, 2.5 and 3 and Llama 2 and 3 differ in two switches: the bias of q, k and v, and the norm of q and k.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,25 +20,19 @@ from megarl.models.mapping import (
     StagePlacement,
     is_dense,
 )
-from megarl.models.rope import read_rope
+from megarl.models.rope import read_rope, read_ropes_by_layer_type
 from megarl.models.tensor_part import TensorPart
+from megarl.models.windows import check_sliding_window
 
 _LARGEST_EPS = 0.01  # added to a mean square of about 1; models have 1e-5 or 1e-6
 
-_ROWS_BEFORE = (
-    MappingRow(
-        megatron=EMBEDDING,
-        place=StagePlacement.embedding,
-        cut=Cut.vocabulary,
-        tensors=(("model.embed_tokens.weight", "V H"),),
-    ),
-    MappingRow(
-        megatron=MEGATRON_LAYER + "input_layernorm.weight",
-        place=StagePlacement.layer,
-        cut=Cut.replicated,
-        tensors=((HF_LAYER + "input_layernorm.weight", "H"),),
-    ),
+_EMBEDDING_ROW = MappingRow(
+    megatron=EMBEDDING,
+    place=StagePlacement.embedding,
+    cut=Cut.vocabulary,
+    tensors=(("model.embed_tokens.weight", "V H"),),
 )
+
 
 ATTENTION_ROWS = (
     MappingRow(
@@ -85,13 +78,21 @@ ATTENTION_ROWS = (
     ),
 )
 
-_ROWS_AFTER = (
-    MappingRow(
-        megatron=MEGATRON_LAYER + "pre_mlp_layernorm.weight",
-        place=StagePlacement.layer,
-        cut=Cut.replicated,
-        tensors=((HF_LAYER + "post_attention_layernorm.weight", "H"),),
-    ),
+
+def _over_all_heads(row: MappingRow) -> MappingRow:
+    """Return the row of a norm of queries or keys with a weight for each head, sharded like the heads."""
+    dimensions = {"q_layernorm": "Q", "k_layernorm": "K"}.get(row.megatron.split(".")[-2])
+    if dimensions is None:
+        return row
+    (entry,) = row.tensors
+    assert isinstance(entry, tuple)
+    return replace(row, cut=Cut.column, tensors=((entry[0], dimensions),))
+
+
+# Those of attention whose norms of queries and keys are over all heads (`QKNorm.all_heads`).
+ATTENTION_ROWS_WITH_NORMS_OVER_HEADS = tuple(_over_all_heads(row) for row in ATTENTION_ROWS)
+
+_FEED_FORWARD_ROWS = (
     MappingRow(
         megatron=MEGATRON_LAYER + "mlp.linear_fc1.weight",
         place=StagePlacement.layer,
@@ -106,18 +107,58 @@ _ROWS_AFTER = (
         tensors=((HF_LAYER + "mlp.down_proj.weight", "H F"),),
         applies=is_dense,
     ),
-    MappingRow(
-        megatron="decoder.final_layernorm.weight",
-        place=StagePlacement.output,
-        cut=Cut.replicated,
-        tensors=(("model.norm.weight", "H"),),
-    ),
+)
+
+_LAST_NORM_ROW = MappingRow(
+    megatron="decoder.final_layernorm.weight",
+    place=StagePlacement.output,
+    cut=Cut.replicated,
+    tensors=(("model.norm.weight", "H"),),
 )
 
 
-def trunk_rows(attention: tuple[MappingRow, ...]) -> tuple[MappingRow, ...]:
-    """Return the table rows of a decoder with dense feed-forwards and the given rows of attention."""
-    return (*_ROWS_BEFORE, *attention, *_ROWS_AFTER)
+class NormNames(NamedTuple):
+    """The Hugging Face names of the norms of a layer's blocks. None: the layer has no such norm."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_feed_forward: str | None = "post_attention_layernorm"
+    after_feed_forward: str | None = None
+
+
+PRE_NORMS = NormNames()
+
+
+def trunk_rows(attention: tuple[MappingRow, ...], norms: NormNames = PRE_NORMS) -> tuple[MappingRow, ...]:
+    """Return the table rows of a decoder with dense feed-forwards.
+
+    Args:
+        attention: The rows of attention.
+        norms: The norms of a layer's blocks. A norm of a block's output belongs to the last linear layer of
+            the block, where Megatron-Bridge has it too.
+    """
+    return (
+        _EMBEDDING_ROW,
+        *_norm_row("input_layernorm", norms.before_attention),
+        *attention,
+        *_norm_row("self_attention.linear_proj.post_layernorm", norms.after_attention),
+        *_norm_row("pre_mlp_layernorm", norms.before_feed_forward),
+        *_FEED_FORWARD_ROWS,
+        *_norm_row("mlp.linear_fc2.post_layernorm", norms.after_feed_forward),
+        _LAST_NORM_ROW,
+    )
+
+
+def _norm_row(megatron: str, hf: str | None) -> tuple[MappingRow, ...]:
+    if hf is None:
+        return ()
+    row = MappingRow(
+        megatron=f"{MEGATRON_LAYER}{megatron}.weight",
+        place=StagePlacement.layer,
+        cut=Cut.replicated,
+        tensors=((f"{HF_LAYER}{hf}.weight", "H"),),
+    )
+    return (row,)
 
 
 def with_prefix(rows: tuple[MappingRow, ...], old: str, new: str) -> tuple[MappingRow, ...]:
@@ -153,6 +194,13 @@ EXAMPLE: dict[str, Any] = {
 }
 
 
+class LocalRopeDefaults(NamedTuple):
+    """The base frequency of layers with a window in a folder without it, and its field in transformers v4."""
+
+    theta: float
+    field: str | None
+
+
 def read_trunk(
     reader: ConfigReader,
     *,
@@ -167,6 +215,8 @@ def read_trunk(
     read_latent: Callable[[ConfigReader], LatentAttention] | None = None,
     may_have_mtp: bool = False,
     read_windows: Callable[[ConfigReader, int], tuple[int, ...]] | None = None,
+    local_rope: LocalRopeDefaults | None = None,
+    tied_by_default: bool = False,
 ) -> Architecture:
     """Read what the families share. The defaults are those of transformers for missing fields.
 
@@ -183,6 +233,8 @@ def read_trunk(
         read_latent: Reads the sizes of latent attention.
         may_have_mtp: Whether models of the family may have layers that predict further tokens.
         read_windows: Reads the window of each layer; None: windows are refused.
+        local_rope: The rotary embedding of layers with a window; None: all layers have the same.
+        tied_by_default: Whether the output layer is the embedding if the folder does not say so.
     """
     hidden_size = reader.number("hidden_size", int)
     latent = read_latent(reader) if read_latent else None
@@ -191,7 +243,13 @@ def read_trunk(
     else:
         heads = _read_heads_of_latent(reader, latent)
     max_position_embeddings = reader.number("max_position_embeddings", int)
-    rope = read_rope(reader, max_position_embeddings, default_rope_theta, default_partial_rotary_factor)
+    of_windows = None
+    if local_rope is None:
+        rope = read_rope(reader, max_position_embeddings, default_rope_theta, default_partial_rotary_factor)
+    else:
+        rope, of_windows = read_ropes_by_layer_type(
+            reader, max_position_embeddings, default_rope_theta, local_rope.theta, local_rope.field
+        )
 
     # Layers. The dense size has no meaning if all layers are sparse, and a folder may omit it.
     num_hidden_layers = reader.number("num_hidden_layers", int)
@@ -201,7 +259,7 @@ def read_trunk(
     windows = read_windows(reader, num_hidden_layers) if read_windows else ()
     if read_windows is None:
         window = reader.fields.get("sliding_window", default_sliding_window)
-        _check_sliding_window(
+        check_sliding_window(
             reader, num_hidden_layers, max_position_embeddings, window, has_experts=experts is not None
         )
 
@@ -219,13 +277,14 @@ def read_trunk(
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         partial_rotary_factor=rope.partial_rotary_factor,
-        tie_word_embeddings=reader.flag("tie_word_embeddings"),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", tied_by_default),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         experts=experts,
         latent=latent,
         num_mtp_layers=reader.count("num_nextn_predict_layers", 0) if may_have_mtp else 0,
         windows=windows,
+        local_rope=of_windows,
     )
 
 
@@ -278,42 +337,3 @@ def _read_heads_of_latent(reader: ConfigReader, latent: LatentAttention) -> _Hea
 
     head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
     return _Heads(num_attention_heads, num_attention_heads, head_dim)
-
-
-def _check_sliding_window(
-    reader: ConfigReader,
-    num_hidden_layers: int,
-    max_position_embeddings: int,
-    window: Any,
-    *,
-    has_experts: bool,
-) -> None:
-    """Refuse a sliding window that a layer would use, unless every row fits into it.
-
-    Qwen2.5 publishes `sliding_window` with `use_sliding_window: false`. transformers applies the window to
-    layers from `max_window_layers` on (in Qwen2-MoE, to the layers before it), unless `layer_types` lists the
-    type of each layer. A window without its switch counts as used; a window of zero tokens does not.
-    """
-    layer_types = reader.take("layer_types")
-    reader.take("sliding_window")
-    switch = reader.take("use_sliding_window")
-    first_windowed = reader.take("max_window_layers")
-
-    if layer_types is not None:
-        if not isinstance(layer_types, list) or len(layer_types) != num_hidden_layers:
-            needed = f"must name one type for each of {num_hidden_layers} layers"
-            reader.problems.append(f"field 'layer_types' is {layer_types!r}, but {needed}")
-        elif other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
-            named = ", ".join(other)
-            reader.problems.append(f"field 'layer_types' has {named}; only full_attention is supported")
-    elif isinstance(window, int) and window >= max_position_embeddings:
-        return
-    elif switch or (switch is None and window):
-        # A dense model is unaffected if its windowed layers would begin after the last layer.
-        if isinstance(first_windowed, int) and first_windowed >= num_hidden_layers and not has_experts:
-            return
-        reader.problems.append(
-            f"field 'use_sliding_window' is {json.dumps(switch)} with 'sliding_window' {json.dumps(window)} "
-            f"and 'max_window_layers' {json.dumps(first_windowed)}: not all of {num_hidden_layers} layers "
-            "would see every token; only full attention is supported"
-        )

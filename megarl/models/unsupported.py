@@ -10,8 +10,6 @@ from collections.abc import Mapping
 _DELTA_NET = "gated delta net layers"
 _VISION = "image inputs and the vision tower"
 _SPARSE = "sparse attention (DSA), which selects the keys of each token by an indexer"
-_GEMMA = "norms after each block with a weight of one plus the parameter, and sliding windows"
-_OLMO = "norms after each block, norms of queries and keys over all heads"
 _MAMBA = "Mamba layers"
 
 UNSUPPORTED: Mapping[str, str] = {
@@ -25,13 +23,9 @@ UNSUPPORTED: Mapping[str, str] = {
     "deepseek_v32": _SPARSE,
     "deepseek_v2": "group-limited softmax routers",
     "deepseek_v4": "compressed sparse attention and hyper-connections",
-    "gemma": "a norm weight of one plus the parameter, and a scaled embedding",
-    "gemma2": f"{_GEMMA}, capped logits",
-    "gemma3": f"{_GEMMA}, {_VISION}",
-    "gemma3_text": _GEMMA,
-    "ministral": "sliding windows (Ministral 8B is published as mistral, without any)",
-    "olmo2": _OLMO,
-    "olmo3": f"{_OLMO}, and sliding windows",
+    "gemma": "the activation of Gemma 1, which its folders name in two ways",
+    "gemma2": "capped logits of attention and of the output layer",
+    "gemma3": f"{_VISION} (Gemma 3 270M and 1B are published as gemma3_text)",
     "olmoe": "norms of queries and keys over all heads",
     "minimax_m2": "norms of queries and keys over all heads",
     "llama4": f"chunked attention, {_VISION}",
@@ -41,7 +35,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "falcon_h1": _MAMBA,
     "granitemoehybrid": _MAMBA,
     "jamba": _MAMBA,
-    "smollm3": "layers without rotary embedding",
     "qwen2_vl": _VISION,
     "qwen3_vl_moe": _VISION,
     "glm4v": _VISION,

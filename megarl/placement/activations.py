@@ -22,7 +22,7 @@ from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.roles import ModelRole
 from megarl.config.schema import DType, Recompute, RecomputeModule, RunConfig
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Activation, Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.placement.activation_widths import Kernels, chunks_under_way, kernels_of, widths_of
 from megarl.placement.delta_activations import delta_layer
@@ -36,6 +36,7 @@ from megarl.placement.fused_layers import (
 )
 from megarl.placement.latent_activations import latent_kept
 from megarl.placement.vision_activations import tower_bytes
+from megarl.placement.windowed_activations import OwnAttention, has_own_attention, own_attention
 
 _FLOAT32 = 4
 # Per token of a pass, all of whose micro-batches are on the device when it begins. Sharded by context
@@ -157,6 +158,15 @@ class _Work:
         self._is_delta = [
             layer in architecture.delta_layers for layer in layers_of_stage(architecture, parallel, stage)
         ] or [False]
+        self._own_attention: OwnAttention | None = None
+        if has_own_attention(architecture) and self.kernels is Kernels.flash:
+            copies = self._shares_prompts or self._context > 1
+            self._own_attention = own_attention(
+                architecture,
+                self._widths,
+                keys_of_token=self._keys_of_token if copies else 1.0,
+                context=self._context,
+            )
 
     def _gathered_keys(self, rows: list[Row]) -> float:
         """Return the number of keys gathered for attention per token of the rank.
@@ -297,6 +307,8 @@ class _Work:
         in float32.
         """
         width = self._widths
+        if self._own_attention is not None:
+            return self._own_attention.scoring
         if self._context > 1:
             return 2 * width.query + ceil(2 * width.key * (1 + self._context + self._keys_of_token))
         return (9 * width.query + 2 * width.key) * self._shares_prompts
@@ -364,10 +376,16 @@ class _Work:
 
     @property
     def _kept_of_norms(self) -> int:
-        """Inputs and outputs of both norms. On a CPU: float32 inputs, outputs before and after scaling."""
+        """Inputs and outputs of both norms. On a CPU: float32 inputs, outputs before and after scaling.
+
+        If the outputs of blocks are normalized instead of their inputs, the inputs of norms and of blocks are
+        saved, which are as many. If both are, the inputs of two further norms are saved.
+        """
+        norms = self._architecture.norms
+        further = norms.before and norms.after
         if self.kernels is Kernels.cpu:
-            return 6 * self._widths.part + 2 * self._widths.whole
-        return 4 * self._widths.part
+            return (6 + 3 * further) * self._widths.part + 2 * self._widths.whole
+        return (4 + 2 * further) * self._widths.part
 
     @property
     def _kept_of_attention(self) -> int:
@@ -390,6 +408,9 @@ class _Work:
                 keys_of_token=self._keys_of_token if self._context > 1 else 1.0,
                 core_again=again,
             )
+
+        if self._own_attention is not None and not again:
+            return self._own_attention.kept
 
         if self.kernels is Kernels.plain and not again:
             # Queries; for each of them its keys and values, laid out for the products; attention weights;
@@ -479,10 +500,10 @@ class _Work:
         second = width.gate * width.whole
 
         # The maximum of: in the activation, the gradients of the product (in place), of gate and up, and two
-        # temporaries; in the second matrix, its full output gradient, its input gradient and its weight
-        # gradient; the same in the first matrix; in attention by matrix products, its gradients.
+        # temporaries, or five of GELU; in the second matrix, its full output gradient, its input gradient and
+        # its weight gradient; the same in the first matrix; in attention by matrix products, its gradients.
         inside = max(
-            tokens * 4 * width.gate,
+            tokens * (4 if self._architecture.activation is Activation.silu else 7) * width.gate,
             tokens * (width.whole + width.gate) + second,
             tokens * (width.whole + width.part - width.gate) + first,
             tokens * (3 * width.squares + 2 * width.query - 3 * width.gate),
@@ -491,14 +512,13 @@ class _Work:
             tokens * self._delta.transient,
         )
 
-        # A tied embedding holds the head's gradient until its own is complete.
-        tied = (
-            self._architecture.tie_word_embeddings
-            and self._is_first
-            and self._is_last
-            and not self._role.with_value_head
-        )
-        return (tokens * (again + gradients) + inside + tied * self._vocabulary * width.whole) * self._element
+        return (tokens * (again + gradients) + inside + self._gradient_of_tied) * self._element
+
+    @property
+    def _gradient_of_tied(self) -> int:
+        """Elements of the head's gradient, which a tied embedding holds until its own is complete."""
+        is_tied = self._architecture.tie_word_embeddings and not self._role.with_value_head
+        return is_tied * self._is_first * self._is_last * self._vocabulary * self._widths.whole
 
     @property
     def _backward_of_attention_apart(self) -> int:
@@ -507,6 +527,8 @@ class _Work:
         Gradients of keys and values as each part sees them are accumulated into the gradients of all.
         """
         width = self._widths
+        if self._own_attention is not None:
+            return self._own_attention.backward
         if self._context > 1:
             again = RecomputeModule.core_attn in self._modules_again  # gathers keys and values again
             gathered = (2 + again) * self._context + (1 + again) * self._keys_of_token
@@ -528,6 +550,8 @@ class _Work:
         chunk = self._chunk(tokens)
         logits = 1 + (tokens > self._chunk_tokens)
         inside = chunk * logits * _FLOAT32 + max(rows * self._element, self._block(tokens) * _FLOAT32)
+        if tokens > self._chunk_tokens and self.kernels is not Kernels.cpu:
+            inside += self._gradient_of_tied * self._element
         received = tokens * self._widths.part * self._element
 
         return 2 * hidden + received + chunk * self._element + inside

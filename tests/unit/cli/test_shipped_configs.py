@@ -87,6 +87,12 @@ NUM_PARAMETERS = {
     "DeepSeek-V3.1-BF16": 671_026_419_200,
     "Kimi-K2-Instruct-BF16": 1_026_408_232_448,
     "Moonlight-16B-A3B-Instruct": 15_960_110_208,
+    "OLMo-2-1124-7B-Instruct": 7_298_617_344,
+    "OLMo-2-0325-32B-Instruct": 32_234_279_936,
+    "Olmo-3-7B-Instruct": 7_298_011_136,
+    "Olmo-3-32B-Think": 32_233_522_176,
+    "gemma-3-1b-it": 999_885_952,
+    "SmolLM3-3B": 3_075_098_624,
 }
 
 NUM_EXPERT_PARAMETERS = {

@@ -32,10 +32,11 @@ from tests.unit.engine.rank_side import LAYOUTS, MIXED_LAYOUTS, Tensors, build, 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
-    for family in ("qwen2", "qwen3-tied"):
+    families = ("qwen2", "qwen3-tied", "olmo2-tied", "gemma3_text-tied")
+    for family in families:
         save_model(family, folder / family)
     save_critic(folder / "qwen2", folder / "critic")
-    return {name: str(folder / name) for name in ("qwen2", "qwen3-tied", "critic")}
+    return {name: str(folder / name) for name in (*families, "critic")}
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,8 @@ CASES = [
     ("TP2+SP", "qwen3-tied", "lm"),
     ("PP2xVPP2", "critic", "value"),
     ("TP2+SPxDP2", "qwen2", "lm"),
+    ("TP2+SP", "olmo2-tied", "lm"),
+    ("TP2+SP", "gemma3_text-tied", "lm"),
 ]
 
 
@@ -158,7 +161,8 @@ def test_parameters_have_one_name_and_training_is_the_same(
         rank_pool.run(train_with, world_size=settings.parallel.world_size, stubs=stubs, settings=settings)
         for stubs in (False, True)
     )
-    assert "decoder.layers.N.self_attention.linear_qkv.layer_norm_weight" in fused[0].real_names
+    has_norm = model != "olmo2-tied"  # before a block
+    assert ("decoder.layers.N.self_attention.linear_qkv.layer_norm_weight" in fused[0].real_names) == has_norm
     assert "decoder.layers.N.input_layernorm.weight" not in fused[0].real_names
 
     for one, other in zip(local, fused, strict=True):
@@ -194,7 +198,12 @@ def with_layers(
 
 @pytest.mark.parametrize(
     ("layout", "model", "head", "dtype"),
-    [("TP2xPP2", "qwen3-tied", "lm", torch.bfloat16), ("TP2+SP", "critic", "value", torch.float32)],
+    [
+        ("TP2xPP2", "qwen3-tied", "lm", torch.bfloat16),
+        ("TP2+SP", "critic", "value", torch.float32),
+        ("TP2+SP", "olmo2-tied", "lm", torch.float32),
+        ("PP2", "gemma3_text-tied", "lm", torch.bfloat16),
+    ],
 )
 def test_a_checkpoint_of_one_kind_of_layers_is_one_of_the_other(
     layout: str,

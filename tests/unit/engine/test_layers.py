@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from megarl.config.schema import Device
@@ -463,15 +464,16 @@ def test_the_plan_of_attention_asks_nothing_of_the_device(rank_pool: RankPool) -
     assert rank_pool.run(plan_on_host, world_size=1, lengths=[7, 7, 7]) == [1]
 
 
-def norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm(hidden: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
     from megarl.engine.layers import RMSNorm
 
-    layer = RMSNorm(
-        SimpleNamespace(params_dtype=hidden.dtype, sequence_parallel=True), hidden.shape[-1], eps=eps
+    config = SimpleNamespace(
+        params_dtype=hidden.dtype, sequence_parallel=True, layernorm_zero_centered_gamma=zero_centered
     )
+    layer = RMSNorm(config, hidden.shape[-1], eps=eps)
 
     # Megatron sums such gradients over the ranks that share the tokens.
     assert layer.weight.sequence_parallel is True
@@ -480,19 +482,27 @@ def norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return layer(hidden).detach()
 
 
+@pytest.mark.parametrize("of_family", [Qwen2RMSNorm, Gemma3RMSNorm])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.0)])
 def test_rms_norm_rounds_as_hugging_face_does(
-    dtype: torch.dtype, tolerance: float, rank_pool: RankPool
+    dtype: torch.dtype, tolerance: float, of_family: type[torch.nn.Module], rank_pool: RankPool
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = (torch.randn(50, 64, generator=generator) * 3).to(dtype)
     hidden[0] *= 1e-3  # where eps matters
-    reference = Qwen2RMSNorm(64, eps=1e-5).to(dtype)
+    reference = of_family(64, eps=1e-5).to(dtype)
 
     with torch.no_grad():
         reference.weight.copy_(torch.randn(64, generator=generator))
         want = reference(hidden)
 
-    (got,) = rank_pool.run(norm, world_size=1, hidden=hidden, weight=reference.weight.detach(), eps=1e-5)
+    (got,) = rank_pool.run(
+        norm,
+        world_size=1,
+        hidden=hidden,
+        weight=reference.weight.detach(),
+        eps=1e-5,
+        zero_centered=of_family is Gemma3RMSNorm,
+    )
     assert got.dtype == dtype
     assert max_difference(got, want) <= tolerance

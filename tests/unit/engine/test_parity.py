@@ -116,6 +116,8 @@ FAMILY_CASES: list[Comparison] = [
     for family in FAMILIES
     for layout in (LAYOUTS if family in IN_EVERY_LAYOUT else WITH_IMAGES.get(family, IN_TWO_LAYOUTS))
 ]
+# Windows and two rotary embeddings also concern ranks that share rows.
+FAMILY_CASES += [("olmo3-tied", "CP2"), ("gemma3_text-tied", "CP2")]
 REPLICA_CASES: list[Comparison] = [("qwen3-tied", layout) for layout in (*MIXED_LAYOUTS, *CONTEXT_LAYOUTS)]
 VARIANT_CASES: list[Comparison] = [
     (variant, layout) for variant in VARIANTS for layout in ("TP1", "TP2+SP", "CP2")

@@ -1,0 +1,109 @@
+"""Gemma 3 models of text (Google 2025): norms before and after blocks, and sliding windows.
+
+Five of six layers have a sliding window and a rotary embedding of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from megarl.models.architecture import Activation, Architecture, BlockNorms
+from megarl.models.config_reader import ConfigReader
+from megarl.models.family import Family
+from megarl.models.trunk import (
+    ATTENTION_ROWS,
+    EXAMPLE,
+    LocalRopeDefaults,
+    NormNames,
+    read_trunk,
+    trunk_rows,
+)
+from megarl.models.windows import read_windows
+
+_ROWS = trunk_rows(
+    ATTENTION_ROWS,
+    NormNames(
+        before_attention="input_layernorm",
+        after_attention="post_attention_layernorm",
+        before_feed_forward="pre_feedforward_layernorm",
+        after_feed_forward="post_feedforward_layernorm",
+    ),
+)
+_ACTIVATION = "gelu_pytorch_tanh"
+_WINDOW = 4096  # of a config.json without the field, in transformers
+_PATTERN = 6  # the same: each sixth layer has full attention
+
+
+def _read(reader: ConfigReader) -> Architecture:
+    if reader.take("hidden_activation") not in (None, _ACTIVATION):
+        reader.refuse("hidden_activation", f"only {_ACTIVATION} is supported")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if reader.take(name) is not None:
+            reader.refuse(name, "capped logits are not supported")
+    if reader.flag("use_bidirectional_attention"):
+        reader.refuse("use_bidirectional_attention", "only false is supported")
+    reader.take("cache_implementation")  # of generation
+
+    architecture = read_trunk(
+        reader,
+        qk_norm=True,
+        default_head_dim=256,
+        default_rope_theta=1e6,
+        read_windows=_read_windows,
+        local_rope=LocalRopeDefaults(1e4, field="rope_local_base_freq"),
+        tied_by_default=True,
+    )
+    return replace(
+        architecture,
+        norms=BlockNorms(before=True, after=True, zero_centered=True),
+        activation=Activation.gelu_tanh,
+        embedding_scale=architecture.hidden_size**0.5,
+        softmax_scale=reader.number("query_pre_attn_scalar", float, 256.0) ** -0.5,
+    )
+
+
+def _read_windows(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
+    # The second is a copy that transformers writes in addition to `layer_types`.
+    pattern = reader.number("sliding_window_pattern", int, _PATTERN)
+    reader.take("_sliding_window_pattern")
+    return read_windows(reader, num_hidden_layers, default_window=_WINDOW, full_every=pattern)
+
+
+def _sglang_differs(architecture: Architecture) -> Iterator[str]:
+    if not architecture.tie_word_embeddings:
+        yield "an output layer of its own"
+    if architecture.rope_scaling is not None:
+        yield "a RoPE scaling"
+    local = architecture.local_rope
+    if local is not None and local.scaling is not None:
+        yield "a RoPE scaling of layers with a window"
+
+
+def _example() -> dict[str, Any]:
+    """Return a model whose windows are shorter than the rows of the tests."""
+    fields = EXAMPLE | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 32,
+        "rope_local_base_freq": 1e4,
+        "sliding_window": 4,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 24,
+        "tie_word_embeddings": True,
+        "hidden_activation": _ACTIVATION,
+    }
+    del fields["hidden_act"]
+    return fields
+
+
+GEMMA3_TEXT = Family(
+    model_type="gemma3_text",
+    class_prefix="Gemma3",
+    read=_read,
+    rows=_ROWS,
+    example=_example,
+    sglang_differs=_sglang_differs,
+    models="Gemma 3 270M and 1B",
+)

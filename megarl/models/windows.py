@@ -1,0 +1,78 @@
+"""Read the sliding windows of attention from `config.json`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from megarl.models.config_reader import ConfigReader
+
+_WINDOWED = "sliding_attention"
+_FULL = "full_attention"
+
+
+def read_windows(
+    reader: ConfigReader, num_hidden_layers: int, *, default_window: int, full_every: int | None
+) -> tuple[int, ...]:
+    """Read the window of each layer: the number of tokens that it sees, or 0 for all.
+
+    Args:
+        reader: The fields of `config.json`.
+        num_hidden_layers: The number of layers.
+        default_window: The window if the field `sliding_window` is missing.
+        full_every: Without `layer_types`, each layer whose number, counted from 1, is a multiple of this has
+            full attention; None: no layer has.
+    """
+    window = reader.number("sliding_window", int, default_window)
+    kinds = reader.take("layer_types")
+    if kinds is None:
+        kinds = [
+            _FULL if full_every is not None and number % full_every == 0 else _WINDOWED
+            for number in range(1, num_hidden_layers + 1)
+        ]
+
+    if not isinstance(kinds, list) or len(kinds) != num_hidden_layers or set(kinds) - {_WINDOWED, _FULL}:
+        needed = f"must name {_WINDOWED} or {_FULL} for each of {num_hidden_layers} layers"
+        reader.problems.append(f"field 'layer_types' is {kinds!r}, but {needed}")
+        return ()
+
+    return tuple(window if kind == _WINDOWED else 0 for kind in kinds)
+
+
+def check_sliding_window(
+    reader: ConfigReader,
+    num_hidden_layers: int,
+    max_position_embeddings: int,
+    window: Any,
+    *,
+    has_experts: bool,
+) -> None:
+    """Refuse a sliding window that a layer would use, unless every row fits into it.
+
+    Qwen2.5 publishes `sliding_window` with `use_sliding_window: false`. transformers applies the window to
+    layers from `max_window_layers` on (in Qwen2-MoE, to the layers before it), unless `layer_types` lists the
+    type of each layer. A window without its switch counts as used; a window of zero tokens does not.
+    """
+    layer_types = reader.take("layer_types")
+    reader.take("sliding_window")
+    switch = reader.take("use_sliding_window")
+    first_windowed = reader.take("max_window_layers")
+
+    if layer_types is not None:
+        if not isinstance(layer_types, list) or len(layer_types) != num_hidden_layers:
+            needed = f"must name one type for each of {num_hidden_layers} layers"
+            reader.problems.append(f"field 'layer_types' is {layer_types!r}, but {needed}")
+        elif other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
+            named = ", ".join(other)
+            reader.problems.append(f"field 'layer_types' has {named}; only full_attention is supported")
+    elif isinstance(window, int) and window >= max_position_embeddings:
+        return
+    elif switch or (switch is None and window):
+        # A dense model is unaffected if its windowed layers would begin after the last layer.
+        if isinstance(first_windowed, int) and first_windowed >= num_hidden_layers and not has_experts:
+            return
+        reader.problems.append(
+            f"field 'use_sliding_window' is {json.dumps(switch)} with 'sliding_window' {json.dumps(window)} "
+            f"and 'max_window_layers' {json.dumps(first_windowed)}: not all of {num_hidden_layers} layers "
+            "would see every token; only full attention is supported"
+        )
