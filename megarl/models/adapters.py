@@ -141,13 +141,6 @@ def adapter_problems(
         )
         return
 
-    if architecture.vision is not None:
-        yield (
-            f"{name} reads images, and adapters on its language model cannot have PEFT's names for it yet; "
-            "train all weights (lora.rank=null)"
-        )
-        return
-
     if architecture.linear_bias:
         yield (
             f"{name} has experts with biases, fused in one tensor per layer, whose projections cannot have "

@@ -70,7 +70,7 @@ def test_families_without_adapters_are_refused_by_name(family: str, tmp_path: Pa
     found = violations(write_yaml(tmp_path / "run.yaml", values), RANK)
     named = [line for line in found if line.startswith("actor.lora.rank") and family in line]
     assert len(named) == 1, found
-    assert "cannot have" in named[0]
+    assert "cannot have" in named[0] or "not supported yet" in named[0]
 
 
 @pytest.mark.parametrize("strategy", ["fully_collocate", "stand_alone"])
