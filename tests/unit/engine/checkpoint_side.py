@@ -14,7 +14,7 @@ from megarl.checkpoints.role_folder import Description, Layout, write_manifest
 from megarl.checkpoints.torch_dist import read_chunk, read_index
 from megarl.config.schema import Decay, ExpertsConfig, OptimConfig, ParallelConfig
 from megarl.models.architecture import LoRA
-from tests.unit.engine.models import make_batch
+from tests.unit.engine.models import make_batch, make_image_batch
 from tests.unit.engine.rank_side import Tensors, build, deal, replica_rows, start, take
 
 if TYPE_CHECKING:
@@ -68,9 +68,8 @@ def train(engine: MegatronEngine, num_steps: int, first: int = 0) -> Steps:
 
     for number in range(first, first + num_steps):
         rows = replica_rows(groups, NUM_ROWS)
-        metrics = engine.forward_backward(
-            take(make_batch(NUM_ROWS, seed=number), rows), deal(len(rows), 2), _loss
-        )
+        make = make_batch if engine.spec.architecture.vision is None else make_image_batch
+        metrics = engine.forward_backward(take(make(NUM_ROWS, seed=number), rows), deal(len(rows), 2), _loss)
         share = (
             metrics["loss"].value
             if "loss" in metrics and groups.tensor_rank == groups.context_rank == 0

@@ -282,11 +282,11 @@ _FIRST_IMAGE_TOKEN = 192
 _LAST_IMAGE_TOKEN = 193
 
 
-def make_image_batch(seed: int = 1) -> dict[str, Any]:
+def make_image_batch(num_rows: int = 7, seed: int = 1) -> dict[str, Any]:
     """Return rows with one image, two images or none, in the form of `make_batch`, with `images`.
 
     Rows 0, 4 and 2 have one prompt with two images. Rows 1 and 5 have prompts of the same tokens with
-    different images. Rows 3 and 6 have no image.
+    different images. Rows 3 and 6 and all after them have no image.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -295,9 +295,9 @@ def make_image_batch(seed: int = 1) -> dict[str, Any]:
         return RowImages(torch.randn(int(grids.prod(1).sum()), 24, generator=generator), grids)
 
     two = image((4, 6), (2, 4))
-    images = [two, image((4, 4)), two, None, two, image((4, 4)), None]
+    images = [two, image((4, 4)), two, None, two, image((4, 4)), *[None] * (num_rows - 6)]
     prompt_length = 24
-    batch = make_batch(prompt_length=prompt_length, seed=seed)
+    batch = make_batch(num_rows, prompt_length=prompt_length, seed=seed)
 
     # The tokens of examples end with those of images, which texts do not have.
     batch["input_ids"] %= IMAGE_TOKEN

@@ -47,6 +47,7 @@ SAVED = (
     "gpt_oss",
     "deepseek_v3",
     "qwen3_next",
+    "qwen3_vl-tied",
 )
 
 
@@ -144,6 +145,7 @@ RESHAPED_MODELS = [
     ("gpt_oss", "lm", torch.float32, "TP2+SPxEP2", [EXPERT_LAYOUTS["DP2xEP2"]]),
     ("deepseek_v3", "lm", torch.float32, "TP2+SPxEP2", [EXPERT_LAYOUTS["DP2xEP2"]]),
     ("qwen3_next", "lm", torch.float32, "TP2+SPxEP2", [EXPERT_LAYOUTS["DP2xEP2"]]),
+    ("qwen3_vl-tied", "lm", torch.float32, "DP2", [ParallelConfig(pipeline_parallel_size=2)]),
 ]
 
 

@@ -107,10 +107,7 @@ WITH_LOGITS = ("policy", "policy with experts")
 IN_EVERY_LAYOUT = ("llama-tied", "qwen2-tied", "qwen3-tied", "qwen2", "llama2")
 IN_TWO_LAYOUTS = ("TP2+SP", "PP2")
 # The tower is on one stage, and ranks that share rows insert the features of their own tokens.
-WITH_IMAGES = {
-    "qwen2_5_vl-tied": ("TP2+SP", "PP2", "CP2"),
-    "qwen3_vl-tied": ("TP1", "TP2", "TP2+SP", "PP2", "DP2", "CP2"),
-}
+WITH_IMAGES = {"qwen3_vl-tied": ("TP1", "TP2+SP", "PP2", "DP2", "CP2")}
 FAMILY_CASES: list[Comparison] = [
     (family, layout)
     for family in FAMILIES
