@@ -21,7 +21,8 @@ from PIL import Image, UnidentifiedImageError
 
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import IMAGE_BYTES, IMAGE_GRIDS, IMAGE_SIZES, PIXEL_VALUES, image_places
-from megarl.config.schema import DataConfig
+from megarl.config.schema import DataConfig, PromptColumnsConfig
+from megarl.data.files import DataError, open_file
 from megarl.data.tables import DataRow
 from megarl.models.families import read_architecture
 from megarl.models.vision import Vision
@@ -220,6 +221,21 @@ class ImageProcessor:
             for each in token_ids
             for token in ([placeholder] * next(counts) if each == placeholder else [each])
         ]
+
+
+def refuse_image_columns(files: Sequence[str]) -> None:
+    """Refuse files of conversations with images, which supervised runs do not read.
+
+    Raises:
+        DataError: A file has a column of images.
+    """
+    column = PromptColumnsConfig().images
+    for file in files:
+        if column in open_file(file, ()).columns:
+            raise DataError(
+                f"{file}: column {column!r}: supervised runs read no images, so the model would learn "
+                "answers without them; remove the column and the conversations about images, or train by RL"
+            )
 
 
 def message_parts(messages: Sequence[Mapping[str, Any]], num_images: int) -> list[dict[str, Any]]:

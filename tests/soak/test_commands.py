@@ -11,10 +11,10 @@ import pytest
 from tests.docs.pages import ROOT
 
 
-@pytest.mark.parametrize("modules", [("placements", "experts"), ("memory",)])
+@pytest.mark.parametrize("modules", [("placements", "experts"), ("memory",), ("shapes",)])
 def test_they_end_well(modules: tuple[str, ...]) -> None:
-    """Covers every placement with SGLang, a model with experts that learns, and freed memory compared with
-    the plan."""
+    """Covers every placement with SGLang, a model with experts that learns, freed memory compared with the
+    plan, and a vision-language model that learns."""
     for module in modules:
         ended = subprocess.run(
             [sys.executable, "-m", f"tests.soak.{module}"],

@@ -10,6 +10,7 @@ from megarl.cli.run.resumption import is_complete, load_checkpoint, open_checkpo
 from megarl.cli.run.session import open_monitor, open_session, report_filtered, write_summary
 from megarl.config.schema import SFTConfig
 from megarl.data.chat_clock import saved_chat_time, set_chat_time
+from megarl.data.images import refuse_image_columns
 from megarl.data.loader import train_loader
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
@@ -45,6 +46,8 @@ def _run(config: SFTConfig, context: RunContext) -> int:
         set_chat_time(tokenizer, saved_chat_time(resume.state["data"]))
     data = config.data
     trainer = config.trainer
+    if architecture.vision is not None:
+        refuse_image_columns([*data.train_files, *data.val_files])
     train = SFTDataset(data.train_files, tokenizer, data)
     loader = train_loader(train, data, trainer.samples_per_step, "trainer.samples_per_step")
     held_out = SFTDataset(data.val_files, tokenizer, data) if data.val_files else None

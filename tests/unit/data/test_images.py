@@ -19,7 +19,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.token_rows import IMAGE_BYTES, IMAGE_GRIDS, IMAGE_SIZES, PIXEL_VALUES
 from megarl.config.schema import DataConfig, Overlong, PromptColumnsConfig
 from megarl.data.files import DataError
-from megarl.data.images import ImageProcessor, decode, row_files, with_patches
+from megarl.data.images import ImageProcessor, decode, refuse_image_columns, row_files, with_patches
 from megarl.data.prompts import PromptDataset
 from tests.families import example_architecture
 from tests.images import image_file, save_processor
@@ -159,6 +159,13 @@ def test_images_of_a_model_that_reads_none_are_refused(
     columns = PromptColumnsConfig(images="pictures")
     with pytest.raises(DataError, match="column 'pictures' is missing"):
         dataset(file, tokenizer, processor, columns=columns)
+
+
+def test_conversations_with_images_are_refused(tmp_path: Path) -> None:
+    file = written(tmp_path, row("<image>", [WIDE]))
+    refuse_image_columns([written(tmp_path, {"messages": "a"}, name="text.parquet")])
+    with pytest.raises(DataError, match="column 'images': supervised runs read no images"):
+        refuse_image_columns([file])
 
 
 def test_a_processor_of_another_model_is_refused(tmp_path: Path, processor: ImageProcessor) -> None:
