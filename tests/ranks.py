@@ -23,6 +23,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megarl.machine.gloo import share_device
+
 MAX_RANKS = 4
 ANSWER_LIMIT_S = 300
 
@@ -32,6 +34,7 @@ def _serve(rank: int, store_dir: str, inbox: mp.Queue, outbox: mp.Queue) -> None
     import torch
 
     torch.set_num_threads(1)
+    share_device()
 
     while (call := inbox.get()) is not None:
         call_id, world_size, work = call
@@ -48,8 +51,7 @@ def _serve(rank: int, store_dir: str, inbox: mp.Queue, outbox: mp.Queue) -> None
                 outbox.put((rank, True, pickle.dumps(function(**arguments))))
             finally:
                 dist.destroy_process_group()
-                # a model's reference cycles contain its process groups, each with three gloo threads that
-                # keep waking up
+                # a model's reference cycles contain its process groups, each with threads and connections
                 gc.collect()
         except BaseException:  # noqa: BLE001  (the boundary of a process: the traceback goes to the test)
             outbox.put((rank, False, traceback.format_exc()))

@@ -15,6 +15,7 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from megarl.config.layers import has_transformer_engine
 from megarl.config.schema import Device, DType
 from megarl.engine import rotary
+from megarl.machine.gloo import share_device
 from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.machine.usage import keep_freed_memory, trim_heap
 from megarl.models.flops import peak_tflops
@@ -100,6 +101,7 @@ def activate(device: Device) -> Platform:
         with without_modules(*_UNUSED):
             rotary.install()
         pickle_as_torch()
+        share_device()
         _active = Platform(name="cuda", device=torch.device("cuda", index), distributed_backend="nccl")
     else:
         from megarl.engine import cpu_adaptations
@@ -108,6 +110,7 @@ def activate(device: Device) -> Platform:
         with without_modules(*_UNUSED):
             cpu_adaptations.install()
         pickle_as_torch()
+        share_device()
         keep_freed_memory()
         _active = Platform(name="cpu", device=torch.device("cpu"), distributed_backend="gloo")
 

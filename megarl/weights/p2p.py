@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megarl.machine.gloo import device_of
 from megarl.weights.tensors import WeightTransferError
 
 # 0: no error handling; 3, torch's default: the watchdog ends the process
@@ -260,7 +261,7 @@ def _gloo(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, 
     options._timeout = limit
 
     # gloo's default interface follows from the host name, which may not lead to the peers.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address_towards(host, port))]
+    options._devices = [device_of(_own_address_towards(host, port))]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
