@@ -22,8 +22,10 @@ def device_of(address: str) -> Any:
 
 
 def share_device() -> None:
-    """Let all gloo groups that torch creates in this process use one device. Call it before the first
-    group."""
+    """Let all gloo groups that torch creates in this process use one device.
+
+    Call it before the first group is created.
+    """
     dist.Backend.register_backend(
         "gloo",
         _create,

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
 from megarl.algorithms.scores import place_scores
@@ -38,7 +37,7 @@ from megarl.config.schema import (
 from megarl.data.packing import MicroBatchPlan, plan_micro_batches
 from megarl.roles.models import actor_rows
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gather
 from tests.unit.engine.comparison import assert_same
 from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_model, scores_of
 from tests.unit.engine.rank_side import ALL_LAYOUTS, Tensors, build, hf_gradients, merge, start, take
@@ -130,10 +129,7 @@ def run_cases(
             metrics = engine.forward_backward(
                 take(case.rows, mine.rows), mine.local_micro_batches, loss, loss.extras
             )
-            gathered: list[Any] = [None] * parallel.world_size
-            dist.all_gather_object(
-                gathered, metrics if groups.tensor_rank == groups.context_rank == 0 else {}
-            )
+            gathered = gather(metrics if groups.tensor_rank == groups.context_rank == 0 else {})
             gradients = hf_gradients(engine)
             names = tuple((key, tuple(value.shape)) for key, value in gradients.items())
             flat = (

@@ -14,6 +14,7 @@ from megarl.checkpoints.role_folder import Description, Layout, write_manifest
 from megarl.checkpoints.torch_dist import read_chunk, read_index
 from megarl.config.schema import Decay, ExpertsConfig, OptimConfig, ParallelConfig
 from megarl.models.architecture import LoRA
+from tests.ranks import gather
 from tests.unit.engine.models import make_batch, make_image_batch
 from tests.unit.engine.rank_side import Tensors, build, deal, replica_rows, start, take
 
@@ -140,8 +141,7 @@ def save_whole(
 
     pending = begin_save(engine, folder)
     result = meanwhile()
-    checksums: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(checksums, pending.finish())
+    checksums = gather(pending.finish())
     assert pending.is_written()
 
     if dist.get_rank() == 0:

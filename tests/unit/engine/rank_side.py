@@ -33,6 +33,7 @@ from megarl.models.architecture import LoRA
 from megarl.models.families import read_architecture
 from megarl.models.tensor_table import embedding_tensor
 from megarl.weights.tensors import TensorSlice
+from tests.ranks import gather
 
 if TYPE_CHECKING:
     from megarl.engine.engine import MegatronEngine
@@ -179,9 +180,8 @@ def join_rows(rows: Sequence[int], outputs: Mapping[str, RaggedTensor] | None, n
 
     Positions after a row's tokens are 0.
     """
-    gathered: list[Any] = [None] * dist.get_world_size()
-    values = {key: [row.clone() for row in column.each()] for key, column in (outputs or {}).items()}
-    dist.all_gather_object(gathered, (list(rows), values))
+    values = {key: list(column.each()) for key, column in (outputs or {}).items()}
+    gathered = gather((list(rows), values))
     found: dict[str, dict[int, Tensor]] = {}
 
     for part_rows, part in gathered:
@@ -243,10 +243,8 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
         for tensor_slice in slices
     }
     experts = {place: own.pop(place) for place in list(own) if ".experts." in place[0]}
-    gathered: list[Any] = [None] * spec.parallel.tensor_parallel_size
-    dist.all_gather_object(gathered, own, group=engine.groups.tensor)
-    gathered_experts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered_experts, experts)
+    gathered = gather(own, engine.groups.tensor)
+    gathered_experts = gather(experts)
     parts = [
         *(gathered if layout.tensor_parallel_rank == 0 else ()),
         *(gathered_experts if dist.get_rank() == 0 else ()),
@@ -274,23 +272,19 @@ def _check_copies(engine: MegatronEngine, named: Tensors) -> None:
 
     architecture = engine.spec.architecture
     groups = engine.groups
+    parallel = engine.spec.parallel
 
     for weight in held_weights(architecture, engine.layout, engine.spec.head):
-        if weight.cut is Cut.replicated and weight.expert is None:
+        if parallel.tensor_parallel_size > 1 and weight.cut is Cut.replicated and weight.expert is None:
             mine = named[weight.megatron_name].contiguous()
-            copies = [torch.empty_like(mine) for _ in range(groups.parallel.tensor_parallel_size)]
+            copies = [torch.empty_like(mine) for _ in range(parallel.tensor_parallel_size)]
             dist.all_gather(copies, mine, group=groups.tensor)
             assert all(torch.equal(copy, mine) for copy in copies), (
                 f"tensor-parallel ranks disagree on {weight.megatron_name}"
             )
 
     if architecture.tie_word_embeddings and engine.spec.head == "lm":
-        ends: list[Any] = [None] * groups.parallel.pipeline_parallel_size
-        dist.all_gather_object(
-            ends,
-            named.get(OUTPUT_LAYER, named.get("embedding.word_embeddings.weight")),
-            group=groups.pipeline,
-        )
+        ends = gather(named.get(OUTPUT_LAYER, named.get("embedding.word_embeddings.weight")), groups.pipeline)
         held = [end for end in (ends[0], ends[-1]) if end is not None]
         assert len(held) == 2
         assert torch.equal(*held), "the tied output layer is not the embedding"

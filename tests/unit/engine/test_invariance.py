@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
 from megarl.batch.metrics import merge_metrics, values_of
@@ -28,7 +27,7 @@ from megarl.config.schema import (
     ValueLossConfig,
 )
 from megarl.data.packing import MicroBatchPlan, MicroBatchRows, ReplicaMicroBatches, plan_micro_batches
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gather
 from tests.unit.engine.comparison import assert_same
 from tests.unit.engine.models import (
     load_lm,
@@ -173,10 +172,7 @@ def run_splits(
                 engine.forward_backward(part, mine.local_micro_batches, loss_for(head, batch))
                 | engine.router_metrics()
             )
-            gathered: list[Any] = [None] * parallel.world_size
-            dist.all_gather_object(
-                gathered, metrics if groups.tensor_rank == groups.context_rank == 0 else {}
-            )
+            gathered = gather(metrics if groups.tensor_rank == groups.context_rank == 0 else {})
             results.setdefault(head, {})[name] = Result(
                 hf_gradients(engine), values_of(merge_metrics(gathered))
             )

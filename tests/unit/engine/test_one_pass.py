@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
 from megarl.algorithms.rollout_correction import correct
@@ -22,7 +21,7 @@ from megarl.config.schema import (
     OptimConfig,
     RolloutCorrectionConfig,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gather
 from tests.unit.engine.comparison import assert_same
 from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_model, scores_of
 from tests.unit.engine.rank_side import (
@@ -72,8 +71,7 @@ def run_both(layout: str, folder: str, batch: Tensors) -> dict[str, tuple[Pass, 
             algorithm=AlgorithmConfig(kl=kl, rollout_correction=correction), counts=counts, with_entropy=True
         )
         metrics = engine.forward_backward(take({**batch, **extra}, rows), micro_batches, loss, loss.extras)
-        gathered: list[Any] = [None] * groups.parallel.world_size
-        dist.all_gather_object(gathered, metrics if groups.tensor_rank == 0 else {})
+        gathered = gather(metrics if groups.tensor_rank == 0 else {})
 
         return Pass(hf_gradients(engine), values_of(merge_metrics(gathered)))
 

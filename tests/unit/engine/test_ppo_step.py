@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from megarl.algorithms.kl import apply_kl_penalty
@@ -24,7 +23,7 @@ from megarl.config.schema import (
     PolicyLossConfig,
     ValueLossConfig,
 )
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gather
 from tests.unit.engine import ppo_reference
 from tests.unit.engine.comparison import assert_same, max_difference
 from tests.unit.engine.models import load_critic, load_lm, make_batch, save_critic, save_model
@@ -94,8 +93,7 @@ def update(
     metrics = engine.forward_backward(take(batch, local), deal(len(local), 2), loss)
     grad_norm = engine.step().grad_norm
     holder = engine.groups.tensor_rank == 0
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, metrics if holder else {})
+    gathered = gather(metrics if holder else {})
     whole = values_of(merge_metrics(gathered))
     total, clipped = (whole[f"{prefix}/{name}"] for name in names)
 

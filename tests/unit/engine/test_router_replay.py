@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -28,7 +27,7 @@ from megarl.config.schema import (
     RoutingReplay,
 )
 from tests.families import SPARSE_FAMILIES
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gather
 from tests.unit.engine.comparison import assert_same, max_difference
 from tests.unit.engine.models import (
     gradients_of,
@@ -166,9 +165,8 @@ def routes_of_all(rows: list[int], outputs: dict[str, Any] | None) -> dict[int, 
 
     The last stage has them.
     """
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        gathered, None if outputs is None else dict(zip(rows, outputs[ROUTED_EXPERTS].each(), strict=True))
+    gathered = gather(
+        None if outputs is None else dict(zip(rows, outputs[ROUTED_EXPERTS].each(), strict=True))
     )
     return {row: routes for part in gathered if part is not None for row, routes in part.items()}
 

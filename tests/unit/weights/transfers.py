@@ -25,6 +25,7 @@ from megarl.weights.transports.device import DeviceEndpoint, DeviceSender, devic
 from megarl.weights.transports.group import GroupEndpoint, GroupSender, group_transfers
 from megarl.weights.transports.interface import DestinationViews, SendPass, SendReport
 from tests.nccl_semantics import NcclSemantics
+from tests.ranks import gather
 from tests.unit.weights.models import PADDED_VOCAB, random_model, shards_of, stored_state
 
 CPU = torch.device("cpu")
@@ -216,17 +217,11 @@ def _as_json(encoded: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps(encoded))
 
 
-def shared(value: Any) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
 def trainers_group(case: Case) -> P2PGroup | None:
     """Create the group of the ranks that are trainers. Called by every rank."""
     rank = dist.get_rank()
     listener = reserve_port("127.0.0.1") if rank == 0 else None
-    port = shared(listener and listener.getsockname()[1])[0]
+    port = gather(listener and listener.getsockname()[1])[0]
     if rank >= case.trainer.num_ranks or case.transport == "group":
         return None
 
@@ -247,7 +242,7 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
     if case.transport == "group":
         route = group_transfers(plan, targets)
         listener = reserve_port("127.0.0.1") if rank == route.senders[0] else None
-        port = shared(listener and listener.getsockname()[1])[route.senders[0]]
+        port = gather(listener and listener.getsockname()[1])[route.senders[0]]
         address = P2PAddress(f"replica-{replica}", "127.0.0.1", port, route.size, case.backend, 30.0)
         for number, sender in enumerate(route.senders):
             if rank == sender:
@@ -273,7 +268,7 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
                 address = own.device.serve(
                     replica, f"device-{rank}", way.sources[way.local_trainers.index(rank)], torch.float32, CPU
                 )
-        addresses = shared(address)
+        addresses = gather(address)
         for number, target in enumerate(targets):
             if rank == num_trainers + target:
                 assert isinstance(own, EngineRank)
