@@ -23,7 +23,7 @@ from megarl.models.flops import peak_tflops
 # Megatron imports these if they are installed, for functions that megarl does not use. wandb costs each
 # process 1.7 s of processor time and 34 MB, and creates folders in TMPDIR that remain when the process is
 # killed, as worker processes are; tensorboard costs 0.2 s and 11 MB.
-_UNUSED = ("wandb", "torch.utils.tensorboard")
+UNUSED = ("wandb", "torch.utils.tensorboard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def activate(device: Device) -> Platform:
         # Without its compiled part, its import fails with an error that Megatron does not expect.
         if not has_transformer_engine():
             _hide_transformer_engine()
-        with without_modules(*_UNUSED):
+        with without_modules(*UNUSED):
             rotary.install()
         pickle_as_torch()
         share_device()
@@ -107,7 +107,7 @@ def activate(device: Device) -> Platform:
         from megarl.engine import cpu_adaptations
 
         _hide_transformer_engine()
-        with without_modules(*_UNUSED):
+        with without_modules(*UNUSED):
             cpu_adaptations.install()
         pickle_as_torch()
         share_device()
@@ -153,7 +153,7 @@ def activate_fake_cuda(on_wait: Callable[[], None], transformer_engine: ModuleTy
     assert _active is None, "this process already runs on a device"
     from megarl.engine import fake_cuda
 
-    with without_modules(*_UNUSED):
+    with without_modules(*UNUSED):
         fake_cuda.install(on_wait, transformer_engine)
         rotary.install()
     pickle_as_torch()

@@ -145,6 +145,8 @@ def _distinct_problems(seed: int) -> list[dict[str, Any]]:
 
     reasoning-gym draws with replacement.
     """
+    from reasoning_gym import create_dataset  # imports matplotlib, which takes a second
+
     # Entry i is drawn with seed + i, so the seeds of two runs are far apart to avoid overlapping draws.
     draws = create_dataset(TASK, seed=seed * NUM_DRAWS, size=NUM_DRAWS, allow_negation=False, **TERMS)
     by_expression: dict[str, dict[str, Any]] = {}

@@ -34,7 +34,7 @@ from megarl.controller import hints
 from megarl.controller.errors import PhaseTimeoutError, RankFailure, RankReport, RayEndedError, WorkerError
 from megarl.controller.messages import CallFailure, FailureKind, Rows, qualified_name
 from megarl.controller.resource_pool import InsufficientResourcesError
-from megarl.engine.platform import without_modules
+from megarl.engine.platform import UNUSED, without_modules
 from megarl.machine.errors import UNWRITTEN, CheckpointError, HintedError, RunError, hint_of
 from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.rewards.process import RewardFunctionError
@@ -44,7 +44,7 @@ from megarl.rollout.interface import EngineDeadError
 from megarl.trainers.monitor import Position
 
 # On a machine without a GPU, Transformer Engine has no compiled part, which Megatron does not expect.
-with without_modules("transformer_engine"):
+with without_modules("transformer_engine", *UNUSED):
     from megarl.engine.optimizer import TrainingDivergedError
 pickle_as_torch()  # the tests of this process send tensors to others
 
@@ -263,7 +263,7 @@ def all_hints() -> dict[str, Sequence[str]]:
         if not module.name.startswith(("megarl.__main__", "megarl.configs")):
             source = Path(importlib.util.find_spec(module.name).origin or "").read_text()  # type: ignore[union-attr]
             if re.search(r"\((Run|Hinted)Error|Error\(.*hint=", source):
-                with without_modules("transformer_engine"):
+                with without_modules("transformer_engine", *UNUSED):
                     importlib.import_module(module.name)
 
     found: dict[str, Sequence[str]] = {}
