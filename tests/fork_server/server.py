@@ -1,9 +1,9 @@
 """Fork servers, one for each kind of process. A server does the slow imports when the first client asks,
 starts no thread, and serves until its standard input closes at the end of the tests.
 
-Ray reads its environment when it is imported, including the node and job of a worker. A node with many
-workers therefore gets its own server, in whose processes Ray is already imported: a worker starts in a
-quarter of the time that importing Ray would take.
+Ray reads its environment when it is imported, including the node and job of a worker. The workers of a job
+on a node therefore have a server of their own, in whose processes Ray is already imported: a worker starts in
+a quarter of the time that importing Ray would take.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import selectors
 import signal
 import socket
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -38,7 +37,6 @@ from tests.fork_server.process import Request, become, run
 
 _MAX_FILES = 253  # the kernel's limit for one message
 _NODE = "node"  # kind: workers of one node and one job of Ray
-_MANY = 5  # number of workers of a node after which Ray is imported once for all further ones
 
 
 def _import_for_training() -> None:
@@ -214,7 +212,7 @@ class Server:
 
         # by the forked process; None: it has ended
         self._clients: dict[int, socket.socket | None] = {}
-        self._workers = Counter[str]()  # Ray workers by node
+        self._nodes = set[str]()  # addresses of the servers for Ray's workers
 
         # Ray reads the environment of a worker when it is imported; a forked process would lack a thread.
         assert kind in (DAEMON, _NODE) or "ray" not in sys.modules
@@ -263,24 +261,49 @@ class Server:
             for _, _, data in ancillary:
                 files.frombytes(data)
             request = Request(**marshal.loads(message))
-            pid = os.fork()
-            if pid == 0:
-                self._leave_all()
-                become(request, list(files), self._kind)
+            if request.node and self._kind != _NODE and request.node not in self._nodes:
+                self._nodes.add(request.node)
+                return self._start_node(request, list(files), client)
+            self._selector.unregister(client)
+            if self.start(request, list(files), client):
                 return request
-            for file in files:
-                os.close(file)
-            self._clients[pid] = client
-            self._selector.modify(client, selectors.EVENT_READ, pid)
-            self._workers[request.node] += 1
-            if (
-                request.node
-                and self._kind != _NODE
-                and self._workers[request.node] == _MANY
-                and os.fork() == 0
-            ):
-                self._leave_all()
-                return _serve_node(request)
+
+        return None
+
+    def start(self, request: Request, files: list[int], client: socket.socket) -> bool:
+        """Fork a process for a client. Returns whether this is the new process."""
+        pid = os.fork()
+        if pid == 0:
+            self._leave_all()
+            become(request, files, self._kind)
+            return True
+        for file in files:
+            os.close(file)
+        self._clients[pid] = client
+        self._selector.register(client, selectors.EVENT_READ, pid)
+
+        return False
+
+    def _start_node(self, request: Request, files: list[int], client: socket.socket) -> Request | None:
+        """Start the server for a node's workers, which serves this client first. Returns like serve in each
+        process of that server, and None in this one."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(f"{request.node}.partial")
+        listener.listen(128)
+        # From now on it can be found: the next workers wait until Ray has been imported.
+        os.rename(f"{request.node}.partial", request.node)
+        self._selector.unregister(client)
+
+        if os.fork() == 0:
+            self._leave_all()
+            _import_for_a_node(request.environment)
+            server = Server(listener, _NODE)
+            return request if server.start(request, files, client) else server.serve()
+
+        for file in files:
+            os.close(file)
+        listener.close()
+        client.close()
 
         return None
 
@@ -303,18 +326,6 @@ class Server:
     def _leave(self, client: socket.socket) -> None:
         self._selector.unregister(client)
         client.close()
-
-
-def _serve_node(first: Request) -> Request:
-    """Serve the workers of a node from now on. Returns like Server.serve."""
-    _import_for_a_node(first.environment)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(f"{first.node}.partial")
-    listener.listen(128)
-    server = Server(listener, _NODE)
-    os.rename(f"{first.node}.partial", first.node)  # from now on it can be found
-
-    return server.serve()
 
 
 if __name__ == "__main__":
