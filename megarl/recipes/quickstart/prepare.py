@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import pyarrow
 import pyarrow.parquet
 import torch
-from reasoning_gym import create_dataset
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
