@@ -89,7 +89,7 @@ def _over_all_heads(row: MappingRow) -> MappingRow:
     return replace(row, cut=Cut.column, tensors=((entry[0], dimensions),))
 
 
-# Those of attention whose norms of queries and keys are over all heads (`QKNorm.all_heads`).
+# The rows of attention with norms of queries and keys over all heads (`QKNorm.all_heads`).
 ATTENTION_ROWS_WITH_NORMS_OVER_HEADS = tuple(_over_all_heads(row) for row in ATTENTION_ROWS)
 
 _FEED_FORWARD_ROWS = (
