@@ -23,11 +23,11 @@ from megarl.config.load import with_dtype
 from megarl.config.roles import ModelRole, model_roles, needs_sum_pi_squared
 from megarl.config.schema import Device, PPOConfig, RoutingReplay, RunConfig
 from megarl.config.validate import read_architectures
-from megarl.engine import platform
+from megarl.engine import fake_sorting, platform
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import spec_of
 from megarl.models.architecture import Architecture
-from megarl.rehearsal import sorted_chunks, te_signature, te_stub
+from megarl.rehearsal import te_signature, te_stub
 from megarl.rehearsal.built import check_engine
 from megarl.rehearsal.device import FakeDevice
 from megarl.rehearsal.ledger import Ledger, place_of
@@ -67,7 +67,7 @@ def prepare() -> None:
     )
     # Import the engine here, so that the processes of ranks, which are forked from this one, have it.
     importlib.import_module("megarl.engine.engine")
-    sorted_chunks.install()
+    fake_sorting.install()
     with FakeTensorMode():  # the same for what torch imports for its first fake tensor
         torch.ones(2, 2) @ torch.ones(2, 2)
 

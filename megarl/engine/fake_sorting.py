@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.rehearsal.record import RehearsalError
-
 
 class _Sorted(torch.autograd.Function):
     """A copy, whose gradient is a copy."""
@@ -59,7 +57,7 @@ def _sort(tokens: Tensor, split_sizes: Tensor, sorted_idxs: Tensor) -> Tensor:
     sizes = split_sizes.tolist()
     order = sorted_idxs.tolist()
     if sum(sizes) != tokens.shape[0] or sorted(order) != list(range(len(sizes))):
-        raise RehearsalError(
+        raise ValueError(
             f"{tokens.shape[0]} tokens are sorted as {len(sizes)} chunks of {sum(sizes)} tokens, in an order "
             f"of {len(order)} chunks"
         )
