@@ -103,7 +103,8 @@ class GatedDeltaNet(torch.nn.Module):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.config.params_dtype)
+        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        return torch.empty(shape, dtype=self.config.params_dtype, device=device)
 
     def forward(
         self,

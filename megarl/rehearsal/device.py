@@ -31,7 +31,7 @@ from megarl.rehearsal.collectives import collective_of, kind_of, tensors_of
 from megarl.rehearsal.ledger import Ledger, place
 from megarl.rehearsal.record import RehearsalError
 
-_MOST_KNOWN = 2**22  # the largest integer tensor, in elements, of which the host keeps a copy
+_MOST_KNOWN = 2**23  # the largest integer tensor, in elements, of which the host keeps a copy
 _KNOWN = "megarl_known"  # attribute of a fake tensor: its copy on the host
 _IS_ZERO = "megarl_is_zero"  # attribute of a fake tensor of other dtypes that was created as zeros
 # The largest host tensor, in elements, with real memory. Larger ones (the host buffer of a model's state) are

@@ -27,7 +27,7 @@ from megarl.engine import fake_sorting, platform
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import spec_of
 from megarl.models.architecture import Architecture
-from megarl.rehearsal import te_signature, te_stub
+from megarl.rehearsal import delta_kernels, te_signature, te_stub
 from megarl.rehearsal.built import check_engine
 from megarl.rehearsal.device import FakeDevice
 from megarl.rehearsal.ledger import Ledger, place_of
@@ -68,6 +68,7 @@ def prepare() -> None:
     # Import the engine here, so that the processes of ranks, which are forked from this one, have it.
     importlib.import_module("megarl.engine.engine")
     fake_sorting.install()
+    delta_kernels.install()
     with FakeTensorMode():  # the same for what torch imports for its first fake tensor
         torch.ones(2, 2) @ torch.ones(2, 2)
 

@@ -43,6 +43,7 @@ RUNS = {
     "qwen3_32b_grpo": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
     "qwen3_30b_a3b_grpo": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
     "qwen3_235b_a22b_grpo": Cluster(16, "hybrid", {"actor": 128, "reward": 0}),
+    "qwen3_next_80b_grpo": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
     "glm4.5_air_grpo": Cluster(8, "hybrid", {"actor": 64, "reward": 0}),
     "glm4.5_grpo": Cluster(16, "hybrid", {"actor": 128, "reward": 0}, memory_gb=127),
     "deepseek_v3_671b_grpo": Cluster(16, "hybrid", {"actor": 128, "reward": 0}, memory_gb=240),
@@ -60,7 +61,13 @@ RUNS = {
 
 # A push of their 17,000 to 70,000 tensors takes seconds to plan: commands that plan one are tried with the
 # others.
-LARGEST = {"qwen3_235b_a22b_grpo", "glm4.5_grpo", "deepseek_v3_671b_grpo", "kimi_k2_1t_grpo"}
+LARGEST = {
+    "qwen3_235b_a22b_grpo",
+    "qwen3_next_80b_grpo",
+    "glm4.5_grpo",
+    "deepseek_v3_671b_grpo",
+    "kimi_k2_1t_grpo",
+}
 MANY_TENSORS = {"qwen3_30b_a3b_grpo", "glm4.5_air_grpo", *LARGEST}
 FEW_TENSORS = [run for run in RUNS if run not in MANY_TENSORS]
 
@@ -81,7 +88,11 @@ NUM_PARAMETERS = {
     "Mistral-Nemo-Instruct-2407": 12_247_782_400,
     "Mistral-Small-24B-Instruct-2501": 23_572_403_200,
     "Qwen3-8B-128k": 8_190_735_360,
+<<<<<<< HEAD
     "Qwen3-VL-8B-Instruct": 8_767_123_696,
+=======
+    "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
+>>>>>>> ce2a6dc4 (Ship and dry-run a configuration of Qwen3-Next-80B)
     "GLM-4.5-Air": 106_852_251_264,
     "GLM-4.5": 352_797_829_024,
     "DeepSeek-V3.1-BF16": 671_026_419_200,
@@ -98,6 +109,7 @@ NUM_PARAMETERS = {
 NUM_EXPERT_PARAMETERS = {
     "Qwen3-30B-A3B": 48 * 128 * 3 * 2048 * 768,
     "Qwen3-235B-A22B": 94 * 128 * 3 * 4096 * 1536,
+    "Qwen3-Next-80B-A3B-Instruct": 48 * 512 * 3 * 2048 * 512,
     "GLM-4.5-Air": 45 * 128 * 3 * 4096 * 1408,
     "GLM-4.5": 89 * 160 * 3 * 5120 * 1536,
     "DeepSeek-V3.1-BF16": 58 * 256 * 3 * 7168 * 2048,
@@ -156,6 +168,7 @@ def test_the_published_models_have_the_parameters_of_their_cards() -> None:
     assert {model: number // 10**8 for model, number in active.items()} == {
         "Qwen3-30B-A3B": 33,
         "Qwen3-235B-A22B": 221,
+        "Qwen3-Next-80B-A3B-Instruct": 38,
         "GLM-4.5-Air": 134,
         "GLM-4.5": 336,
         "DeepSeek-V3.1-BF16": 375,

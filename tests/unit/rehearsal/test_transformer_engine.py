@@ -92,7 +92,7 @@ def test_a_mistake_is_found_and_named(name: str, found: dict[str, list[RankRecor
 
 @pytest.fixture(scope="module")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RankRequest, RankRecord]]:
-    """Simulate a rank of the actor of each file in configs/, with two layers per stage."""
+    """Simulate a rank of the actor of each file in configs/, with two or four layers per stage."""
     folder = tmp_path_factory.mktemp("shipped")
     asked = {}
 
@@ -101,7 +101,8 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RankReq
         parallel = role_of(case.config, "actor").parallel
         stages = parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
         model = json.loads(Path(case.config.model.path, "config.json").read_text())
-        fewer = {"num_hidden_layers": 2 * stages}
+        # Both kinds of layers, if there are two.
+        fewer = {"num_hidden_layers": stages * model.get("full_attention_interval", 2)}
         if "first_k_dense_replace" in model:
             fewer["first_k_dense_replace"] = 1
         (folder / run).mkdir()
