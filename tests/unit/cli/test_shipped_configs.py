@@ -88,11 +88,8 @@ NUM_PARAMETERS = {
     "Mistral-Nemo-Instruct-2407": 12_247_782_400,
     "Mistral-Small-24B-Instruct-2501": 23_572_403_200,
     "Qwen3-8B-128k": 8_190_735_360,
-<<<<<<< HEAD
     "Qwen3-VL-8B-Instruct": 8_767_123_696,
-=======
     "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
->>>>>>> ce2a6dc4 (Ship and dry-run a configuration of Qwen3-Next-80B)
     "GLM-4.5-Air": 106_852_251_264,
     "GLM-4.5": 352_797_829_024,
     "DeepSeek-V3.1-BF16": 671_026_419_200,
