@@ -69,16 +69,6 @@ _PACKED_SCALARS = tuple(
     for number in range(2)
 )
 PACKED_INPUT = (*_PACKED, *_PACKED_SCALARS)
-# Qwen3.5 has queries, keys and values in one projection, and three others.
-SEPARATE_INPUT: tuple[tuple[str, str] | TensorPart, ...] = (
-    *(
-        TensorPart(name=_HF + "in_proj_qkv.weight", dims="P H", sections=_QKV, section=number)
-        for number in range(3)
-    ),
-    (_HF + "in_proj_z.weight", "Z H"),
-    (_HF + "in_proj_b.weight", "T H"),
-    (_HF + "in_proj_a.weight", "T H"),
-)
 
 
 def delta_net_rows(projections: tuple[tuple[str, str] | TensorPart, ...]) -> tuple[MappingRow, ...]:
