@@ -138,8 +138,10 @@ def save_critic(lm_folder: Path, folder: Path, seed: int = 0) -> None:
         for name, value in load_file(lm_folder / "model.safetensors").items()
         if name != "lm_head.weight"
     }
-    hidden_size = next(value for name, value in tensors.items() if name.endswith(".norm.weight")).shape[0]
-    tensors["score.weight"] = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * 0.3
+    embedding = next(value for name, value in tensors.items() if name.endswith("embed_tokens.weight"))
+    tensors["score.weight"] = (
+        torch.randn(1, embedding.shape[1], generator=torch.Generator().manual_seed(seed)) * 0.3
+    )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text((lm_folder / "config.json").read_text())
 
