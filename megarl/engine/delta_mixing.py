@@ -41,6 +41,15 @@ class Sizes(NamedTuple):
         return self._replace(key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
 
+def use_kernels(convolution: Callable[..., Any], norm: Callable[..., Any], rule: Callable[..., Any]) -> None:
+    """Replace the functions that Megatron imports from flash-linear-attention, installed or not."""
+    kernels: Any = megatron_delta_net
+    kernels.causal_conv1d = convolution
+    kernels.l2norm = norm
+    kernels.chunk_gated_delta_rule = rule
+    kernels.HAVE_FLA = True
+
+
 def mix(
     tokens: Tensor,
     convolution: Tensor,

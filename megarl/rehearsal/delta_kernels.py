@@ -17,14 +17,10 @@ _CHUNK = 64
 
 
 def install() -> None:
-    """Replace the functions that Megatron imports from the package. Imports Megatron-Core."""
-    from megatron.core.ssm.gated_delta_net import common
+    """Replace the functions of the package. The fake device must be active."""
+    from megarl.engine.delta_mixing import use_kernels
 
-    kernels: Any = common
-    kernels.causal_conv1d = causal_conv1d
-    kernels.l2norm = l2norm
-    kernels.chunk_gated_delta_rule = chunk_gated_delta_rule
-    kernels.HAVE_FLA = True
+    use_kernels(causal_conv1d, l2norm, chunk_gated_delta_rule)
 
 
 def causal_conv1d(
