@@ -92,7 +92,7 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
         yield Violation(
             ("rollout.engine", "device"),
             f"{config.model.path} reads images, which the engine {config.rollout.engine.name!r} supports on "
-            "CUDA only, because its image processors need torchvision; use rollout.engine=hf",
+            "CUDA only, because its image processors import compiled kernels; use rollout.engine=hf",
         )
 
 

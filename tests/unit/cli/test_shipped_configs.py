@@ -46,6 +46,7 @@ RUNS = {
     "qwen3_next_80b_grpo": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
     "glm4.5_air_grpo": Cluster(8, "hybrid", {"actor": 64, "reward": 0}),
     "glm4.5_grpo": Cluster(16, "hybrid", {"actor": 128, "reward": 0}, memory_gb=127),
+    "gpt_oss_120b_grpo": Cluster(8, "hybrid", {"actor": 64, "reward": 0}),
     "deepseek_v3_671b_grpo": Cluster(16, "hybrid", {"actor": 128, "reward": 0}, memory_gb=240),
     "kimi_k2_1t_grpo": Cluster(
         24, "split_collocate", {"actor": 128, "reward": 0, "rollout": 64}, memory_gb=256
@@ -68,7 +69,7 @@ LARGEST = {
     "deepseek_v3_671b_grpo",
     "kimi_k2_1t_grpo",
 }
-MANY_TENSORS = {"qwen3_30b_a3b_grpo", "glm4.5_air_grpo", *LARGEST}
+MANY_TENSORS = {"qwen3_30b_a3b_grpo", "glm4.5_air_grpo", "gpt_oss_120b_grpo", *LARGEST}
 FEW_TENSORS = [run for run in RUNS if run not in MANY_TENSORS]
 
 # Parameters, as the model cards say: 7.61B, 8.03B, 32.5B, 32.8B, 30.5B, 235B, 70.6B, and so on. A model's own
@@ -92,6 +93,8 @@ NUM_PARAMETERS = {
     "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
     "GLM-4.5-Air": 106_852_251_264,
     "GLM-4.5": 352_797_829_024,
+    "gpt-oss-120b-BF16": 116_829_156_672,
+    "gpt-oss-20b-BF16": 20_914_757_184,
     "DeepSeek-V3.1-BF16": 671_026_419_200,
     "Kimi-K2-Instruct-BF16": 1_026_408_232_448,
     "Moonlight-16B-A3B-Instruct": 15_960_110_208,
@@ -109,6 +112,7 @@ NUM_EXPERT_PARAMETERS = {
     "Qwen3-Next-80B-A3B-Instruct": 48 * 512 * 3 * 2048 * 512,
     "GLM-4.5-Air": 45 * 128 * 3 * 4096 * 1408,
     "GLM-4.5": 89 * 160 * 3 * 5120 * 1536,
+    "gpt-oss-120b-BF16": 36 * 128 * (3 * 2880 * 2880 + 3 * 2880),
     "DeepSeek-V3.1-BF16": 58 * 256 * 3 * 7168 * 2048,
     "Kimi-K2-Instruct-BF16": 60 * 384 * 3 * 7168 * 2048,
     "Moonlight-16B-A3B-Instruct": 26 * 64 * 3 * 2048 * 1408,
@@ -168,6 +172,7 @@ def test_the_published_models_have_the_parameters_of_their_cards() -> None:
         "Qwen3-Next-80B-A3B-Instruct": 38,
         "GLM-4.5-Air": 134,
         "GLM-4.5": 336,
+        "gpt-oss-120b-BF16": 57,
         "DeepSeek-V3.1-BF16": 375,
         "Kimi-K2-Instruct-BF16": 328,
         "Moonlight-16B-A3B-Instruct": 29,

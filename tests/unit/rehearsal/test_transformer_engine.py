@@ -53,6 +53,8 @@ SAME_LAYERS = {
 }
 # Routers over 512 experts, whose routes take long to simulate. A soak test takes them.
 SLOW = {"qwen3_next_80b_grpo"}
+# Runs of models that Transformer Engine has no layers for.
+LOCAL = {"gpt_oss_120b_grpo"}
 SHIPPED = {file.stem for file in CONFIGS.glob("*.yaml")}
 RUNS = sorted(SHIPPED if "MEGARL_SOAK" in os.environ else SHIPPED - SAME_LAYERS.keys() - SLOW)
 
@@ -125,7 +127,8 @@ def test_shipped_runs_are_built_and_trained(
     """Names, shapes, marks, accumulation and optimizer are checked by the dry run itself."""
     request, record = shipped[run]
     is_fused = request.config.engine.layers is Layers.transformer_engine
-    assert is_fused == (request.config.model.dtype is DType.bfloat16)  # the quickstart's is float32
+    # The quickstart's is float32.
+    assert is_fused == (request.config.model.dtype is DType.bfloat16 and run not in LOCAL)
     assert record.error is None
     assert {"build", "score", "train", "step"} <= {phase.name for phase in record.phases}
     role = role_of(request.config, "actor")
