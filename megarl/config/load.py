@@ -178,28 +178,15 @@ def _fit[Config](schema: type[Config], path: str, layers: Sequence[Layer]) -> Pa
             _remove(values, section)
         _merge_into(values, review.fitting(schema, layer.values, "", layer))
 
-    given: Any = OmegaConf.create(values)
     problems = list(review.problems)
     refused = set(review.refused)
+    if _has_interpolations(values):
+        values = _interpolated(schema, values, path, problems, refused)
 
-    # Interpolations are resolved only here, and each failure hides the next: drop the key and retry.
-    while True:
-        try:
-            merged = _merged(schema, given)
-            missing = sorted(OmegaConf.missing_keys(merged))
-            # Fill in empty values, so that the following checks can run.
-            for key in missing:
-                OmegaConf.update(given, key, [] if key in _REQUIRED_LISTS else "")
-            config = OmegaConf.to_object(_merged(schema, given) if missing else merged)
-            break
-        except (OmegaConfBaseException, ValueError) as error:  # a value refers to another one: ${...}
-            key = str(getattr(error, "full_key", None) or "")
-            problems.append(f"{key}: {in_one_line(error)}" if key else in_one_line(error))
-            # Without a value to remove, the same error would recur forever.
-            if not _drop(given, key):
-                raise ConfigError(path, problems) from error
-            refused.add(key)
-
+    # Missing values are empty, so that the following checks can run.
+    missing: list[str] = []
+    config = _built(_defaults(typing.cast(type, schema)), values, "", missing)
+    missing.sort()
     problems += [
         f"{key}: is required; set it in the file or as {key}=..." for key in missing if key not in refused
     ]
@@ -234,8 +221,64 @@ def _merge_into(values: dict[str, Any], others: Mapping[str, Any]) -> None:
             values[name] = deepcopy(value)
 
 
-def _merged(schema: type, given: Any) -> Any:
-    return OmegaConf.unsafe_merge(pickle.loads(_structured(schema)), given)
+def _has_interpolations(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_has_interpolations(item) for item in value.values())
+    if isinstance(value, list):
+        return any(_has_interpolations(item) for item in value)
+    return isinstance(value, str) and not isinstance(value, Enum) and "${" in value
+
+
+def _interpolated(
+    schema: type, values: Mapping[str, Any], path: str, problems: list[str], refused: set[str]
+) -> dict[str, Any]:
+    """Return the values of all keys, with the values that `${...}` refers to in its place.
+
+    Adds the problems, and their keys, to `problems` and `refused`.
+    """
+    given: Any = OmegaConf.create(dict(values))
+
+    # Each failure hides the next: drop the key and retry.
+    while True:
+        try:
+            merged = OmegaConf.unsafe_merge(pickle.loads(_structured(schema)), given)
+            return typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
+        except (OmegaConfBaseException, ValueError) as error:
+            key = str(getattr(error, "full_key", None) or "")
+            problems.append(f"{key}: {in_one_line(error)}" if key else in_one_line(error))
+            # Without a value to remove, the same error would recur forever.
+            if not _drop(given, key):
+                raise ConfigError(path, problems) from error
+            refused.add(key)
+
+
+@cache
+def _defaults(section: Any) -> Any:
+    return section()
+
+
+def _built(default: Any, values: Mapping[str, Any], prefix: str, missing: list[str]) -> Any:
+    """Return a section, from values in the types of their keys. Missing keys are added to `missing`."""
+    hints = key_types(typing.cast(type, type(default)))
+    given: dict[str, Any] = {}
+
+    for entry in fields(default):
+        name = entry.name
+        key = f"{prefix}{name}"
+        value = values.get(name, getattr(default, name))
+        if is_dataclass(hints[name]):
+            given[name] = _built(getattr(default, name), values.get(name, {}), f"{key}.", missing)
+        elif isinstance(value, str) and value == MISSING:
+            missing.append(key)
+            given[name] = [] if key in _REQUIRED_LISTS else ""
+        elif (item := item_section(hints[name])) and name in values and value is not None:
+            given[name] = [
+                _built(_defaults(item), row, f"{key}[{index}].", missing) for index, row in enumerate(value)
+            ]
+        else:
+            given[name] = deepcopy(value)
+
+    return replace(default, **given)
 
 
 @cache

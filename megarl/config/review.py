@@ -48,7 +48,10 @@ class Review:
                 self.refused.add(key)
 
     def fitting(self, section: type, values: Mapping[Any, Any], prefix: str, layer: Layer) -> dict[str, Any]:
-        """Return `values` without schema violations, so that the search for problems can continue."""
+        """Return `values` in the types of their keys, without schema violations.
+
+        The search for problems can continue with them. Interpolations are not resolved.
+        """
         hints = key_types(section)
         good: dict[str, Any] = {}
         plain: dict[str, Any] = {}
@@ -85,16 +88,19 @@ class Review:
                 plain[name] = _with_current_name(key, value, layer.source)
 
         # Almost always all of them fit, and one check is much faster than one per value.
-        all_fit = not plain or _accepts(section, plain)
+        converted = _converted(section, plain)
         # Paths are resolved here, because only the layer knows which file named them.
         inputs = {
             entry.name: entry.metadata[InputKind] for entry in fields(section) if InputKind in entry.metadata
         }
 
         for name, value in plain.items():
-            if all_fit or _accepts(section, {name: value}):
+            fits = converted if converted is not None else _converted(section, {name: value})
+            if fits is not None:
                 good[name] = (
-                    each_text(value, partial(layer.place_of, inputs[name])) if name in inputs else value
+                    each_text(fits[name], partial(layer.place_of, inputs[name]))
+                    if name in inputs
+                    else fits[name]
                 )
             else:
                 self._refuse(
@@ -169,11 +175,11 @@ def item_section(hint: Any) -> type | None:
     return item if isinstance(item, type) and is_dataclass(item) else None
 
 
-def _accepts(section: type, values: Mapping[str, Any]) -> bool:
-    """Whether OmegaConf converts all values: '1e-5' is a float, 'grpo' an enum member, 3.5 no integer.
+def _converted(section: type, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the values as OmegaConf converts them: '1e-5' is a float, 'grpo' an enum member, 3.5 no integer.
 
-    Conversions that OmegaConf makes too freely are refused: 5 to true, true to 1.0 or the string "True", and
-    a mapping to a string in a list.
+    None if it does not convert all of them. Conversions that OmegaConf makes too freely are refused: 5 to
+    true, true to 1.0 or the string "True", and a mapping to a string in a list.
     """
     hints = key_types(section)
     for name, value in values.items():
@@ -183,25 +189,36 @@ def _accepts(section: type, values: Mapping[str, Any]) -> bool:
             and value not in (None, MISSING)
             and isinstance(value, bool) != (single is bool)
         ):
-            return False
+            return None
         if (
             isinstance(value, list)
             and not item_section(hints[name])
             and any(isinstance(item, Mapping | list) for item in value)
         ):
-            return False
+            return None
 
     # Most values need no conversion, and OmegaConf takes a hundred times as long.
     others = {name: value for name, value in values.items() if not needs_no_conversion(hints[name], value)}
+    converted = {name: _member(hints[name], value) for name, value in values.items() if name not in others}
     if not others:
-        return True
+        return converted
 
     try:
-        OmegaConf.unsafe_merge(deepcopy(_without_sections(section)), others)
+        merged = OmegaConf.unsafe_merge(deepcopy(_without_sections(section)), others)
     except (OmegaConfBaseException, TypeError):  # a TypeError for a mapping instead of a list
-        return False
+        return None
 
-    return True
+    everything = OmegaConf.to_container(merged)
+    assert isinstance(everything, dict)
+
+    return converted | {name: everything[name] for name in others}
+
+
+def _member(hint: Any, value: Any) -> Any:
+    """Return the member that a string names, if the key is an enumeration."""
+    single = _without_null(hint)
+    is_name = isinstance(value, str) and isinstance(single, type) and issubclass(single, Enum)
+    return single[value] if is_name else value
 
 
 def _without_null(hint: Any) -> Any:

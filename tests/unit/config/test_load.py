@@ -386,7 +386,7 @@ def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
         f"actor.parallel.sequence_parallel: is 5, but must be true or false [{path}]",
         f"actor.parallel.tensor_parallel_size: is 'two', but must be an integer [{path}]",
         "critic: is 3, but must be a section with the keys parallel, lora, optim, micro_batch, experts, "
-        f"recompute, recompute_modules, recompute_num_layers, megatron, model [{path}]",
+        f"freeze_vision, recompute, recompute_modules, recompute_num_layers, megatron, model [{path}]",
         f"data.train_files: is 'a.parquet', but must be a list, each item a string [{path}]",
         f"data.seed: is 1.5, but must be an integer [{path}]",
         f"reward.functions[0].nam: unknown key; did you mean reward.functions[0].name? [{path}]",
@@ -531,6 +531,19 @@ def test_a_value_that_is_taken_without_omegaconf_is_what_omegaconf_makes_of_it(s
                 compared += 1
 
     assert compared > 300
+
+
+@pytest.mark.parametrize("file", ["quickstart", "quickstart_sft", "kimi_k2_1t_grpo", "qwen2.5_7b_ppo_split"])
+def test_a_file_with_a_reference_is_one_without(file: str) -> None:
+    """Only OmegaConf resolves references. Without one, the loader builds the sections itself."""
+    path = str(CONFIGS_DIR / f"{file}.yaml")
+    changes = ["actor.optim.lr=1e-5", "trainer.seed=7"]
+    schema = schema_of(path)
+    own = load_config(schema, path, [*changes, "data.seed=7"])
+    resolved = load_config(schema, path, [*changes, "data.seed=${trainer.seed}"])
+
+    assert own == resolved
+    assert repr(own) == repr(resolved)  # the types of all numbers
 
 
 def sections_of(section: Any) -> Iterator[Any]:
