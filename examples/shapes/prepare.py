@@ -116,7 +116,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def save_model(path: Path, seed: int) -> None:
     """Write a model whose tower turns each field of an image into one token."""
     tokenizer = make_tokenizer()
-    token = tokenizer.convert_tokens_to_ids
+    ids = tokenizer.get_vocab()
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
@@ -134,8 +134,8 @@ def save_model(path: Path, seed: int) -> None:
             "mrope_interleaved": True,
         },
         "bos_token_id": None,
-        "eos_token_id": token(END),
-        "pad_token_id": token(PAD),
+        "eos_token_id": ids[END],
+        "pad_token_id": ids[PAD],
     }
     vision = {
         "depth": 2,
@@ -153,10 +153,10 @@ def save_model(path: Path, seed: int) -> None:
     config = Qwen3VLConfig(
         text_config=text,
         vision_config=vision,
-        image_token_id=token(IMAGE),
-        video_token_id=token(PAD),
-        vision_start_token_id=token(FIRST),
-        vision_end_token_id=token(LAST),
+        image_token_id=ids[IMAGE],
+        video_token_id=ids[PAD],
+        vision_start_token_id=ids[FIRST],
+        vision_end_token_id=ids[LAST],
         tie_word_embeddings=False,
     )
 
@@ -164,7 +164,7 @@ def save_model(path: Path, seed: int) -> None:
         torch.manual_seed(seed)
         model = Qwen3VLForConditionalGeneration(config)
 
-    model.generation_config.eos_token_id = token(END)
+    model.generation_config.eos_token_id = ids[END]
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     _write_processor(path, vision)

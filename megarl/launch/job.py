@@ -16,7 +16,12 @@ from megarl.config.versions import REQUIRED
 CANNOT_RUN = 2
 # Modules whose name differs from their distribution. The check looks for modules, because images often
 # contain Megatron-Core as a checkout.
-_MODULES = {"megatron-core": "megatron.core", "pyyaml": "yaml", "markdown-it-py": "markdown_it"}
+_MODULES = {
+    "megatron-core": "megatron.core",
+    "pillow": "PIL",
+    "pyyaml": "yaml",
+    "markdown-it-py": "markdown_it",
+}
 
 
 def missing_packages() -> list[str]:

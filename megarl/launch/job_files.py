@@ -25,6 +25,8 @@ SHARED = frozenset(
     {
         "model.path",
         "reference.path",
+        "actor.lora.path",
+        "critic.lora.path",
         "critic.model.path",
         "reward.model.path",
         "data.train_files",

@@ -29,7 +29,7 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
 
-class RouterScore(Enum):
+class RouterScore(str, Enum):
     """How a router turns the logits of a token into scores."""
 
     softmax = "softmax"
@@ -144,7 +144,7 @@ class LatentAttention:
     norm_eps: float
 
 
-class Activation(Enum):
+class Activation(str, Enum):
     """The activation of the gate in a feed-forward."""
 
     silu = "silu"
@@ -166,7 +166,7 @@ class BlockNorms:
     zero_centered: bool = False
 
 
-class QKNorm(Enum):
+class QKNorm(str, Enum):
     """The numbers over which the norms of queries and of keys compute their mean square."""
 
     head = "head"  # each head separately, with the same weight

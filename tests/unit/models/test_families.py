@@ -7,6 +7,7 @@ test checks.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ BOOKKEEPING = {"architectures", "bos_token_id", "eos_token_id", "hidden_act", "m
 def written(folder: Path, fields: dict[str, Any]) -> str:
     (folder / "config.json").write_text(json.dumps(fields))
     return str(folder)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_an_architecture_can_be_written_as_json(model_type: str) -> None:
+    """`megarl convert inspect --json` writes it."""
+    fields = json.loads(json.dumps(asdict(example_architecture(model_type))))
+    assert fields["model_type"] == model_type
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

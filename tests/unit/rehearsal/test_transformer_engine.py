@@ -110,7 +110,13 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RankReq
         if "first_k_dense_replace" in model:
             fewer["first_k_dense_replace"] = 1
         (folder / run).mkdir()
-        (folder / run / "config.json").write_text(json.dumps({**model, **fewer}))
+        if "text_config" in model:
+            # As many layers as take features of images.
+            fewer["num_hidden_layers"] = 2 * fewer["num_hidden_layers"]
+            model["text_config"] |= fewer
+        else:
+            model |= fewer
+        (folder / run / "config.json").write_text(json.dumps(model))
         config = case.config.with_sections(model=replace(case.config.model, path=str(folder / run)))
         asked[run] = RankRequest(config, "actor", 0, max(2, parallel.pipeline_parallel_size))
 
