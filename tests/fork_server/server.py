@@ -275,6 +275,7 @@ class Server:
         pid = os.fork()
         if pid == 0:
             self._leave_all()
+            client.close()  # before its number becomes that of one of the program's files
             become(request, files, self._kind)
             return True
         for file in files:
