@@ -110,6 +110,8 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[RankReq
         if "first_k_dense_replace" in model:
             fewer["first_k_dense_replace"] = 1
         (folder / run).mkdir()
+        if "layer_types" in model:
+            model["layer_types"] = model["layer_types"][: fewer["num_hidden_layers"]]
         if "text_config" in model:
             # As many layers as take features of images.
             fewer["num_hidden_layers"] = 2 * fewer["num_hidden_layers"]
