@@ -143,8 +143,8 @@ def measured_most(measured: int, above: float) -> float:
     return measured * (1 + above) + 4096
 
 
-def beyond_bounds(record: RankRecord, plan: PredictedMemory) -> list[str]:
-    """Return where the plan is below the measurement, or too far above it."""
+def beyond_bounds(record: RankRecord, plan: PredictedMemory, *, is_near: bool = True) -> list[str]:
+    """Return where the plan is below the measurement, or, if it should be near, too far above it."""
     if record.error is not None:
         return [record.error]
     held = {"build": plan.held, "offload": plan.stays, "restore": plan.held + plan.stays}
@@ -169,7 +169,8 @@ def beyond_bounds(record: RankRecord, plan: PredictedMemory) -> list[str]:
         if phase.name in held:
             sizes.append(("held", phase.held, held[phase.name], measured_most(phase.held, HELD) + workspace))
         for name, measured, planned, most in sizes:
-            if not measured * (1 - _COUNTED) - 4096 <= planned <= most:
+            is_below = planned < measured * (1 - _COUNTED) - 4096
+            if is_below or (is_near and planned > most):
                 problems.append(
                     f"{phase.name}: {name} is {measured:,} bytes, in the plan {planned:,} "
                     f"({planned / measured:.3f})"

@@ -144,8 +144,4 @@ def test_shipped_runs_are_built_and_trained(
     assert {"build", "score", "train", "step"} <= {phase.name for phase in record.phases}
     role = role_of(request.config, "actor")
     plan = predicted_memory(request.config, role, read_architectures(request.config)[0]["actor"], 0)
-    if run in WITH_IMAGES:
-        peaks = {phase.name: phase.peak for phase in record.phases if phase.name in plan.peaks}
-        assert {name: peak for name, peak in peaks.items() if peak > plan.peaks[name]} == {}
-    else:
-        assert beyond_bounds(record, plan) == []
+    assert beyond_bounds(record, plan, is_near=run not in WITH_IMAGES) == []
