@@ -151,14 +151,14 @@ def critic_by_hand(case: Adapted, folder: Path, batch: Tensors) -> tuple[str, Re
 
 
 def save_merged(case: Adapted, folder: Path) -> Path:
-    """Write the model with W + s B A in the place of each W."""
+    """Write the model with W + s B A instead of each W."""
     shutil.copytree(case.base, folder)
     save_file(merged_weights(case), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def merged_weights(case: Adapted) -> Tensors:
-    """Return the weights of the model with W + s B A in the place of each W."""
+    """Return the weights of the model with W + s B A instead of each W."""
     weights = load_file(Path(case.base) / "model.safetensors")
     adapters = adapters_of(case)
     for name in weights:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megarl.config.schema import ParallelConfig
 from tests.ranks import RankPool
@@ -28,3 +31,25 @@ def test_a_collective_waits_as_long_as_it_is_told(rank_pool: RankPool) -> None:
     """Megatron counts in whole minutes."""
     parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
     assert rank_pool.run(limits, world_size=4, parallel=parallel) == [[timedelta(minutes=2)] * 3] * 4
+
+
+def new_gloo_threads() -> int:
+    """Run in a rank: count the threads of gloo devices that more groups need."""
+    before = count_gloo_threads()
+    groups = [dist.new_group() for _ in range(4)]
+    for group in groups:
+        dist.barrier(group)
+
+    return count_gloo_threads() - before
+
+
+def count_gloo_threads() -> int:
+    names = []
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread has ended
+            names.append((thread / "comm").read_text().strip())
+    return names.count("gloo_tcp_loop")
+
+
+def test_all_groups_of_a_rank_share_one_gloo_device(rank_pool: RankPool) -> None:
+    assert rank_pool.run(new_gloo_threads, world_size=2) == [0, 0]

@@ -34,7 +34,7 @@ def test_a_peft_folder_comes_back_from_a_checkpoint(family: str, rank_pool: Rank
     folder = tmp_path / "actor"
     rank_pool.run(train_and_save, world_size=2, settings=settings, folder=folder, num_steps=0, num_after=0)
 
-    # A run writes these files beside the weights.
+    # A run writes these files next to the weights.
     companions = folder / "huggingface"
     companions.mkdir()
     shutil.copyfile(Path(case.base) / "config.json", companions / "config.json")
