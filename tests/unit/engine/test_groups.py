@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -35,21 +36,33 @@ def test_a_collective_waits_as_long_as_it_is_told(rank_pool: RankPool) -> None:
 
 def new_gloo_threads() -> int:
     """Run in a rank: count the threads of gloo devices that more groups need."""
-    before = count_gloo_threads()
+    before = len(gloo_threads())
     groups = [dist.new_group() for _ in range(4)]
     for group in groups:
         dist.barrier(group)
 
-    return count_gloo_threads() - before
+    return len(gloo_threads()) - before
 
 
-def count_gloo_threads() -> int:
-    names = []
+def gloo_threads() -> list[int]:
+    threads = []
     for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # the thread has ended
-            names.append((thread / "comm").read_text().strip())
-    return names.count("gloo_tcp_loop")
+            if (thread / "comm").read_text().strip() == "gloo_tcp_loop":
+                threads.append(int(thread.name))
+    return threads
 
 
 def test_all_groups_of_a_rank_share_one_gloo_device(rank_pool: RankPool) -> None:
     assert rank_pool.run(new_gloo_threads, world_size=2) == [0, 0]
+
+
+def lowered_priorities() -> tuple[int, set[int]]:
+    """Run in a rank: return the priorities of the rank, and of its threads of gloo devices, relative to it."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    return own, {os.getpriority(os.PRIO_PROCESS, thread) - own for thread in gloo_threads()}
+
+
+def test_only_the_thread_of_the_gloo_device_has_a_low_priority(rank_pool: RankPool) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert rank_pool.run(lowered_priorities, world_size=2) == [(own, {min(10, 19 - own)})] * 2
