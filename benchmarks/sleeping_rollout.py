@@ -118,7 +118,7 @@ class SleepingEngine(RolloutEngine):
             if request_ids is not None and number not in request_ids
         }
 
-    def begin_weight_update(self, manifest: Manifest) -> None:
+    def begin_weight_update(self, manifest: Manifest, first_round: int = 0) -> None:
         self._update_s = time.monotonic()
 
     def load_folder(self, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
     python benchmarks/weights.py [--repeats 5] [--bucket-mb 64] [--transports device group folder] [--tensor-parallel 1 2]
     python benchmarks/weights.py --planning    # only where tensors go
+    python benchmarks/weights.py --adapters    # only syncs of a model with adapters
 
 A Qwen2-style model of 100 million parameters in float32, in real Megatron-Core ranks on Ray, is sent to one
 real SGLang engine by each transport, as in a training step: pause, receive, stamp, flush, resume; without
@@ -21,6 +22,9 @@ are columns).
 Then one trainer rank sends to 1, 2 and 4 engines of transformers by `group`, in alternation: seconds per
 byte, relative to one engine. The target is 1.3 at most.
 
+Then a trainer with adapters of rank 32 on every projection sends to an engine that applies them itself: a
+later sync of adapters alone (actor.lora.sync: adapter), next to syncs of merged weights by the same trainer.
+
 Last, the benchmark measures how long an SGLang engine takes to locate the tensors of Qwen3-30B-A3B and
 Qwen3-235B-A22B (engine_planning.py): 5 processor seconds at most in the first weight sync, and 0.2 in every
 later one.
@@ -36,6 +40,7 @@ import os
 import sys
 import tempfile
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -64,6 +69,7 @@ from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.engine.spec import ModelSpec
+from megarl.models.architecture import LoRA
 from megarl.models.families import read_architecture
 from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import PushReport, WeightSync
@@ -104,18 +110,27 @@ def start_group(name: str, world_size: int, worker: RayClassWithInitArgs) -> Rol
     )
 
 
-def start_engine(folder: Path) -> RoleGroup:
+def start_engine(folder: Path, lora: LoRA | None = None) -> RoleGroup:
     rollout = RolloutConfig(engine=RolloutEngineKind.sglang, max_concurrency=4)
     spec = RolloutEngineSpec(
-        model=ModelConfig(path=str(folder), dtype=DType.float32), rollout=rollout, device=Device.cpu
+        model=ModelConfig(path=str(folder), dtype=DType.float32),
+        rollout=rollout,
+        device=Device.cpu,
+        lora=lora,
     )
     return start_group(
         "rollout", 1, RayClassWithInitArgs(MeasuredWorker, partial(build_measured_engine, spec))
     )
 
 
-def start_trainer(folder: Path, tensor_parallel_size: int, bucket_bytes: int) -> WeightSource:
-    architecture = read_architecture(str(folder))
+def start_trainer(
+    folder: Path,
+    tensor_parallel_size: int,
+    bucket_bytes: int,
+    lora: LoRA | None = None,
+    pushes_adapters: bool = False,
+) -> WeightSource:
+    architecture = replace(read_architecture(str(folder)), lora=lora)
     parallel = ParallelConfig(tensor_parallel_size=tensor_parallel_size)
     spec = ModelSpec(
         path=str(folder),
@@ -126,6 +141,7 @@ def start_trainer(folder: Path, tensor_parallel_size: int, bucket_bytes: int) ->
         engine=EngineConfig(),
         device=Device.cpu,
         seed=0,
+        pushes_adapters=pushes_adapters,
     )
     group = start_group(
         f"trainer-tp{tensor_parallel_size}", tensor_parallel_size, RayClassWithInitArgs(MeasuredTrainer, spec)
@@ -133,7 +149,7 @@ def start_trainer(folder: Path, tensor_parallel_size: int, bucket_bytes: int) ->
 
     return WeightSource(
         group=group,
-        architecture=architecture,
+        architecture=architecture if pushes_adapters else architecture.base,
         parallel=parallel,
         dtype=DType.float32,
         bucket_bytes=bucket_bytes,
@@ -286,18 +302,40 @@ def measure_replicas(folder: Path, source: WeightSource, repeats: int, scratch: 
     return max(ratios.values()) <= MOST_PER_BYTE
 
 
+def measure_adapters(folder: Path, repeats: int, bucket_bytes: int) -> None:
+    """Print bytes and seconds of a sync of merged weights and of adapters alone, the fastest of several."""
+    lora = LoRA(rank=32, alpha=32)
+    for separate in (False, True):
+        engine = start_engine(folder, lora if separate else None)
+        source = start_trainer(folder, 1, bucket_bytes, lora, separate)
+        sync = sync_of(source, Transport.group, 1, folder.parent / "scratch", folder)
+        reports = [push(sync, [engine], version) for version in range(repeats + 1)]
+        fastest = min(reports[1:], key=lambda report: report.seconds)
+        print(
+            f"{'adapters alone' if separate else 'merged':<14} {fastest.nbytes / 1e6:7.1f} MB "
+            f"{fastest.seconds:6.3f} s; the first sync {reports[0].nbytes / 1e6:.1f} MB",
+            flush=True,
+        )
+        sync.close()
+        source.group.shutdown()
+        engine.shutdown()
+
+
 def _measure_all(arguments: argparse.Namespace) -> bool:
     with tempfile.TemporaryDirectory() as scratch:
         num_parameters = save_model(Path(scratch) / "model")
         print(f"{num_parameters / 1e6:.1f} million parameters", flush=True)
         bucket_bytes = int(arguments.bucket_mb * 2**20)
-        met = measure(
+        met = arguments.adapters or measure(
             Path(scratch) / "model",
             arguments.tensor_parallel,
             arguments.transports,
             arguments.repeats,
             bucket_bytes,
         )
+        measure_adapters(Path(scratch) / "model", arguments.repeats, bucket_bytes)
+        if arguments.adapters:
+            return True
     return measure_planning() and met
 
 
@@ -318,6 +356,7 @@ def main() -> int:
     parser.add_argument(
         "--planning", action="store_true", help="measure only how long it takes to locate tensors"
     )
+    parser.add_argument("--adapters", action="store_true", help="measure only a model with adapters")
     arguments = parser.parse_args()
     disable_progress_bar()
     load = os.getloadavg()[0]

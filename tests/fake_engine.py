@@ -248,15 +248,16 @@ class FakeEngine(RolloutEngine):
         self._record("leave_weights")
         self._receiver.leave()
 
-    def begin_weight_update(self, manifest: Manifest) -> None:
+    def begin_weight_update(self, manifest: Manifest, first_round: int = 0) -> None:
         self.needed_slices(manifest)
         self._record("begin_weight_update")
-        self._lifecycle.begin(manifest)
+        self._lifecycle.begin(manifest, is_partial=first_round > 0)
+        self._first_round = first_round
 
     def receive_weights(self) -> None:
         self._record("receive_weights")
         self._lifecycle.require_update()
-        self._receiver.begin()
+        self._receiver.begin(first_round=self._first_round)
         while not self._receiver.receive():
             pass
         self._lifecycle.record_all()

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from megarl.models.adapters import is_adapter
 from megarl.rollout.interface import RolloutEngine
 from megarl.weights.p2p import P2PAddress, P2PGroup, reserve_port
-from megarl.weights.plan import RankLocation, RankSlices, plan_transfer, whole_slices
+from megarl.weights.plan import RankLocation, RankSlices, plan_repeated, plan_transfer, whole_slices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.schedule import Part
 from megarl.weights.tensors import Manifest, TensorMeta
@@ -59,7 +60,14 @@ class PlainTrainer:
         targets = [
             RankSlices(RankLocation("node", f"device-{rank}"), slices) for rank, slices in enumerate(needed)
         ]
-        self.plan = plan_transfer(shapes, [source], targets, message_numel)
+        adapters = {name for name in shapes if is_adapter(name)}
+        self.first_adapter_round = 0
+        if adapters:
+            self.plan, self.first_adapter_round = plan_repeated(
+                shapes, [source], targets, message_numel, adapters
+            )
+        else:
+            self.plan = plan_transfer(shapes, [source], targets, message_numel)
         shards = PlainShards(weights)
         self._dtype = shards.dtype
         self._device = shards.device
@@ -106,10 +114,10 @@ class PlainTrainer:
         self.ends.append(end)
         return links
 
-    def begin(self, weights: Weights) -> None:
+    def begin(self, weights: Weights, first_round: int = 0) -> None:
         """Begin to send these weights by calls of `go_on`."""
         shards: Any = PlainShards(weights)
-        self._pending = [SendPass(end, shards, [0]) for end in self.ends]
+        self._pending = [SendPass(end, shards, [0], first_round) for end in self.ends]
 
     def go_on(self) -> bool:
         """Return whether everything was sent and received; False after a second without a response from the
@@ -117,12 +125,12 @@ class PlainTrainer:
         self._pending = [sending for sending in self._pending if sending.run(()) is None]
         return not self._pending
 
-    def push(self, weights: Weights, version: int) -> None:
-        self.begin(weights)
+    def push(self, weights: Weights, version: int, first_round: int = 0) -> None:
+        self.begin(weights, first_round)
         with ThreadPoolExecutor(1) as pool:
             sending = pool.submit(self._send)
             try:
-                self._engine.begin_weight_update(self.manifest)
+                self._engine.begin_weight_update(self.manifest, first_round)
                 self._engine.receive_weights()
                 self._engine.end_weight_update(version)
             finally:

@@ -123,6 +123,7 @@ class ModelRole:
         experts: How the routers of a mixture-of-experts model are trained.
         lora: The adapters that train instead of its weights, if any.
         lora_path: The folder of the adapters to start from. None: new adapters.
+        serves_adapters: Whether engines get the adapters separately, not merged.
         freeze_vision: Whether a vision tower is not trained.
         megatron: Its options of Megatron.
         megatron_key: The section of these options.
@@ -141,6 +142,7 @@ class ModelRole:
     experts: ExpertsConfig = ExpertsConfig()
     lora: LoRA | None = None
     lora_path: str | None = None
+    serves_adapters: bool = False
     freeze_vision: bool = False
     megatron: MegatronConfig = MegatronConfig()
     megatron_key: str = "actor.megatron"
@@ -320,6 +322,7 @@ def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
         experts=ExpertsConfig() if section is None else section.experts,
         lora=None if section is None else section.adapters,
         lora_path=None if section is None else section.lora.path,
+        serves_adapters=section is not None and section.served_adapters is not None,
         freeze_vision=section is not None and section.freeze_vision,
         megatron=megatron,
         megatron_key=megatron_key,

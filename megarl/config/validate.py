@@ -69,6 +69,7 @@ PPO_RULES: Mapping[Callable[[PPOConfig], Violations], Keys] = {
     algorithm.functions: (),
     algorithm.kl: (),
     lora.reference: (),
+    lora.served: (),
     algorithm.rollout_correction: (f"{_CORRECTION}.low", f"{_CORRECTION}.high"),
     algorithm.dynamic_sampling: ("algorithm.dynamic_sampling.max_generations",),
 }
@@ -96,6 +97,7 @@ PPO_MODEL_RULES: Mapping[str, Mapping[Callable[[PPOConfig, Architecture], Violat
         experts.engine_fits: _ENGINE_SIZES,
         experts.routing_replay: (),
         vision.engine_fits: (),
+        lora.fit_engine: (),
     },
     REWARD_MODEL: {reward.reads_conversations: ("reward.model",)},
 }

@@ -45,6 +45,7 @@ class ModelSpec:
         recomputation: What is recomputed in the backward pass.
         experts: The configuration of routers and experts.
         lora_path: The folder of the adapters to start from, in PEFT's format. None: new adapters.
+        pushes_adapters: Whether engines get the adapters separately, not merged.
         freeze_vision: Whether a vision tower is not trained.
         megatron: Options that are passed on to Megatron.
         offloaded_at_first: State that is offloaded when the model has been built, because others need its
@@ -67,6 +68,7 @@ class ModelSpec:
     recomputation: Recomputation = Recomputation()
     experts: ExpertsConfig = ExpertsConfig()
     lora_path: str | None = None
+    pushes_adapters: bool = False
     freeze_vision: bool = False
     megatron: MegatronConfig = MegatronConfig()
     offloaded_at_first: tuple[StatePart, ...] = ()
@@ -97,6 +99,7 @@ def spec_of(
         recomputation=role.recomputation,
         experts=role.experts,
         lora_path=role.lora_path,
+        pushes_adapters=role.serves_adapters,
         freeze_vision=role.freeze_vision,
         megatron=role.megatron,
         offloaded_at_first=offloaded_at_first,

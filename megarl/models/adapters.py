@@ -23,6 +23,11 @@ _LINEAR = re.compile(r"(.+\.linear_(?:qkv|proj|fc1|fc2))\.weight")
 _WITH_SHARDED_OUTPUTS = (Cut.column, Cut.qkv, Cut.gated)
 _SUFFIX = ".weight"
 
+# The projections whose adapters an engine can apply itself.
+ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+FEED_FORWARD_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+SERVED_PROJECTIONS = ATTENTION_PROJECTIONS + FEED_FORWARD_PROJECTIONS
+
 
 class AdapterNames(NamedTuple):
     """The Hugging Face names of the two matrices of a projection's adapter."""

@@ -51,7 +51,13 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
             the tensor.
     """
     spec = engine.spec
-    shards = merged_shards(engine.parameters(), spec.architecture, engine.layout, spec.head)
+    shards = merged_shards(
+        engine.parameters(),
+        spec.architecture,
+        engine.layout,
+        spec.head,
+        keeps_adapters=spec.pushes_adapters,
+    )
     dtype = getattr(torch, spec.dtype.value)
 
     # Check each part against the plan before it enters the send buffer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megarl.config.load import with_absolute_paths, with_dtype
 from megarl.config.roles import REWARD_MODEL, ModelRole, RoleKind, model_roles
@@ -197,7 +197,7 @@ def start_ppo(
 
     # Start the models first, because they free devices that engines share with them.
     groups = starter.groups(plan, _workers(config, models, starter, rules))
-    replicas = start_replicas(config, device, plan, pools, turns.engines_move)
+    replicas = start_replicas(config, device, plan, pools, turns.engines_move, config.actor.served_adapters)
     schedule = OffloadSchedule(
         turns, {role: group for role, group in groups.items() if role != "reward"}, replicas
     )
@@ -303,6 +303,8 @@ def _reward(config: PPOConfig, groups: Mapping[str, RoleGroup], schedule: Offloa
 
 
 def _weight_sync(config: PPOConfig, source: WeightSource, plan: PlacementPlan) -> WeightSync:
+    if config.actor.served_adapters is not None:
+        source = replace(source, architecture=replace(source.architecture, lora=config.actor.adapters))
     return WeightSync(
         source,
         [place for (place,) in rank_places(plan, "actor")],

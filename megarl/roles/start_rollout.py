@@ -10,6 +10,7 @@ from megarl.config.schema import Device, PPOConfig, RoutingReplay
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs, Worker
+from megarl.models.architecture import LoRA
 from megarl.placement.cores import at_work
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.roles.agents.environments import Environments
@@ -61,8 +62,23 @@ def visible_gpus(pool: RayResourcePool) -> list[str]:
 
 
 def start_replicas(
-    config: PPOConfig, device: Device, plan: PlacementPlan, pools: ResourcePoolManager, takes_turns: bool
+    config: PPOConfig,
+    device: Device,
+    plan: PlacementPlan,
+    pools: ResourcePoolManager,
+    takes_turns: bool,
+    lora: LoRA | None = None,
 ) -> Replicas:
+    """Start the replicas.
+
+    Args:
+        config: The configuration.
+        device: The device.
+        plan: The placement.
+        pools: The pools of the placement.
+        takes_turns: Whether the replicas share their devices with other roles.
+        lora: The adapters that they get separately, if any.
+    """
     spec = RolloutEngineSpec(
         model=config.model,
         rollout=config.rollout,
@@ -70,6 +86,7 @@ def start_replicas(
         release_memory=takes_turns,
         returns_routes=config.engine.routing_replay is RoutingReplay.rollout,
         fp32_lm_head=config.engine.fp32_lm_head,
+        lora=lora,
     )
     limit_s = config.trainer.phase_time_limit_s
     return Replicas(

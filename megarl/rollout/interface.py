@@ -16,6 +16,7 @@ import numpy as np
 from megarl.config.schema import Device, ModelConfig, RolloutConfig
 from megarl.machine.errors import RunError
 from megarl.machine.files import read_json_object
+from megarl.models.architecture import LoRA
 from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest
@@ -33,6 +34,7 @@ class RolloutEngineSpec:
         release_memory: Whether the engine time-shares its device with other roles.
         returns_routes: Whether samples may request their routes.
         fp32_lm_head: Whether logits of 16-bit weights are computed in float32, as in the trainer.
+        lora: Adapters that the engine applies itself. None: there are none, or they are merged.
     """
 
     model: ModelConfig
@@ -41,6 +43,7 @@ class RolloutEngineSpec:
     release_memory: bool = False
     returns_routes: bool = False
     fp32_lm_head: bool = False
+    lora: LoRA | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,11 +278,16 @@ class RolloutEngine(ABC):
         """Disconnect from the trainers, whatever is in progress."""
 
     @abstractmethod
-    def begin_weight_update(self, manifest: Manifest) -> None:
+    def begin_weight_update(self, manifest: Manifest, first_round: int = 0) -> None:
         """Begin an update. Until `end_weight_update`, the engine refuses to generate.
 
         Generation pauses: requests in flight continue after the update. An unfinished earlier update is
         dropped. Raises the errors of `needed_slices`, which leave the engine unchanged.
+
+        Args:
+            manifest: All tensors of the model.
+            first_round: The first round that the trainers send. The tensors of earlier rounds, such as those
+                of a frozen model, are not sent again: the engine must have complete weights.
         """
 
     @abstractmethod

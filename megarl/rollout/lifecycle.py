@@ -55,10 +55,10 @@ class EngineLifecycle:
         assert self._version is not None
         return self._version
 
-    def begin(self, manifest: Manifest) -> None:
-        self.require(
-            "begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY
-        )
+    def begin(self, manifest: Manifest, is_partial: bool = False) -> None:
+        """Begin an update; a partial one keeps some of the tensors, which must be complete."""
+        incomplete = () if is_partial else (LifecycleState.EMPTY, LifecycleState.UPDATING)
+        self.require("begin a weight update", *incomplete, LifecycleState.READY)
         # From here on, no sample may be written, whatever the outcome of the update.
         self.state = LifecycleState.UPDATING
         self._version = None

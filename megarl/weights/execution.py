@@ -39,6 +39,15 @@ class PeerTransfers:
     def __init__(self, schedules: Mapping[int, TransferSchedule]) -> None:
         self.schedules = dict(sorted(schedules.items()))
         self.num_rounds = next(iter(self.schedules.values())).num_rounds if self.schedules else 0
+        self._later: dict[int, PeerTransfers] = {0: self}
+
+    def after(self, first_round: int) -> PeerTransfers:
+        """Return the transfers without the rounds before `first_round`. They are made once."""
+        if first_round not in self._later:
+            self._later[first_round] = PeerTransfers(
+                {rank: schedule.after(first_round) for rank, schedule in self.schedules.items()}
+            )
+        return self._later[first_round]
 
     def of_round(self, number: int) -> Iterator[tuple[int, TransferSchedule, slice]]:
         """Yield each peer, its schedule, and the position of its message in the round."""

@@ -11,7 +11,7 @@ a time and all ranks are always busy.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, prod
@@ -141,6 +141,42 @@ def _plan(
     }
 
     return TransferPlan(schedules, num_rounds)
+
+
+class RepeatedTransfer(NamedTuple):
+    """A transfer whose first tensors are sent once, and the others again whenever they change.
+
+    Attributes:
+        plan: The whole transfer.
+        first_round: The first round of the tensors that are sent again.
+    """
+
+    plan: TransferPlan
+    first_round: int
+
+
+def plan_repeated(
+    shapes: Mapping[str, Sequence[int]],
+    sources: Sequence[RankSlices],
+    targets: Sequence[RankSlices],
+    message_numel: int,
+    repeated: Collection[str],
+) -> RepeatedTransfer:
+    """Plan a transfer like `plan_transfer`, with the `repeated` tensors in rounds of their own at the end."""
+    once = {name: shape for name, shape in shapes.items() if name not in repeated}
+    again = {name: shape for name, shape in shapes.items() if name in repeated}
+    plans = [
+        plan_transfer(part, _only(part, sources), _only(part, targets), message_numel)
+        for part in (once, again)
+    ]
+    return RepeatedTransfer(one_after_another(plans), plans[0].num_rounds)
+
+
+def _only(names: Collection[str], ranks: Sequence[RankSlices]) -> list[RankSlices]:
+    return [
+        RankSlices(rank.place, {name: slices for name, slices in rank.slices.items() if name in names})
+        for rank in ranks
+    ]
 
 
 def one_after_another(plans: Sequence[TransferPlan]) -> TransferPlan:

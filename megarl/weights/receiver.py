@@ -59,9 +59,6 @@ class EngineLink:
         return next(name for name, (place, *_) in _TRANSPORTS.items() if isinstance(self.place, place))
 
     def encode(self) -> dict[str, Any]:
-        assert all(schedule.bounds is None for schedule in self.schedules.values()), (
-            "bounds of rounds are not encoded: only exports to files have them"
-        )
         return {
             "transport": self._transport,
             "place": self.place,
@@ -70,6 +67,7 @@ class EngineLink:
                 for source, schedule in self.schedules.items()
             },
             "num_rounds": {source: schedule.num_rounds for source, schedule in self.schedules.items()},
+            "bounds": {source: schedule.bounds for source, schedule in self.schedules.items()},
             "dtype": str(self.dtype).removeprefix("torch."),
             "words": dict(self.words),
         }
@@ -82,7 +80,9 @@ class EngineLink:
         # JSON turns integer keys into strings.
         schedules = {
             int(source): TransferSchedule(
-                [Part(name, decode_slice(corners)) for name, corners in parts], encoded["num_rounds"][source]
+                [Part(name, decode_slice(corners)) for name, corners in parts],
+                encoded["num_rounds"][source],
+                encoded["bounds"][source],
             )
             for source, parts in encoded["schedules"].items()
         }
@@ -124,11 +124,12 @@ class WeightReceiver:
         )
         self._receiver = link.open(self._device)
 
-    def begin(self, has_moved: bool = False) -> None:
+    def begin(self, has_moved: bool = False, first_round: int = 0) -> None:
         """Prepare for the first `receive` of an update.
 
         Args:
             has_moved: Whether the addresses of the model's parameters have changed.
+            first_round: The first round that is sent. The engine has the tensors of earlier ones.
 
         Raises:
             WeightTransferError: No trainer was joined, or the previous update was aborted halfway.
@@ -142,6 +143,7 @@ class WeightReceiver:
 
         if has_moved:
             self._destinations.forget()
+        self._destinations.begin(first_round)
 
     def receive(self) -> bool:
         """Return whether everything has arrived. After False, call the method again to continue."""

@@ -38,7 +38,17 @@ class TransferSchedule:
 
     @property
     def numel(self) -> int:
-        return self._ends[-1]
+        return self._ends[-1] if self._ends else 0
+
+    def after(self, first_round: int) -> TransferSchedule:
+        """Return the schedule without the rounds before `first_round`."""
+        starts = [self._span(number)[0] for number in range(first_round, self.num_rounds)]
+        bounds = [*starts, self.numel]
+        return TransferSchedule(
+            list(self._parts_between(bounds[0], self.numel)),
+            len(starts),
+            [bound - bounds[0] for bound in bounds],
+        )
 
     def length(self, number: int) -> int:
         """Return the number of elements in the message of a round."""

@@ -70,9 +70,23 @@ class MergedAdapters:
 
 
 def merged_shards(
-    parameters: Mapping[str, torch.Tensor], architecture: Architecture, layout: ShardLayout, head: Head
+    parameters: Mapping[str, torch.Tensor],
+    architecture: Architecture,
+    layout: ShardLayout,
+    head: Head,
+    keeps_adapters: bool = False,
 ) -> Shards:
-    """Return the shards of a model as engines get them: with its adapters merged, if it has some."""
+    """Return the shards of a model as engines get them: with its adapters merged, if it has some.
+
+    Args:
+        parameters: The parameters of the rank.
+        architecture: The model.
+        layout: What the rank holds.
+        head: The head of the model.
+        keeps_adapters: Whether engines get the adapters separately instead.
+    """
+    if keeps_adapters:
+        return Shards(parameters=parameters, architecture=architecture, layout=layout, head=head)
     lora = architecture.lora
     transform = None if lora is None else MergedAdapters(parameters, lora.scale)
     return Shards(

@@ -329,6 +329,16 @@ class MegatronWorker(WeightExport):
         spec = self._spec
         return merged_shards(self._engine.parameters(), spec.architecture, self._engine.layout, spec.head)
 
+    def _pushed_shards(self) -> Shards:
+        spec = self._spec
+        return merged_shards(
+            self._engine.parameters(),
+            spec.architecture,
+            self._engine.layout,
+            spec.head,
+            keeps_adapters=spec.pushes_adapters,
+        )
+
 
 class PolicyWorker(MegatronWorker):
     """Language model that scores samples. This is everything a reference model needs."""

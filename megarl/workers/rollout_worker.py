@@ -62,8 +62,8 @@ class RolloutWorker(Worker):
         self._joined = name
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def receive_weights(self, manifest: Manifest, version: int, name: str) -> None:
-        """Receive all weights while the trainers send them.
+    def receive_weights(self, manifest: Manifest, version: int, name: str, first_round: int = 0) -> None:
+        """Receive the weights while the trainers send them, from a round on (see `begin_weight_update`).
 
         Raises WeightTransferError if `name` is not the last joined name.
         """
@@ -73,7 +73,7 @@ class RolloutWorker(Worker):
             )
 
         # Between begin and end, the engine has mixed weights and refuses to generate.
-        self._engine.begin_weight_update(manifest)
+        self._engine.begin_weight_update(manifest, first_round)
         self._engine.receive_weights()
         self._engine.end_weight_update(version)
 

@@ -47,7 +47,11 @@ class WeightExport(Worker):
 
     @abstractmethod
     def _shards(self) -> Shards:
-        """Return the current weight shards."""
+        """Return the current weight shards, as files get them."""
+
+    def _pushed_shards(self) -> Shards:
+        """Return the current weight shards, as engines get them."""
+        return self._shards()
 
     @property
     @abstractmethod
@@ -63,13 +67,14 @@ class WeightExport(Worker):
 
     @register(blocking=False)
     def send_weights(
-        self, replicas: Sequence[int], dropped: Sequence[int], is_first: bool
+        self, replicas: Sequence[int], dropped: Sequence[int], is_first: bool, first_round: int = 0
     ) -> SendReport | None:
-        """Send all weights to these replicas while they receive them.
+        """Send the weights to these replicas while they receive them.
 
         Args:
             dropped: Replicas to drop before continuing.
             is_first: Whether this call starts the transfer.
+            first_round: The round that the transfer starts with.
 
         Returns:
             The report, or None if a peer has been silent for a while. Call again to continue.
@@ -80,7 +85,7 @@ class WeightExport(Worker):
         # The transfer spans several calls, since a call returns when the peers are silent for a while.
         if is_first:
             assert self._sender is not None, "no replica was joined"
-            self._send_pass = SendPass(self._sender, self._shards(), replicas)
+            self._send_pass = SendPass(self._sender, self._pushed_shards(), replicas, first_round)
 
         assert self._send_pass is not None, "no pass was begun"
         report = self._send_pass.run(dropped)
@@ -115,7 +120,7 @@ class WeightExport(Worker):
             dense: Include tensors that are not experts'.
             experts: Include experts' tensors.
         """
-        shards = self._shards()
+        shards = self._pushed_shards()
         return shard_checksums(shards, shards.dtype, dense=dense, experts=experts)
 
     @register(blocking=False)

@@ -232,6 +232,14 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
         )
         drawn.add_row("rounds", f"{forecast.plan.num_rounds:,}", largest)
 
+    if config.actor.served_adapters is not None:
+        adapters = num_parameters(policy) - num_parameters(policy.base)
+        drawn.add_row(
+            "of adapters, in every later sync",
+            _range([adapters * weight_bytes(config.model.dtype)]),
+            "actor.lora.sync=adapter",
+        )
+
     drawn.add_row("verification", resharding.verify.value, "resharding.verify")
     return drawn
 

@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import Layers, LoRAConfig, PlacementStrategy, PPOConfig, RunConfig
+from megarl.config.schema import (
+    Layers,
+    LoRAConfig,
+    LoRASync,
+    PlacementStrategy,
+    PPOConfig,
+    RolloutEngineKind,
+    RunConfig,
+    Transport,
+)
 from megarl.config.violation import Violation, Violations
-from megarl.models.adapters import adapter_problems
+from megarl.models.adapters import (
+    FEED_FORWARD_PROJECTIONS,
+    SERVED_PROJECTIONS,
+    adapter_problems,
+    available_targets,
+)
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import rows_of
 
@@ -20,12 +34,18 @@ def options(config: RunConfig, role: ModelRole) -> Violations:
     settings = config.trained_models[role.name].lora
     key = f"{role.name}.lora"
     if settings.rank is None:
-        for name in ("alpha", "targets", "path"):
+        for name in ("alpha", "targets", "path", "sync"):
             if getattr(settings, name) != getattr(LoRAConfig(), name):
                 yield Violation(
                     (f"{key}.{name}", f"{key}.rank"),
                     f"{name} is set, but rank is null, so all weights train; set {key}.rank, such as 32",
                 )
+
+    if settings.sync is LoRASync.adapter and (role.name != "actor" or not isinstance(config, PPOConfig)):
+        yield Violation(
+            (f"{key}.sync",),
+            "is adapter, but only the actor of an RL run is sent to engines; remove it",
+        )
 
     if settings.dropout:
         yield Violation(
@@ -63,6 +83,50 @@ def reference(config: PPOConfig) -> Violations:
             (f"placement.roles.{role.name}",),
             f"is {own}, but {why} and runs in its processes; use {owners}, or set reference.path",
         )
+
+
+def served(config: PPOConfig) -> Violations:
+    """Check that engines can get the adapters separately."""
+    key = "actor.lora.sync"
+    if config.actor.served_adapters is None:
+        return
+
+    if config.rollout.engine is not RolloutEngineKind.sglang:
+        yield Violation(
+            (key, "rollout.engine"),
+            f"is adapter, but the engine {config.rollout.engine.value} has no adapters; use merged, or "
+            "rollout.engine=sglang",
+        )
+
+    if config.resharding.transport is Transport.folder:
+        yield Violation(
+            (key, "resharding.transport"),
+            "is adapter, but SGLang's own loader, which reads folders, does not load adapters into a running "
+            "engine; use merged, or resharding.transport=auto",
+        )
+
+
+def fit_engine(config: PPOConfig, architecture: Architecture) -> Violations:
+    """Check that SGLang can apply each adapter of the actor."""
+    lora = config.actor.served_adapters
+    if lora is None:
+        return
+
+    for target in lora.targets or available_targets(rows_of(architecture.base, "lm")):
+        projection = target.rpartition(".")[2]
+        if projection not in SERVED_PROJECTIONS:
+            yield Violation(
+                ("actor.lora.sync", "actor.lora.targets"),
+                f"is adapter, but {projection!r} is not a projection with an adapter that engines can apply "
+                f"({', '.join(SERVED_PROJECTIONS)}); use merged",
+            )
+        elif architecture.experts is not None and projection in FEED_FORWARD_PROJECTIONS:
+            yield Violation(
+                ("actor.lora.sync", "actor.lora.targets"),
+                f"is adapter, but {projection!r} is also a projection of the experts of "
+                f"{architecture.model_type}, whose adapters engines get merged only; use merged, or "
+                "actor.lora.targets=[q_proj, k_proj, v_proj, o_proj]",
+            )
 
 
 def fit_model(role: ModelRole, architecture: Architecture) -> Violations:

@@ -51,6 +51,7 @@ from megarl.config.schema.models import (
     DType,
     ExpertsConfig,
     LoRAConfig,
+    LoRASync,
     MicroBatchConfig,
     ModelConfig,
     OptimConfig,

@@ -180,6 +180,14 @@ class ExpertsConfig:
     bias_update_rate: float = ranged(0.0, at_least=0)
 
 
+class LoRASync(str, Enum):
+    # engines get weights with the adapters merged, in every sync: they serve the model as fast as any other
+    merged = "merged"
+    # engines get the frozen model once, and the adapters in every sync: thousands of times fewer bytes, but
+    # an engine computes two more products for each projection
+    adapter = "adapter"
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
     """Low-rank adapters on a frozen model: W + alpha / rank * B A (Hu et al. 2021, arXiv 2106.09685)."""
@@ -192,6 +200,7 @@ class LoRAConfig:
     targets: list[str] = field(default_factory=list)
     # must be 0: with dropout, the policy that is trained would not be the one that generates
     dropout: float = ranged(0.0, at_least=0, below=1)
+    sync: LoRASync = LoRASync.merged  # what a weight sync sends to the engines (of the actor only)
     # folder of an adapter in PEFT's format to start from; null: A is random, B is zero
     path: str | None = field(default=None, metadata=names(InputKind.data))
 
@@ -223,6 +232,11 @@ class TrainedModelConfig:
         if self.lora.rank is None:
             return None
         return LoRA(rank=self.lora.rank, alpha=self.lora.alpha, targets=tuple(self.lora.targets))
+
+    @property
+    def served_adapters(self) -> LoRA | None:
+        """The adapters that engines apply, None if they get weights with the adapters merged."""
+        return self.adapters if self.lora.sync is LoRASync.adapter else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ def forecast_weights(
     """
     if (transport := choose_transport(config, placement)) is Transport.folder:
         return None
-    policy = policy.base  # engines have the weights with the adapters merged
+    policy = policy.base  # adapters are merged, or sent separately
     element_bytes = weight_bytes(config.model.dtype)
     nbytes = message_bytes(
         transport, int(config.resharding.bucket_mb * 2**20), is_cuda=config.device is not Device.cpu

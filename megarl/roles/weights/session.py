@@ -14,6 +14,7 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import qualified_name
+from megarl.models.adapters import is_adapter
 from megarl.roles.rollout.replicas import is_dead_or_failed_start, results_of
 from megarl.roles.weights.source import WeightSource
 from megarl.weights.message_words import shape_in_words, slices_in_words
@@ -21,9 +22,11 @@ from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import (
     RankLocation,
     RankSlices,
+    RepeatedTransfer,
     TensorSlices,
     TransferPlan,
     message_bytes,
+    plan_repeated,
     plan_transfer,
 )
 from megarl.weights.receiver import EngineLink
@@ -61,6 +64,7 @@ class TransferSession:
         self._targets = [list(range(start, stop)) for start, stop in zip(ends, ends[1:], strict=False)]
         self._needed: list[TensorSlices] = []  # by the ranks of a replica
         self._plan: TransferPlan | None = None
+        self.first_adapter_round = 0  # after the rounds of a frozen model; 0 if all tensors change
         self._joined: dict[int, RoleGroup] = {}
         self._names: dict[int, str] = {}  # of each replica's connection
 
@@ -148,36 +152,43 @@ class TransferSession:
                 raise WeightTransferError(
                     f"an engine of {len(self._targets[number])} ranks reports needs of {len(needed)} ranks"
                 )
-            self._needed, self._plan = needed, self.plan(needed)
+            self._needed = needed
+            self._plan, self.first_adapter_round = self.plan(needed)
         if needed != self._needed:
             raise WeightTransferError(
                 f"rollout replica {number} needs other tensor slices than the first one; restart the run"
             )
 
-    def plan(self, needed: Sequence[TensorSlices]) -> TransferPlan:
+    def plan(self, needed: Sequence[TensorSlices]) -> RepeatedTransfer:
         """Plan the transfer. Raises the errors of `plan_transfer`.
+
+        If engines have adapters, those are sent last, and again in every sync.
 
         Args:
             needed: Slices needed by the ranks of each replica.
         """
         source = self._source
-        return plan_transfer(
-            {
-                name: shape_in_words(meta.shape, source.words.get(name, 1))
-                for name, meta in source.manifest.items()
-            },
-            [
-                RankSlices(place, slices_in_words(slices, source.words))
-                for place, slices in zip(self._trainer_places, source.slices, strict=True)
-            ],
-            [
-                RankSlices(place, slices_in_words(slices, source.words))
-                for places in self._replica_places
-                for place, slices in zip(places, needed, strict=True)
-            ],
+        shapes = {
+            name: shape_in_words(meta.shape, source.words.get(name, 1))
+            for name, meta in source.manifest.items()
+        }
+        held = [
+            RankSlices(place, slices_in_words(slices, source.words))
+            for place, slices in zip(self._trainer_places, source.slices, strict=True)
+        ]
+        wanted = [
+            RankSlices(place, slices_in_words(slices, source.words))
+            for places in self._replica_places
+            for place, slices in zip(places, needed, strict=True)
+        ]
+        message_numel = (
             message_bytes(self._transport, source.bucket_bytes, source.is_on_cuda)
-            // source.torch_dtype.itemsize,
+            // source.torch_dtype.itemsize
         )
+        adapters = {name for name in shapes if is_adapter(name)}
+        if adapters:
+            return plan_repeated(shapes, held, wanted, message_numel, adapters)
+        return RepeatedTransfer(plan_transfer(shapes, held, wanted, message_numel), 0)
 
     # ---- joining
 

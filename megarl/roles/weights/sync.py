@@ -107,7 +107,8 @@ class WeightSync:
     ) -> tuple[PushReport | None, dict[int, Exception]]:
         """Send all weights, stamped `version`, to every replica (by number).
 
-        A replica refuses to generate from the first message to the last.
+        A replica with complete weights is sent only what changes, which with adapters is not the model. A
+        replica refuses to generate from the first message to the last.
 
         Returns:
             The report (None if no replica is left), and the lost replicas with the reason: they died or hang,
@@ -130,7 +131,9 @@ class WeightSync:
             if not to:  # no replica is left to receive, and trainers may have joined none
                 self._session.forget(lost)
                 return None, lost
-            reports = self._between_ranks(to, version, lost)
+            reports = []
+            for first_round, part in self._by_first_round(to, lost).items():
+                reports += self._between_ranks(part, version, lost, first_round)
 
         # The replicas have all weights. Compare checksums if configured.
         load_s = time.perf_counter() - start_s
@@ -167,8 +170,31 @@ class WeightSync:
         """Disconnect all replicas and free the message buffers. The next sync joins them again."""
         self._session.close()
 
+    def _by_first_round(
+        self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]
+    ) -> dict[int, dict[int, RoleGroup]]:
+        """Return the replicas by the first round that they need. Adds lost replicas to `lost`.
+
+        An engine that slept or was restarted has no complete weights.
+        """
+        if not self._session.first_adapter_round:
+            return {0: dict(replicas)}
+
+        asking = {
+            number: replica.call_rank(0, RolloutWorker.weight_version) for number, replica in replicas.items()
+        }
+        parts: dict[int, dict[int, RoleGroup]] = {}
+        for number, version in results_of(asking, lost, is_lost).items():
+            first_round = 0 if version is None else self._session.first_adapter_round
+            parts.setdefault(first_round, {})[number] = replicas[number]
+        return parts
+
     def _between_ranks(
-        self, replicas: Mapping[int, RoleGroup], version: int, lost: dict[int, Exception]
+        self,
+        replicas: Mapping[int, RoleGroup],
+        version: int,
+        lost: dict[int, Exception],
+        first_round: int,
     ) -> list[SendReport]:
         """Send the weights from the trainer ranks to joined replicas.
 
@@ -177,12 +203,19 @@ class WeightSync:
         # Start both sides before waiting for either: each waits for the other.
         receiving = {
             number: replica.call_rank(
-                0, RolloutWorker.receive_weights, self._source.manifest, version, self._session.name(number)
+                0,
+                RolloutWorker.receive_weights,
+                self._source.manifest,
+                version,
+                self._session.name(number),
+                first_round,
             )
             for number, replica in replicas.items()
         }
         sending = {
-            rank: self._source.group.call_rank(rank, WeightExport.send_weights, list(replicas), (), True)
+            rank: self._source.group.call_rank(
+                rank, WeightExport.send_weights, list(replicas), (), True, first_round
+            )
             for rank in range(len(self._source.group.mesh))
         }
         calls = _Push(self._source.group, sending, receiving, lost)

@@ -225,7 +225,8 @@ class HFEngine(RolloutEngine):
     def leave_weights(self) -> None:
         self._receiver.leave()
 
-    def begin_weight_update(self, manifest: Manifest) -> None:
+    def begin_weight_update(self, manifest: Manifest, first_round: int = 0) -> None:
+        assert first_round == 0, "a model of transformers has no adapters here, so all tensors change"
         self._lifecycle.require(
             "begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY
         )

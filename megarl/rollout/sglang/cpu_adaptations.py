@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
+from megarl.rollout.sglang.cpu_adapters import leave_adapters_unpinned
+
 
 class SGLangEvidence(NamedTuple):
     module: str  # in the package sglang
@@ -71,6 +73,12 @@ EVIDENCE = (
         "stores the routes of tokens in memory pinned by CUDA",
     ),
     SGLangEvidence(
+        "srt.lora.layers",
+        "QKVParallelLinearWithLoRA",
+        "pin_memory=True",
+        "stores the offsets of adapters in memory pinned by CUDA, and so does its backend torch_native",
+    ),
+    SGLangEvidence(
         "srt.arg_groups.attention_hook",
         "handle_deterministic_inference",
         "deterministic inference with absorbed-MLA models",
@@ -120,6 +128,7 @@ def install_in_scheduler() -> None:
     _skip_experts_of_others()
     _leave_memory_unpinned()
     rotate_without_scaling()
+    leave_adapters_unpinned()
 
 
 def name_the_cpu_as_device() -> None:

@@ -22,6 +22,9 @@ ENDPOINTS = {
     "end_weight_update": Endpoint("EndWeightUpdateReqInput", "end_weight_update"),
     "update_weights_from_tensor": Endpoint("UpdateWeightsFromTensorReqInput", "update_weights_from_tensor"),
     "update_weights_from_disk": Endpoint("UpdateWeightFromDiskReqInput", "update_weights_from_disk"),
+    "load_lora_adapter_from_tensors": Endpoint(
+        "LoadLoRAAdapterFromTensorsReqInput", "load_lora_adapter_from_tensors"
+    ),
     "update_weight_version": Endpoint("UpdateWeightVersionReqInput", "update_weight_version"),
     "release_memory_occupation": Endpoint("ReleaseMemoryOccupationReqInput", "release_memory_occupation"),
     "resume_memory_occupation": Endpoint("ResumeMemoryOccupationReqInput", "resume_memory_occupation"),

@@ -31,6 +31,7 @@ from megarl.rollout.interface import (
     end_token_ids,
 )
 from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
+from megarl.rollout.sglang.adapters import ADAPTER, empty_adapter, first_request
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
 from megarl.rollout.sglang.in_process import InProcessBackend
 from megarl.rollout.sglang.loader import LoaderClient
@@ -114,8 +115,14 @@ class SGLangEngine(RolloutEngine):
         self._session_is_open = self._is_paused = False
         self._has_cache = True
         self._last_sign_s = time.monotonic()
+        self._first_round = 0
         self._wait_for(self.backend.open())
         self._loader = LoaderClient(self._send_to_loader, self._num_ranks)
+
+        self._lora = spec.lora
+        if spec.lora is not None:
+            self._call("load_lora_adapter_from_tensors", **empty_adapter(spec.lora, self._num_ranks))
+            self._wait_for(self.backend.generate(first_request()), self.health_limit_s)
 
         if spec.release_memory:
             # The trainer's weights and message buffers come next, and do not fit next to a full cache.
@@ -161,6 +168,7 @@ class SGLangEngine(RolloutEngine):
         try:
             answer = await self.backend.generate(
                 generation_payload(request, self._end_token_ids, _name(ticket), self._image_token_id)
+                | ({} if self._lora is None else {"lora_path": ADAPTER})
             )
             check_prompt_length(answer, request)
             outcome = FinishedRequest(
@@ -276,7 +284,7 @@ class SGLangEngine(RolloutEngine):
         with self._paused():
             return self._loader.needed_slices(manifest)
 
-    def begin_weight_update(self, manifest: Manifest) -> None:
+    def begin_weight_update(self, manifest: Manifest, first_round: int = 0) -> None:
         self._lifecycle.require(
             "begin a weight update", LifecycleState.EMPTY, LifecycleState.UPDATING, LifecycleState.READY
         )
@@ -292,11 +300,12 @@ class SGLangEngine(RolloutEngine):
                 self._resume()
             raise
 
-        self._lifecycle.begin(manifest)
+        self._lifecycle.begin(manifest, is_partial=first_round > 0)
+        self._first_round = first_round
 
     def receive_weights(self) -> None:
         self._lifecycle.require_update()
-        while not self._loader.receive():
+        while not self._loader.receive(self._first_round):
             pass
         self._lifecycle.record_all()
 

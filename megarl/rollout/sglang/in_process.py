@@ -69,9 +69,11 @@ class InProcessBackend(Backend):
         kind = ENDPOINTS[endpoint]
         method: Callable[[Any], Any] = getattr(self._manager, kind.method)
         answer = await method(getattr(requests, kind.request)(**payload))
-        # Some methods return a pair of success and message instead of raising.
+        # Some methods return success and message instead of raising.
         if isinstance(answer, tuple) and not answer[0]:
             raise CallRefusedError(f"{endpoint}: {answer[1]}")
+        if not getattr(answer, "success", True):
+            raise CallRefusedError(f"{endpoint}: {answer.error_message}")
 
     async def flush_cache(self) -> bool:
         return (await self._manager.flush_cache()).success

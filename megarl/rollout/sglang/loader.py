@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.rollout.destinations import DestinationPlan, record_plan, zero_what_is_not_written
+from megarl.rollout.sglang.adapters import with_adapters
 from megarl.weights.checksum import MODULUS
 from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink, WeightReceiver, decode_slice, encode_slice
@@ -73,7 +74,7 @@ class RankLoader:
         if command == "receive":
             # The first call of an update prepares the receiver; later ones continue where it stopped.
             if arguments["is_first"]:
-                self._begin(model)
+                self._begin(model, arguments["first_round"])
             # A rank that has received everything only takes part in the call.
             return rank not in arguments["ranks"] or self._receive(model)
 
@@ -116,10 +117,14 @@ class RankLoader:
 
         return {"slices": slices, "not_followed": self._plan.not_followed, "unreached": self._plan.unreached}
 
-    def _begin(self, model: Any) -> None:
+    def _begin(self, model: Any, first_round: int) -> None:
         self._follow(model)
+        if first_round and self._must_zero:
+            raise WeightTransferError(
+                "SGLang has moved its parameters since it received all weights: restart the engine"
+            )
         self._zero_padding(model)
-        self._receiver.begin(self._has_moved)
+        self._receiver.begin(self._has_moved, first_round)
         self._has_moved = False
 
     def _zero_padding(self, model: Any) -> None:
@@ -162,6 +167,7 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     try:
         # Created with the first message, since it needs the model's device.
         _rank_loader = _rank_loader or RankLoader(next(iter(model.parameters())).device)
+        model = with_adapters(model)
         answer = {"result": _rank_loader.answer(model, rank, message["command"], message["arguments"])}
     except WeightTransferError as error:
         answer = {"failure": str(error)}
@@ -279,8 +285,11 @@ class LoaderClient:
             for answer in answers
         ]
 
-    def receive(self) -> bool:
+    def receive(self, first_round: int = 0) -> bool:
         """Return whether all ranks have received everything. False after a while; call again to continue.
+
+        Args:
+            first_round: The first round that is sent.
 
         Raises WeightTransferError if a trainer is gone, and for tensors that cannot be received in pieces.
         """
@@ -288,7 +297,9 @@ class LoaderClient:
         is_first = not self._waiting
         waiting = self._waiting or set(range(self._num_ranks))
         self._waiting = set()  # after a failure, nothing is in progress
-        answers = self._ask("receive", time_limit=True, ranks=sorted(waiting), is_first=is_first)
+        answers = self._ask(
+            "receive", time_limit=True, ranks=sorted(waiting), is_first=is_first, first_round=first_round
+        )
         self._waiting = {rank for rank, is_complete in enumerate(answers) if not is_complete}
 
         return not self._waiting

@@ -19,6 +19,7 @@ from megarl.config.schema import Device, RolloutConfig
 from megarl.machine.errors import ConfigError
 from megarl.models.families import family_of
 from megarl.rollout.interface import RolloutEngineSpec, end_token_ids
+from megarl.rollout.sglang.adapters import server_arguments
 
 WEIGHT_LOADER = "megarl.rollout.sglang.loader.run"
 
@@ -73,7 +74,7 @@ _UNSUPPORTED = {
     r"(?!enable_quant_communications).*quant|modelopt_|kt_": (
         "quantized weights are not laid out as the trainer sends them, so the first weight sync would fail"
     ),
-    r".*lora": "the trainer sends whole weights, and engines have no adapters",
+    r".*lora": "megarl derives the arguments for adapters from actor.lora, with sync=adapter",
     r"disaggregation_|enable_pd|pdmux_|encoder_|.*_to_encoder": (
         "prefill and decode run in one engine, which gets all weights"
     ),
@@ -138,6 +139,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         "sleep_on_idle": True,  # otherwise each scheduler keeps a core busy while others train
         **({"enable_return_routed_experts": True} if spec.returns_routes else {}),
         **({"enable_fp32_lm_head": True} if spec.fp32_lm_head else {}),
+        **({} if spec.lora is None else server_arguments(spec.lora, on_cpu)),
     }
 
     if on_cpu:

@@ -125,7 +125,7 @@ class DeviceSender(Sender):
         """Set what this rank sends to other devices for `replica`, by the trainer ranks there."""
         self._relayed[replica] = dict(schedules)
 
-    def open(self, shards: Shards, replicas: Collection[int]) -> Opened:
+    def open(self, shards: Shards, replicas: Collection[int], first_round: int = 0) -> Opened:
         # What this rank relays to trainer ranks on the devices of the engines in this pass.
         sends = PeerTransfers(
             {
@@ -133,7 +133,7 @@ class DeviceSender(Sender):
                 for replica in sorted(self._relayed.keys() & set(replicas))
                 for peer, schedule in self._relayed[replica].items()
             }
-        )
+        ).after(first_round)
 
         # The engine rank on this device takes part only if its replica does.
         receive_buffer = (
@@ -141,6 +141,8 @@ class DeviceSender(Sender):
             if self._receive_buffer is not None and self._receive_buffer.replica in replicas
             else None
         )
+        if receive_buffer is not None:
+            receive_buffer.begin(first_round)
         buffers = self._buffers.take(sends.largest, shards.dtype, shards.device)
         num_rounds = max(sends.num_rounds, 0 if receive_buffer is None else receive_buffer.sources.num_rounds)
         channel = Channel(self._p2p, sends, receives=receive_buffer is not None)
@@ -184,10 +186,15 @@ class _DeviceReceiveBuffer(ReceiveBuffer):
         device_name: str,
     ) -> None:
         self.replica = replica
+        self._all = sources
         self.sources = sources
         self.own = rank if rank in sources.schedules else None
         self.ipc = IPCWriter(max(1, sources.largest) * dtype.itemsize, NUM_IPC_BUFFERS, device, device_name)
         self._dtype = dtype
+
+    def begin(self, first_round: int) -> None:
+        """Take the rounds from `first_round` on in the next pass."""
+        self.sources = self._all.after(first_round)
 
     @property
     def own_numel(self) -> int:

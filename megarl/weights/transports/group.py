@@ -86,8 +86,12 @@ class GroupSender(Sender):
         self.leave(replica)
         self._channels[replica] = Channel(p2p, PeerTransfers(schedules), replica=replica)
 
-    def open(self, shards: Shards, replicas: Collection[int]) -> Opened:
-        channels = [channel for replica, channel in sorted(self._channels.items()) if replica in replicas]
+    def open(self, shards: Shards, replicas: Collection[int], first_round: int = 0) -> Opened:
+        channels = [
+            channel._replace(sends=channel.sends.after(first_round))
+            for replica, channel in sorted(self._channels.items())
+            if replica in replicas
+        ]
         num_rounds = max((channel.sends.num_rounds for channel in channels), default=0)
 
         # Messages of a round to all replicas share one pack buffer.

@@ -54,8 +54,8 @@ class Sender(ABC):
     """The trainer-rank side of a transport, for all replicas (by number) that the rank sends to."""
 
     @abstractmethod
-    def open(self, shards: Shards, replicas: Collection[int]) -> Opened:
-        """Start a pass that sends the current weights to these replicas."""
+    def open(self, shards: Shards, replicas: Collection[int], first_round: int = 0) -> Opened:
+        """Start a pass that sends the current weights to these replicas, from a round on."""
 
     @abstractmethod
     def leave(self, replica: int) -> None:
@@ -73,9 +73,11 @@ class Sender(ABC):
 class SendPass:
     """A pass over the weights in progress."""
 
-    def __init__(self, sender: Sender, shards: Shards, replicas: Collection[int]) -> None:
+    def __init__(
+        self, sender: Sender, shards: Shards, replicas: Collection[int], first_round: int = 0
+    ) -> None:
         self._peak = PeakMemory(shards.device)
-        self._opened = sender.open(shards, replicas)
+        self._opened = sender.open(shards, replicas, first_round)
 
     def run(self, dropped: Collection[int]) -> SendReport | None:
         """Continue the pass.
@@ -142,6 +144,7 @@ class DestinationViews:
         places: Places,
     ) -> None:
         _check(sources, needed)
+        self._all = sources
         self.sources = sources
         self.dtype = dtype
         self.places_of = places
@@ -149,6 +152,10 @@ class DestinationViews:
         # The cache must not contain views of a receive buffer: they would keep the buffer alive.
         self._targets: dict[Part, list[torch.Tensor]] = {}
         self.received_bytes = 0
+
+    def begin(self, first_round: int) -> None:
+        """Expect the rounds from `first_round` on in the next pass."""
+        self.sources = self._all.after(first_round)
 
     def place(self, part: Part) -> torch.Tensor | None:
         """Return the flat memory of a part if the model stores it contiguously and in one place only."""

@@ -62,8 +62,8 @@ class RemoteEngine(RolloutEngine):
     def leave_weights(self) -> None:
         self.ask("leave_weights")
 
-    def begin_weight_update(self, manifest: Manifest) -> None:
-        self.ask("begin_weight_update", manifest)
+    def begin_weight_update(self, manifest: Manifest, first_round: int = 0) -> None:
+        self.ask("begin_weight_update", manifest, first_round)
 
     def receive_weights(self) -> None:
         self.ask("receive_weights")

@@ -18,6 +18,7 @@ from megarl.weights.plan import (
     TensorSlices,
     TransferPlan,
     numel_of,
+    plan_repeated,
     plan_transfer,
     whole_slices,
 )
@@ -271,3 +272,28 @@ def test_layouts_of_tiny_models_are_all_planned_exactly() -> None:
             for needed in ([whole_slices(shapes)] * 2, cut(architecture, 2), cut(architecture, 4) * 2):
                 targets = [rank(number, slices) for number, slices in enumerate(needed)]
                 check(plan_transfer(shapes, sources, targets, 1500), targets, 1500)
+
+
+def test_repeated_tensors_are_the_last_rounds() -> None:
+    """Without the earlier rounds, the schedules contain each element of the repeated tensors once."""
+    sources = [rank(0, rows(0, 4)), rank(1, rows(4, 8))]
+    targets = [rank(2, columns(0, 3)), rank(3, columns(3, 6))]
+    plan, first_round = plan_repeated(SHAPES, sources, targets, 7, {"a"})
+    check(plan, targets, 7)
+    assert 0 < first_round < plan.num_rounds
+
+    found = {target: set[tuple[int, ...]]() for target in range(2)}
+    for (_, target), schedule in plan.schedules.items():
+        later = schedule.after(first_round)
+        assert {part.name for part in later.parts} == {"a"}
+        assert later.num_rounds == plan.num_rounds - first_round
+        for number in range(later.num_rounds):
+            assert later.length(number) == schedule.length(first_round + number)
+            assert later.message(number) == schedule.message(first_round + number)
+            for _, tensor_slice in later.message(number):
+                block = torch.zeros(SHAPES["a"])
+                block[tensor_slice.index] = 1
+                elements = set(map(tuple, block.nonzero().tolist()))
+                assert not elements & found[target]
+                found[target] |= elements
+    assert [len(elements) for elements in found.values()] == [24, 24]

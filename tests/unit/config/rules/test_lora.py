@@ -21,6 +21,7 @@ from tests.unit.config.folders import model_folder, ppo_values, write_yaml
 
 RANK = "actor.lora.rank=8"
 KL = "algorithm.kl.where=loss"
+SEPARATE = (RANK, "actor.lora.sync=adapter", "rollout.engine=sglang")
 
 
 @pytest.fixture
@@ -40,6 +41,10 @@ def test_adapters_of_actor_and_critic_are_accepted(ppo: str) -> None:
     assert violations(ppo, RANK, "critic.lora.rank=4", "actor.lora.targets=[q_proj,mlp.gate_proj]") == []
 
 
+def test_engines_can_get_adapters_separately(ppo: str) -> None:
+    assert violations(ppo, *SEPARATE) == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -54,6 +59,13 @@ def test_adapters_of_actor_and_critic_are_accepted(ppo: str) -> None:
             [RANK, "reference.megatron.transformer={}"],
             "with actor.lora, the reference is the model of actor without its adapters",
         ),
+        (["actor.lora.sync=adapter"], "sync is set, but rank is null, so all weights train"),
+        (
+            ["critic.lora.rank=4", "critic.lora.sync=adapter"],
+            "only the actor of an RL run is sent to engines",
+        ),
+        ([*SEPARATE, "rollout.engine=hf"], "is adapter, but the engine hf has no adapters; use merged"),
+        ([*SEPARATE, "resharding.transport=folder"], "does not load adapters into a running engine"),
     ],
 )
 def test_what_is_refused(ppo: str, overrides: list[str], message: str) -> None:
