@@ -14,7 +14,7 @@ import torch
 from megarl.rollout.sglang.cpu_adaptations import empty_storages, refill_storages
 from megarl.rollout.sglang.loader import LoaderClient, RankLoader
 from megarl.weights.checksum import checksum
-from megarl.weights.tensors import TensorMeta, WeightTransferError
+from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
 from tests.plain_trainer import PlainTrainer, manifest_of
 
 CPU = torch.device("cpu")
@@ -94,10 +94,13 @@ class ClientsEngine:
         self._client = client
         self.needed_slices = client.needed_slices
         self.join_weights = client.join
-        self.begin_weight_update = client.prepare
+
+    def begin_weight_update(self, manifest: Manifest, first_round: int = 0) -> None:
+        self._first_round = first_round
+        self._client.prepare(manifest)
 
     def receive_weights(self) -> None:
-        while not self._client.receive():
+        while not self._client.receive(self._first_round):
             pass
 
     def end_weight_update(self, version: int) -> None:

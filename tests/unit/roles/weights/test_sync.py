@@ -332,11 +332,11 @@ class StubTrainer(WeightExport):
         self._dies = True
 
     def send_weights(
-        self, replicas: Sequence[int], dropped: Sequence[int], is_first: bool
+        self, replicas: Sequence[int], dropped: Sequence[int], is_first: bool, first_round: int = 0
     ) -> SendReport | None:
         if self._dies:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().send_weights(replicas, dropped, is_first)
+        return super().send_weights(replicas, dropped, is_first, first_round)
 
 
 @pytest.mark.parametrize("transport", IN_MEMORY)
