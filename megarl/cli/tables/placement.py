@@ -234,11 +234,11 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
 
     if config.actor.served_adapters is not None:
         adapters = num_parameters(policy) - num_parameters(policy.base)
-        drawn.add_row(
-            "of adapters, in every later sync",
-            _range([adapters * weight_bytes(config.model.dtype)]),
-            "actor.lora.sync=adapter",
-        )
+        nbytes = _range([adapters * weight_bytes(config.model.dtype)])
+        # Engines that share devices release the model in each step, so that all of it is sent again.
+        is_kept = not OffloadPlan(plan).engines_move
+        which = "adapters, sent alone in later syncs" if is_kept else "adapters, sent after the model"
+        drawn.add_row(which, nbytes, "actor.lora.sync=adapter")
 
     drawn.add_row("verification", resharding.verify.value, "resharding.verify")
     return drawn

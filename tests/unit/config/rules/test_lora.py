@@ -85,6 +85,20 @@ def test_families_without_adapters_are_refused_by_name(family: str, tmp_path: Pa
     assert "cannot have" in named[0] or "not supported yet" in named[0]
 
 
+def test_adapters_of_experts_are_not_sent_separately(tmp_path: Path) -> None:
+    values = ppo_values(tmp_path)
+    folder = model_folder(tmp_path / "other")
+    (folder / "config.json").write_text(json.dumps(example_fields("qwen3_moe")))
+    values["model"]["path"] = str(folder)
+    values["critic"]["model"] = {"path": str(tmp_path / "model")}
+    path = write_yaml(tmp_path / "run.yaml", values)
+
+    found = [line for line in violations(path, *SEPARATE) if "actor.lora.sync" in line]
+    assert [line.count("of the experts of qwen3_moe") for line in found] == [1, 1, 1], found
+    attention = violations(path, *SEPARATE, "actor.lora.targets=[q_proj, k_proj, v_proj, o_proj]")
+    assert not [line for line in attention if "lora" in line]
+
+
 @pytest.mark.parametrize("strategy", ["fully_collocate", "stand_alone"])
 def test_the_reference_is_the_actors_model_without_adapters(ppo: str, strategy: str) -> None:
     placed = f"placement.strategy={strategy}"
