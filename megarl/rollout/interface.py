@@ -199,8 +199,20 @@ class EngineDeadError(RunError):
     role = "rollout"
 
 
-class RolloutEngine(ABC):
-    """An inference engine.
+class EnginePart(ABC):
+    """What runs on one node of an engine."""
+
+    @abstractmethod
+    def process_ids(self) -> list[int]:
+        """Return the ids of its processes other than the caller's; empty for an engine in this process."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it and the processes that it started."""
+
+
+class RolloutEngine(EnginePart):
+    """An inference engine, as its callers see it: all of it, or the part on the first of its nodes.
 
     It is usable from the end of a complete weight update until it sleeps, is updated again, or is closed.
 
@@ -352,14 +364,6 @@ class RolloutEngine(ABC):
     @abstractmethod
     def weight_version(self) -> int | None:
         """Version of the complete weights, None without complete weights."""
-
-    @abstractmethod
-    def process_ids(self) -> list[int]:
-        """Return the ids of its processes other than the caller's; empty for an engine in this process."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the engine and the processes that it started."""
 
 
 def plan_requests(

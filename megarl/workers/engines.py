@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from megarl.config.schema import RolloutEngineKind
-from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
+from megarl.rollout.interface import EnginePart, RolloutEngineSpec
+from megarl.rollout.nodes import ONLY_NODE, EngineNode
 
 
-def build_engine(spec: RolloutEngineSpec) -> RolloutEngine:
-    return ENGINES[spec.rollout.engine](spec)
+def build_engine(spec: RolloutEngineSpec, node: EngineNode = ONLY_NODE) -> EnginePart:
+    """Build an engine, or its part on one of several nodes. Only the first node's serves requests."""
+    return ENGINES[spec.rollout.engine](spec, node)
 
 
-def _hf_engine(spec: RolloutEngineSpec) -> RolloutEngine:
+def _hf_engine(spec: RolloutEngineSpec, node: EngineNode) -> EnginePart:
     # Imported here because it imports transformers, which must follow SGLang's environment setup in SGLang's
     # process.
     from megarl.rollout.hf.engine import HFEngine
@@ -20,11 +22,12 @@ def _hf_engine(spec: RolloutEngineSpec) -> RolloutEngine:
     return HFEngine(spec)
 
 
-def _sglang_engine(spec: RolloutEngineSpec) -> RolloutEngine:
+def _sglang_engine(spec: RolloutEngineSpec, node: EngineNode) -> EnginePart:
     # Imported here because SGLang takes seconds to import and other engines do not need it.
     from megarl.rollout.sglang.engine import SGLangEngine
+    from megarl.rollout.sglang.engine_part import SGLangEnginePart
 
-    return SGLangEngine(spec)
+    return SGLangEngine(spec, node) if node.rank == 0 else SGLangEnginePart(spec, node)
 
 
 def _refuse_unknown_sglang_args(names: Collection[str]) -> None:
@@ -33,7 +36,7 @@ def _refuse_unknown_sglang_args(names: Collection[str]) -> None:
     refuse_unknown_server_args(names)
 
 
-ENGINES: dict[RolloutEngineKind, Callable[[RolloutEngineSpec], RolloutEngine]] = {
+ENGINES: dict[RolloutEngineKind, Callable[[RolloutEngineSpec, EngineNode], EnginePart]] = {
     RolloutEngineKind.hf: _hf_engine,
     RolloutEngineKind.sglang: _sglang_engine,
 }

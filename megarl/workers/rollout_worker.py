@@ -1,4 +1,4 @@
-"""Process of one rollout replica: a thin wrapper around an inference engine of any kind."""
+"""Process of one rollout replica, or of one of its nodes: a thin wrapper around an inference engine of any kind."""
 
 from __future__ import annotations
 
@@ -9,19 +9,43 @@ from pathlib import Path
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import Worker, register
 from megarl.machine.usage import trim_heap
-from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest, RolloutEngine
+from megarl.rollout.interface import (
+    EnginePart,
+    FailedRequest,
+    FinishedRequest,
+    GenerationRequest,
+    RolloutEngine,
+)
+from megarl.rollout.nodes import EngineNode
 from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest, WeightTransferError
 
 
 class RolloutWorker(Worker):
-    """One replica, alone in its group. It has no usable weights until the first weight sync completes."""
+    """One replica. It has no usable weights until the first weight sync completes.
 
-    def __init__(self, build_engine: Callable[[], RolloutEngine]) -> None:
+    A group is one engine, with one process on each of its nodes. The first one is called; the others keep the
+    engine's ranks on their nodes.
+
+    Args:
+        build_engine: Builds the engine. If it spans several nodes, it is called with the keyword `node`.
+    """
+
+    def __init__(self, build_engine: Callable[..., EnginePart]) -> None:
         super().__init__()
-        self._engine = build_engine()
         self._joined = ""  # name of the last weight source that the engine joined
+        self._part = build_engine() if self.world_size == 1 else build_engine(node=self._engine_node())
+
+    def _engine_node(self) -> EngineNode:
+        return EngineNode(
+            self.rank, self.world_size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        )
+
+    @property
+    def _engine(self) -> RolloutEngine:
+        assert isinstance(self._part, RolloutEngine), "only the first node of an engine is called"
+        return self._part
 
     # ---- generation
 
@@ -124,4 +148,4 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def process_ids(self) -> list[int]:
         """Return the ids of this process and the engine's processes."""
-        return [os.getpid(), *self._engine.process_ids()]
+        return [os.getpid(), *self._part.process_ids()]

@@ -58,6 +58,7 @@ class EngineCase(NamedTuple):
 
     Attributes:
         num_ranks: Ranks of each replica.
+        num_nodes: Nodes of each replica, with a process on each. Here they are all this machine.
         mode: None for transformers.
     """
 
@@ -65,15 +66,18 @@ class EngineCase(NamedTuple):
     num_ranks: int = 1
     mode: SGLangMode | None = None
     num_replicas: int = 1
+    num_nodes: int = 1
 
     def __str__(self) -> str:
-        return f"{self.family}-{self.mode.value if self.mode else 'hf'}{self.num_replicas}x{self.num_ranks}"
+        nodes = f"-on{self.num_nodes}" if self.num_nodes > 1 else ""
+        mode = self.mode.value if self.mode else "hf"
+        return f"{self.family}-{mode}{self.num_replicas}x{self.num_ranks}{nodes}"
 
 
 HF = [EngineCase(family) for family in ("qwen2-tied", "llama2", "qwen3-tied")]
 SGLANG = [
     EngineCase("qwen2-tied", 1, SGLangMode.server),
-    EngineCase("qwen2-tied", 2, SGLangMode.engine),
+    EngineCase("qwen2-tied", 2, SGLangMode.engine, num_nodes=2),
     EngineCase("llama2", 2, SGLangMode.engine),
     EngineCase("llama-tied", 1, SGLangMode.engine),
     EngineCase("qwen3-tied", 2, SGLangMode.server),
@@ -83,6 +87,7 @@ SGLANG = [
 # replicas.
 LAYOUTS = {name: ALL_LAYOUTS[name] for name in ("TP1", "TP2", "PP2", "TP2xPP2", "PP2xVPP2", "CP2", "TP2+SP")}
 MORTAL = SGLANG[3]  # the one that is killed
+OVER_NODES = SGLANG[1]
 
 
 def works(engine: EngineCase, layout: str, transport: Transport) -> bool:
@@ -143,7 +148,7 @@ def two_of_each_family(folder: Path) -> dict[str, list[Trained]]:
 def started_engine(
     engine: EngineCase, models: dict[str, list[Trained]], restart_limit: int = 0
 ) -> Iterator[Replicas]:
-    pool = RayResourcePool([engine.num_replicas], use_gpu=False, name=str(engine))
+    pool = RayResourcePool([engine.num_replicas * engine.num_nodes], use_gpu=False, name=str(engine))
     rollout = RolloutConfig(
         engine=RolloutEngineKind.sglang if engine.mode else RolloutEngineKind.hf,
         tensor_parallel_size=engine.num_ranks,
@@ -152,7 +157,8 @@ def started_engine(
     )
     model = ModelConfig(path=str(models[engine.family][0].folder), dtype=DType.float32)
     spec = RolloutEngineSpec(model=model, rollout=rollout, device=Device.cpu)
-    places = [ReplicaPlace(part) for part in pool.split()]
+    processes = range(pool.world_size)
+    places = [ReplicaPlace(pool.part(own)) for own in itertools.batched(processes, engine.num_nodes)]
     replicas = Replicas(
         places, partial(build_engine, spec), restart_limit=restart_limit, phase_time_limit_s=600
     )

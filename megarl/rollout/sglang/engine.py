@@ -30,6 +30,7 @@ from megarl.rollout.interface import (
     check_request,
     end_token_ids,
 )
+from megarl.rollout.nodes import ONLY_NODE, EngineNode, OtherNodes
 from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
 from megarl.rollout.sglang.adapters import ADAPTER, empty_adapter, first_request
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
@@ -45,11 +46,13 @@ from megarl.rollout.sglang.messages import (
 )
 from megarl.rollout.sglang.server import ServerBackend
 from megarl.rollout.sglang.server_args import (
+    START_LIMIT_S,
     WEIGHT_LOADER,
     build_server_args,
     context_length,
     image_token_id,
     needs_tokenizer,
+    node_args,
     vocab_size,
 )
 from megarl.weights.execution import TIME_SLICE_S
@@ -60,7 +63,6 @@ from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
 T = TypeVar("T")
 
 _HOST = "127.0.0.1"  # of the server mode: its client is on the same node
-_START_LIMIT_S = 600.0  # kernels may be compiled
 _POLL_S = 0.5
 _FLUSH_POLL_S = 0.05
 _ABORT_POLL_S = 0.02
@@ -80,10 +82,16 @@ class SGLangEngine(RolloutEngine):
     """SGLang engine.
 
     It starts without weights. Raises EngineDeadError with SGLang's last output if it does not start.
+
+    Args:
+        spec: The engine.
+        node: The first node of the engine, if it spans several (see `SGLangEnginePart`).
     """
 
-    def __init__(self, spec: RolloutEngineSpec) -> None:
+    def __init__(self, spec: RolloutEngineSpec, node: EngineNode = ONLY_NODE) -> None:
         server_args = build_server_args(spec)
+        self._other_nodes = OtherNodes(node, START_LIMIT_S)
+        server_args |= node_args(node, self._other_nodes.ranks_port)
         self._num_ranks = spec.rollout.tensor_parallel_size
         self.health_limit_s = spec.rollout.health_limit_s
         self._has_tokenizer = needs_tokenizer(spec.rollout, spec.model.path)
@@ -91,7 +99,7 @@ class SGLangEngine(RolloutEngine):
         self.backend: Backend
 
         if spec.rollout.sglang.mode is SGLangMode.server:
-            self.backend = ServerBackend(server_args, _HOST, _START_LIMIT_S)
+            self.backend = ServerBackend(server_args, _HOST, START_LIMIT_S)
         else:
             self.backend = InProcessBackend(server_args)
 
@@ -490,6 +498,7 @@ class SGLangEngine(RolloutEngine):
         self._loop.submit(self.backend.close()).result(_POLL_S * 10)
         self._loop.stop()
         self.backend.stop()
+        self._other_nodes.close()
 
     # ---- calls
 
@@ -522,10 +531,10 @@ class SGLangEngine(RolloutEngine):
                     raise EngineDeadError(f"SGLang has not responded for {limit_s:g} s") from None
 
     def _raise_if_dead(self) -> None:
-        if (
-            self._lifecycle.state is not LifecycleState.CLOSED
-            and (ended := self.backend.dead_process()) is not None
-        ):
+        if self._lifecycle.state is LifecycleState.CLOSED:
+            return
+        # If a node is lost, the processes of this one may end too: the lost node is the cause.
+        if (ended := self._other_nodes.lost() or self.backend.dead_process()) is not None:
             raise EngineDeadError(f"SGLang is gone: {ended}")
 
 

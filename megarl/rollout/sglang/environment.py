@@ -23,6 +23,11 @@ def prepare_for(server_args: Mapping[str, Any]) -> None:
     prepare(
         server_args["device"], server_args["tp_size"], has_memory_saver="enable_memory_saver" in server_args
     )
+    if "nnodes" in server_args:
+        # A node without the first rank returns when its schedulers are ready, instead of waiting for their end.
+        os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+        # Its queue between nodes would accept pickled objects from anyone; without it, ranks use gloo.
+        os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
 
 
 def prepare(device: str, num_ranks: int = 1, *, has_memory_saver: bool = False) -> None:

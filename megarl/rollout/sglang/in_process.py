@@ -50,8 +50,9 @@ class InProcessBackend(Backend):
         self._manager = self._engine.tokenizer_manager
 
         # SGLang would end this whole process by a signal when one of the engine's processes ends;
-        # `dead_process` reports that instead.
-        self._manager._subprocess_watchdog.stop()
+        # `dead_process` reports that instead. Only the first node of an engine has a manager.
+        if self._manager is not None:
+            self._manager._subprocess_watchdog.stop()
         atexit.unregister(self._engine.shutdown)  # kills every child of this process, not only its own
         atexit.register(self.stop)
 

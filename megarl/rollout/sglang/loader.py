@@ -4,7 +4,7 @@ It uses SGLang's own extension point, the custom weight loader.
 
 SGLang calls `run(model, named_tensors)` in every scheduler process. The single small tensor that is sent
 contains a message in JSON; each process receives the weights themselves from the trainers. SGLang cannot
-return a loader's result: each rank writes its answer to a folder that the sender created.
+return a loader's result: rank 0 writes the answers of all ranks to a folder that the sender created.
 """
 
 from __future__ import annotations
@@ -175,18 +175,34 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         # Boundary of a process that must stay alive: all errors are reported to the engine's worker.
         answer = {"failure": traceback.format_exc()}
 
-    path = Path(message["answers"]) / f"{message['number']}.{rank}.json"
-    with contextlib.suppress(OSError):  # the sender detects and reports the missing answer
-        # Rename the finished file, so that a reader never finds a partial answer.
-        path.with_suffix(".partial").write_text(json.dumps(answer))
-        path.with_suffix(".partial").replace(path)
+    # Ranks may be on other nodes, so the first one writes all answers.
+    for rank, text in enumerate(_gather(json.dumps(answer))):
+        path = Path(message["answers"]) / f"{message['number']}.{rank}.json"
+        with contextlib.suppress(OSError):  # the sender detects and reports the missing answer
+            # Rename the finished file, so that a reader never finds a partial answer.
+            path.with_suffix(".partial").write_text(text)
+            path.with_suffix(".partial").replace(path)
+
+
+def _gather(answer: str) -> list[str]:
+    """Return the answers of all ranks on rank 0, and nothing on the others."""
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return [answer]
+    answers: list[Any] | None = [None] * group.world_size if group.rank == 0 else None
+    dist.gather_object(answer, answers, dst=0, group=group.cpu_group)
+    return answers or []
 
 
 # ---- in the engine's worker
 
 
 class LoaderClient:
-    """Client of the loaders in all `num_ranks` scheduler processes of one engine, which run on this node.
+    """Client of the loaders in all `num_ranks` scheduler processes of one engine.
+
+    The first rank runs on this node.
 
     Args:
         send: Passes the tensors to SGLang's update_weights_from_tensor, with this module's `run` as load

@@ -19,17 +19,19 @@ from megarl.rollout.sglang import last_words
 
 def run_scheduler(server_args: Any, *arguments: Any, **keywords: Any) -> Any:
     """Run one rank of the model. Passed to SGLang as its `run_scheduler_process_func`."""
-    adapt_scheduler(server_args.device)
+    adapt_scheduler(server_args.device, server_args.nnodes)
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     return run_scheduler_process(server_args, *arguments, **keywords)
 
 
-def adapt_scheduler(device: str) -> None:
+def adapt_scheduler(device: str, num_nodes: int = 1) -> None:
     """Adapt this process before the scheduler starts."""
     _end_alone()
     hide_training_packages()
-    _stay_on_this_machine()
+    _listen_on_one_address()
+    if num_nodes == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     if device == "cpu":
         from megarl.rollout.sglang import cpu_adaptations
@@ -76,13 +78,12 @@ def _end_alone() -> None:
     psutil.Process.send_signal = send
 
 
-def _stay_on_this_machine() -> None:
-    """Make torch's store listen on 127.0.0.1 only.
+def _listen_on_one_address() -> None:
+    """Make torch's store listen only on the address where the engine's ranks meet.
 
-    The ranks of an engine meet there, but the store would listen on every interface, without a password.
+    It is 127.0.0.1, or an address of the first of several nodes. The store would listen on every interface,
+    without a password.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
     # a function hides the module of that name
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     open_store = rendezvous.TCPStore

@@ -20,8 +20,10 @@ from megarl.machine.errors import ConfigError
 from megarl.models.families import family_of
 from megarl.rollout.interface import RolloutEngineSpec, end_token_ids
 from megarl.rollout.sglang.adapters import server_arguments
+from megarl.rollout.nodes import EngineNode
 
 WEIGHT_LOADER = "megarl.rollout.sglang.loader.run"
+START_LIMIT_S = 600.0  # kernels may be compiled
 
 # Arguments that megarl sets, and the key that a user sets instead.
 _OWN = {
@@ -48,8 +50,9 @@ _OWN = {
     "data_parallel_size": "rollout.num_replicas",
     "pp_size": None,
     "pipeline_parallel_size": None,
-    "nnodes": None,
+    "nnodes": "placement.devices_per_node",
     "node_rank": None,
+    "dist_init_addr": None,
     "base_gpu_id": None,
     "skip_tokenizer_init": None,
     "context_length": None,
@@ -170,6 +173,19 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
 
     # The user's arguments take precedence; None keeps SGLang's default.
     return {name: value for name, value in (arguments | given).items() if value is not None}
+
+
+def node_args(node: EngineNode, ranks_port: int) -> dict[str, Any]:
+    """Return the additional arguments of an engine that spans several nodes.
+
+    Args:
+        node: The node.
+        ranks_port: The port of node 0 where the engine's ranks meet.
+    """
+    if node.count == 1:
+        return {}
+    host = f"[{node.address}]" if ":" in node.address else node.address
+    return {"nnodes": node.count, "node_rank": node.rank, "dist_init_addr": f"{host}:{ranks_port}"}
 
 
 def _overridden_fields(path: str) -> dict[str, Any]:
