@@ -40,7 +40,7 @@ class ActorSet:
         self,
         resource_pool: RayResourcePool,
         roles: Mapping[str, RayClassWithInitArgs],
-        environment: Mapping[str, str],
+        environments: Sequence[Mapping[str, str]],
         phase_time_limit_s: float,
         on_record: OnRecord,
         at_work: Mapping[str, Mapping[str, int]],
@@ -79,14 +79,14 @@ class ActorSet:
             {role: (spec.cls, spec.args, spec.kwargs) for role, spec in roles.items()}
         )
         self.construction = self._construct(
-            ray.put(workers), [bundle.local_rank for bundle in bundles], environment, on_record, at_work
+            ray.put(workers), [bundle.local_rank for bundle in bundles], environments, on_record, at_work
         )
 
     def _construct(
         self,
         workers: ray.ObjectRef,
         local_ranks: Sequence[int],
-        environment: Mapping[str, str],
+        environments: Sequence[Mapping[str, str]],
         on_record: OnRecord,
         at_work: Mapping[str, Mapping[str, int]],
     ) -> tuple[Call, ...]:
@@ -98,7 +98,7 @@ class ActorSet:
             identity = RankIdentity(rank, len(self._handles), local_ranks[rank])
             owner = worker_owner(group, rank)
             result, record = handle.construct.options(num_returns=2).remote(
-                workers, identity, meeting, dict(environment), self._use_gpu, owner, at_work
+                workers, identity, meeting, dict(environments[rank]), self._use_gpu, owner, at_work
             )
             calls.append(Call(self, self.title, rank, CONSTRUCTION, result, record, on_record))
 

@@ -185,6 +185,7 @@ class RayWorkerGroup(RoleGroup):
             group is ended.
         environment: Variables to set in the processes before torch is loaded, in addition to those of the
             user and environment.py.
+        rank_environments: Further variables of each rank.
         at_work: role -> method -> the number of processes that compute on a node while it runs. They share
             its cores if there is no GPU and the user has not set OMP_NUM_THREADS. Other methods keep the
             thread count of the previous one.
@@ -200,6 +201,7 @@ class RayWorkerGroup(RoleGroup):
         role: str = "worker",
         phase_time_limit_s: float = 1800.0,
         environment: Mapping[str, str] = NO_ENVIRONMENT,
+        rank_environments: Sequence[Mapping[str, str]] = (),
         at_work: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
     ) -> None:
         if isinstance(ray_cls_with_init, ColocatedWorkerClass):
@@ -212,8 +214,12 @@ class RayWorkerGroup(RoleGroup):
 
         # Variables for this group override what the user has set for all.
         given = {**users_settings(), **environment}
+        of_ranks = rank_environments or [NO_ENVIRONMENT] * resource_pool.world_size
+        environments = [{**given, **own} for own in of_ranks]
         shares = {role: dict(methods) for role, methods in at_work.items()}
-        actors = ActorSet(resource_pool, self._roles, given, phase_time_limit_s, self._record_spans, shares)
+        actors = ActorSet(
+            resource_pool, self._roles, environments, phase_time_limit_s, self._record_spans, shares
+        )
 
         if isinstance(ray_cls_with_init, RayClassWithInitArgs):
             super().__init__(actors, role, ray_cls_with_init)

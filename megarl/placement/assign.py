@@ -1,6 +1,6 @@
 """Assign devices to pools and to the groups in them: first fit, node by node.
 
-A tensor-parallel group is always on one node.
+A tensor-parallel group is always on one node. Only engines span several, with equally many devices on each.
 """
 
 from __future__ import annotations
@@ -54,7 +54,12 @@ def _group(pool: PoolRequest, request: GroupRequest, places: Sequence[_Place], r
         for rank, (node, devices) in enumerate(places)
     )
     return GroupPlan(
-        name=request.name, pool=pool.name, roles=request.roles, processes=processes, reservation=reservation
+        name=request.name,
+        pool=pool.name,
+        roles=request.roles,
+        processes=processes,
+        reservation=reservation,
+        nodes_per_engine=request.nodes_per_engine,
     )
 
 

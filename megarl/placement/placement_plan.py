@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import batched
 from typing import NamedTuple
 
 from megarl.config.schema import PlacementStrategy
@@ -60,6 +61,7 @@ class GroupPlan:
         roles: The roles that each process holds.
         processes: The processes by rank.
         reservation: The reservation whose bundles the processes run in.
+        nodes_per_engine: The number of consecutive processes, each on its own node, that are one engine.
     """
 
     name: str
@@ -67,6 +69,12 @@ class GroupPlan:
     roles: tuple[str, ...]
     processes: tuple[ProcessPlan, ...]
     reservation: str
+    nodes_per_engine: int = 1
+
+    @property
+    def engines(self) -> tuple[tuple[ProcessPlan, ...], ...]:
+        """The processes of each engine, one for each of its nodes."""
+        return tuple(batched(self.processes, self.nodes_per_engine))
 
     @property
     def uses_devices(self) -> bool:

@@ -9,7 +9,7 @@ from megarl.machine.errors import ConfigError
 from megarl.placement.assign import assign
 from megarl.placement.custom import custom_problems
 from megarl.placement.placement_plan import PlacementPlan, reserve
-from megarl.placement.requests import PoolRequest, base_roles, pool_requests
+from megarl.placement.requests import PoolRequest, base_roles, engine_problems, pool_requests
 
 
 def plan_placement(config: RunConfig) -> PlacementPlan:
@@ -18,11 +18,11 @@ def plan_placement(config: RunConfig) -> PlacementPlan:
     Without `placement.devices_per_node`, nodes are as large as the roles need.
 
     Raises:
-        ConfigError: There are too few devices, a tensor-parallel group does not fit on a node, or a custom
-            pool is invalid.
+        ConfigError: There are too few devices, a tensor-parallel group does not fit on a node, an engine does
+            not divide over its nodes, or a custom pool is invalid.
     """
     placement = config.placement
-    if problems := custom_problems(config):
+    if problems := engine_problems(config) or custom_problems(config):
         raise ConfigError("placement", problems)
     pools = pool_requests(config)
 

@@ -26,6 +26,7 @@ class GroupRequest:
         together: The number of devices (of a tensor-parallel group) that must be on one node; 0 for CPU
             processes.
         devices_per_process: The number of consecutive devices of each process.
+        nodes_per_engine: The number of consecutive processes, each on its own node, that are one engine.
         parallel: The layout, which roles fused in one process share. None if it cannot be shared.
     """
 
@@ -33,6 +34,7 @@ class GroupRequest:
     num_processes: int
     together: int
     devices_per_process: int = 1
+    nodes_per_engine: int = 1
     parallel: ParallelConfig | None = None
 
     @property
@@ -114,7 +116,7 @@ def group_requests(config: RunConfig) -> list[GroupRequest]:
     """Return one request for each role of the run.
 
     These are the roles with a model, the reward functions and an agent's environments on CPUs, and the
-    engines with one process per replica.
+    engines with one process on each node of a replica.
     """
     requests = [
         GroupRequest(
@@ -127,6 +129,8 @@ def group_requests(config: RunConfig) -> list[GroupRequest]:
     ]
     if isinstance(config, PPOConfig):
         rollout = config.rollout
+        num_nodes = nodes_per_engine(config)
+        on_node = rollout.tensor_parallel_size // num_nodes
         requests.append(GroupRequest(roles=("reward",), num_processes=1, together=0))
         if config.agent.is_used:
             requests.append(
@@ -135,13 +139,51 @@ def group_requests(config: RunConfig) -> list[GroupRequest]:
         requests.append(
             GroupRequest(
                 roles=("rollout",),
-                num_processes=rollout.num_replicas,
-                together=rollout.tensor_parallel_size,
-                devices_per_process=rollout.tensor_parallel_size,
+                num_processes=rollout.num_replicas * num_nodes,
+                together=on_node,
+                devices_per_process=on_node,
+                nodes_per_engine=num_nodes,
             )
         )
 
     return requests
+
+
+def nodes_per_engine(config: PPOConfig) -> int:
+    """Return the number of nodes of an engine: as few as have its devices.
+
+    Without `placement.devices_per_node`, nodes are as large as an engine.
+    """
+    most = _devices_of_a_node(config)
+    return 1 if most is None else -(-config.rollout.tensor_parallel_size // most)
+
+
+def engine_problems(config: RunConfig) -> list[str]:
+    """Return the problem of engines that have more devices on one node than on another, if any."""
+    if not isinstance(config, PPOConfig):
+        return []
+    size = config.rollout.tensor_parallel_size
+    num_nodes = nodes_per_engine(config)
+    if size % num_nodes == 0:
+        return []
+
+    most = _devices_of_a_node(config)
+    less = (num_nodes - 1) * most if most else size  # whole nodes
+    more = -(-size // num_nodes) * num_nodes
+    return [
+        f"rollout.tensor_parallel_size, placement.devices_per_node: an engine of {size} devices on nodes of "
+        f"{most} spans {num_nodes} nodes, and must have equally many devices on each; use "
+        f"tensor_parallel_size {less} or {more}"
+    ]
+
+
+def _devices_of_a_node(config: PPOConfig) -> int | None:
+    """Return the most devices that an engine can have on one node, None if nodes are as large as needed."""
+    placement = config.placement
+    pool = placement.pools.get(placement.roles.get("rollout", ""))
+    if placement.strategy is PlacementStrategy.custom and pool:
+        return max(*pool, 1)
+    return placement.devices_per_node
 
 
 def _split_collocate(config: PPOConfig) -> Mapping[str, _Pool]:

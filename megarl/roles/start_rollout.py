@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import batched
 
 from megarl.agents.episode import EpisodeLimits
 from megarl.config.roles import ENVIRONMENT
@@ -34,11 +35,13 @@ _ANSWER_GRACE_S = 30.0
 def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManager) -> list[ReplicaPlace]:
     """Return the location of each replica.
 
-    It is the bundle of its first device, and the names of all its devices if they span several bundles.
+    It has, on each node of the replica, the bundle of the first device there, and the names of all devices
+    there if they span several bundles.
     """
     bundles = plan.bundles("rollout")
     pool = pools.get_resource_pool("rollout")
-    parts = [pool.part([numbers[0]]) for numbers in bundles]
+    engines = list(batched(bundles, plan.group_of("rollout").nodes_per_engine))
+    parts = [pool.part([numbers[0] for numbers in engine]) for engine in engines]
     if device is not Device.cuda or all(len(numbers) == 1 for numbers in bundles):
         return [ReplicaPlace(part) for part in parts]
 
@@ -47,8 +50,13 @@ def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManag
     gpus = visible_gpus(pool)
 
     return [
-        ReplicaPlace(part, {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number] for number in numbers)})
-        for part, numbers in zip(parts, bundles, strict=True)
+        ReplicaPlace(
+            part,
+            tuple(
+                {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number] for number in numbers)} for numbers in engine
+            ),
+        )
+        for part, engine in zip(parts, engines, strict=True)
     ]
 
 
@@ -111,15 +119,16 @@ def replica_scaling(
         PlannedReplica(*each) for each in zip(replicas.places, rank_places(plan, "rollout"), strict=True)
     ]
     size = config.rollout.tensor_parallel_size
+    num_nodes = plan.group_of("rollout").nodes_per_engine
 
     # Pools for replicas beyond the plan are reserved only on request.
     def reserve(number: int) -> RayResourcePool:
         return RayResourcePool(
-            [1],
+            [1] * num_nodes,
             device is Device.cuda,
             f"rollout-{number}",
             wait_limit_s=_ROOM_LIMIT_S,
-            gpus_per_process=size if device is Device.cuda else 1,
+            gpus_per_process=size // num_nodes if device is Device.cuda else 1,
         )
 
     return ReplicaScaling(replicas, rollout.scheduler, sync, planned, reserve, size)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from megarl.controller import hints
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture
-from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
+from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind, qualified_name
 from megarl.controller.worker import RayClassWithInitArgs, RemoteMethod
 from megarl.machine.errors import RunError
 from megarl.placement.cores import NO_LIMITS, AtWork
-from megarl.rollout.interface import ENGINE_ENDED, EngineDeadError, RolloutEngine
+from megarl.rollout.interface import ENGINE_ENDED, EngineDeadError, EnginePart
 from megarl.tracking.timeline import Span
 from megarl.workers.rollout_worker import RolloutWorker
 
@@ -53,21 +53,21 @@ class NodeLostError(RunError):
 
 
 class ReplicaPlace(NamedTuple):
-    """Location of a replica: a pool of one process, and further environment variables."""
+    """Location of a replica: a pool of one process on each of its nodes, and their environment variables."""
 
     pool: RayResourcePool
-    environment: Mapping[str, str] = NO_ENVIRONMENT
+    environments: Sequence[Mapping[str, str]] = ()
 
 
 class Replicas:
-    """One process per replica, each a worker group of its own. One thread at a time uses them.
+    """One worker group per replica, with a process on each of its nodes. One thread at a time uses them.
 
-    A restart kills the process of a replica with all its descendants. The new process gets the current
+    A restart kills the processes of a replica with all their descendants. The new engine gets the current
     weights.
 
     Args:
         places: Location of each replica.
-        build_engine: Builds the engine in the process of a replica.
+        build_engine: Builds the engine in the process of a replica; see `RolloutWorker`.
         restart_limit: Number of restarts after which the run ends.
         phase_time_limit_s: Time limit of a call.
         at_work: Groups that work concurrently.
@@ -76,7 +76,7 @@ class Replicas:
     def __init__(
         self,
         places: Sequence[ReplicaPlace],
-        build_engine: Callable[[], RolloutEngine],
+        build_engine: Callable[..., EnginePart],
         *,
         restart_limit: int,
         phase_time_limit_s: float,
@@ -104,7 +104,7 @@ class Replicas:
         return self._places
 
     def _start(self, number: int) -> RoleGroup:
-        pool, environment = self._places[number]
+        pool, environments = self._places[number]
         limit_s = self._phase_time_limit_s
         at_work = self._at_work
 
@@ -113,7 +113,7 @@ class Replicas:
             self._worker,
             role="rollout",
             phase_time_limit_s=limit_s,
-            environment=environment,
+            rank_environments=environments,
             at_work=at_work,
         )
 

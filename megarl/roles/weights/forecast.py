@@ -109,10 +109,14 @@ def forecast_weights(
 
 
 def rank_places(plan: PlacementPlan, role: str) -> list[list[RankLocation]]:
-    """Return, for each process of a role, the locations of its ranks: one on each of its devices."""
+    """Return the locations of the ranks of each process of a role, or of each engine: one on each device."""
     return [
-        [RankLocation(str(process.node), f"{process.node}:{device}") for device in process.devices]
-        for process in plan.group_of(role).processes
+        [
+            RankLocation(str(process.node), f"{process.node}:{device}")
+            for process in processes
+            for device in process.devices
+        ]
+        for processes in plan.group_of(role).engines
     ]
 
 
