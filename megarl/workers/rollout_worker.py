@@ -1,4 +1,4 @@
-"""Process of one rollout replica, or of one of its nodes: a thin wrapper around an inference engine of any kind."""
+"""Process of a rollout replica on one of its nodes: a thin wrapper around an inference engine of any kind."""
 
 from __future__ import annotations
 

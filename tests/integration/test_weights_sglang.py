@@ -23,6 +23,7 @@ from tests.integration.weight_matrix import (
     LAYOUTS,
     MATRIX,
     MORTAL,
+    OVER_NODES,
     SGLANG,
     EngineCase,
     Trained,
@@ -160,3 +161,48 @@ def check_that_it_is_survived(
     }
     rollout.send(weights, later)
     assert {sample.weight_versions for _, sample in rollout.stream(requests[:3])} == {(later,)}
+
+
+def test_the_end_of_one_node_of_an_engine_costs_no_sample(
+    running: Running, models: dict[str, list[Trained]]
+) -> None:
+    """A scheduler of the second node is killed, then the worker of that node, then the engine sleeps and
+    wakes."""
+    running.close()
+    weights = {
+        name: parameter.detach() for name, parameter in models[OVER_NODES.family][0].model.named_parameters()
+    }
+    requests = plan_requests(
+        [[number + 1] for number in range(24)], SamplingParameters(max_new_tokens=10, seed=3)
+    )
+
+    with started_engine(OVER_NODES, models, restart_limit=2) as replicas:
+        rollout = StartedRollout(
+            replicas,
+            RULES,
+            RolloutLimits(max_concurrency=8, answer_limit_s=60.0, sample_limit_s=60.0),
+            seed=0,
+        )
+        rollout.send(weights, next(versions))
+        expected = {key: sample.token_ids.tolist() for key, sample in rollout.stream(requests)}
+
+        for victim in (1, 0):
+            second_node = replicas.groups[0].call_rank(1, RolloutWorker.process_ids).get()
+            assert len(second_node) == 2  # the worker, and the scheduler of one rank
+            found = {}
+            for number, finished in enumerate(rollout.stream(requests)):
+                found[finished.request_id] = finished.sample.token_ids.tolist()
+                if number == 5:
+                    os.kill(second_node[victim], signal.SIGKILL)
+            assert found == expected
+            assert rollout.drain_metrics()["rollout/num_restarts"] == 1
+            assert rollout.replicas[0].call(RolloutWorker.checksums) == {
+                name: checksum(tensor) for name, tensor in weights.items()
+            }
+
+        rollout.sleep()
+        rollout.send(weights, version := next(versions), wakes=True)
+        replicas.wake_cache(replicas.all)
+        again = dict(rollout.stream(requests))
+        assert {key: sample.token_ids.tolist() for key, sample in again.items()} == expected
+        assert {sample.weight_versions for sample in again.values()} == {(version,)}

@@ -30,8 +30,8 @@ from megarl.rollout.interface import (
     check_request,
     end_token_ids,
 )
-from megarl.rollout.nodes import ONLY_NODE, EngineNode, OtherNodes
 from megarl.rollout.lifecycle import EngineLifecycle, EngineStateError, LifecycleState
+from megarl.rollout.nodes import ONLY_NODE, EngineNode, OtherNodes
 from megarl.rollout.sglang.adapters import ADAPTER, empty_adapter, first_request
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
 from megarl.rollout.sglang.in_process import InProcessBackend

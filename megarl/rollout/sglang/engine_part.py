@@ -25,9 +25,7 @@ class SGLangEnginePart(EnginePart):
 
     def __init__(self, spec: RolloutEngineSpec, node: EngineNode) -> None:
         self._first = FirstNode(node, START_LIMIT_S)
-        self._backend = InProcessBackend(
-            build_server_args(spec) | node_args(node, self._first.ranks_port)
-        )
+        self._backend = InProcessBackend(build_server_args(spec) | node_args(node, self._first.ranks_port))
         self._loop = LoopThread(self._backend.start)
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="engine-part", daemon=True).start()

@@ -24,7 +24,7 @@ def prepare_for(server_args: Mapping[str, Any]) -> None:
         server_args["device"], server_args["tp_size"], has_memory_saver="enable_memory_saver" in server_args
     )
     if "nnodes" in server_args:
-        # A node without the first rank returns when its schedulers are ready, instead of waiting for their end.
+        # A node without the first rank returns when its schedulers are ready, not when they end.
         os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
         # Its queue between nodes would accept pickled objects from anyone; without it, ranks use gloo.
         os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"

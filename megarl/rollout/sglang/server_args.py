@@ -19,8 +19,8 @@ from megarl.config.schema import Device, RolloutConfig
 from megarl.machine.errors import ConfigError
 from megarl.models.families import family_of
 from megarl.rollout.interface import RolloutEngineSpec, end_token_ids
-from megarl.rollout.sglang.adapters import server_arguments
 from megarl.rollout.nodes import EngineNode
+from megarl.rollout.sglang.adapters import server_arguments
 
 WEIGHT_LOADER = "megarl.rollout.sglang.loader.run"
 START_LIMIT_S = 600.0  # kernels may be compiled

@@ -240,18 +240,16 @@ def test_hybrid_replicas_of_several_devices_stay_on_a_node() -> None:
     assert places(plan, "critic") == [(1, 2)]
 
 
-def test_hybrid_replicas_that_no_node_can_hold() -> None:
-    # Two pipeline stages on one node each: a replica of two devices would need both nodes.
+def test_a_hybrid_replica_spans_the_nodes_of_the_actor() -> None:
     config = hybrid(
         ParallelConfig(pipeline_parallel_size=2),
         RolloutConfig(tensor_parallel_size=2),
         num_nodes=3,
         devices_per_node=1,
     )
-    with pytest.raises(
-        ConfigError, match="a tensor-parallel group must fit on one node; use devices_per_node 2 or more"
-    ):
-        plan_placement(config)
+    plan = plan_placement(config)
+    assert places(plan, "rollout") == [(0, 0), (1, 0)]
+    assert len(plan.group("rollout").engines) == 1
 
 
 def test_a_reservation_is_a_bundle_for_each_process() -> None:
@@ -414,3 +412,50 @@ def test_pools_of_a_users_own_need_the_strategy_custom() -> None:
         match="placement.pools, placement.strategy: is given, but the strategy is split_collocate",
     ):
         plan_placement(config)
+
+
+def engine_over(size: int, **placement: object) -> PPOConfig:
+    return ppo(
+        actor=ParallelConfig(),
+        critic=ParallelConfig(),
+        rollout=RolloutConfig(num_replicas=2, tensor_parallel_size=size),
+        placement=PlacementConfig(**placement),  # type: ignore[arg-type]
+    )
+
+
+def test_an_engine_that_is_larger_than_a_node_has_a_process_on_each_of_its_nodes() -> None:
+    plan = plan_placement(engine_over(4, num_nodes=5, devices_per_node=2))
+    assert places(plan, "rollout") == [(1, 0, 1), (2, 0, 1), (3, 0, 1), (4, 0, 1)]
+    assert [[process.node for process in engine] for engine in plan.group("rollout").engines] == [
+        [1, 2],
+        [3, 4],
+    ]
+    assert plan.devices_per_process["rollout"] == 2
+
+
+def test_an_engine_leaves_the_rest_of_its_nodes_to_others() -> None:
+    """Six devices on nodes of four: three on each of two."""
+    plan = plan_placement(engine_over(6, num_nodes=5, devices_per_node=4))
+    assert places(plan, "rollout") == [(node, 0, 1, 2) for node in (1, 2, 3, 4)]
+
+
+def test_an_engine_spans_the_nodes_of_a_custom_pool() -> None:
+    roles = {"actor": "trainer", "critic": "trainer", "reference": "trainer", "rollout": "engines"}
+    pools = {"trainer": [1], "engines": [0, 1, 1, 1, 1]}
+    custom = PlacementStrategy.custom
+    plan = plan_placement(engine_over(2, num_nodes=5, strategy=custom, roles=roles, pools=pools))
+    assert places(plan, "rollout") == [(1, 0), (2, 0), (3, 0), (4, 0)]
+    assert len(plan.group("rollout").engines) == 2
+
+
+def test_without_a_size_nodes_are_as_large_as_an_engine() -> None:
+    plan = plan_placement(engine_over(4, num_nodes=3))
+    assert plan.group("rollout").nodes_per_engine == 1
+
+
+def test_an_engine_with_more_devices_on_one_node_than_on_another_is_refused() -> None:
+    with pytest.raises(
+        ConfigError,
+        match="an engine of 5 devices on nodes of 4 spans 2 nodes.*use tensor_parallel_size 4 or 6",
+    ):
+        plan_placement(engine_over(5, num_nodes=8, devices_per_node=4))

@@ -19,6 +19,8 @@ from megarl.config.schema import (
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.placement.plan import plan_placement
 from megarl.roles.start_rollout import replica_places
+from megarl.roles.weights.forecast import rank_places
+from megarl.weights.plan import RankLocation
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +48,7 @@ def places(strategy: PlacementStrategy, tensor_parallel_size: int, device: Devic
     found = replica_places(plan, device, pools)
 
     return [
-        (place.pool.ranks[0], place.pool.name, place.pool.resources_per_process(), dict(place.environment))
+        (place.pool.ranks[0], place.pool.name, place.pool.resources_per_process(), [*place.environments])
         for place in found
     ]  # type: ignore[attr-defined]
 
@@ -55,22 +57,39 @@ def places(strategy: PlacementStrategy, tensor_parallel_size: int, device: Devic
 def test_engines_of_one_device_have_what_ray_gives_them(device: Device) -> None:
     gpu = {"GPU": 1} if device is Device.cuda else {}
     assert places(PlacementStrategy.hybrid, 1, device) == [
-        (rank, "actor", {"CPU": 2, **gpu}, {}) for rank in range(2)
+        (rank, "actor", {"CPU": 2, **gpu}, []) for rank in range(2)
     ]
     assert places(PlacementStrategy.split_collocate, 1, device) == [
-        (rank, "rollout", {"CPU": 1, **gpu}, {}) for rank in range(2)
+        (rank, "rollout", {"CPU": 1, **gpu}, []) for rank in range(2)
     ]
 
 
 def test_engines_on_several_bundles_of_the_actor_see_all_their_gpus() -> None:
     assert places(PlacementStrategy.hybrid, 2, Device.cuda) == [
-        (0, "actor", {"CPU": 2, "GPU": 1}, {"CUDA_VISIBLE_DEVICES": "6,1"}),
-        (2, "actor", {"CPU": 2, "GPU": 1}, {"CUDA_VISIBLE_DEVICES": "0,3"}),
+        (0, "actor", {"CPU": 2, "GPU": 1}, [{"CUDA_VISIBLE_DEVICES": "6,1"}]),
+        (2, "actor", {"CPU": 2, "GPU": 1}, [{"CUDA_VISIBLE_DEVICES": "0,3"}]),
     ]
     assert [place[0] for place in places(PlacementStrategy.hybrid, 2, Device.cpu)] == [0, 2]
 
 
 def test_engines_with_a_pool_of_their_own_reserve_all_their_gpus() -> None:
     assert places(PlacementStrategy.split_collocate, 2, Device.cuda) == [
-        (rank, "rollout", {"CPU": 1, "GPU": 2}, {}) for rank in range(2)
+        (rank, "rollout", {"CPU": 1, "GPU": 2}, []) for rank in range(2)
+    ]
+
+
+def test_an_engine_over_two_nodes_has_a_process_on_each_with_the_gpus_of_its_node() -> None:
+    config = PPOConfig(
+        actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)),
+        rollout=RolloutConfig(num_replicas=1, tensor_parallel_size=4),
+        placement=PlacementConfig(strategy=PlacementStrategy.hybrid, num_nodes=3, devices_per_node=2),
+    )
+    plan = plan_placement(config)
+    pools = ResourcePoolManager.of_plan(plan, use_gpu=True)
+    (place,) = replica_places(plan, Device.cuda, pools)
+    assert place.pool.ranks == (0, 2)  # type: ignore[attr-defined]
+    assert place.pool.process_on_nodes == (1, 1)
+    assert [*place.environments] == [{"CUDA_VISIBLE_DEVICES": "6,1"}, {"CUDA_VISIBLE_DEVICES": "0,3"}]
+    assert rank_places(plan, "rollout") == [
+        [RankLocation(str(node), f"{node}:{device}") for node in (0, 1) for device in (0, 1)]
     ]
