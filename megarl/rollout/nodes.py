@@ -29,13 +29,13 @@ class EngineNode(NamedTuple):
 
     Attributes:
         rank: The number of the node within the engine. The worker of node 0 serves the requests.
-        count: The number of nodes of the engine.
+        num_nodes: The number of nodes of the engine.
         address: The address of node 0.
         port: A port of node 0, reserved for its worker.
     """
 
     rank: int = 0
-    count: int = 1
+    num_nodes: int = 1
     address: str = "127.0.0.1"
     port: int = 0
 
@@ -58,16 +58,16 @@ class OtherNodes:
         self._connections: dict[int, socket.socket] = {}
         self._held = hold_port(own_address(node.address))
         self.ranks_port: int = self._held.getsockname()[1]  # where the engine's ranks meet
-        if node.count == 1:
+        if node.num_nodes == 1:
             return
 
         deadline_s = time.monotonic() + limit_s
         with listen(node.address, node.port) as listener:
-            while missing := set(range(1, node.count)) - self._connections.keys():
+            while missing := set(range(1, node.num_nodes)) - self._connections.keys():
                 if not select.select([listener], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
                     self.close()
                     raise EngineDeadError(
-                        f"nodes {sorted(missing)} of the {node.count} of this engine have not connected to "
+                        f"nodes {sorted(missing)} of the {node.num_nodes} of this engine have not connected to "
                         f"{node.address}:{node.port} within {limit_s:g} s"
                     )
                 self._welcome(listener.accept()[0], missing)

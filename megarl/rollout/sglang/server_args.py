@@ -182,10 +182,10 @@ def node_args(node: EngineNode, ranks_port: int) -> dict[str, Any]:
         node: The node.
         ranks_port: The port of node 0 where the engine's ranks meet.
     """
-    if node.count == 1:
+    if node.num_nodes == 1:
         return {}
     host = f"[{node.address}]" if ":" in node.address else node.address
-    return {"nnodes": node.count, "node_rank": node.rank, "dist_init_addr": f"{host}:{ranks_port}"}
+    return {"nnodes": node.num_nodes, "node_rank": node.rank, "dist_init_addr": f"{host}:{ranks_port}"}
 
 
 def _overridden_fields(path: str) -> dict[str, Any]:
