@@ -67,7 +67,7 @@ class OtherNodes:
                 if not select.select([listener], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
                     self.close()
                     raise EngineDeadError(
-                        f"nodes {sorted(missing)} of the {node.num_nodes} of this engine have not connected to "
+                        f"nodes {sorted(missing)} of the {node.num_nodes} have not connected to "
                         f"{node.address}:{node.port} within {limit_s:g} s"
                     )
                 self._welcome(listener.accept()[0], missing)
