@@ -23,6 +23,7 @@ from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from tests.unit.engine.comparison import assert_same, max_difference
 from tests.unit.engine.models import (
+    EXPERT_FAMILIES,
     FAMILIES,
     load_lm,
     make_batch,
@@ -123,11 +124,13 @@ def run_engine(
     )
 
 
-def need(layers: Layers, device: torch.device) -> None:
+def need(layers: Layers, device: torch.device, folder: Path | None = None) -> None:
     if layers is Layers.transformer_engine and device.type != "cuda":
         pytest.skip("Transformer Engine's layers are for CUDA")
     if layers is Layers.transformer_engine and not has_transformer_engine():
         pytest.skip("Transformer Engine is not installed")
+    if layers is Layers.transformer_engine and folder is not None and "gpt_oss" in folder.name:
+        pytest.skip("megarl supports experts with biases with local layers only")
 
 
 def make_family(name: str, folder: Path) -> tuple[Path, Compared]:
@@ -136,7 +139,7 @@ def make_family(name: str, folder: Path) -> tuple[Path, Compared]:
     return folder, run_hugging_face(folder, torch.float32, torch.device("cpu"))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *EXPERT_FAMILIES])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Compared]:
     return make_family(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -158,8 +161,8 @@ def test_log_probs_and_gradients_are_those_of_hugging_face(
     device: torch.device,
     run: Run,
 ) -> None:
-    need(layers, device)
     folder, want = family
+    need(layers, device, folder)
     got: Compared = run(
         run_engine, folder=folder, dtype=torch.float32, layers=layers, packing=packing, recompute=recompute
     )
@@ -188,8 +191,8 @@ def test_in_bfloat16_they_are_as_near_to_float32_as_hugging_faces(
     run: Run,
     record_property: Callable[[str, object], None],
 ) -> None:
-    need(layers, device)
     folder, want = family
+    need(layers, device, folder)
     got: Compared = run(
         run_engine, folder=folder, dtype=torch.bfloat16, layers=layers, packing=packing, recompute=recompute
     )
