@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 from megarl.config.schema import Device, DType, FlashAttention, Layers, RunConfig
@@ -27,11 +28,18 @@ class LayerChoice(NamedTuple):
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine and its compiled torch extension are installed. Imports neither."""
-    return all(
-        importlib.util.find_spec(name) is not None
-        for name in ("transformer_engine", "transformer_engine_torch")
-    )
+    """Whether Transformer Engine and its compiled torch extension are installed. Imports neither.
+
+    The extension is next to the package if both were compiled together, and inside it if it came as a package
+    of its own. In the second case no import system finds it: Transformer Engine loads the file.
+    """
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or spec.submodule_search_locations is None:
+        return False
+
+    package = Path(next(iter(spec.submodule_search_locations)))
+    folders = (package.parent, package, package / "wheel_lib")
+    return any(next(folder.glob("transformer_engine_torch*.so"), None) is not None for folder in folders)
 
 
 class MissingPackage(NamedTuple):

@@ -200,7 +200,7 @@ class EngineDeadError(RunError):
 
 
 class EnginePart(ABC):
-    """What runs on one node of an engine."""
+    """The part of an engine that runs on one node."""
 
     @abstractmethod
     def process_ids(self) -> list[int]:

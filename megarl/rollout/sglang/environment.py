@@ -26,7 +26,7 @@ def prepare_for(server_args: Mapping[str, Any]) -> None:
     if "nnodes" in server_args:
         # A node without the first rank returns when its schedulers are ready, not when they end.
         os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
-        # Its queue between nodes would accept pickled objects from anyone; without it, ranks use gloo.
+        # Disable the queue between nodes, which would accept pickled objects from anyone. Ranks use gloo.
         os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
 
 

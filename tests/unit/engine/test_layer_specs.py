@@ -6,6 +6,7 @@ Uses stubs of Transformer Engine's modules, with parameters in the same places.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megarl.config.layers import LayerChoice, choose_layers
+from megarl.config.layers import LayerChoice, choose_layers, has_transformer_engine
 from megarl.config.schema import DType, Layers, OptimConfig, ParallelConfig
 from tests.ranks import RankPool
 from tests.unit.engine.checkpoint_side import (
@@ -56,6 +57,32 @@ def test_the_choice_of_layers(
     choice = choose_layers(asked, dtype, on_cuda=on_cuda, has_transformer_engine=installed)
     assert choice.layers is expected
     assert choice.why
+
+
+@pytest.mark.parametrize(
+    ("extension", "expected"),
+    [
+        ("transformer_engine_torch.cpython-312-x86_64-linux-gnu.so", True),  # compiled together, editable
+        ("transformer_engine/transformer_engine_torch.cpython-312-x86_64-linux-gnu.so", True),
+        ("transformer_engine/wheel_lib/transformer_engine_torch.cpython-312-x86_64-linux-gnu.so", True),
+        ("transformer_engine/wheel_lib/libtransformer_engine.so", False),
+        (None, False),
+    ],
+)
+def test_transformer_engine_is_found_where_it_looks_for_its_extension(
+    extension: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    if extension is not None:
+        file = tmp_path / extension
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert has_transformer_engine() is expected
 
 
 def ask_for(asked: Layers, on_cuda: bool) -> LayerChoice | str:
