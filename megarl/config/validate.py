@@ -104,6 +104,7 @@ PPO_MODEL_RULES: Mapping[str, Mapping[Callable[[PPOConfig, Architecture], Violat
 # Rules for all architectures together.
 PPO_MODELS_RULES: Mapping[Callable[[PPOConfig, Architectures], Violations], Keys] = {
     models.rows_fit: (),
+    models.kernels_fit: (),
     models.same_vocabulary: (),
     experts.layers_fit: (),
     lora.layers_fit: (),
@@ -112,6 +113,7 @@ PPO_MODELS_RULES: Mapping[Callable[[PPOConfig, Architectures], Violations], Keys
 }
 SFT_MODELS_RULES: Mapping[Callable[[SFTConfig, Architectures], Violations], Keys] = {
     models.chats_fit: (),
+    models.kernels_fit: (),
     experts.layers_fit: (),
     lora.layers_fit: (),
     vision.packing: (),

@@ -7,7 +7,15 @@ from math import gcd
 
 from megarl.config.batch_arithmetic import room_of_longest_row
 from megarl.config.roles import ModelRole, RoleKind, model_roles
-from megarl.config.schema import PPOConfig, Recomputation, Recompute, RunConfig, SFTConfig
+from megarl.config.schema import (
+    Device,
+    DType,
+    PPOConfig,
+    Recomputation,
+    Recompute,
+    RunConfig,
+    SFTConfig,
+)
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
 from megarl.models.architecture import Architecture
 from megarl.models.rope import extended_context
@@ -199,6 +207,21 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
             f"recompute_num_layers {recomputed} is more than the {layers // stages} layers of a stage; use "
             f"fewer, or null for all",
         )
+
+
+def kernels_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> Violations:
+    """Check that attention with sinks or windows is not float32 on CUDA, where it has no kernels."""
+    if config.device is not Device.cuda or config.model.dtype is not DType.float32:
+        return
+
+    for role in model_roles(config):
+        architecture = architectures.get(role.name)
+        if architecture is not None and (architecture.has_sinks or architecture.windows):
+            yield Violation(
+                ("model.dtype", "device"),
+                f"is float32, but the attention of {role.path} ({architecture.model_type}) has sinks or "
+                "windows, for which there are no float32 kernels on CUDA; use bfloat16",
+            )
 
 
 def rows_fit(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:

@@ -22,7 +22,7 @@ def device() -> torch.device:
 
 
 # tests/unit/engine/test_parity.py has all of them
-@pytest.fixture(scope="module", params=["qwen2", "qwen3-tied"])
+@pytest.fixture(scope="module", params=["qwen2", "qwen3-tied", "qwen3_moe"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Compared]:
     return make_family(request.param, tmp_path_factory.mktemp(request.param))
 

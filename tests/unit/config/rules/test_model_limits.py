@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,22 @@ def test_a_factor_of_yarn_that_sglang_does_not_read(tmp_path: Path) -> None:
     assert found() == []
     (said,) = found(attention_factor=1.5)
     assert "a YaRN attention_factor of 1.5, for which it uses 1.13863" in said
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "olmo3", "qwen3"])
+def test_windows_and_sinks_have_no_float32_kernels_on_cuda(tmp_path: Path, family: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES[family].example()))
+    run = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+
+    def found(*overrides: str) -> list[str]:
+        given = violations(run, ENGINE, f"model.path={tmp_path}", *overrides)
+        return [each for each in given if "no float32 kernels on CUDA" in each]
+
+    refused = found("device=cuda", "model.dtype=float32")
+    assert bool(refused) is (family != "qwen3")
+    assert all(f"({family}) has sinks or windows" in each for each in refused)
+    assert found("device=cuda", "model.dtype=bfloat16") == []
+    assert found("device=cpu", "model.dtype=float32") == []
 
 
 def test_a_context_that_yarn_extends_needs_the_new_length(tmp_path: Path) -> None:
