@@ -88,6 +88,8 @@ _UNSUPPORTED = {
     r"(enable_)?elastic_|ep_join_|max_ep_size|eplb_": (
         "experts must stay on the ranks to which the trainer sends them"
     ),
+    r"attn_[dc]p_|moe_dp_|moe_dense_tp_|d?cp_|dwdp_|enable_[dc]p_|enable_prefill_cp|"
+    r".*(context|data)_parallel": ("a rank would hold other parts of the weights than megarl sends it"),
     r"is_embedding|language_only|language_model_only|enable_multimodal|dllm_": (
         "engines generate text with a causal language model"
     ),

@@ -215,6 +215,7 @@ def test_the_arguments_that_are_read_from_its_source_are_those_of_sglang(forked_
 PASSED_ON = {  # names that resemble an unsupported feature, but are supported
     "enable_quant_communications",
     "kv_cache_dtype",
+    "mm_enable_dp_encoder",
     "prefill_kv_cache_dequant_dtype",
 }
 
@@ -232,6 +233,10 @@ PASSED_ON = {  # names that resemble an unsupported feature, but are supported
         ("cpu_offload_gb", "weights come only from the trainer"),
         ("elastic_ep_backend", "experts must stay"),
         ("use_ray", "megarl starts"),
+        ("attn_dp_size", "other parts of the weights"),
+        ("enable_dp_attention", "other parts of the weights"),
+        ("moe_dense_tp_size", "other parts of the weights"),
+        ("dcp_size", "other parts of the weights"),
     ],
 )
 def test_what_megarl_does_not_support_is_refused_by_name(name: str, why: str) -> None:
@@ -241,7 +246,9 @@ def test_what_megarl_does_not_support_is_refused_by_name(name: str, why: str) ->
 
 def test_no_argument_of_an_unsupported_feature_is_passed_on() -> None:
     """Covers arguments that a later SGLang may add: their names indicate their purpose."""
-    risky = re.compile(r"lora|quant|speculative|draft|disaggregation|offload|remote_instance|elastic")
+    risky = re.compile(
+        r"lora|quant|speculative|draft|disaggregation|offload|remote_instance|elastic|context_parallel|[^e]dp_|cp_"
+    )
     found = {name for name in known_server_args() if risky.search(name) and not name.startswith("_")}
     assert len(found) > 80
     assert {name for name in found if why_unsupported(name) is None} <= PASSED_ON
