@@ -33,17 +33,6 @@ IMPOSSIBLE = [
         "use num_replicas 4 or fewer, a larger actor layout, or the placement split_collocate",
     ),
     (
-        [
-            "placement.strategy=fully_collocate",
-            "rollout.engine=sglang",
-            "rollout.tensor_parallel_size=4",
-            "placement.num_nodes=2",
-        ]
-        + ["placement.devices_per_node=3"],
-        "a tensor-parallel group must fit on one node",
-        "use devices_per_node 4 or more",
-    ),
-    (
         ["placement.strategy=stand_alone", "placement.devices_per_node=8"],
         "the roles need 11",
         "use devices_per_node 11 or more",
@@ -115,6 +104,13 @@ def test_an_impossible_placement_is_refused(
     error = capsys.readouterr().err
     line = next(line for line in error.splitlines() if reason in line)
     assert hint in line
+
+
+def test_only_an_engine_may_span_nodes(ppo: str) -> None:
+    """An engine of four devices on nodes of three has two on each of two nodes."""
+    nodes = ["placement.num_nodes=2", "placement.devices_per_node=3"]
+    engine = ["rollout.engine=sglang", "rollout.tensor_parallel_size=4"]
+    assert main(["check", "--fast", ppo, "placement.strategy=fully_collocate", *engine, *nodes]) == 0
 
 
 def test_a_placement_over_its_budget_can_be_allowed(ppo: str, capsys: pytest.CaptureFixture[str]) -> None:
