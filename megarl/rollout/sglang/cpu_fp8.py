@@ -23,9 +23,7 @@ def dequantize_in_linear_layers() -> None:
     def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return linear(x, dequantized(layer.weight, layer.weight_scale_inv, x.dtype), bias)
 
-    Fp8Config.get_supported_act_dtypes = classmethod(  # type: ignore[method-assign]
-        lambda cls: [torch.bfloat16, torch.half, torch.float32]
-    )
+    Fp8Config.get_supported_act_dtypes = classmethod(lambda cls: [torch.bfloat16, torch.half, torch.float32])
     Fp8LinearMethod.process_weights_after_loading = keep
     Fp8LinearMethod.apply = apply
 
