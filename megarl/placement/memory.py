@@ -11,20 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from math import ceil, prod
+from math import ceil
 
 from megarl.config.megatron_options import element_bytes
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import (
-    Device,
-    DType,
-    EngineDType,
-    OverBudget,
-    ParallelConfig,
-    PPOConfig,
-    RunConfig,
-    Transport,
-)
+from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, RunConfig, Transport
 from megarl.models.architecture import Architecture
 from megarl.models.counts import ParameterCount, num_parameters, num_tower_parameters, rank_parameters
 from megarl.placement.activations import StepMemory, working_memory
@@ -33,7 +24,6 @@ from megarl.placement.expert_activations import layers_of_stage
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.transport import choose_transport
-from megarl.weights.fp8 import SCALE_BYTES, quantized_tensors, scale_shape
 
 _FLOAT32 = 4
 
@@ -341,11 +331,7 @@ def weight_bytes(dtype: DType) -> int:
 
 def engine_weights(config: PPOConfig, policy: Architecture) -> int:
     """Return the bytes of the weights on one device of an engine."""
-    element = weight_bytes(config.model.dtype)
-    size = num_parameters(policy.base) * element
-    if config.rollout.dtype is EngineDType.fp8:
-        for shape in quantized_tensors(policy.base).values():
-            size += SCALE_BYTES * prod(scale_shape(shape)) - (element - 1) * prod(shape)
+    size = num_parameters(policy.base) * weight_bytes(config.model.dtype)
     return size // config.rollout.tensor_parallel_size
 
 

@@ -72,7 +72,6 @@ from megarl.config.schema.reward import (
     RewardSandboxConfig,
 )
 from megarl.config.schema.rollout import (
-    EngineDType,
     Late,
     OnUpdate,
     ReshardingConfig,

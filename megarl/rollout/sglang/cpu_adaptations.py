@@ -12,7 +12,6 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from megarl.rollout.sglang.cpu_adapters import leave_adapters_unpinned
-from megarl.rollout.sglang.cpu_fp8 import dequantize_in_linear_layers
 
 
 class SGLangEvidence(NamedTuple):
@@ -130,7 +129,6 @@ def install_in_scheduler() -> None:
     _leave_memory_unpinned()
     rotate_without_scaling()
     leave_adapters_unpinned()
-    dequantize_in_linear_layers()
 
 
 def name_the_cpu_as_device() -> None:

@@ -25,14 +25,8 @@ from megarl.weights.ipc import IPCAddress, IPCReader, IPCWriter
 from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import NUM_IPC_BUFFERS, TransferPlan
 from megarl.weights.schedule import TransferSchedule
-from megarl.weights.transports.interface import (
-    DestinationViews,
-    Opened,
-    PackBuffers,
-    Receiver,
-    Sender,
-    SentShards,
-)
+from megarl.weights.shards import Shards
+from megarl.weights.transports.interface import DestinationViews, Opened, PackBuffers, Receiver, Sender
 
 
 class DeviceEndpoint(NamedTuple):
@@ -131,7 +125,7 @@ class DeviceSender(Sender):
         """Set what this rank sends to other devices for `replica`, by the trainer ranks there."""
         self._relayed[replica] = dict(schedules)
 
-    def open(self, shards: SentShards, replicas: Collection[int], first_round: int = 0) -> Opened:
+    def open(self, shards: Shards, replicas: Collection[int], first_round: int = 0) -> Opened:
         # What this rank relays to trainer ranks on the devices of the engines in this pass.
         sends = PeerTransfers(
             {

@@ -14,14 +14,8 @@ from megarl.weights.execution import Channel, PeerTransfers, PipelinedTransfer, 
 from megarl.weights.p2p import P2PAddress, P2PGroup
 from megarl.weights.plan import TransferPlan
 from megarl.weights.schedule import Part, TransferSchedule
-from megarl.weights.transports.interface import (
-    DestinationViews,
-    Opened,
-    PackBuffers,
-    Receiver,
-    Sender,
-    SentShards,
-)
+from megarl.weights.shards import Shards
+from megarl.weights.transports.interface import DestinationViews, Opened, PackBuffers, Receiver, Sender
 
 
 class GroupEndpoint(NamedTuple):
@@ -92,7 +86,7 @@ class GroupSender(Sender):
         self.leave(replica)
         self._channels[replica] = Channel(p2p, PeerTransfers(schedules), replica=replica)
 
-    def open(self, shards: SentShards, replicas: Collection[int], first_round: int = 0) -> Opened:
+    def open(self, shards: Shards, replicas: Collection[int], first_round: int = 0) -> Opened:
         channels = [
             channel._replace(sends=channel.sends.after(first_round))
             for replica, channel in sorted(self._channels.items())
