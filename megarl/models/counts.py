@@ -23,10 +23,13 @@ class ParameterCount(NamedTuple):
     Attributes:
         dense: All parameters except experts, including routers and shared experts.
         experts: The parameters of the experts that a router selects from.
+        replicated: The part of `dense` in the layers and after them that each tensor-parallel rank has a copy
+            of, such as norms, routers and the down projections of latent attention.
     """
 
     dense: int
     experts: int
+    replicated: int = 0
 
     @property
     def total(self) -> int:
@@ -109,6 +112,7 @@ def rank_parameters(
     num_experts = architecture.num_experts // expert_parallel_size
     dense = 0
     of_experts = 0
+    replicated = 0
 
     for row in _counted(architecture, with_value_head, trained_only):
         whole = _row_size(row, sizes)
@@ -120,14 +124,18 @@ def rank_parameters(
 
         held = whole if row.cut is Cut.replicated else whole // tensor_parallel_size
         if row.place is StagePlacement.layer:
-            dense += held * _num_layers(row, architecture, layers)
+            held *= _num_layers(row, architecture, layers)
         elif row.place is StagePlacement.embedding:
-            dense += held * is_first_stage
+            held *= is_first_stage
         else:
             # A tied output layer on the stage of the embedding is the embedding's own parameter.
-            dense += held * (is_last_stage and not (row.is_copy and is_first_stage))
+            held *= is_last_stage and not (row.is_copy and is_first_stage)
 
-    return ParameterCount(dense, of_experts)
+        dense += held
+        if row.cut is Cut.replicated and row.place is not StagePlacement.embedding:
+            replicated += held
+
+    return ParameterCount(dense, of_experts, replicated)
 
 
 @lru_cache(maxsize=64)

@@ -70,15 +70,18 @@ class WorkingMemory(NamedTuple):
 
 
 class StepMemory(NamedTuple):
-    """Bytes that an optimizer step takes for a moment.
+    """Bytes that an optimizer step, and the reduction of gradients before it, take for a moment.
 
     Attributes:
         roots: The square roots of the second moments of the rank's largest optimizer.
         copies: Float32 copies of gradients that have another dtype.
+        summed: A copy of the gradients that Megatron sums over tensor-parallel ranks after the last
+            micro-batch, in one tensor.
     """
 
     roots: int
     copies: int
+    summed: int = 0
 
 
 def working_memory(
@@ -110,7 +113,7 @@ def working_memory(
     roots = 0 if work.kernels is Kernels.cpu or is_fused else step.roots
     return WorkingMemory(
         score=stays + work.score(),
-        train=stays + work.train() if trains else 0,
+        train=stays + max(work.train(), work.batch(trains=True) + step.summed) if trains else 0,
         step=stays + roots + step.copies if trains else 0,
         stays=stays,
         scored_batch=work.batch(trains=False),

@@ -403,8 +403,10 @@ def step_memory(model: ModelRole, architecture: Architecture, dtype: DType, stag
     trained = trained_parameters(model, architecture, stage)
     dense = -(-trained.dense // parallel.num_copies)
     of_experts = -(-trained.experts // parallel.expert_data_parallel_size)
-    copies = element_bytes(dtype, model.megatron).stepped * (dense + of_experts)
-    return StepMemory(_FLOAT32 * max(dense, of_experts), copies)
+    of_element = element_bytes(dtype, model.megatron)
+    # With sequence parallelism, each rank has the gradients of its own tokens.
+    summed = trained.replicated * of_element.gradient * parallel.sequence_parallel
+    return StepMemory(_FLOAT32 * max(dense, of_experts), of_element.stepped * (dense + of_experts), summed)
 
 
 def trained_parameters(model: ModelRole, architecture: Architecture, stage: int) -> ParameterCount:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.config.load import load_config
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
     Device,
@@ -152,6 +153,26 @@ def test_fused_layers_keep_a_workspace_and_a_tensor_of_each_shape() -> None:
     # What the run's machines decide counts as the larger of the two.
     either = of_actor(replace(run, engine=EngineConfig(layers=Layers.auto)))
     assert (either.stays, either.step - either.stays) == (fused.stays, local.step - local.stays)
+
+
+def test_gradients_that_tensor_parallel_ranks_sum_are_copied_after_the_last_micro_batch() -> None:
+    """DeepSeek-V3: norms and down projections in 61 layers, routers with a bias in 58, and the last norm."""
+    architecture = read_architecture(str(CONFIGS_DIR / "models" / "DeepSeek-V3.1-BF16"), True)
+    run = load_config(PPOConfig, str(CONFIGS_DIR / "deepseek_v3_671b_grpo.yaml"))
+    actor = model_roles(run)[0]
+    step = step_memory(actor, architecture, run.model.dtype, 0)
+    in_each_layer = 7168 * (1536 + 512 + 64) + 1536 + 512 + 2 * 7168
+    assert step.summed == 4 * (61 * in_each_layer + 58 * 256 * (7168 + 1) + 7168)
+
+    # It replaces the activations, which are free by then.
+    work = working_memory(run, actor, architecture, 0, step)
+    assert work.train == work.stays + work.trained_batch + step.summed
+    activations = working_memory(run, actor, architecture, 0, step._replace(summed=0)).train
+    assert work.stays + work.trained_batch < activations < work.train
+
+    # Without sequence parallelism, every rank has the gradients of all tokens.
+    alone = replace(actor, parallel=replace(actor.parallel, sequence_parallel=False))
+    assert step_memory(alone, architecture, run.model.dtype, 0).summed == 0
 
 
 @pytest.mark.parametrize(
