@@ -24,7 +24,8 @@ class ParameterCount(NamedTuple):
         dense: All parameters except experts, including routers and shared experts.
         experts: The parameters of the experts that a router selects from.
         replicated: The part of `dense` in the layers and after them that each tensor-parallel rank has a copy
-            of, such as norms, routers and the down projections of latent attention.
+            of, such as norms, routers and the down projections of latent attention. It is 0 if the whole
+            model is counted.
     """
 
     dense: int

@@ -76,7 +76,7 @@ class OtherNodes:
         """Accept a connection if it comes from a missing node."""
         connection.settimeout(_HELLO_LIMIT_S)
         try:
-            number = json.loads(connection.recv(_MAX_BYTES))["node"]
+            number = int(json.loads(connection.recv(_MAX_BYTES))["node"])
             connection.sendall(json.dumps({"ranks_port": self.ranks_port}).encode())
         except (OSError, ValueError, KeyError, TypeError):  # of a stranger, such as a scan of ports
             connection.close()

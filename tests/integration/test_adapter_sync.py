@@ -1,4 +1,4 @@
-"""Test syncs of adapters alone: from Megatron ranks with adapters into real SGLang, and after an engine dies."""
+"""Test syncs of adapters alone, from Megatron ranks into real SGLang, and after an engine dies."""
 
 from __future__ import annotations
 

@@ -183,8 +183,8 @@ class ExpertsConfig:
 class LoRASync(str, Enum):
     # engines get weights with the adapters merged, in every sync: they serve the model as fast as any other
     merged = "merged"
-    # engines get the frozen model once, and the adapters in every sync: thousands of times fewer bytes, but
-    # an engine computes two more products for each projection
+    # engines get the frozen model once, and the adapters in every sync: far fewer bytes, but an engine
+    # computes two more products for each projection
     adapter = "adapter"
 
 

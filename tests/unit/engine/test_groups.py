@@ -58,7 +58,7 @@ def test_all_groups_of_a_rank_share_one_gloo_device(rank_pool: RankPool) -> None
 
 
 def lowered_priorities() -> tuple[int, set[int]]:
-    """Run in a rank: return the priorities of the rank, and of its threads of gloo devices, relative to it."""
+    """Run in a rank: return its priority, and those of its gloo devices' threads relative to it."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
     return own, {os.getpriority(os.PRIO_PROCESS, thread) - own for thread in gloo_threads()}
 

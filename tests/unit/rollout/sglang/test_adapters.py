@@ -78,7 +78,7 @@ def server(forked_processes: None, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_every_projection_in_one_rank(server: SGLangEngine) -> None:
-    """After the first sync only adapters are sent, also after generation, and again everything after sleep."""
+    """Test that later syncs send adapters only, and that a sync after sleep sends everything."""
     model = random_model()
     first, second, third = (adapted(model, EVERY, seed) for seed in (1, 2, 3))
 

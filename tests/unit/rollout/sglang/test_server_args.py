@@ -247,7 +247,8 @@ def test_what_megarl_does_not_support_is_refused_by_name(name: str, why: str) ->
 def test_no_argument_of_an_unsupported_feature_is_passed_on() -> None:
     """Covers arguments that a later SGLang may add: their names indicate their purpose."""
     risky = re.compile(
-        r"lora|quant|speculative|draft|disaggregation|offload|remote_instance|elastic|context_parallel|[^e]dp_|cp_"
+        r"lora|quant|speculative|draft|disaggregation|offload|remote_instance|elastic|"
+        r"context_parallel|[^e]dp_|cp_"
     )
     found = {name for name in known_server_args() if risky.search(name) and not name.startswith("_")}
     assert len(found) > 80
