@@ -61,11 +61,8 @@ algorithms: $(READY)
 troubleshooting: $(READY)
 	MEGARL_WRITE_PAGES=1 $(BIN)/python -m pytest $$(grep -rl "check_documented(" tests --include="test_*.py")
 
-# The type checks take a minute of one core, so they run beside the tests. Their output follows in one piece.
-test: $(READY) lint
-	@$(BIN)/mypy > $(VENV)/types.log 2>&1 & types=$$!; \
-	$(BIN)/python -m pytest -n 3 --no-loadscope-reorder $(ARGS); tests=$$?; \
-	wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests | types))
+test: $(READY) static
+	$(BIN)/python -m pytest -n 3 --no-loadscope-reorder $(ARGS)
 
 # Includes the soak tests, which take minutes each. Run them before a release, or after changes that they cover.
 test-all: $(READY) static
@@ -88,12 +85,11 @@ lint: $(READY)
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker/compose.yaml
 
+# The interpreter is named because pyrefly prefers that of an active environment, such as conda's.
 types: $(READY)
-	$(BIN)/mypy
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
-# Both at the same time, each with its output in one piece.
-static: $(READY)
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync lint types
+static: lint types
 
 # Builds the site in build/docs/index.html. Warnings, such as broken links, are errors.
 docs: $(READY)

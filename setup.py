@@ -61,7 +61,7 @@ setup(
             "pytest",
             "hypothesis",
             "ruff",
-            "mypy",
+            "pyrefly",
             "sphinx",
             "myst-parser",
             "furo",

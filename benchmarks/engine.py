@@ -259,7 +259,7 @@ class Contest:
             num_key_value_heads=shape.num_attention_heads // 2,
             vocab_size=shape.vocab_size,
             tie_word_embeddings=False,
-            attn_implementation="sdpa",  # type: ignore[call-arg]  # taken by name from what is left
+            attn_implementation="sdpa",  # pyrefly: ignore[unexpected-keyword]  # in **kwargs
         )
         self.hugging_face = Qwen2ForCausalLM(config).float().train()
         self.num_parameters = sum(parameter.numel() for parameter in self.hugging_face.parameters())

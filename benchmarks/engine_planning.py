@@ -84,7 +84,7 @@ def _save_config(shape: MoEShape, folder: Path) -> None:
         moe_intermediate_size=8,
         num_attention_heads=2,
         num_key_value_heads=2,
-        head_dim=8,  # type: ignore[call-arg]  # a method of the real class, whose annotations mypy does not see
+        head_dim=8,  # pyrefly: ignore[unexpected-keyword]  # in **kwargs
         vocab_size=128,
         max_position_embeddings=64,
         norm_topk_prob=True,

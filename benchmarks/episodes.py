@@ -42,14 +42,14 @@ class LeapingLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._now_s = 0.0
-        select = self._selector.select  # type: ignore[attr-defined]
+        select = self._selector.select  # pyrefly: ignore[missing-attribute]
 
         def leap(timeout: float | None) -> list[object]:
             assert timeout is not None, "no event is scheduled, so the loop would wait forever"
             self._now_s += timeout
             return list(select(0))
 
-        self._selector.select = leap  # type: ignore[attr-defined]
+        self._selector.select = leap  # pyrefly: ignore[missing-attribute]
 
     def time(self) -> float:
         return self._now_s

@@ -87,7 +87,7 @@ def transformers_own(model: PreTrainedModel, prompts: list[list[int]]) -> int:
         top_p=1.0,
         pad_token_id=0,
     )
-    written = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)  # type: ignore[operator]  # a method of a mixin
+    written = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)  # pyrefly: ignore[not-callable]  # a method of a mixin
 
     return int(written[:, width:].numel())
 

@@ -17,10 +17,10 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -106,7 +106,7 @@ def save_model(folder: Path, hidden: int, layers: int) -> None:
 
 def configuration(folder: Path, strategy: PlacementStrategy, rows: int, length: int) -> PPOConfig:
     micro_batch = MicroBatchConfig(max_tokens=2048)
-    custom = CUSTOM if strategy is PlacementStrategy.custom else {}
+    custom: dict[str, Any] = CUSTOM if strategy is PlacementStrategy.custom else {}
     return PPOConfig(
         model=ModelConfig(path=str(folder / "policy"), dtype=DType.float32),
         data=DataConfig(
@@ -120,7 +120,7 @@ def configuration(folder: Path, strategy: PlacementStrategy, rows: int, length: 
         ),
         rollout=RolloutConfig(n=2),
         resharding=ReshardingConfig(verify=Verify.off),
-        placement=PlacementConfig(strategy=strategy, **custom),  # type: ignore[arg-type]
+        placement=PlacementConfig(strategy=strategy, **custom),
         trainer=TrainerConfig(
             prompts_per_step=rows // 2, total_steps=1000, output_dir=str(folder / "output")
         ),
@@ -129,7 +129,7 @@ def configuration(folder: Path, strategy: PlacementStrategy, rows: int, length: 
 
 
 @contextmanager
-def started(config: PPOConfig):  # type: ignore[no-untyped-def]
+def started(config: PPOConfig) -> Generator[tuple[PPORoles, DataProto]]:
     plan = plan_placement(config)
     path = config.model.path
     architecture = read_architecture(path)

@@ -95,7 +95,7 @@ def make_run(
     for step in steps:
         writer.write(
             step,
-            lambda step=step: _samples(step, num_samples // len(steps), num_tokens, vocabulary, generator),  # type: ignore[misc]
+            lambda step=step: _samples(step, num_samples // len(steps), num_tokens, vocabulary, generator),
             2**40,
         )
 

@@ -31,7 +31,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ class ObjectStore:
         self.needed: dict[str, int] = defaultdict(int)
 
     @contextmanager
-    def elsewhere(self) -> Iterator[None]:
+    def elsewhere(self) -> Generator[None]:
         begin_s = time.process_time()
         before_s = self.away_s
         yield
@@ -259,10 +259,10 @@ def make_trainer(algorithm: str, store: ObjectStore, lengths: np.ndarray) -> PPO
     updates = MiniBatchPlan(updates_per_step=1, epochs_per_batch=1, seed=0)
     roles = PPORoles(
         actor=Actor(
-            Group(store, "actor"),  # type: ignore[arg-type]
+            Group(store, "actor"),  # pyrefly: ignore[bad-argument-type]
             parallel,
             micro_batch,
-            None,  # type: ignore[arg-type]
+            None,  # pyrefly: ignore[bad-argument-type]
             updates,
             algorithm=config.algorithm,
             share_prompts=True,
@@ -270,14 +270,14 @@ def make_trainer(algorithm: str, store: ObjectStore, lengths: np.ndarray) -> PPO
         scorers={
             "reference": Scorer(
                 role_named("reference"),
-                Group(store, "reference"),  # type: ignore[arg-type]
+                Group(store, "reference"),  # pyrefly: ignore[bad-argument-type]
                 parallel,
                 micro_batch,
                 share_prompts=True,
             )
         },
         critic=Critic(
-            Group(store, "critic"),  # type: ignore[arg-type]
+            Group(store, "critic"),  # pyrefly: ignore[bad-argument-type]
             parallel,
             micro_batch,
             updates,
@@ -286,12 +286,12 @@ def make_trainer(algorithm: str, store: ObjectStore, lengths: np.ndarray) -> PPO
         )
         if algorithm == "ppo"
         else ABSENT,
-        rollout=Generating(store, lengths),  # type: ignore[arg-type]
-        reward=Reward(Group(store, "reward")),  # type: ignore[arg-type]
-        weights=Weights(),  # type: ignore[arg-type]
+        rollout=Generating(store, lengths),  # pyrefly: ignore[bad-argument-type]
+        reward=Reward(Group(store, "reward")),  # pyrefly: ignore[bad-argument-type]
+        weights=Weights(),  # pyrefly: ignore[bad-argument-type]
     )
 
-    return PPOTrainer(config, roles, None, None, Phases(), None)  # type: ignore[arg-type]
+    return PPOTrainer(config, roles, None, None, Phases(), None)  # pyrefly: ignore[bad-argument-type]
 
 
 class Peak:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import ceil, exp
@@ -215,7 +215,7 @@ class Real(NamedTuple):
 
 
 @contextmanager
-def _rollout() -> Iterator[tuple[Rollout, RolloutWeights]]:
+def _rollout() -> Generator[tuple[Rollout, RolloutWeights]]:
     pool = RayResourcePool([ENGINES], use_gpu=False, name="rollout")
     replicas = Replicas(
         [ReplicaPlace(part) for part in pool.split()], SleepingEngine, restart_limit=0, phase_time_limit_s=600

@@ -20,7 +20,7 @@ validation, `megarl plot` and the other commands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ __all__ = ["DataProto", "Run", "start"]
 
 
 @contextmanager
-def start(config: str | Path | Mapping[str, Any], *overrides: str) -> Iterator[Run]:
+def start(config: str | Path | Mapping[str, Any], *overrides: str) -> Generator[Run]:
     """Start the roles of a run on Ray processes, which end with the block.
 
     A run whose folder has a checkpoint resumes from it, as with the command.

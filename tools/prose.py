@@ -106,7 +106,9 @@ _CODE = re.compile(
     r"|https?://\S+|[\w.-]*[/_][\w./-]*|\b\w+\.\w[\w.]*"  # addresses, paths, identifiers
 )
 # Comments for programs: linters, encodings, Slurm, shells.
-_DIRECTIVE = re.compile(r"(noqa|type:|fmt:|pragma|ruff:|mypy:|codespell:|-\*-|!|yaml-language-server|SBATCH)")
+_DIRECTIVE = re.compile(
+    r"(noqa|type:|fmt:|pragma|ruff:|pyrefly:|codespell:|-\*-|!|yaml-language-server|SBATCH)"
+)
 _SENTENCE_END = re.compile(r"[.?!:][)\"'`]*$")
 
 
@@ -181,7 +183,7 @@ def python_texts(path: Path, source: str) -> Iterator[Text]:
             continue
         text = ast.get_docstring(node)
         if text is not None:
-            constant = node.body[0].value  # type: ignore[attr-defined]
+            constant = node.body[0].value  # pyrefly: ignore[missing-attribute]
             docstrings.add(id(constant))
             yield Text(path, constant.lineno, "docstring", text)
 

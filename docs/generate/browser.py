@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from selenium.webdriver import Chrome, ChromeOptions
@@ -25,7 +25,7 @@ def is_installed() -> bool:
 
 
 @contextmanager
-def browser(width: int = 1280, height: int = 900) -> Iterator[Chrome]:
+def browser(width: int = 1280, height: int = 900) -> Generator[Chrome]:
     """Start a browser that makes no network requests of its own.
 
     `get_log("browser")` returns its console messages, `get_log("performance")` its requests.

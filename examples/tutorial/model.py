@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,7 +49,7 @@ def convert(folder: Path) -> None:
     source = package.submodule_search_locations[0]
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=WEIGHTS, dtype=torch.float32)
     model.config.__dict__.pop("quantization_config", None)
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS)
+    tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=WEIGHTS)
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
 
     with whole_folder(folder) as unfinished:

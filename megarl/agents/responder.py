@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any, Protocol
@@ -94,7 +94,7 @@ class Responder:
             closing.result()
 
     @contextmanager
-    def _explained(self, method: str) -> Iterator[None]:
+    def _explained(self, method: str) -> Generator[None]:
         try:
             yield
         except Exception as error:  # noqa: BLE001  (the user's code may raise anything)

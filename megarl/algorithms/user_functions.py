@@ -154,7 +154,7 @@ _load_once = cache(_load)
 def _refuse_others(given: Any, expected: type, mask: Tensor, must: str) -> None:
     if not isinstance(given, expected):
         raise UserFunctionError(f"{must}, not a {type(given).__name__}")
-    for name, values in given._asdict().items():  # type: ignore[attr-defined]
+    for name, values in given._asdict().items():
         if values is None:
             continue
         if not isinstance(values, Tensor) or values.shape != mask.shape:

@@ -176,7 +176,7 @@ class DataProto:
         DataProto.
         """
         if isinstance(index, (int, np.integer)):
-            row = int(row_index([int(index)], len(self))[0])
+            row = int(row_index([index], len(self))[0])
             ragged = {
                 key: next(value.select(slice(row, row + 1)).each()) for key, value in self.ragged.items()
             }

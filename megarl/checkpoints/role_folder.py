@@ -139,7 +139,7 @@ def write_manifest(folder: str | Path, description: Description, checksums: Mapp
         return checksums[name]
 
     # Add the checksum that its writer computed to each chunk, object and whole file.
-    content = {"format": FORMAT, **asdict(description), **_entries(index)}
+    content: dict[str, Any] = {"format": FORMAT, **asdict(description), **_entries(index)}
     for tensor in content["tensors"].values():
         for chunk in tensor["chunks"]:
             chunk["checksum"] = checksum(f"{chunk['file']}@{chunk['position']}")

@@ -115,7 +115,7 @@ def _write_item(file: BinaryIO, name: str, item: ItemToWrite) -> WrittenItem:
     file.write(bytes(-file.tell() % _ALIGNMENT))
     position = file.tell()
     hashed = _HashedFile(file)
-    torch.save(item.data, hashed)  # type: ignore[arg-type]  # torch only needs `write`
+    torch.save(item.data, hashed)  # pyrefly: ignore[bad-argument-type]  # torch only needs `write`
     place: dict[str, Any] = {"file": name, "position": position, "nbytes": hashed.nbytes}
     checksum = hashed.hash.hexdigest()
     if not isinstance(item.data, Tensor):

@@ -14,7 +14,7 @@ import pickle
 import struct
 import zipfile
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -148,7 +148,7 @@ class FilePart(io.RawIOBase):
 
 
 @contextmanager
-def _damage_named(source: str) -> Iterator[None]:
+def _damage_named(source: str) -> Generator[None]:
     try:
         yield
     except CheckpointError:
@@ -179,7 +179,7 @@ def refuse_code(file: ReadableFile, source: str = "") -> set[str]:
     """
     source = source or str(file)
     with _damage_named(source):
-        names = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))  # type: ignore[arg-type]
+        names = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))  # pyrefly: ignore[bad-argument-type]
     if others := names - DATA_NAMES:
         raise CheckpointError(refusal(source, min(others)))
 
@@ -204,7 +204,7 @@ def read_outline(file: ReadableFile, source: str) -> Any:
     """
     with _damage_named(source):
         try:
-            return torch.load(file, map_location="meta", weights_only=True)  # type: ignore[arg-type]
+            return torch.load(file, map_location="meta", weights_only=True)  # pyrefly: ignore[bad-argument-type]
         except NotImplementedError as error:
             raise CheckpointError(
                 f"{source}: contains a sparse tensor, which megarl does not read; save it as a dense one"

@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 from megarl.cli.arguments import commands_of, in_argparse_order
@@ -88,7 +88,7 @@ def _reader_is_gone() -> bool:
 
 
 @contextmanager
-def _own_processes(parsed: argparse.Namespace) -> Iterator[None]:
+def _own_processes(parsed: argparse.Namespace) -> Generator[None]:
     """End all processes of a command when the command ends, however it ends."""
     if parsed.command not in _START_PROCESSES or getattr(parsed, "fast", False):
         yield

@@ -259,7 +259,7 @@ def _defaults(section: Any) -> Any:
 
 def _built(default: Any, values: Mapping[str, Any], prefix: str, missing: list[str]) -> Any:
     """Return a section, from values in the types of their keys. Missing keys are added to `missing`."""
-    hints = key_types(typing.cast(type, type(default)))
+    hints = key_types(type(default))
     given: dict[str, Any] = {}
 
     for entry in fields(default):
@@ -383,9 +383,7 @@ def _with_whole_paths(section: Any, outputs: bool = False) -> Any:
         if is_dataclass(value):
             changes[entry.name] = _with_whole_paths(value, outputs)
         # A list of sections, such as reward.functions, contains paths too.
-        elif isinstance(value, list) and item_section(
-            key_types(typing.cast(type, type(section)))[entry.name]
-        ):
+        elif isinstance(value, list) and item_section(key_types(type(section))[entry.name]):
             changes[entry.name] = [_with_whole_paths(item, outputs) for item in value]
         elif InputKind in entry.metadata:
             changes[entry.name] = each_text(value, _whole_path)

@@ -200,7 +200,9 @@ def _group_layers(values: dict[str, Any], source: str, near: Path) -> list[Layer
         parent: Any = values
         for name in outer:
             parent = parent.get(name) if isinstance(parent, dict) else None
-        choice = parent.get(last) if isinstance(parent, dict) else None
+        if not isinstance(parent, dict):
+            continue
+        choice = parent.get(last)
         if isinstance(choice, str) or (isinstance(choice, list) and GROUPS[section] in COMBINED):
             layers += _chosen_layers(section, parent.pop(last), source, near)
         elif isinstance(choice, dict) and BASE in choice:

@@ -207,7 +207,7 @@ def read_architectures(config: RunConfig) -> tuple[Architectures, list[Violation
 
 def _ranges(config: RunConfig) -> Violations:
     for leaf in leaves(config):
-        if isinstance(leaf.value, int | float) and leaf.value not in leaf.range:
-            yield Violation((leaf.key,), leaf.range.explain(leaf.value))
         if leaf.items is not None and not leaf.items.fits(leaf.value):
             yield Violation((leaf.key,), f"is {leaf.value}, but must be {leaf.items}")
+        elif isinstance(leaf.value, int | float) and leaf.value not in leaf.range:
+            yield Violation((leaf.key,), leaf.range.explain(leaf.value))

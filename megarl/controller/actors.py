@@ -58,8 +58,9 @@ class ActorSet:
         self._lost_nodes = dict[int, str]()
         # Start one process per bundle, each with a monitor thread in addition to the working one.
         bundles = resource_pool.bundles()
-        actor_class = ray.remote(concurrency_groups={_MONITOR: 1})(WorkerHost)  # type: ignore[call-overload]
-        self._handles = [
+        actor_class = ray.remote(concurrency_groups={_MONITOR: 1})(WorkerHost)  # pyrefly: ignore[unexpected-keyword]
+        # Ray's annotations do not have the options of an actor's methods.
+        self._handles: list[Any] = [
             actor_class.options(
                 num_cpus=1,
                 num_gpus=resource_pool.gpus_per_process / resource_pool.max_colocate_count

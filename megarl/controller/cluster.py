@@ -7,10 +7,11 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 
 import ray
+import ray._private.worker
 from ray._private import services
 
 from megarl.controller.daemons import (
@@ -170,7 +171,7 @@ def _check_answers(named: str, host: str, port: int) -> None:
 
 
 @contextmanager
-def _marked_as_ray() -> Iterator[None]:
+def _marked_as_ray() -> Generator[None]:
     """Give Ray's daemons, and so its workers, a separate mark."""
     os.environ[OWNER] = process_owner() + _RAY
     try:
@@ -217,7 +218,7 @@ def process_owner() -> str:
 
 def log_folder() -> str:
     """Return the folder in which Ray and all workers log. It has the same path on each node."""
-    return ray._private.worker._global_node.get_logs_dir_path()  # type: ignore[attr-defined]
+    return ray._private.worker._global_node.get_logs_dir_path()  # pyrefly: ignore[missing-attribute]
 
 
 def node_addresses() -> list[str]:
@@ -227,4 +228,4 @@ def node_addresses() -> list[str]:
 
 def num_cluster_gpus() -> int:
     """Return the number of GPUs on all nodes of the joined cluster."""
-    return int(ray.cluster_resources().get("GPU", 0))
+    return ray.cluster_resources().get("GPU", 0)

@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Generator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from ray._private import node, ray_constants, services
 from ray._private.parameter import RayParams
 from ray._private.utils import write_ray_address
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray._raylet import AuthenticationTokenLoader, Config
 
 from megarl.machine.errors import RunError
 from megarl.machine.ports import hold_lasting_ports
@@ -95,7 +95,7 @@ class SmallNode(node.Node):
 
 
 @contextmanager
-def _with_raylet_options(*options: str) -> Iterator[None]:
+def _with_raylet_options(*options: str) -> Generator[None]:
     """Add options to the raylet's command line, for which Ray's Python API has no parameter."""
     start: Callable[..., Any] = services.start_ray_process
 
@@ -113,19 +113,19 @@ def _with_raylet_options(*options: str) -> Iterator[None]:
 
 
 @contextmanager
-def small_nodes() -> Iterator[None]:
+def small_nodes() -> Generator[None]:
     """Make `ray.init` start a `SmallNode`."""
     full = node.Node
-    node.Node = SmallNode  # type: ignore[misc]
+    node.Node = SmallNode
 
     try:
         yield
     finally:
-        node.Node = full  # type: ignore[misc]
+        node.Node = full
 
 
 @contextmanager
-def without_job_server() -> Iterator[None]:
+def without_job_server() -> Generator[None]:
     """Start the minimal agent, which does not accept jobs.
 
     If the packages of ray[default] are installed, the agent of each node accepts jobs from anyone who can
@@ -134,7 +134,7 @@ def without_job_server() -> Iterator[None]:
     """
     name = "ray.dashboard.optional_deps"
     before = sys.modules.get(name)
-    sys.modules[name] = None  # type: ignore[assignment]  # importing it raises ImportError
+    sys.modules[name] = None  # pyrefly: ignore[unsupported-operation]  # importing it raises ImportError
 
     try:
         yield
@@ -145,7 +145,7 @@ def without_job_server() -> Iterator[None]:
 
 
 @contextmanager
-def loopback_only() -> Iterator[None]:
+def loopback_only() -> Generator[None]:
     """Make Ray use 127.0.0.1 as the node's address, so that its daemons listen only there.
 
     With any other address they listen on all interfaces. The switch was made for laptops with other operating
@@ -192,9 +192,9 @@ def start_node(
         node_manager_port=0,
         include_dashboard=dashboard_port is not None,
         dashboard_host=address,
-        dashboard_port=dashboard_port,  # type: ignore[arg-type]  # bool in Ray
+        dashboard_port=dashboard_port,  # pyrefly: ignore[bad-argument-type]  # bool in Ray
         temp_dir=temp_dir,
-        include_log_monitor=False,  # type: ignore[arg-type]  # str in Ray
+        include_log_monitor=False,  # pyrefly: ignore[bad-argument-type]  # str in Ray
     )
     is_loopback = address.startswith(LOOPBACK)
 

@@ -145,7 +145,9 @@ class Call:
         if isinstance(error, ActorUnavailableError):
             error = self.processes.last_word(rank, error)
         location = self.processes.locations.get(rank)
-        node, pid, log_path = location or ("not known yet", None, "")
+        node = location.node if location else "not known yet"
+        pid = location.pid if location else None
+        log_path = location.stderr_path if location else ""
 
         # The process is alive, but a value could not be sent or received.
         if not isinstance(error, LOST):

@@ -88,7 +88,7 @@ class RoleGroup:
             ValueError: The method does not belong to this group's worker.
         """
         future = self._execute(method.rule, method, args, kwargs)
-        return future.get() if method.blocking else future  # type: ignore[return-value]
+        return future.get() if method.blocking else future  # pyrefly: ignore[bad-return]
 
     def call_rank[**P, R](
         self, rank: int, method: RemoteMethod[P, R, ..., Any], *args: P.args, **kwargs: P.kwargs

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -168,7 +168,7 @@ class WorkerHost:
 
 
 @contextlib.contextmanager
-def _output_flushed() -> Iterator[None]:
+def _output_flushed() -> Generator[None]:
     """Flush the output of a worker, so that it is in the log if the process is killed later."""
     try:
         yield

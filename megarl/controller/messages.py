@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import NamedTuple
@@ -116,7 +116,7 @@ class Activity:
         self._spans: list[PhaseSpan] = []
 
     @contextmanager
-    def call(self, method: str) -> Iterator[None]:
+    def call(self, method: str) -> Generator[None]:
         self._spans = []
         self._phases = []
         self._thread = threading.get_ident()
@@ -132,7 +132,7 @@ class Activity:
             self._method = None
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Generator[None]:
         began = Began()
         self._phases.append(name)
 

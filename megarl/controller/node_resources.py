@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import ray
+import ray._private.state
 
 CPU = "CPU"
 GPU = "GPU"

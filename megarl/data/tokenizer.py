@@ -89,7 +89,10 @@ def _read_tokenizer(path: str, trust_remote_code: bool, key: str) -> PreTrainedT
             ) from error
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+        return tokenizer
     except Exception as error:  # noqa: BLE001
         # The libraries have no specific exception for a file that they cannot use.
         reason = f"{one_line(error)} ({type(error).__name__})"

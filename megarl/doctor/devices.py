@@ -60,8 +60,8 @@ def probe() -> Gpus:
 
     try:
         query = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-        listed = subprocess.run(query, **_ASK)  # type: ignore[call-overload]
-        overview = subprocess.run([program], **_ASK)  # type: ignore[call-overload]
+        listed = subprocess.run(query, **_ASK)
+        overview = subprocess.run([program], **_ASK)
     except subprocess.TimeoutExpired:
         return replace(found, error=f"nvidia-smi did not answer within {_LIMIT_S} s")
 

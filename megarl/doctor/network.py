@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -234,7 +235,8 @@ def probe_port(number: int, purpose: str) -> Port:
 def _listener(number: int) -> str | None:
     """Return the process that listens on a port. Only root sees processes of other users."""
     for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == number:
+        address: Any = connection.laddr  # () if the socket has none
+        if connection.status == psutil.CONN_LISTEN and address.port == number:
             if connection.pid is None:
                 return "a process of another user"
             process = psutil.Process(connection.pid)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def check(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 
 @contextlib.contextmanager
-def _files_of(subject: ExaminedRun) -> Iterator[list[str]]:
+def _files_of(subject: ExaminedRun) -> Generator[list[str]]:
     """Yield the paths that a run's workers open on every node.
 
     A temporary file among them shows whether all nodes share the checkpoint folder.

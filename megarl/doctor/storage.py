@@ -117,7 +117,7 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckR
         most: Maximum number of checkpoints at a time.
     """
     elsewhere = "set checkpoint.dir (or trainer.output_dir) to a writable folder on a larger disk"
-    facts = {
+    facts: dict[str, object] = {
         "folder": disk.folder,
         "file_system": disk.kind,
         "free": disk.free,

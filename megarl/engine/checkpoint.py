@@ -229,7 +229,7 @@ def load(engine: MegatronEngine, folder: Path) -> None:
     wanted = {
         str(number): _sharded_tensor(shard, index.tensors[shard.key]) for number, shard in enumerate(shards)
     }
-    common = dist_checkpointing.load({"shards": wanted}, str(folder), validate_access_integrity=False)
+    common: Any = dist_checkpointing.load({"shards": wanted}, str(folder), validate_access_integrity=False)
     _on_all_ranks(lambda: _check_loaded(folder, shards), folder, "read")
 
     # Counts and random state are set only after all tensors have been loaded.
@@ -363,7 +363,7 @@ def _on_all_ranks[Result](
 
     # This collective is reached by every rank, whether its own action failed or not.
     _agree(failure)
-    return result  # always set: a failure has been raised
+    return result  # pyrefly: ignore[unbound-name]  # a failure has been raised
 
 
 def _agree(failure: _Failure | None) -> None:
@@ -380,13 +380,12 @@ def random_state() -> dict[str, Any]:
 
     It consists of tensors, numbers and containers only, so that it can be read without running pickled code.
     """
+    tracker: Any = get_cuda_rng_tracker()
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {
         "torch": torch.get_rng_state(),
-        "tracker": {
-            name: generator.clone() for name, generator in get_cuda_rng_tracker().get_states().items()
-        },
-        "numpy": (str(kind), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "tracker": {name: generator.clone() for name, generator in tracker.get_states().items()},
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
         "python": random.getstate(),
     }
     return {**state, "cuda": torch.cuda.get_rng_state()} if platform.current().is_cuda else state
@@ -397,7 +396,8 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if platform.current().is_cuda and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-    get_cuda_rng_tracker().set_states(state["tracker"])
+    tracker: Any = get_cuda_rng_tracker()
+    tracker.set_states(state["tracker"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     random.setstate(state["python"])

@@ -13,7 +13,7 @@ import functools
 import importlib
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import torch
@@ -193,7 +193,7 @@ def _adapt_torch() -> None:
 
 
 @contextlib.contextmanager
-def no_compiler() -> Iterator[None]:
+def no_compiler() -> Generator[None]:
     """Prevent `jit_fuser` from starting a C++ compiler at its first call.
 
     It is bound to torch.compile while Megatron is imported.
@@ -208,7 +208,7 @@ def no_compiler() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cuda_type_names() -> Iterator[None]:
+def cuda_type_names() -> Generator[None]:
     """Make `Tensor.type()` return CUDA types within the block.
 
     The optimizers sort parameters by comparison with 'torch.cuda.FloatTensor'.
@@ -365,12 +365,16 @@ def _adapt_megatron() -> None:
     # The last three modules import the function by name.
     for module in (clip_grads, base_optimizer, distrib_optimizer, optimizer):
         if hasattr(module, "clip_grad_by_total_norm_fp32"):
+            # pyrefly: ignore[missing-attribute]
             module.clip_grad_by_total_norm_fp32 = _clip_by_total_norm
 
     rotary.install()
     _adapt_experts()
     adapt_products()
+    # Megatron uses the names that torch has deprecated.
+    # pyrefly: ignore[deprecated]
     buffers.dist_reduce_scatter_func = unless_alone(buffers.dist_reduce_scatter_func)
+    # pyrefly: ignore[deprecated]
     buffers.dist_all_gather_func = unless_alone(buffers.dist_all_gather_func)
 
 

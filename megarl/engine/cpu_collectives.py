@@ -60,7 +60,7 @@ def gather_unequal(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.T
         padded = input_.new_zeros(max(sizes), *input_.shape[1:])
         padded[: input_.shape[0]] = input_
         gathered = input_.new_empty(len(sizes) * max(sizes), *input_.shape[1:])
-        torch.distributed.all_gather_into_tensor(gathered, padded, group=group)
+        torch.distributed.all_gather_single(gathered, padded, group=group)
 
         return torch.cat([each[:size] for each, size in zip(gathered.split(max(sizes)), sizes, strict=True)])
 
@@ -86,7 +86,7 @@ def scatter_unequal(scatter: Callable[..., torch.Tensor]) -> Callable[..., torch
         for room, part in zip(padded, input_.split(sizes), strict=True):
             room[: part.shape[0]] = part
         own = input_.new_empty(max(sizes), *input_.shape[1:])
-        torch.distributed.reduce_scatter_tensor(own, padded.flatten(0, 1), group=group)
+        torch.distributed.reduce_scatter_single(own, padded.flatten(0, 1), group=group)
 
         return own[: sizes[group.rank()]].contiguous()
 

@@ -109,7 +109,7 @@ def in_main_grad(weight: Tensor) -> Tensor:
     returned tensor has no meaning, unless the weight is also an embedding: then it is zero, so that the
     embedding's gradient can be added to it.
     """
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = True  # pyrefly: ignore[missing-attribute]
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
@@ -141,6 +141,7 @@ class _Linear(torch.autograd.Function):
         return product(hidden.flatten(0, -2), weight, bias).view(*hidden.shape[:-1], weight.shape[0])
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         hidden, weight = ctx.saved_tensors
         need_hidden, need_weight, need_bias = ctx.needs_input_grad
@@ -188,6 +189,7 @@ class _GatedLinear(torch.autograd.Function):
         return (activated * up).view(*hidden.shape[:-1], up.shape[-1])
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         hidden, weight, gate, up, activated = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad

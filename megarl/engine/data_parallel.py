@@ -51,7 +51,8 @@ def wrap_models(
         chunk.config.finalize_model_grads_func = finalize_gradients
         # Only the last micro-batch reduces gradients; the others accumulate them.
         if overlap:
-            chunk.config.no_sync_func = (
+            model_config: Any = chunk.config  # declares one function, but takes one per virtual stage
+            model_config.no_sync_func = (
                 chunks[0].no_sync if len(chunks) == 1 else [each.no_sync for each in chunks]
             )
 

@@ -110,8 +110,9 @@ def _mix_by_kernels(
     eps: float,
 ) -> Tensor:
     """Compute the same as `_mix_by_torch` by flash-linear-attention, called as Megatron's module does."""
+    kernels: Any = megatron_delta_net  # which are None in a module without flash-linear-attention
     channels, gate, strength, decay = _split(tokens, sizes)
-    channels, _ = megatron_delta_net.causal_conv1d(
+    channels, _ = kernels.causal_conv1d(
         x=channels[None],
         weight=convolution[:, 0],
         bias=None,
@@ -121,10 +122,8 @@ def _mix_by_kernels(
         cu_seqlens=rows.bounds,
     )
     query, key, value = _heads(channels[0], sizes)
-    query, key = (
-        _for_value_heads(megatron_delta_net.l2norm(heads.contiguous()), sizes) for heads in (query, key)
-    )
-    mixed, _ = megatron_delta_net.chunk_gated_delta_rule(
+    query, key = (_for_value_heads(kernels.l2norm(heads.contiguous()), sizes) for heads in (query, key))
+    mixed, _ = kernels.chunk_gated_delta_rule(
         query[None],
         key[None],
         value.contiguous()[None],
@@ -181,6 +180,7 @@ class _Recomputed(torch.autograd.Function):
         return function(*tensors, *rest)
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         function, rest = ctx.call
         inputs = [

@@ -230,4 +230,5 @@ def _in_sections(entry: ShardedTensor, sections: list[int], ranks: int) -> Shard
     def merge(parts: list[Tensor]) -> Tensor:
         return torch.cat(parts)
 
+    # pyrefly: ignore[bad-argument-type]  # declared for dictionaries only
     return ShardedTensorFactory(entry.key, entry.data, build, merge, entry.replica_id)

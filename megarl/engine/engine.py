@@ -629,7 +629,7 @@ class MegatronEngine:
 
 def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
     """Return the buffer in which Megatron accumulates the gradient of a parameter."""
-    return parameter.main_grad  # type: ignore[attr-defined]
+    return parameter.main_grad  # pyrefly: ignore[missing-attribute]
 
 
 def _in_order_of_rows(

@@ -272,7 +272,7 @@ def _gather_from_oneself(gathered: list[Any], mine: Any, group: Any = None) -> N
 
 def _adapt_groups() -> None:
     """Create fake groups. NCCL and gloo would need ranks that do not exist."""
-    made = dist.new_group
+    made: Any = dist.new_group
 
     def new_group(*arguments: Any, **options: Any) -> Any:
         return made(*arguments, **{**options, "backend": "fake", "pg_options": None})

@@ -23,6 +23,7 @@ class _Sorted(torch.autograd.Function):
         return tokens.clone()
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.clone()
 

@@ -39,7 +39,7 @@ def install(compiled: types.ModuleType) -> None:
 
     try:
         # The package imports its part for torch, which would look for the compiled module, if it can.
-        sys.modules[_FRAMEWORK] = None  # type: ignore[assignment]
+        sys.modules[_FRAMEWORK] = None  # pyrefly: ignore[unsupported-operation]
         common: Any = importlib.import_module(f"{_PACKAGE}.common")
         del sys.modules[_FRAMEWORK]
         common.load_framework_extension = lambda framework: None

@@ -110,16 +110,22 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
 
     return ParallelGroups(
         parallel=parallel,
-        tensor=parallel_state.get_tensor_model_parallel_group(),
-        pipeline=parallel_state.get_pipeline_model_parallel_group(),
-        context=parallel_state.get_context_parallel_group(),
-        data=parallel_state.get_data_parallel_group(),
-        data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        stage=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        tensor=_existing(parallel_state.get_tensor_model_parallel_group()),
+        pipeline=_existing(parallel_state.get_pipeline_model_parallel_group()),
+        context=_existing(parallel_state.get_context_parallel_group()),
+        data=_existing(parallel_state.get_data_parallel_group()),
+        data_context=_existing(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        stage=_existing(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         context_rank=parallel_state.get_context_parallel_rank(),
         data_rank=parallel_state.get_data_parallel_rank(),
-        expert_data=parallel_state.get_expert_data_parallel_group(),
+        expert_data=_existing(parallel_state.get_expert_data_parallel_group()),
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
     )
+
+
+def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return one of Megatron's groups, which are declared as None until they are created."""
+    assert group is not None
+    return group

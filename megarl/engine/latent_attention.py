@@ -10,7 +10,6 @@ would do a sixth less work.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         # Under sequence parallelism each rank has a part of the tokens. Megatron sums the gradients of marked
         # parameters.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel  # pyrefly: ignore[missing-attribute]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         """Map (..., input) to (..., output). Like Megatron's layers, also returns a bias."""
@@ -47,8 +46,8 @@ class ReplicatedLinear(torch.nn.Module):
 class LatentSelfAttention(MLASelfAttention):
     """Megatron's latent attention with down projections whose gradients are right with any layout."""
 
-    linear_kv_down_proj: torch.nn.Module
-    linear_q_down_proj: torch.nn.Module
+    linear_kv_down_proj: Any
+    linear_q_down_proj: Any
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
@@ -60,7 +59,7 @@ class LatentSelfAttention(MLASelfAttention):
             if config.q_lora_rank is not None:
                 self.linear_q_down_proj = ReplicatedLinear(config.hidden_size, config.q_lora_rank, config)
 
-    def _resolve_qk_norm_config(self, submodules: Any) -> Mapping[str, Any]:
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Return the modules of the specification, which are right for every case."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
@@ -88,6 +87,7 @@ class LatentRotation(RotaryEmbedding):
         self.inv_freq: Tensor = frequencies.to(like.inv_freq.device)
         self.factor = factor
 
+    # pyrefly: ignore[bad-override]  # Megatron's method is in a cache
     def forward(self, max_seq_len: int, *, packed_seq: bool = False) -> tuple[Tensor, float]:
         """Return the angles (S, 1, 1, D) of positions, and the factor."""
         return super().forward(max_seq_len, packed_seq=packed_seq), self.factor

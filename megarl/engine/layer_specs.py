@@ -7,7 +7,7 @@ a parameter has the name that it has in the local layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from megarl.engine.delta_net import GatedDeltaNet
 from megarl.engine.latent_attention import LatentSelfAttention
 from megarl.engine.layers import AttentionCore, LogitLayer, RMSNorm, sharing_prompts
 from megarl.engine.moe_router import RoutedLayer, router_class
-from megarl.engine.norms import drop_norms_before_blocks, linear_class, set_norms
+from megarl.engine.norms import drop_norms_before_blocks, linear_class, set_norms, submodules_of
 from megarl.engine.sinks import SinkAttention
 from megarl.engine.vision import DeepstackLayer
 from megarl.models.architecture import Architecture
@@ -79,7 +79,7 @@ def block_spec(
         chunk: The virtual pipeline stage, None if there is only one.
     """
     make = _transformer_engine_layer if layers is Layers.transformer_engine else _local_layer
-    norm = gpt_layer_specs.TESpecProvider().layer_norm() if layers is Layers.transformer_engine else RMSNorm
+    norm = _transformer_engine().layer_norm() if layers is Layers.transformer_engine else RMSNorm
 
     sparse_layers = architecture.sparse_layers
     if architecture.linear_bias and layers is Layers.transformer_engine:
@@ -107,7 +107,7 @@ def block_spec(
     # Neither Megatron's attention nor Transformer Engine's has sinks and windows for shared prompts.
     if architecture.has_sinks or any(architecture.windows):
         for kind in kinds.values():
-            attention = kind.submodules.self_attention.submodules
+            attention = submodules_of(kind).self_attention.submodules
             attention.core_attention = partial(SinkAttention, architecture=architecture)
 
     # Dense layers also receive the routers' tokens as an attention bias, which they must not apply.
@@ -117,7 +117,7 @@ def block_spec(
         router = router_class(architecture)
         for (is_sparse, _), kind in kinds.items():
             if is_sparse:
-                kind.submodules.mlp.keywords["submodules"].router = router  # a functools.partial
+                submodules_of(kind).mlp.keywords["submodules"].router = router  # a functools.partial
 
     # The layers of this chunk, by their numbers in the whole model.
     first = get_transformer_layer_offset(config, vp_stage=chunk)
@@ -145,8 +145,14 @@ def block_spec(
 def _column_parallel_linear(layers: Layers) -> type:
     """Return the class of a column-parallel layer without a norm of its input."""
     if layers is Layers.transformer_engine:
-        return gpt_layer_specs.TESpecProvider().column_parallel_linear()
+        return _transformer_engine().column_parallel_linear()
     return ColumnParallelLinear
+
+
+def _transformer_engine() -> Any:
+    """Return Megatron's provider of Transformer Engine's classes, which must be installed."""
+    provider: Any = gpt_layer_specs.TESpecProvider  # None where it is not installed
+    return provider()
 
 
 def ends_with_predictors(sparse_layers: Collection[int]) -> bool:
@@ -161,10 +167,11 @@ def _transformer_engine_layer(config: TransformerConfig, is_sparse: bool) -> Mod
         qk_layernorm=config.qk_layernorm or config.multi_latent_attention,
         multi_latent_attention=config.multi_latent_attention,
     )
-    attention = layer.submodules.self_attention.submodules
+    modules = submodules_of(layer)
+    attention = modules.self_attention.submodules
     attention.core_attention = sharing_prompts(attention.core_attention)
     if config.multi_latent_attention:
-        layer.submodules.self_attention.module = LatentSelfAttention
+        modules.self_attention.module = LatentSelfAttention
 
     return layer
 
@@ -176,14 +183,15 @@ def _local_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
-    attention = layer.submodules.self_attention.submodules
+    modules = submodules_of(layer)
+    attention = modules.self_attention.submodules
     attention.core_attention = AttentionCore
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
 
     if config.multi_latent_attention:
-        layer.submodules.self_attention.module = LatentSelfAttention
+        modules.self_attention.module = LatentSelfAttention
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
-        layer.submodules.sharded_state_dict_keys_map = dict(_LATENT_CHECKPOINT_KEYS)
+        modules.sharded_state_dict_keys_map = dict(_LATENT_CHECKPOINT_KEYS)
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
 
@@ -193,10 +201,10 @@ def _local_layer(config: TransformerConfig, is_sparse: bool) -> ModuleSpec:
         # both.
         stored = {
             name: key
-            for name, key in layer.submodules.sharded_state_dict_keys_map.items()
+            for name, key in modules.sharded_state_dict_keys_map.items()
             if name != "pre_mlp_layernorm."
         }
-        layer.submodules.sharded_state_dict_keys_map = stored
+        modules.sharded_state_dict_keys_map = stored
 
     return layer
 
@@ -206,18 +214,19 @@ def _set_delta_net(layer: ModuleSpec, architecture: Architecture, layers: Layers
     inputs: Any = ColumnParallelLinear
     outputs: Any = RowParallelLinear
     if layers is Layers.transformer_engine:
-        modules = gpt_layer_specs.TESpecProvider()
-        inputs = modules.column_parallel_layer_norm_linear()
-        outputs = modules.row_parallel_linear()
+        provider = _transformer_engine()
+        inputs = provider.column_parallel_layer_norm_linear()
+        outputs = provider.row_parallel_linear()
 
-    layer.submodules.self_attention = ModuleSpec(
+    modules = submodules_of(layer)
+    modules.self_attention = ModuleSpec(
         module=GatedDeltaNet,
         params={"delta_net": architecture.delta_net, "input_layer": inputs, "output_layer": outputs},
     )
-    stored = dict(layer.submodules.sharded_state_dict_keys_map)
+    stored = dict(modules.sharded_state_dict_keys_map)
     if stored.pop("input_layernorm.", None) is not None:
         stored["input_layernorm."] = "self_attention.in_proj.layer_norm_"
-    layer.submodules.sharded_state_dict_keys_map = stored
+    modules.sharded_state_dict_keys_map = stored
 
 
 def _name_absent_product() -> None:
@@ -284,7 +293,7 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
 
     # The same kinds of layers, as classes of Transformer Engine.
     if gpt_layer_specs.HAVE_TE:
-        modules = gpt_layer_specs.TESpecProvider()
+        modules = _transformer_engine()
         columns |= {modules.column_parallel_linear(), modules.column_parallel_layer_norm_linear()}
         rows |= {modules.row_parallel_linear()}
         grouped = modules.grouped_mlp_modules(moe_use_grouped_gemm=True).keywords["submodules"]
@@ -304,7 +313,7 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
                 set_tensor_model_parallel_attributes(
                     parameter, is_parallel=True, dim=int(kind in rows), stride=stride
                 )
-            parameter.gates_apart = gates_apart  # see cpu_adaptations.py
+            parameter.gates_apart = gates_apart  # pyrefly: ignore[missing-attribute]  # see cpu_adaptations.py
 
 
 def forget_routes(model: torch.nn.Module) -> None:
@@ -335,6 +344,7 @@ def fuse_gradient_accumulation(model: torch.nn.Module) -> None:
 
     Megatron's flag for this would also require Apex, for Megatron's own layers.
     """
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # it is a plain attribute
+            module.fuse_wgrad_accumulation = True

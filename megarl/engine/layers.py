@@ -42,7 +42,7 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Under sequence parallelism each rank sees a part of the tokens. Megatron sums the gradients of
         # marked parameters.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel  # pyrefly: ignore[missing-attribute]
 
     def forward(self, hidden: Tensor) -> Tensor:
         # One plus the weight would be rounded in 16 bits.
@@ -74,6 +74,7 @@ class _CPUNorm(torch.autograd.Function):
         return normalized * weight
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         normalized, scale, weight = ctx.saved_tensors
 
@@ -95,6 +96,7 @@ class _WideNorm(torch.autograd.Function):
         return wide.mul_(scale).mul_(weight).to(hidden.dtype)
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden, scale, weight = ctx.saved_tensors
         normalized = hidden.float().mul_(scale)

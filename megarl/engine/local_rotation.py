@@ -12,9 +12,7 @@ from megarl.engine.rope_frequencies import attention_factor, inverse_frequencies
 from megarl.models.architecture import Architecture
 
 
-def set_local_rotation(
-    layers: Iterable[torch.nn.Module], architecture: Architecture, like: RotaryEmbedding
-) -> None:
+def set_local_rotation(layers: Iterable[Any], architecture: Architecture, like: RotaryEmbedding) -> None:
     """Let layers with a window rotate by `local_rope` instead of the angles that the model gives all layers.
 
     Args:
@@ -40,7 +38,7 @@ def set_local_rotation(
         return inputs, options | {"rotary_pos_emb": angles}
 
     for layer in layers:
-        if architecture.windows[layer.layer_number - 1]:  # type: ignore[operator]  # it is an int
-            attention: Any = layer.self_attention
+        if architecture.windows[layer.layer_number - 1]:
+            attention = layer.self_attention
             attention._yarn_concentration_factor = attention_factor(local.scaling)
             attention.register_forward_pre_hook(with_local_angles, with_kwargs=True)

@@ -14,7 +14,7 @@ Letters: T tokens of this rank (with sequence parallelism, its part of them), r 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class AdapterSwitch:
         self.is_on = True
 
     @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
+    def off(self) -> Generator[None]:
         """Run the model without its adapters within the block."""
         self.is_on = False
         try:
@@ -112,10 +112,10 @@ class LinearAdapters(torch.nn.Module):
             sharded, is_parallel=True, dim=int(self._shards_inputs), stride=1
         )
         for parameter in (sharded, replicated):
-            parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
+            parameter.allreduce = getattr(weight, "allreduce", True)  # pyrefly: ignore[missing-attribute]
 
         # Each rank has the gradient of its own tokens.
-        replicated.sequence_parallel = self._is_sequence_parallel  # type: ignore[attr-defined]
+        replicated.sequence_parallel = self._is_sequence_parallel  # pyrefly: ignore[missing-attribute]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map the layer's inputs (T, ..., inputs) to what is added to its outputs (T, ..., outputs)."""

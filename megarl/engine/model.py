@@ -237,6 +237,11 @@ class ModelChunk(GPTModel):
     `vocab_parallel`).
     """
 
+    # Megatron sets modules of several classes, and a critic has another head.
+    decoder: Any
+    output_layer: Any
+    rotary_pos_emb: Any
+
     def __init__(
         self,
         architecture: Architecture,
@@ -250,6 +255,7 @@ class ModelChunk(GPTModel):
         virtual_stage = chunk if groups.num_chunks > 1 else None
         super().__init__(
             config,
+            # pyrefly: ignore[bad-argument-type]  # Megatron also takes the modules of a block
             block_spec(config, architecture, layers, virtual_stage),
             vocab_size=padded_vocab_size(architecture.vocab_size, groups.parallel.tensor_parallel_size),
             max_sequence_length=architecture.max_position_embeddings,
@@ -310,6 +316,7 @@ class ModelChunk(GPTModel):
         if architecture.local_rope is not None:
             set_local_rotation(self.decoder.layers, architecture, like=self.rotary_pos_emb)
 
+    # pyrefly: ignore[bad-override]  # only `packed_seq_params` and `decoder_input` of Megatron's options are used
     def forward(
         self,
         tokens: Tensor,
@@ -333,10 +340,8 @@ class ModelChunk(GPTModel):
                 self.pg_collection.tp if sequence_parallel else None,
             )
 
-        hidden: Tensor = super().forward(
-            tokens, positions, mask, packed_seq_params=packed_seq_params, **options
-        )
-        return hidden
+        run: Callable[..., Tensor] = super().forward  # Megatron takes None where it declares a tensor
+        return run(tokens, positions, mask, packed_seq_params=packed_seq_params, **options)
 
     @property
     def has_tower(self) -> bool:

@@ -196,7 +196,13 @@ class ExpertRouter(TopKRouter):
 
     tokens: RoutedTokens | None = None  # those of the current forward pass
 
-    def routing(self, logits: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
+    @property
+    def layer_index(self) -> int:
+        """The number of layers before the router's. Megatron sets its number after construction."""
+        assert self.layer_number is not None
+        return self.layer_number - 1
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Route tokens, given logits (S, b, E).
 
         If activations are recomputed, statistics are taken in the recomputation, which has gradients.
@@ -208,7 +214,7 @@ class ExpertRouter(TopKRouter):
         tally = None if self.tokens is None else self.tokens.tally
         if self.tokens is None or tally is None or not (tally.losses is None or torch.is_grad_enabled()):
             return probs, routing_map
-        loss = tally.add(self.layer_number - 1, logits.flatten(0, 1), routing_map, self.tokens.counts)
+        loss = tally.add(self.layer_index, logits.flatten(0, 1), routing_map, self.tokens.counts)
 
         # The loss joins the backward pass through the probabilities, whose values do not change.
         return (probs if loss is None else MoEAuxLossAutoScaler.apply(probs, loss)), routing_map
@@ -224,13 +230,13 @@ class BiasedExpertRouter(ExpertRouter):
         expert_bias: (E,) float32. The name is Megatron's, which reads it in `routing`.
     """
 
-    expert_bias: torch.nn.Parameter
+    expert_bias: torch.nn.Parameter  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         assert not self.enable_expert_bias, "Megatron would change the bias in every step"
         del self.expert_bias
-        bias = torch.zeros(self.config.num_moe_experts, device=self.weight.device)
+        bias = torch.zeros(len(self.weight), device=self.weight.device)
         self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
 
@@ -243,7 +249,7 @@ def router_class(architecture: Architecture) -> type[ExpertRouter]:
 def selection_biases(model: torch.nn.Module) -> dict[int, Tensor]:
     """Return the selection biases of a chunk by the numbers of their layers."""
     return {
-        module.layer_number - 1: module.expert_bias.detach()
+        module.layer_index: module.expert_bias.detach()
         for module in model.modules()
         if isinstance(module, BiasedExpertRouter)
     }
@@ -271,13 +277,15 @@ class RoutedLayer(TransformerLayer):
             self.mlp.moe_layer_recompute = False
 
     def forward(self, *arguments: Any, attention_bias: RoutedTokens | None = None, **options: Any) -> Any:
-        return super().forward(*arguments, **{**options, "padding_mask": attention_bias})
+        options["padding_mask"] = attention_bias
+        return super().forward(*arguments, **options)
 
 
 def _tell(
     experts: MoELayer, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    experts.router.tokens = options.pop("padding_mask", None)
+    router: Any = experts.router
+    router.tokens = options.pop("padding_mask", None)
     return arguments, options
 
 

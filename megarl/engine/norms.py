@@ -52,7 +52,8 @@ class AllHeadsNorm(torch.nn.Module):
         """
         super().__init__()
         self.eps = eps
-        self.tensor_group = get_tensor_model_parallel_group()
+        group: Any = get_tensor_model_parallel_group()  # declared as None
+        self.tensor_group = group
         self.width = num_heads * hidden_size
         size = self.width // self.tensor_group.size()
         self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
@@ -99,6 +100,7 @@ class _AllHeads(torch.autograd.Function):
         return (hidden * scale).mul_(weight).to(hidden.dtype)
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, scale = ctx.saved_tensors
         width, group = ctx.rest
@@ -150,6 +152,11 @@ def linear_class(module: torch.nn.Module) -> type:
     return kind
 
 
+def submodules_of(layer: ModuleSpec) -> Any:
+    """Return the modules of a layer, which Megatron declares as `object`."""
+    return layer.submodules
+
+
 def set_norms(layer: ModuleSpec, architecture: Architecture, norm: Any) -> None:
     """Give a layer the norms of an architecture other than those before blocks and of each head.
 
@@ -158,10 +165,11 @@ def set_norms(layer: ModuleSpec, architecture: Architecture, norm: Any) -> None:
         architecture: The model.
         norm: Builds a norm.
     """
-    attention = layer.submodules.self_attention.submodules
+    modules = submodules_of(layer)
+    attention = modules.self_attention.submodules
     if architecture.norms.after:
         assert not architecture.sparse_layers, "experts have no norm of their output"
-        feed_forward = layer.submodules.mlp.keywords["submodules"]  # a functools.partial
+        feed_forward = modules.mlp.keywords["submodules"]  # a functools.partial
         attention.linear_proj = with_normed_output(attention.linear_proj, norm)
         feed_forward.linear_fc2 = with_normed_output(feed_forward.linear_fc2, norm)
 
@@ -177,6 +185,7 @@ def drop_norms_before_blocks(layer: ModuleSpec, column_parallel_linear: type) ->
         layer: The layer, whose modules are replaced.
         column_parallel_linear: The class of a linear layer without a norm of its input.
     """
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
-    layer.submodules.self_attention.submodules.linear_qkv = column_parallel_linear
-    layer.submodules.mlp.keywords["submodules"].linear_fc1 = column_parallel_linear
+    modules = submodules_of(layer)
+    modules.input_layernorm = modules.pre_mlp_layernorm = IdentityOp
+    modules.self_attention.submodules.linear_qkv = column_parallel_linear
+    modules.mlp.keywords["submodules"].linear_fc1 = column_parallel_linear

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -75,7 +75,7 @@ class _File:
         folder = _disk_folder()
         try:
             # The file stays open until `take`.
-            file = cast(io.FileIO, tempfile.TemporaryFile(buffering=0, dir=folder))  # noqa: SIM115
+            file = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115
             for storage in storages:
                 _all_of(storage, file.write)
         except OSError as error:

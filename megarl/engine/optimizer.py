@@ -112,7 +112,7 @@ class Optimizer:
         )
         megatron_config = build_config(MegatronOptimizerConfig, own, options)
         with _construction():
-            self.megatron_optimizer: MegatronOptimizer = get_megatron_optimizer(megatron_config, chunks)
+            self.megatron_optimizer: MegatronOptimizer = get_megatron_optimizer(megatron_config, [*chunks])
 
         # Moments exist before the first step, so that they can be offloaded, saved and loaded.
         for part in self._parts():
@@ -187,7 +187,7 @@ class Optimizer:
         assert len(counts) <= 1, (
             f"Adam has taken {sorted(counts)} steps: the number must be the same for each parameter"
         )
-        return StepCounts(adam=max(counts, default=0), schedule=int(self._schedule.num_steps))
+        return StepCounts(adam=max(counts, default=0), schedule=self._schedule.num_steps)
 
     def set_counts(self, counts: StepCounts) -> None:
         """Continue after `counts` on this optimizer's own schedule, also on ranks without parameters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -122,16 +122,16 @@ def _hide_transformer_engine() -> None:
 
     Megatron imports it if it is installed. It requires CUDA, and costs a process seconds of startup.
     """
-    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
+    sys.modules.setdefault("transformer_engine", None)  # pyrefly: ignore[no-matching-overload]
 
 
 @contextmanager
-def without_modules(*modules: str) -> Iterator[None]:
+def without_modules(*modules: str) -> Generator[None]:
     """Hide modules from imports of Megatron, unless this process has imported them already."""
     hidden = [module for module in modules if module not in sys.modules]
     for module in hidden:
         # Importing it then raises ImportError, which Megatron treats as its absence.
-        sys.modules[module] = None  # type: ignore[assignment]
+        sys.modules[module] = None  # pyrefly: ignore[unsupported-operation]
 
     try:
         yield

@@ -73,6 +73,7 @@ class _Rotation(torch.autograd.Function):
         return turned
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         turned = torch.empty_like(gradient, memory_format=torch.contiguous_format)
@@ -161,6 +162,6 @@ def _angles(cu_seqlens: Tensor, freqs: Tensor, like: Tensor, mscale: float) -> t
         cos = (angles.cos() * mscale).to(like.dtype)
         sin = (angles.sin() * mscale).to(like.dtype)
         kept = (table, mscale, cos, sin)
-        cu_seqlens.megarl_angles = (*cached, kept)  # type: ignore[attr-defined]
+        cu_seqlens.megarl_angles = (*cached, kept)  # pyrefly: ignore[missing-attribute]
 
     return kept[2], kept[3]

@@ -7,10 +7,10 @@ of a parameter's elements, and so a few slices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -214,7 +214,7 @@ def _shards(entry: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Par
     whole = isinstance(entry, ShardedTensor)
 
     # A factory splits a parameter into several checkpoint tensors, as for a gated MLP.
-    cuts: list[ShardedTensor] = (
+    cuts: Iterable[Any] = (
         [replace(entry, data=outline)]
         if whole
         else entry.build_fn(entry.key, outline, entry.replica_id, None)
@@ -231,7 +231,7 @@ def _shards(entry: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Par
                 (0,) * len(cut.global_shape), cut.global_offset
             ),
             tensor=parameter,
-            start=cut.data.storage_offset(),
+            start=int(cut.data.storage_offset()),
             is_main=not any(cut.replica_id[:2]),
             is_padded=cut.allow_shape_mismatch,
         )

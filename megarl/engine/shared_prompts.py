@@ -164,6 +164,7 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sum = ctx.saved_tensors
         shared = ctx.shared

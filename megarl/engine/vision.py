@@ -166,6 +166,7 @@ class _Untouched(torch.autograd.Function):
         return hidden.view_as(hidden)
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         return (gradient, *map(torch.zeros_like, ctx.saved_tensors))
 
@@ -183,6 +184,7 @@ class _Entrance(torch.autograd.Function):
         return hidden.view_as(hidden)
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         found = ctx.leaf.grad
         ctx.leaf.grad = None
@@ -195,7 +197,8 @@ class DeepstackLayer(TransformerLayer):
     def forward(
         self, *arguments: Any, packed_seq_params: PackedRows | None = None, **options: Any
     ) -> tuple[Tensor, Any]:
-        hidden, context = super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
+        outputs: Any = super().forward(*arguments, packed_seq_params=packed_seq_params, **options)
+        hidden, context = outputs
         deepstack = None if packed_seq_params is None else packed_seq_params.deepstack
         if deepstack is not None:
             features = deepstack.features[self.layer_number - 1]

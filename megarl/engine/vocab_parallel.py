@@ -84,6 +84,7 @@ class _Scores(torch.autograd.Function):
 
         # The backward pass begins with the last chunk and needs as much memory then. The logits of this chunk
         # are therefore saved and overwritten instead of being recomputed.
+        # pyrefly: ignore[unbound-name]  # there is at least one chunk
         ctx.save_for_backward(hidden, weight, targets, entropy, log_partition, logits)
         ctx.vocabulary = vocabulary
         ctx.mark_non_differentiable(sum_pi_squared)
@@ -91,6 +92,7 @@ class _Scores(torch.autograd.Function):
         return log_probs, entropy, sum_pi_squared
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None]:

@@ -112,7 +112,7 @@ def _submit(client: JobSubmissionClient, **job: Any) -> str:
     end_s = time.monotonic() + _AGENT_LIMIT_S
     while True:
         try:
-            return str(client.submit_job(**job))
+            return client.submit_job(**job)
         except RuntimeError as error:
             # Only a missing agent is temporary; any other refusal is final.
             has_no_agent = _NO_AGENT in str(error)
@@ -189,7 +189,7 @@ class Job:
             except (RuntimeError, aiohttp.ClientError) as error:
                 print(f"megarl submit: lost the log ({error}); reconnecting", file=sys.stderr)
                 await asyncio.sleep(_RECONNECT_S)
-            info = self._client.get_job_info(self.name)
+            info: Any = self._client.get_job_info(self.name)  # declared as None without pydantic
             if info.status.is_terminal():
                 # The stream may have ended early, so fetch the rest of the log.
                 log = self._client.get_job_logs(self.name)

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def sync_tree(folder: Path) -> None:
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def whole_folder(folder: Path) -> Generator[Path]:
     """Yield an empty folder next to `folder`.
 
     If the block ends without an error, it is synced to disk and renamed to `folder`, replacing it. Otherwise
@@ -121,7 +121,7 @@ def _prefix(folder: Path) -> str:
 
 
 @contextmanager
-def _locked(scratch: Path) -> Iterator[None]:
+def _locked(scratch: Path) -> Generator[None]:
     """Lock a folder. The kernel releases the lock when the process ends, however it ends."""
     descriptor = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -8,7 +8,7 @@ the processor time of a start.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 # Net new container objects between two collections of the youngest generation. Python's default is 700.
@@ -21,7 +21,7 @@ def collect_rarely() -> None:
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
+def without_collections() -> Generator[None]:
     """Disable garbage collection in the block. Used where a million objects are created that stay alive."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -34,7 +34,7 @@ def without_collections() -> Iterator[None]:
 
 
 @contextmanager
-def long_lived() -> Iterator[None]:
+def long_lived() -> Generator[None]:
     """Exempt the objects that exist after the block from all later collections.
 
     Later collections keep Python's thresholds, because a cycle may hold device memory, but they visit only

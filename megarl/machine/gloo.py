@@ -51,7 +51,7 @@ def share_device() -> None:
 
 def _create(group: Any, options: Any) -> dist.ProcessGroupGloo:
     """Create a group as torch does, with the shared device."""
-    settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    settings = dist.ProcessGroupGloo._Options()  # pyrefly: ignore[missing-attribute]
     settings._timeout = group.timeout
     settings._devices = [device_of("")]
     settings.enable_reconfigure = group.enable_reconfigure

@@ -21,7 +21,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,7 +29,7 @@ OWNER = "MEGARL_PROCESS_OWNER"  # the value of a worker begins with that of its 
 
 
 @contextmanager
-def owned_processes() -> Iterator[str]:
+def owned_processes() -> Generator[str]:
     """End all processes that are started in the block, and their descendants, with the block.
 
     They also end when this process is killed.
@@ -78,7 +78,7 @@ def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> in
     # The prefix of their names, before which the kernel puts `sem.`.
     semaphores = f"mp-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
     # multiprocessing has no public setting for the prefix.
-    multiprocessing.current_process()._config["semprefix"] = f"/{semaphores}"  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["semprefix"] = f"/{semaphores}"  # pyrefly: ignore[missing-attribute]
     # The reaper must not have the mark, or it would end itself with the others.
     environment = {key: value for key, value in os.environ.items() if key != OWNER}
     arguments = [str(number) for number in (os.getpid(), group, *named)]

@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from multiprocessing import resource_tracker, spawn
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -84,14 +84,14 @@ class BareContext(SpawnContext):
             )
 
     # The method name of multiprocessing.
-    def Process(self, *arguments: Any, **named: Any) -> BareProcess:  # type: ignore[override]  # noqa: N802
+    def Process(self, *arguments: Any, **named: Any) -> BareProcess:  # pyrefly: ignore[bad-override]  # noqa: N802
         process = BareProcess(*arguments, **named)
         process.launcher = str(self.launcher)
         return process
 
 
 @contextmanager
-def _without_script() -> Iterator[None]:
+def _without_script() -> Generator[None]:
     main = vars(sys.modules["__main__"])
     kept = {name: main[name] for name in _SCRIPT if name in main}
     main.update(dict.fromkeys(kept))

@@ -56,8 +56,8 @@ def _wrong_marks(engine: MegatronEngine, parameters: Mapping[str, torch.nn.Param
             yield f"{weight.megatron_name} is replicated, but marked as sharded over {shards} ranks"
         elif expected is not None and not is_marked:
             yield f"{weight.megatron_name} is sharded over {shards} ranks, but not marked"
-        elif expected is not None and parameter.partition_dim != expected:  # type: ignore[attr-defined]
-            dim = parameter.partition_dim  # type: ignore[attr-defined]
+        elif expected is not None and parameter.partition_dim != expected:  # pyrefly: ignore[missing-attribute]
+            dim = parameter.partition_dim
             yield f"{weight.megatron_name} is sharded along dimension {expected}, but marked for {dim}"
 
 

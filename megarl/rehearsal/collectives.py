@@ -75,7 +75,7 @@ def _split(tensor: Tensor, rows: Sequence[int], num_ranks: int) -> tuple[int, ..
     """
     if not len(rows):
         return (tensor.numel() // num_ranks,) * num_ranks
-    return tuple(int(number) * prod(tensor.shape[1:]) for number in rows)
+    return tuple(number * prod(tensor.shape[1:]) for number in rows)
 
 
 def kind_of(operator: Any) -> str:

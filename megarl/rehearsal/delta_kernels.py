@@ -75,6 +75,7 @@ class _Convolution(torch.autograd.Function):
         return torch.empty(tokens.shape, dtype=tokens.dtype, device=tokens.device)
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         tokens, weight = ctx.saved_tensors
         return torch.empty_like(gradient), torch.empty_like(weight)
@@ -88,6 +89,7 @@ class _Norm(torch.autograd.Function):
         return output
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return torch.empty_like(gradient)
 
@@ -109,6 +111,7 @@ class _Rule(torch.autograd.Function):
         return output
 
     @staticmethod
+    # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         query, key, value, total, beta, pairs = ctx.saved_tensors
         _count(query, value)

@@ -73,17 +73,18 @@ class FakeDevice(TorchDispatchMode):
         self._batch: int | None = None
 
     def __enter__(self) -> FakeDevice:
-        dist.batch_isend_irecv = self._communicate_batch  # type: ignore[assignment]
+        dist.batch_isend_irecv = self._communicate_batch  # pyrefly: ignore[bad-assignment]
         # `torch.tensor(..., device="cuda")` is created on the host and then copied, which is an operation
         # that this mode sees.
         torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
         torch._C._set_only_lift_cpu_tensors(False)
         dist.batch_isend_irecv = self._send_batch
 
+    # pyrefly: ignore[bad-override-param-name]  # torch passes the arguments by position
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         keywords = keywords or {}
         if operator.namespace == "c10d":

@@ -6,7 +6,7 @@ The process must have loaded the guard (guard.py) and activated the fake device 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -279,7 +279,7 @@ def _offload_phases(
 
 
 @contextmanager
-def _world(rank: int, size: int) -> Iterator[None]:
+def _world(rank: int, size: int) -> Generator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield

@@ -137,7 +137,7 @@ def decode(data: Any, call: Callable[..., Any] | None = None) -> Any:
 
     items = [decode(each, call) for each in content]
     if kind in ("list", "tuple", "iterator"):
-        return {"list": list, "tuple": tuple, "iterator": iter}[kind](items)  # type: ignore[operator]
+        return {"list": list, "tuple": tuple, "iterator": iter}[kind](items)
     if kind == "set":
         return frozenset(_hashable(items))
     if kind == "deque":

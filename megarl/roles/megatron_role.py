@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,17 +22,9 @@ from megarl.config.schema import (
 )
 from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
-from megarl.controller.worker import RemoteMethod
 from megarl.data.packing import MicroBatchPlan, RowPrompt, plan_micro_batches
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.workers.megatron import MICRO_BATCHES, Loss
-
-if TYPE_CHECKING:
-    pass
-
-UpdateMethod = RemoteMethod[
-    [DataProto, Loss], dict[str, Metric], [Sequence[DataProto], Loss], WorkerFuture[list[dict[str, Metric]]]
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +162,7 @@ class MegatronRole:
         self,
         mini_batches: Iterable[DataProto],
         phase: str,
-        method: UpdateMethod,
+        call: Callable[[list[DataProto], Loss], WorkerFuture[list[dict[str, Metric]]]],
         loss_of: Callable[[MiniBatchCounts], Loss],
         check_first: Callable[[Mapping[str, float]], None] | None = None,
     ) -> DerivedFuture:
@@ -180,6 +172,10 @@ class MegatronRole:
         over replicas, then over mini-batches, as each metric specifies (batch/metrics.py).
 
         Args:
+            mini_batches: The rows of each step.
+            phase: The phase, before which models are brought into memory.
+            call: Calls the workers with the parts of all replicas and the loss.
+            loss_of: Returns the loss of a mini-batch, given its counts.
             check_first: Called with the metrics of the first mini-batch.
         """
         moves = self._schedule.before(phase)
@@ -188,7 +184,7 @@ class MegatronRole:
         # Token counts are those of the whole mini-batch: each replica sees only its share of the rows.
         for mini_batch in mini_batches:
             loss = loss_of(MiniBatchCounts.of(mini_batch.columns["response_mask"]))
-            futures.append(self.group.call(method, self.split(mini_batch, mini_batch.columns)[1], loss))
+            futures.append(call(self.split(mini_batch, mini_batch.columns)[1], loss))
 
         def metrics(results: list[list[dict[str, Metric]]]) -> dict[str, float]:
             updates = [merge_metrics(replicas) for replicas in results[: len(futures)]]

@@ -120,7 +120,7 @@ class Critic(MegatronRole):
         return self.update_with(
             mini_batches,
             "update_critic",
-            CriticWorker.update,
+            lambda parts, loss: self.group.call(CriticWorker.update, parts, loss),
             lambda counts: CriticLoss(value_loss=self._value_loss, counts=counts),
         )
 
@@ -255,7 +255,7 @@ class Actor(MegatronRole):
         return self.update_with(
             mini_batches,
             "update_actor",
-            ActorWorker.update,
+            lambda parts, loss: self.group.call(ActorWorker.update, parts, loss),
             lambda counts: ActorLoss(algorithm=algorithm, counts=counts),
             self._check_first_ratio if ratios_are_stored else None,
         )
@@ -293,7 +293,10 @@ class Actor(MegatronRole):
         """
         rows = batch.select(model_keys(batch.columns), uid_column(batch))
         return self.update_with(
-            [rows], "update_actor", ActorWorker.update, lambda counts: SFTLoss(counts=counts)
+            [rows],
+            "update_actor",
+            lambda parts, loss: self.group.call(ActorWorker.update, parts, loss),
+            lambda counts: SFTLoss(counts=counts),
         )
 
 

@@ -17,16 +17,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from megarl.controller.futures import RemoteFuture, WorkerFuture, gather
+from megarl.controller.futures import RemoteFuture, gather
 from megarl.controller.group import RoleGroup
-from megarl.controller.worker import RemoteMethod
 from megarl.engine.offload import StatePart
 from megarl.placement.dataflow import ENGINE, PARAMETERS, Item
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.workers.megatron import MegatronWorker
 
-_Parts = tuple[StatePart, ...]
-_Move = RemoteMethod[[_Parts], int, [_Parts], WorkerFuture[list[int]]]
 _GENERATE = "gen"
 _SEND = "update_weights"
 _ENGINES = Item("rollout", ENGINE)
@@ -194,21 +191,27 @@ class OffloadSchedule:
 
     def _take_out(self, items: set[Item] | frozenset[Item]) -> list[RemoteFuture]:
         self._held -= items
-        return self._move(MegatronWorker.offload_state, items)
+        return [
+            self._models[role].call(MegatronWorker.offload_state, parts)
+            for role, parts in self._parts_of(items).items()
+        ]
 
     def _bring_in(self, items: set[Item] | frozenset[Item]) -> list[RemoteFuture]:
         # Record the state before the calls are made: a second phase must not move the same parts again.
         missing = items - self._held
         self._held |= missing
-        return self._move(MegatronWorker.restore_state, missing)
+        return [
+            self._models[role].call(MegatronWorker.restore_state, parts)
+            for role, parts in self._parts_of(missing).items()
+        ]
 
-    def _move(self, method: _Move, items: set[Item] | frozenset[Item]) -> list[RemoteFuture]:
-        """Make one call per role, with its parts in the order of StatePart."""
+    def _parts_of(self, items: set[Item] | frozenset[Item]) -> dict[str, tuple[StatePart, ...]]:
+        """Return the parts of each role that has any, in the order of StatePart."""
         parts = {
             role: tuple(part for part in StatePart if Item(role, part.value) in items)
             for role in self._models
         }
-        return [self._models[role].call(method, moved) for role, moved in parts.items() if moved]
+        return {role: own for role, own in parts.items() if own}
 
     # ---- metrics
 

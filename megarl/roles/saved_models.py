@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -113,7 +113,7 @@ class SavedModels:
 
 
 @contextmanager
-def _in_their_words() -> Iterator[None]:
+def _in_their_words() -> Generator[None]:
     """Re-raise a rank's CheckpointError as the driver's."""
     try:
         yield

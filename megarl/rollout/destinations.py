@@ -323,30 +323,30 @@ class _Recorder(TorchDispatchMode):
         self._views: set[Any] = set()  # functions known to return views, cached because asking is slower
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # Look for copies from a tensor of the manifest into a parameter.
-        if function is _COPY and args[1].is_meta and not args[0].is_meta:
+        if func is _COPY and args[1].is_meta and not args[0].is_meta:
             self.copies.append((args[1], args[0]))
             return args[0]
 
         # A rank that must not add a bias a second time replaces it by zeros, so it needs none of the tensor.
-        if function is _ZERO and args[0].is_meta:
+        if func is _ZERO and args[0].is_meta:
             self.zeroed.add(_storage(args[0]))
             return args[0]
 
         # Views are followed; any other function means that the loader computes with the tensor.
-        if function not in self._views:
-            if function.is_view:
-                self._views.add(function)
+        if func not in self._views:
+            if func.is_view:
+                self._views.add(func)
             elif sources := [
                 each for each in _flattened(args) if isinstance(each, torch.Tensor) and each.is_meta
             ]:
-                if function is _CAT and len(sources) == len(args[0]):
+                if func is _CAT and len(sources) == len(args[0]):
                     return self._join(*args, **(kwargs or {}))
-                return self._compute(function, sources, args, kwargs or {})
+                return self._compute(func, sources, args, kwargs or {})
 
-        return function(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def _join(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
         whole = _CAT(parts, dim)

@@ -176,7 +176,7 @@ class Simulation:
         limits = RolloutLimits(max_concurrency=script.slots, answer_limit_s=_NEVER_S, sample_limit_s=_NEVER_S)
         clock = self.clock
         self.scheduler = RequestScheduler(
-            self.engines,  # type: ignore[arg-type]
+            self.engines,  # pyrefly: ignore[bad-argument-type]
             self.engines.readmit,
             limits,
             clock=lambda: clock.now_s,

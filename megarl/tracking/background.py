@@ -115,7 +115,7 @@ class BackgroundLogger:
             call = self._calls.get()
             if call is None:
                 break
-            self._guarded(lambda call=call: call(service))  # type: ignore[misc]
+            self._guarded(lambda call=call: call(service))
             self._calls.task_done()
 
     def _guarded(self, action: Callable[[], Any]) -> Any:

@@ -176,8 +176,7 @@ class Tracker:
     """
 
     def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
-        # mypy does not see that an enum member is looked up by value.
-        kinds = [LoggerKind(name) for name in names]  # type: ignore[call-arg]
+        kinds = [LoggerKind(name) for name in names]
         # Fail now, not after the first step, if a service is missing or not configured.
         if problems := [problem for kind in kinds if (problem := logger_problem(kind))]:
             raise ValueError(f"tracking.loggers: {'; '.join(problems)}")
@@ -236,7 +235,7 @@ class Tracker:
     def close(self, failed: bool = False) -> None:
         self._guarded(SAMPLES_FOLDER, self._samples.close)
         for name, logger in self._loggers.items():
-            self._guarded(name, lambda logger=logger: logger.close(failed))  # type: ignore[misc]
+            self._guarded(name, lambda logger=logger: logger.close(failed))
 
     def _guarded(self, name: str, action: Callable[[], None]) -> None:
         try:

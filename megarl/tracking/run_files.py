@@ -5,7 +5,7 @@ Files with their own format are named in the module that defines the format.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def check_run_folder(output_dir: Path) -> None:
 
 
 @contextmanager
-def writing(output_dir: Path) -> Iterator[None]:
+def writing(output_dir: Path) -> Generator[None]:
     """Convert an OSError from writing to a run's folder to a RunError.
 
     The error names the file, or reports that the folder no longer exists.

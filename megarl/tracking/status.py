@@ -232,7 +232,7 @@ def _read[Part](part: type[Part], values: Any, where: str) -> Part:
     if not isinstance(values, dict):
         raise _DamageError(f"{where or 'the top level'} is not a mapping")
     hints = get_type_hints(part)
-    names = [entry.name for entry in fields(part)]  # type: ignore[arg-type]
+    names = [entry.name for entry in fields(part)]  # pyrefly: ignore[bad-argument-type]
     # Missing and unknown keys both mean damage, since the format number matches.
     if set(names) != values.keys():
         raise _DamageError(f"{where or 'the top level'} has other keys than {', '.join(names)}")
@@ -244,7 +244,7 @@ def _read[Part](part: type[Part], values: Any, where: str) -> Part:
 
 def _value(hint: Any, value: Any, where: str) -> Any:
     if is_dataclass(hint):
-        return _read(hint, value, where)  # type: ignore[arg-type]
+        return _read(hint, value, where)
     if get_origin(hint) is list and isinstance(value, list):
         return [_value(get_args(hint)[0], item, where) for item in value]
     if get_origin(hint) is dict and isinstance(value, dict):

@@ -15,7 +15,7 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -286,7 +286,7 @@ class Checkpointer:
         return nbytes
 
     @contextmanager
-    def _or_nothing(self, save: _Save) -> Iterator[None]:
+    def _or_nothing(self, save: _Save) -> Generator[None]:
         """Remove a failed save completely. The previous checkpoint stays the latest."""
         try:
             yield

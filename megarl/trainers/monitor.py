@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -100,7 +100,7 @@ class Monitor:
         self._tracker.close(failed=kind is not None)
 
     @contextmanager
-    def step(self, number: int) -> Iterator[None]:
+    def step(self, number: int) -> Generator[None]:
         """Record a step.
 
         Everything recorded in the block is logged as one step if the block ends without an error.
@@ -116,7 +116,7 @@ class Monitor:
         self._metrics = {}
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Generator[None]:
         """Record a phase of the driver, or one that no worker call is assigned to."""
         position = self.position
         began = Began()
@@ -132,7 +132,7 @@ class Monitor:
         self._spans.append(Span(_DRIVER, _DRIVER, 0, name, began.start_s, end_s))
 
     @contextmanager
-    def testing(self) -> Iterator[None]:
+    def testing(self) -> Generator[None]:
         """Record a validation.
 
         The workers' calls in the block appear on the timeline, and count only towards `timing_s/testing`.

@@ -120,6 +120,7 @@ class SampleRows:
         """
         texts: list[str] = []
         before = None
+        text = ""
 
         for row in np.split(ids, np.cumsum(lengths)[:-1]):
             if before is None or not np.array_equal(row, before):

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -235,6 +235,7 @@ class _Waiter:
     def _run(waiting: queue.SimpleQueue[tuple[Sequence[dist.Work], _Outcome] | None]) -> None:
         while (item := waiting.get()) is not None:
             works, outcome = item
+            work = None
             try:
                 for work in works:
                     work.wait()
@@ -257,7 +258,7 @@ def reserve_port(host: str) -> socket.socket:
 
 
 def _gloo(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, port: int) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options = dist.ProcessGroupGloo._Options()  # pyrefly: ignore[missing-attribute]
     options._timeout = limit
 
     # gloo's default interface follows from the host name, which may not lead to the peers.
@@ -272,7 +273,7 @@ def _nccl(store: dist.Store, rank: int, size: int, limit: timedelta, host: str, 
 
 
 @contextmanager
-def _without_watchdog() -> Iterator[None]:
+def _without_watchdog() -> Generator[None]:
     """Make NCCL groups that are created in this block report errors and timeouts to the caller.
 
     By default, the watchdog thread of a group ends the process when a peer dies or an operation exceeds its

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -105,7 +105,7 @@ class SafetensorsFile:
                 os.close(self._file)
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
+    def _named(self) -> Generator[None]:
         """Add the path of the file to exceptions of the system, which do not contain it."""
         try:
             yield

@@ -295,7 +295,7 @@ def shard_shapes(
     architecture: Architecture, layout: ShardLayout, head: Head = "lm"
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter that the rank holds, by Megatron name (global layer number)."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for weight in held_weights(architecture, layout, head):
         view = shard_view(weight, layout)
         # The view may split the first dimension; the parameter itself does not.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -56,8 +56,7 @@ class Loss(Protocol):
         extras: Outputs that it reads in addition to log-probs or values.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: ClassVar[str]
 
     @property
     def extras(self) -> Collection[Extra]: ...

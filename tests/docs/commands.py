@@ -84,7 +84,7 @@ _LINT_AND_TESTS = (
     "ruff format --check",
     "codespell",
     "tools.prose",
-    "mypy",
+    "pyrefly check",
     "python -m pytest",
 )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -119,7 +119,7 @@ class Written:
 
 
 @contextmanager
-def new_folder(folder: Path, nbytes: int) -> Iterator[Path]:
+def new_folder(folder: Path, nbytes: int) -> Generator[Path]:
     """Yield an empty folder next to `folder`, which becomes `folder`.
 
     It is renamed if the block ends without an error, and removed otherwise.

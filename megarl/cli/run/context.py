@@ -5,7 +5,7 @@ This module does not import torch, because every command imports it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +55,7 @@ class RunFailedError(Exception):
 
 
 @contextmanager
-def run_context_of(config: RunConfig, verbose: bool = False) -> Iterator[RunContext]:
+def run_context_of(config: RunConfig, verbose: bool = False) -> Generator[RunContext]:
     """Raise RunFailedError for any failure in the block.
 
     On Ctrl-C, raise KeyboardInterrupt with how to resume (see Interruption).

@@ -11,7 +11,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -156,7 +156,7 @@ def _open(folder: Path, parsed: argparse.Namespace, check_contents: bool = True)
 
 
 @contextmanager
-def _progress_bar(name: str) -> Iterator[Report]:
+def _progress_bar(name: str) -> Generator[Report]:
     """Show a progress bar on a terminal, and yield the function that workers report to."""
     columns = (
         TextColumn(name),

@@ -97,7 +97,7 @@ def _filled(
         # A line with a value that this run does not have would mislead.
         if all(values):
             remaining = iter(values)
-            text = _FIELD.sub(lambda _, remaining=remaining: next(remaining), line)  # type: ignore[misc]
+            text = _FIELD.sub(lambda _, remaining=remaining: next(remaining), line)
             lines += text.split("\n")
 
     return lines

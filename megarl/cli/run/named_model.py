@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +156,7 @@ def _run_config(file: Path) -> RunConfig:
 @contextmanager
 def hugging_face_folder(
     model: NamedModel, dtype: torch.dtype, scratch: Path | None = None
-) -> Iterator[tuple[Path, Manifest]]:
+) -> Generator[tuple[Path, Manifest]]:
     """Yield a folder from which engines can load the model, and its manifest.
 
     It is the model's own folder if that contains every tensor exactly once and nothing else. Otherwise the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -49,7 +49,7 @@ class RayProcesses:
 
 
 @contextmanager
-def ray_processes(context: RunContext, console: Console) -> Iterator[RayProcesses]:
+def ray_processes(context: RunContext, console: Console) -> Generator[RayProcesses]:
     """Start or join Ray, and reserve the pools. Everything that was started ends with the block.
 
     Raises:

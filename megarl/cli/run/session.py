@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ class Session:
 
 
 @contextmanager
-def open_session(context: RunContext, resume: Resume | None) -> Iterator[Session]:
+def open_session(context: RunContext, resume: Resume | None) -> Generator[Session]:
     """Create the run's folder with the resolved `config.yaml`, and start the processes.
 
     The processes end with the block.

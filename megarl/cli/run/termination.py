@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
@@ -20,7 +20,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 @contextmanager
-def ends_by_signal(end_children: Callable[[], object]) -> Iterator[None]:
+def ends_by_signal(end_children: Callable[[], object]) -> Generator[None]:
     """Make SIGTERM, SIGHUP and Ctrl-C end the child processes before this process, within the block.
 
     SIGTERM and SIGHUP raise SystemExit with the status that a shell reports, Ctrl-C raises KeyboardInterrupt.

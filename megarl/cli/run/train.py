@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 
@@ -73,7 +73,7 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
 @contextmanager
 def open_ppo(
     config: PPOConfig, context: RunContext, resume: Resume | None, *, own_loop: bool = False
-) -> Iterator[tuple[Session, PPOTrainer]]:
+) -> Generator[tuple[Session, PPOTrainer]]:
     """Start the roles and the trainer of a run in the state of `resume`. They end with the block.
 
     Args:

@@ -92,7 +92,7 @@ def policy_loss(config: PPOConfig) -> Violations:
     updates = trainer.updates_per_step * trainer.epochs_per_batch
     needs = loss.kind.needs
 
-    if needs.aggregation not in (None, loss.aggregation):
+    if needs.aggregation is not None and needs.aggregation is not loss.aggregation:
         yield Violation(
             (_KIND, _AGGREGATION),
             f"{loss.kind.name} requires the aggregation of its paper, {needs.aggregation.name}, but it is "

@@ -200,9 +200,10 @@ def writable_folders(config: RunConfig) -> Violations:
     ):
         if folder is None or not folder.strip():
             continue
+        nearest = existing_folder(Path(folder))
         try:
             # Creating a folder is the only reliable test: mode bits do not show a read-only mount.
-            tempfile.TemporaryDirectory(dir=(nearest := existing_folder(Path(folder).absolute()))).cleanup()
+            tempfile.TemporaryDirectory(dir=nearest).cleanup()
         except OSError as error:
             message = f"{folder!r} cannot be written: {nearest}: {error.strerror}; give a writable folder"
             yield Violation((key,), message)

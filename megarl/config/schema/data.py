@@ -52,7 +52,7 @@ class ChatColumnsConfig:
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     # files of prompts: .parquet, .jsonl, .csv, or a folder saved by `datasets`
-    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # type: ignore[arg-type]
+    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # pyrefly: ignore[bad-assignment]
     # sampling weight of each of train_files, as its share of the rows; empty: each row is used once per epoch
     train_weights: list[float] = field(default_factory=list)
     # held-out prompts, for validation
@@ -83,7 +83,7 @@ class SFTDataConfig:
     """
 
     # files of conversations: .parquet, .jsonl, .csv, or a folder saved by `datasets`
-    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # type: ignore[arg-type]
+    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # pyrefly: ignore[bad-assignment]
     # sampling weight of each of train_files, as its share of the rows; empty: each row is used once per epoch
     train_weights: list[float] = field(default_factory=list)
     # held-out conversations, for the validation loss

@@ -317,5 +317,4 @@ def _number_text(value: Number) -> str:
     ):
         return str(value)
 
-    text: str = context.nstr(numbers.approximate(value), 20)
-    return text
+    return str(context.nstr(numbers.approximate(value), 20))

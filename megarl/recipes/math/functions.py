@@ -49,7 +49,7 @@ def root(value: Number, degree: Number) -> Number:
         # An exact root keeps later comparisons exact.
         exact = [_exact_root(part, degree.numerator) for part in (value.numerator, value.denominator)]
         if None not in exact:
-            return Fraction(exact[0], exact[1])  # type: ignore[arg-type]
+            return Fraction(exact[0], exact[1])  # pyrefly: ignore[bad-argument-type]
 
     return numbers.power(value, 1 / degree if isinstance(degree, Fraction) else context.mpf(1) / degree)
 

@@ -21,7 +21,7 @@ from megarl.recipes.math.answers import (
 )
 from megarl.recipes.math.decimals import UnreadableError
 from megarl.recipes.math.expression import Expression, parse
-from megarl.recipes.math.numbers import NoNumberError, TooLargeError
+from megarl.recipes.math.numbers import NoNumberError
 from megarl.recipes.math.plain_latex import plain_latex
 from megarl.recipes.math.units import APPROXIMATELY, readings_of_units
 
@@ -164,7 +164,7 @@ def _joined(answers: Sequence[Answer], is_or: bool) -> Answer | None:
 
     items: list[Answer] = []
     for answer in answers:
-        items += answer.items if _is_list(answer) else (answer,)  # type: ignore[union-attr]
+        items += answer.items if _is_list(answer) else (answer,)  # pyrefly: ignore[missing-attribute]
 
     return Items("list", tuple(items))
 
@@ -360,7 +360,7 @@ def _formula(text: str) -> Formula | None:
     for without, unit in readings_of_units(text):
         try:
             expression = parse(without)
-        except (UnreadableError, NoNumberError, TooLargeError):
+        except (UnreadableError, NoNumberError):
             continue
         if unit == "%":
             return Formula(expression._replace(percent=True))

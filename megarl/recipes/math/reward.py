@@ -169,6 +169,7 @@ def _verified(truth: str, answer: str) -> bool:
 def _parsed(text: str) -> list[Any]:
     if len(text) > _LONGEST_FOR_MATH_VERIFY or _HUGE.search(text):
         return []
+    # pyrefly: ignore[bad-argument-type]  # None turns the limit off
     return _within_limit(lambda: parse(f"\\boxed{{{text}}}", parsing_timeout=None)) or []
 
 

@@ -6,7 +6,7 @@ It executes the trainer's commands between two iterations.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -80,7 +80,7 @@ class GenerationThread:
         return order.groups
 
     @contextmanager
-    def exclusive(self, for_weights: bool = False) -> Iterator[None]:
+    def exclusive(self, for_weights: bool = False) -> Generator[None]:
         """Give the calling thread exclusive access to the replicas, with no call in progress at any of them.
 
         After a failure of this thread, access is free.

@@ -253,7 +253,11 @@ class Rollout:
         with self._replicas.exclusive():
             # These requests have priority: the trainer waits for them, but not for those generated ahead.
             cancel = self.begin(
-                prompts, range(len(requests)), requests, lambda *one: arrived.append(one), first=True
+                prompts,
+                range(len(requests)),
+                requests,
+                lambda replica, request_id, output: arrived.append((replica, request_id, output)),
+                first=True,
             )
             missing = len(requests)
             try:

@@ -244,7 +244,7 @@ def grouped_attention(
     Returns:
         The output, (A, N, H, D), and None instead of the attention weights.
     """
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer: int = module.layer_idx  # pyrefly: ignore[bad-assignment]
     if kv_cache is not None:
         key, value = kv_cache.append(layer, key, value)
     if prompts is None:

@@ -141,7 +141,7 @@ def name_the_cpu_as_device() -> None:
     def of_a_cpu_build(device: Any = None) -> Any:
         return torch.cpu if device is None else get_device_module(device)
 
-    torch.get_device_module = of_a_cpu_build  # type: ignore[assignment]
+    torch.get_device_module = of_a_cpu_build  # pyrefly: ignore[bad-assignment]
 
 
 def _replace_murmur_hash() -> None:
@@ -478,7 +478,7 @@ def refill_storages(sizes: list[tuple[torch.UntypedStorage, int]]) -> None:
     """Allocate the memory again, zeroed: padding that is read before it is written must be deterministic."""
     for storage, nbytes in sizes:
         storage.resize_(nbytes)
-        storage.fill_(0)  # type: ignore[attr-defined]
+        storage.fill_(0)  # pyrefly: ignore[missing-attribute]
 
 
 def _trim_heap() -> None:

@@ -24,7 +24,7 @@ def leave_adapters_unpinned() -> None:
 
     for name in _FACTORIES:
         setattr(torch, name, without_pinning(getattr(torch, name)))
-    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = _itself
 
 
 def _itself(*arguments: Any, **_: Any) -> Any:

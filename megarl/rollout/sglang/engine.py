@@ -6,7 +6,7 @@ import itertools
 import pickle
 import queue
 import time
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from math import prod
@@ -376,7 +376,7 @@ class SGLangEngine(RolloutEngine):
             return self._loader.checksums()
 
     @contextmanager
-    def _paused(self) -> Iterator[None]:
+    def _paused(self) -> Generator[None]:
         # A nested pause must not resume what an outer one has paused.
         was_paused = self._is_paused
         self._pause()

@@ -56,7 +56,7 @@ def hide_training_packages() -> None:
     without any use.
     """
     for name in ("megatron", "transformer_engine"):
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # importing it raises ImportError
+        sys.modules.setdefault(name, None)  # pyrefly: ignore[no-matching-overload]  # importing it raises ImportError
 
 
 def _end_alone() -> None:
@@ -101,7 +101,7 @@ def _listen_on_one_address() -> None:
             options["master_listen_fd"] = listen(host_name, port).detach()
         return open_store(host_name, port, world_size, is_master, *more, **options)
 
-    rendezvous.TCPStore = make  # type: ignore[attr-defined]
+    rendezvous.TCPStore = make  # pyrefly: ignore[missing-attribute]
 
 
 def _fall_asleep_together() -> None:

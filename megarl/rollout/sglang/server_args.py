@@ -22,7 +22,7 @@ from megarl.rollout.interface import RolloutEngineSpec, end_token_ids
 from megarl.rollout.nodes import EngineNode
 from megarl.rollout.sglang.adapters import server_arguments
 
-WEIGHT_LOADER = "megarl.rollout.sglang.loader.run"
+WEIGHT_LOADER: str = "megarl.rollout.sglang.loader.run"
 START_LIMIT_S = 600.0  # kernels may be compiled
 
 # Arguments that megarl sets, and the key that a user sets instead.

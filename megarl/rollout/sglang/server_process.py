@@ -64,12 +64,15 @@ def _serve(settings: dict[str, Any]) -> None:
 
     launch_server(
         ServerArgs(
-            **{"nccl_port": ranks_port, **server_args},
-            host=host,
-            port=port,
-            api_key=settings["api_key"],
-            log_level_http="warning",
-            skip_server_warmup=True,
+            **{
+                "nccl_port": ranks_port,
+                **server_args,
+                "host": host,
+                "port": port,
+                "api_key": settings["api_key"],
+                "log_level_http": "warning",
+                "skip_server_warmup": True,
+            }
         ),
         run_scheduler_process_func=processes.run_scheduler,
         run_detokenizer_process_func=processes.run_detokenizer,

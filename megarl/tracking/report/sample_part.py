@@ -129,7 +129,7 @@ def _flat(rows: pa.Table, name: str) -> np.ndarray:
 
 
 def _most_of_each(values: np.ndarray, lengths: list[int]) -> list[float | None]:
-    found = []
+    found: list[float | None] = []
     start = 0
 
     for length in lengths:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import mypy.api
 import pytest
 
 from megarl.controller.dispatch import RULES, Dispatch
@@ -65,46 +67,38 @@ def right(group: RoleGroup, worker: ActorWorker, part: DataProto) -> None:
 
 
 def wrong(group: RoleGroup, worker: ActorWorker, part: DataProto) -> None:
-    group.call(ActorWorker.update, [part], "fast")  # error: incompatible type "str"; expected "float"
-    group.call(ActorWorker.update, part, 0.1)  # error: incompatible type "DataProto"; expected "Sequence[DataProto]"
-    group.call(ActorWorker.update, [part])  # error: Missing positional argument "rate"
-    group.call(ActorWorker.submit, ["a"], wait=2.0)  # error: Unexpected keyword argument "wait"
-    group.call_rank(1, ActorWorker.update, [part], 0.1)  # error: expected "DataProto"
-    group.call_rank("1", ActorWorker.version)  # error: expected "int"
-    group.call_all(ActorWorker.load)  # error: Missing positional argument "folder"
-    group.call(ActorWorker.unregistered)  # error: incompatible type
-    group.call(ActorWorker.version).get()  # error: "int" has no attribute "get"
-    at_once: bool = group.call(ActorWorker.save, "folder")  # error: Incompatible types in assignment
-    group.version()  # error: "RoleGroup" has no attribute "version"
-    worker.update([part], 0.1)  # error: expected "DataProto"
+    group.call(ActorWorker.update, [part], "fast")  # error: `Literal['fast']` is not assignable to parameter `rate` with type `float`
+    group.call(ActorWorker.update, part, 0.1)  # error: `DataProto` is not assignable to parameter with type `Sequence[DataProto]`
+    group.call(ActorWorker.update, [part])  # error: Missing argument `rate`
+    group.call(ActorWorker.submit, ["a"], wait=2.0)  # error: Unexpected keyword argument `wait`
+    group.call_rank(1, ActorWorker.update, [part], 0.1)  # error: `list[DataProto]` is not assignable to parameter with type `DataProto`
+    group.call_rank("1", ActorWorker.version)  # error: `Literal['1']` is not assignable to parameter `rank` with type `int`
+    group.call_all(ActorWorker.load)  # error: Missing argument `folder`
+    group.call(ActorWorker.unregistered)  # error: `(self: ActorWorker) -> int` is not assignable to parameter `method`
+    group.call(ActorWorker.version).get()  # error: `int` has no attribute `get`
+    at_once: bool = group.call(ActorWorker.save, "folder")  # error: `WorkerFuture[list[bool]]` is not assignable to `bool`
+    group.version()  # error: `RoleGroup` has no attribute `version`
+    worker.update([part], 0.1)  # error: `list[DataProto]` is not assignable to parameter with type `DataProto`
 """
 
 
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
-    """Return the messages of one mypy run by line. Libraries are skipped, which saves half a minute."""
+    """Return the messages of one pyrefly run by line."""
     folder = tmp_path_factory.mktemp("typed_calls")
     (folder / "snippet.py").write_text(CALLS)
-    libraries = "torch.*,numpy.*,ray.*,omegaconf.*"
-    (folder / "mypy.ini").write_text(
-        f"[mypy]\nmypy_path = {ROOT}\nignore_missing_imports = True\nfollow_imports = "
-        f"silent\n[mypy-{libraries}]\nfollow_imports = skip\n"
+    libraries = ["torch.*", "numpy.*", "ray.*", "omegaconf.*"]
+    (folder / "pyrefly.toml").write_text(
+        f"search-path = [{json.dumps(str(ROOT))}]\nreplace-imports-with-any = {json.dumps(libraries)}\n"
     )
-    arguments = [
-        "--config-file",
-        str(folder / "mypy.ini"),
-        "--cache-dir",
-        str(folder / "cache"),
-        str(folder / "snippet.py"),
-    ]
-    output, problems, _ = mypy.api.run(arguments)
-    assert not problems
+    command = ["check", "--python-interpreter-path", sys.executable, "--output-format", "json", "snippet.py"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pyrefly", *command], cwd=folder, capture_output=True, text=True, check=False
+    )
     found: dict[int, list[str]] = {}
 
-    for line in output.splitlines():
-        if ": error: " in line:
-            place, _, message = line.partition(": error: ")
-            found.setdefault(int(place.rpartition(":")[2]), []).append(message)
+    for error in json.loads(ended.stdout)["errors"]:
+        found.setdefault(error["line"], []).append(error["description"])
 
     return found
 

@@ -177,7 +177,10 @@ def test_updates_get_the_counts_of_their_whole_mini_batch() -> None:
     group = UpdatedGroup(*({"x/loss": Metric.sum(share), "x/lr": Metric.same(0.5)} for share in (1.0, 2.0)))
     replicas = role(ParallelConfig(data_parallel_size=2), 1, group)
     update = replicas.update_with(
-        batch.split(2), "update_actor", ActorWorker.update, lambda counts: SFTLoss(counts=counts)
+        batch.split(2),
+        "update_actor",
+        lambda parts, loss: group.call(ActorWorker.update, parts, loss),
+        lambda counts: SFTLoss(counts=counts),
     )
     assert update.get() == {"x/loss": 3.0, "x/lr": 0.5}
     assert group.seen == [
