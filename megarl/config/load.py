@@ -359,14 +359,16 @@ def contents_of(config: Any) -> dict[str, Any]:
 
     Members of enumerations are strings.
     """
-    return _choices_as_texts(OmegaConf.to_container(OmegaConf.structured(config)))
+    return typing.cast(dict[str, Any], _as_plain(config))
 
 
-def _choices_as_texts(content: Any) -> Any:
+def _as_plain(content: Any) -> Any:
+    if is_dataclass(content):
+        return {entry.name: _as_plain(getattr(content, entry.name)) for entry in fields(content)}
     if isinstance(content, dict):
-        return {key: _choices_as_texts(value) for key, value in content.items()}
+        return {key: _as_plain(value) for key, value in content.items()}
     if isinstance(content, list):
-        return [_choices_as_texts(value) for value in content]
+        return [_as_plain(value) for value in content]
 
     return content.value if isinstance(content, Enum) else content
 

@@ -196,6 +196,9 @@ def _converted(section: type, values: Mapping[str, Any]) -> dict[str, Any] | Non
             and any(isinstance(item, Mapping | list) for item in value)
         ):
             return None
+        is_plain = single in (bool, int, float, str) or (isinstance(single, type) and issubclass(single, Enum))
+        if is_plain and isinstance(value, Mapping | list):
+            return None
 
     # Most values need no conversion, and OmegaConf takes a hundred times as long.
     others = {name: value for name, value in values.items() if not needs_no_conversion(hints[name], value)}
@@ -203,15 +206,16 @@ def _converted(section: type, values: Mapping[str, Any]) -> dict[str, Any] | Non
     if not others:
         return converted
 
-    try:
-        merged = OmegaConf.unsafe_merge(deepcopy(_without_sections(section)), others)
-    except (OmegaConfBaseException, TypeError):  # a TypeError for a mapping instead of a list
-        return None
+    for name, value in others.items():
+        try:
+            merged = OmegaConf.unsafe_merge(deepcopy(_alone(section, name)), {name: value})
+        except (OmegaConfBaseException, TypeError):  # a TypeError for a mapping instead of a list
+            return None
+        single_key = OmegaConf.to_container(merged)
+        assert isinstance(single_key, dict)
+        converted |= single_key
 
-    everything = OmegaConf.to_container(merged)
-    assert isinstance(everything, dict)
-
-    return converted | {name: everything[name] for name in others}
+    return converted
 
 
 def _member(hint: Any, value: Any) -> Any:
@@ -241,16 +245,13 @@ def needs_no_conversion(hint: Any, value: Any) -> bool:
 
 
 @cache
-def _without_sections(section: Any) -> Any:
-    """Return a section's structured config without its nested sections, which every check would copy."""
-    hints = key_types(section)
-    # The fields are copied, because make_dataclass sets the name and type of those it is given.
-    own = [
-        (entry.name, hints[entry.name], copy(entry))
-        for entry in fields(section)
-        if not is_dataclass(hints[entry.name])
-    ]
-    return OmegaConf.structured(make_dataclass(section.__name__, own, kw_only=True))
+def _alone(section: Any, name: str) -> Any:
+    """Return a structured config of one key of a section. A config of the whole section would take OmegaConf
+    ten times as long."""
+    # The field is copied, because make_dataclass sets its name and type.
+    field_of_key = next(copy(entry) for entry in fields(section) if entry.name == name)
+    alone = make_dataclass(section.__name__, [(name, key_types(section)[name], field_of_key)], kw_only=True)
+    return OmegaConf.structured(alone)
 
 
 def each_text(value: Any, change: Callable[[str], str]) -> Any:
