@@ -270,21 +270,27 @@ def _cut(
     for source, tensor_slice in held:
         holders[tensor_slice].append(source)
 
+    pieces = list(holders.items())
+    # Replicas of an engine need the same slices, and ranks of one device have the same neighbors.
+    shares: dict[TensorSlice, list[tuple[int, TensorSlice]]] = {}
+    nearest: dict[tuple[int, RankLocation], tuple[int, ...]] = {}
+
     for target, wanted in needed:
-        for tensor_slice, ranks in holders.items():
-            if (shared := wanted.intersect(tensor_slice)) is not None:
-                yield _nearest(ranks, sources, targets[target]), target, shared
+        if wanted not in shares:
+            cut = ((number, wanted.intersect(piece)) for number, (piece, _) in enumerate(pieces))
+            shares[wanted] = [(number, shared) for number, shared in cut if shared is not None]
+
+        place = targets[target].place
+        for number, shared in shares[wanted]:
+            if (number, place) not in nearest:
+                nearest[number, place] = _nearest(pieces[number][1], sources, place)
+            yield nearest[number, place], target, shared
 
 
-def _nearest(ranks: Sequence[int], sources: Sequence[RankSlices], target: RankSlices) -> tuple[int, ...]:
-    for is_near in (
-        lambda source: source.place == target.place,
-        lambda source: source.place.node == target.place.node,
-        lambda source: True,
-    ):
-        if near := tuple(rank for rank in ranks if is_near(sources[rank])):
-            return near
-    raise AssertionError("a slice without a holder")
+def _nearest(ranks: Sequence[int], sources: Sequence[RankSlices], place: RankLocation) -> tuple[int, ...]:
+    """Return those of `ranks` that are on the same device as `place`; otherwise, those on its node, or all."""
+    same_device = tuple(rank for rank in ranks if sources[rank].place == place)
+    return same_device or tuple(rank for rank in ranks if sources[rank].place.node == place.node) or tuple(ranks)
 
 
 def _level(volume: int, loads: Sequence[int]) -> list[int]:
