@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from tests.fork_server import behind_path, forked_ray_processes, launcher
+from tests.fork_server import aside, behind_path, forked_ray_processes, launcher
 from tests.fork_server.client import DAEMON, SGLANG, TRAINING, end_as
 
 _PR_SET_PDEATHSIG = 1
@@ -103,15 +103,12 @@ def _show_environment(environment: dict[str, str]) -> None:
 
 
 class _SGLangComes(MetaPathFinder):
-    """Prepare for SGLang before it is imported. transformers is removed from the imported modules, because it
-    decides at import time which classes exist, and SGLang provides stubs for the packages that some of them
-    need. Processes that SGLang spawns are of its kind."""
+    """Prepare for SGLang before it is imported. Processes that SGLang spawns are of its kind."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
         if name == "megarl.rollout.sglang.environment":
             sys.meta_path.remove(self)
-            for module in [module for module in sys.modules if module.partition(".")[0] == "transformers"]:
-                del sys.modules[module]
+            aside.take()
             multiprocessing.set_executable(launcher(SGLANG))
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megarl.config.schema import Device
+from tests.fork_server import aside
 from tests.fork_server.client import (
     DAEMON,
     MAX_MESSAGE_BYTES,
@@ -64,6 +65,8 @@ def _import_for_training() -> None:
         "transformers.models.qwen3.modeling_qwen3",
     ):
         importlib.import_module(name)
+
+    aside.import_sglang()
 
 
 def _import_for_a_rehearsal() -> None:
