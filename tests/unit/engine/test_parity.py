@@ -99,6 +99,8 @@ CASES = {
 # The other differences do not concern layers.
 OF_EXPERTS = ("policy with experts", "critic with frozen routers")
 OF_DENSE = [name for name in CASES if name not in OF_EXPERTS]
+# What a family's layers concern: a temperature, and a head that is not stored, come after them.
+OF_LAYERS = ("policy", "critic")
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "mlp.router.bias")
 WITH_LOGITS = ("policy", "policy with experts")
 
@@ -265,7 +267,9 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
         save_critic(folder / "lm", folder / "critic")
         folders = {key: str(folder / key) for key in ("lm", "critic")}
         batch = weighted_batch(has_images=read_architecture(folders["lm"]).vision is not None)
-        names = OF_EXPERTS if family in EXPERT_FAMILIES else OF_DENSE
+        names = OF_DENSE if family in IN_EVERY_LAYOUT else OF_LAYERS
+        if family in EXPERT_FAMILIES:
+            names = OF_EXPERTS
 
         return Reference(family, folders, batch, run_reference(folders, batch, names))
 
@@ -406,4 +410,5 @@ def test_reference_is_not_trivial(reference: Reference) -> None:
             for gradient in result.gradients.values()
         ), name
 
-    assert not reference.results["critic without a stored head"].outputs["values"].any()
+    if "critic without a stored head" in reference.results:
+        assert not reference.results["critic without a stored head"].outputs["values"].any()
