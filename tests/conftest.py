@@ -1,6 +1,7 @@
 """Session-wide fixtures: slow resources are started once, and fresh ones for a test are forked."""
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -19,6 +20,9 @@ pytest_plugins = ["tests.where_time_goes"]
 # Modules imported before the first test stay, and are many: the garbage collector would scan them again and
 # again.
 gc.disable()
+
+# Ray's dashboard would measure every process of a node again every five seconds.
+os.environ["REPORTER_UPDATE_INTERVAL_MS"] = "600000"
 
 # A background job of a shell is started with Ctrl-C ignored, and nohup ignores SIGHUP. The tests' processes
 # would inherit that, and the tests that send these signals would fail.

@@ -196,7 +196,9 @@ def _converted(section: type, values: Mapping[str, Any]) -> dict[str, Any] | Non
             and any(isinstance(item, Mapping | list) for item in value)
         ):
             return None
-        is_plain = single in (bool, int, float, str) or (isinstance(single, type) and issubclass(single, Enum))
+        is_plain = single in (bool, int, float, str) or (
+            isinstance(single, type) and issubclass(single, Enum)
+        )
         if is_plain and isinstance(value, Mapping | list):
             return None
 
@@ -246,8 +248,7 @@ def needs_no_conversion(hint: Any, value: Any) -> bool:
 
 @cache
 def _alone(section: Any, name: str) -> Any:
-    """Return a structured config of one key of a section. A config of the whole section would take OmegaConf
-    ten times as long."""
+    """Return a structured config of one key of a section: a whole section takes OmegaConf much longer."""
     # The field is copied, because make_dataclass sets its name and type.
     field_of_key = next(copy(entry) for entry in fields(section) if entry.name == name)
     alone = make_dataclass(section.__name__, [(name, key_types(section)[name], field_of_key)], kw_only=True)

@@ -288,9 +288,10 @@ def _cut(
 
 
 def _nearest(ranks: Sequence[int], sources: Sequence[RankSlices], place: RankLocation) -> tuple[int, ...]:
-    """Return those of `ranks` that are on the same device as `place`; otherwise, those on its node, or all."""
-    same_device = tuple(rank for rank in ranks if sources[rank].place == place)
-    return same_device or tuple(rank for rank in ranks if sources[rank].place.node == place.node) or tuple(ranks)
+    """Return those of `ranks` that are on the device `place`; otherwise those on its node; otherwise all."""
+    on_device = tuple(rank for rank in ranks if sources[rank].place == place)
+    on_node = tuple(rank for rank in ranks if sources[rank].place.node == place.node)
+    return on_device or on_node or tuple(ranks)
 
 
 def _level(volume: int, loads: Sequence[int]) -> list[int]:

@@ -15,7 +15,8 @@ import sys
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
-from importlib.metadata import Distribution, distributions
+from functools import cache
+from importlib.metadata import Distribution, PackagePath, distributions
 from pathlib import Path, PurePath
 
 WHEEL = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -59,9 +60,15 @@ def name_of(distribution: Distribution) -> str:
     return re.sub(r"[-_.]+", "_", distribution.metadata["Name"])
 
 
+@cache
+def _recorded(distribution: Distribution) -> list[PackagePath]:
+    """Return the files of a distribution, which importlib looks up one by one."""
+    return distribution.files or []
+
+
 def _files(distribution: Distribution) -> Iterator[PurePath]:
     """Yield the importable files and their data, without scripts and metadata."""
-    for file in distribution.files or ():
+    for file in _recorded(distribution):
         if file.parts[0] not in ("..", "__pycache__") and not file.parts[0].endswith((".dist-info", ".pth")):
             yield PurePath(file)
 
@@ -70,10 +77,11 @@ def _programs(distribution: Distribution) -> Iterator[Path]:
     """Yield the executables, without those that pip writes for entry points."""
     written = {each.name for each in distribution.entry_points}
     folder = Path(sys.prefix) / "bin"
-    for file in distribution.files or ():
-        path = Path(str(distribution.locate_file(file))).resolve()
-        if path.parent == folder and path.name not in written:
-            yield path
+    for file in _recorded(distribution):
+        if file.parts[0] == ".." and file.name not in written:
+            path = Path(str(distribution.locate_file(file))).resolve()
+            if path.parent == folder:
+                yield path
 
 
 def _top(file: PurePath, owners: dict[PurePath, set[str]]) -> PurePath:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from megarl.machine.garbage import without_collections
 from megarl.machine.ports import hold_port
 from megarl.rollout.interface import EngineDeadError
 from megarl.rollout.sglang import environment, processes
@@ -115,13 +116,14 @@ class InProcessBackend(Backend):
 
 
 def _make_engine(server_args: dict[str, Any]) -> Any:
-    from sglang.srt.entrypoints.engine import Engine
+    with without_collections():
+        from sglang.srt.entrypoints.engine import Engine
 
-    # The arguments are validated when the engine is created, so extend their choices first.
-    if server_args["device"] == "cpu":
-        from megarl.rollout.sglang import cpu_adaptations
+        # The arguments are validated when the engine is created, so extend their choices first.
+        if server_args["device"] == "cpu":
+            from megarl.rollout.sglang import cpu_adaptations
 
-        cpu_adaptations.install_in_arguments()
+            cpu_adaptations.install_in_arguments()
 
     class AdaptedEngine(Engine):
         run_scheduler_process_func = staticmethod(processes.run_scheduler)

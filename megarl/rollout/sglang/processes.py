@@ -13,14 +13,16 @@ from typing import Any
 import psutil
 import torch
 
+from megarl.machine.garbage import without_collections
 from megarl.machine.ports import listen
 from megarl.rollout.sglang import last_words
 
 
 def run_scheduler(server_args: Any, *arguments: Any, **keywords: Any) -> Any:
     """Run one rank of the model. Passed to SGLang as its `run_scheduler_process_func`."""
-    adapt_scheduler(server_args.device, server_args.nnodes)
-    from sglang.srt.managers.scheduler import run_scheduler_process
+    with without_collections():
+        adapt_scheduler(server_args.device, server_args.nnodes)
+        from sglang.srt.managers.scheduler import run_scheduler_process
 
     return run_scheduler_process(server_args, *arguments, **keywords)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from megarl.machine.garbage import without_collections
 from megarl.machine.ports import hold_port
 from megarl.rollout.sglang import environment, last_words, processes
 
@@ -43,13 +44,14 @@ def _serve(settings: dict[str, Any]) -> None:
     server_args = settings["server_args"]
     environment.prepare_for(server_args)
 
-    if server_args["device"] == "cpu":
-        from megarl.rollout.sglang import cpu_adaptations
+    with without_collections():
+        if server_args["device"] == "cpu":
+            from megarl.rollout.sglang import cpu_adaptations
 
-        cpu_adaptations.install_in_arguments()
+            cpu_adaptations.install_in_arguments()
 
-    from sglang.srt.entrypoints.http_server import launch_server
-    from sglang.srt.server_args import ServerArgs
+        from sglang.srt.entrypoints.http_server import launch_server
+        from sglang.srt.server_args import ServerArgs
 
     host = settings["host"]
 

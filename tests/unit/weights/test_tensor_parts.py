@@ -265,7 +265,7 @@ def received(
     return found
 
 
-@settings(max_examples=12, deadline=None, phases=[Phase.generate])
+@settings(max_examples=8, deadline=None, phases=[Phase.generate])
 @given(drawn=rows(), cut=st.floats(0.2, 0.8))
 def test_drawn_parts_arrive_in_shards_and_in_engines(
     tmp_path_factory: pytest.TempPathFactory, drawn: list[Drawn], cut: float
