@@ -215,7 +215,7 @@ def _converted(section: type, values: Mapping[str, Any]) -> dict[str, Any] | Non
             return None
         single_key = OmegaConf.to_container(merged)
         assert isinstance(single_key, dict)
-        converted |= single_key
+        converted[name] = single_key[name]
 
     return converted
 
