@@ -30,6 +30,13 @@ _log = logging.getLogger(__name__)
 _SIGNS = ("+", "~")  # Hydra's signs to add and to remove a key
 # Values that have been renamed. The old name is accepted, with a warning.
 _RENAMED_VALUES = {"rollout.on_update": {"go_on": "continue"}}
+# Values that users of other frameworks may expect, and why they are refused.
+_REFUSED_VALUES = {
+    "rollout.dtype": {
+        name: f"{title} is not supported, only FP8 with a float32 scale for each block of 128 x 128; use fp8"
+        for name, title in {"mxfp8": "MXFP8", "nvfp4": "NVFP4", "mxfp4": "MXFP4", "int8": "INT8"}.items()
+    }
+}
 
 
 @dataclass
@@ -103,11 +110,9 @@ class Review:
                     else fits[name]
                 )
             else:
-                self._refuse(
-                    f"{prefix}{name}",
-                    f"{prefix}{name}: is {value!r}, but must be {expected(hints[name])}",
-                    layer,
-                )
+                key = f"{prefix}{name}"
+                reason = _REFUSED_VALUES.get(key, {}).get(str(value), f"must be {expected(hints[name])}")
+                self._refuse(key, f"{key}: is {value!r}, but {reason}", layer)
 
         return good
 

@@ -12,6 +12,7 @@ from megarl.config.rules import (
     algorithm,
     data,
     experts,
+    fp8,
     lora,
     megatron,
     models,
@@ -60,6 +61,7 @@ PPO_RULES: Mapping[Callable[[PPOConfig], Violations], Keys] = {
     rollout.engine_memory: (),
     rollout.shared_devices: ("rollout.num_replicas", "rollout.tensor_parallel_size", *_ACTOR_SIZES),
     rollout.generation_ahead: ("rollout.max_staleness",),
+    fp8.run: (),
     reward.something_scores: (),
     agent.episodes: ("rollout.max_staleness", "agent.max_turn_tokens", "data.max_response_length"),
     algorithm.estimator: ("rollout.n",),
@@ -95,6 +97,7 @@ PPO_MODEL_RULES: Mapping[str, Mapping[Callable[[PPOConfig, Architecture], Violat
     "actor": {
         rollout.engine_fits_model: _ENGINE_SIZES,
         experts.engine_fits: _ENGINE_SIZES,
+        fp8.fits_model: _ENGINE_SIZES,
         experts.routing_replay: (),
         vision.engine_fits: (),
         lora.fit_engine: (),

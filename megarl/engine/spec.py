@@ -10,10 +10,12 @@ from megarl.config.schema import (
     Device,
     DType,
     EngineConfig,
+    EngineDType,
     ExpertsConfig,
     MegatronConfig,
     OptimConfig,
     ParallelConfig,
+    PPOConfig,
     Recomputation,
     RunConfig,
 )
@@ -46,6 +48,7 @@ class ModelSpec:
         experts: The configuration of routers and experts.
         lora_path: The folder of the adapters to start from, in PEFT's format. None: new adapters.
         pushes_adapters: Whether engines get the adapters separately, not merged.
+        pushes_fp8: Whether engines get block-scaled FP8.
         freeze_vision: Whether a vision tower is not trained.
         megatron: Options that are passed on to Megatron.
         offloaded_at_first: State that is offloaded when the model has been built, because others need its
@@ -69,6 +72,7 @@ class ModelSpec:
     experts: ExpertsConfig = ExpertsConfig()
     lora_path: str | None = None
     pushes_adapters: bool = False
+    pushes_fp8: bool = False
     freeze_vision: bool = False
     megatron: MegatronConfig = MegatronConfig()
     offloaded_at_first: tuple[StatePart, ...] = ()
@@ -100,6 +104,7 @@ def spec_of(
         experts=role.experts,
         lora_path=role.lora_path,
         pushes_adapters=role.serves_adapters,
+        pushes_fp8=isinstance(config, PPOConfig) and config.rollout.dtype is EngineDType.fp8,
         freeze_vision=role.freeze_vision,
         megatron=role.megatron,
         offloaded_at_first=offloaded_at_first,

@@ -15,9 +15,19 @@ from math import ceil
 
 from megarl.config.megatron_options import element_bytes
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import Device, DType, OverBudget, ParallelConfig, PPOConfig, RunConfig, Transport
+from megarl.config.schema import (
+    Device,
+    DType,
+    EngineDType,
+    OverBudget,
+    ParallelConfig,
+    PPOConfig,
+    RunConfig,
+    Transport,
+)
 from megarl.models.architecture import Architecture
 from megarl.models.counts import ParameterCount, num_parameters, num_tower_parameters, rank_parameters
+from megarl.models.fp8 import model_bytes, sender_bytes
 from megarl.placement.activations import StepMemory, working_memory
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
 from megarl.placement.expert_activations import layers_of_stage
@@ -206,10 +216,13 @@ class _Sizes:
         self._keeps_buckets: dict[str, frozenset[str]] = {}
 
         # Supervised fine-tuning has no engines, so it syncs no weights.
+        self._sender = 0
         if isinstance(config, PPOConfig):
             transport = choose_transport(config, plan)
             self._buckets = _buckets(config, transport)
             self._keeps_buckets = _keeps_buckets(turns, transport)
+            if config.rollout.dtype is EngineDType.fp8:
+                self._sender = sender_bytes(architectures["actor"].base)
 
         self._roles = {role.name: role for role in model_roles(config)}
         self._architectures = architectures
@@ -245,8 +258,13 @@ class _Sizes:
         )
 
     def _buckets_in(self, phase: Phase, role: str, weights: int) -> int:
-        """Return the bytes of a rank's message and IPC buffers in a phase, at most the weights' size."""
-        return min(self._buckets[role], weights) if phase.name in self._keeps_buckets.get(role, ()) else 0
+        """Return the bytes of a rank's message and IPC buffers in a phase, at most the weights' size.
+
+        An actor rank that quantizes has scales and temporary memory in addition.
+        """
+        if phase.name not in self._keeps_buckets.get(role, ()):
+            return 0
+        return min(self._buckets[role], weights) + self._sender * (role == "actor")
 
     def pinned(self, role: str, stage: int) -> int:
         """Return the bytes of pinned host memory of a rank.
@@ -331,8 +349,16 @@ def weight_bytes(dtype: DType) -> int:
 
 def engine_weights(config: PPOConfig, policy: Architecture) -> int:
     """Return the bytes of the weights on one device of an engine."""
-    size = num_parameters(policy.base) * weight_bytes(config.model.dtype)
-    return size // config.rollout.tensor_parallel_size
+    return pushed_bytes(config, policy) // config.rollout.tensor_parallel_size
+
+
+def pushed_bytes(config: PPOConfig, policy: Architecture) -> int:
+    """Return the bytes of all weights of an engine, without adapters."""
+    size = num_parameters(policy.base)
+    element = weight_bytes(config.model.dtype)
+    if config.rollout.dtype is EngineDType.fp8:
+        return model_bytes(policy.base, size, element)
+    return size * element
 
 
 def row_cache(config: PPOConfig, policy: Architecture) -> int:

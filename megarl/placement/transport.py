@@ -5,7 +5,7 @@ The choice is pure, and the same on a CPU and on CUDA.
 
 from __future__ import annotations
 
-from megarl.config.schema import PPOConfig, RunConfig, Transport
+from megarl.config.schema import EngineDType, PPOConfig, RunConfig, Transport
 from megarl.machine.errors import ConfigError
 from megarl.placement.placement_plan import PlacementPlan
 
@@ -16,7 +16,7 @@ def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
     """Return `resharding.transport`; for auto, the first of device, group and folder that works.
 
     Raises:
-        ConfigError: The configured transport cannot work in this placement.
+        ConfigError: The configured transport cannot work in this placement, or no transport can send FP8.
     """
     asked = config.resharding.transport
     why_not = {
@@ -26,6 +26,14 @@ def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
     # The folder always works, so the list is never empty.
     working = [transport for transport, reason in why_not.items() if reason is None]
     if asked is Transport.auto:
+        if working[0] is Transport.folder and config.rollout.dtype is EngineDType.fp8:
+            reasons = "; ".join(f"{each.value}: {reason}" for each, reason in why_not.items() if reason)
+            problem = (
+                f"{_KEY}, rollout.dtype, placement.strategy: is auto, and only a folder works, which has the "
+                f"dtype of the model, but rollout.dtype is fp8 ({reasons}); use another placement, or "
+                "rollout.dtype=model"
+            )
+            raise ConfigError("placement", [problem])
         return working[0]
 
     if (reason := why_not[asked]) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from megarl.rehearsal.ledger import Ledger, place
 from megarl.rehearsal.record import Collective, RankPush, RehearsalError
 from megarl.weights.execution import Channel, PeerTransfers, PipelinedTransfer
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
+from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
 from megarl.weights.schedule import Part
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transforms import merged_shards
@@ -51,41 +52,41 @@ def push_weights(engine: MegatronEngine, push: RankPush, ledger: Ledger, rank: i
             the tensor.
     """
     spec = engine.spec
-    shards = merged_shards(
+    plain = merged_shards(
         engine.parameters(),
         spec.architecture,
         engine.layout,
         spec.head,
         keeps_adapters=spec.pushes_adapters,
     )
-    dtype = getattr(torch, spec.dtype.value)
+    ledger.look_again()  # the weights have just been restored
+    shards = QuantizedShards(plain, maximum_over_ranks) if spec.pushes_fp8 else plain
+    dtype = QuantizedShards.dtype if spec.pushes_fp8 else getattr(torch, spec.dtype.value)
 
-    # Check each part against the plan before it enters the send buffer.
-    def regions(part: Part) -> list[Tensor]:
+    # Check each part against the plan as it enters the send buffer.
+    def regions(part: Part) -> Iterator[Tensor]:
+        sent = f"a weight sync sends {part.tensor_slice.volume:,} elements of {part.name} as {dtype}"
+        held = 0
         try:
-            found = list(shards.regions(part))
+            for region in shards.regions(part):
+                held += region.numel()
+                if region.dtype != dtype:
+                    raise RehearsalError(f"{sent}, but this rank holds them as {region.dtype}")
+                yield region
         except WeightTransferError as error:
-            sent = f"a weight sync sends {part.tensor_slice.volume:,} elements of {part.name} as {dtype}"
             raise RehearsalError(f"{sent}, but {error}") from error
 
-        held = sum(region.numel() for region in found)
-        types = {region.dtype for region in found}
+        if held != part.tensor_slice.volume:
+            raise RehearsalError(f"{sent}, but this rank holds {held:,} of them")
 
-        if held != part.tensor_slice.volume or types != {dtype}:
-            raise RehearsalError(
-                f"a weight sync sends {part.tensor_slice.volume:,} elements of {part.name} as {dtype}, but "
-                f"this rank holds {held:,} of them as {', '.join(map(str, types))}"
-            )
-
-        return found
-
-    ledger.look_again()  # the weights have just been restored
     # Run the transfer's own code with a group that records the sends.
     transfers = PeerTransfers(push.schedules)
     buffers = torch.empty(2, transfers.largest, dtype=dtype, device=shards.device)
     ipc_buffers = torch.empty(push.buffer_bytes, dtype=torch.uint8, device=shards.device)
     channel = Channel(_RecordedGroup(ledger, rank, spec.parallel.world_size), transfers)
-    is_done = PipelinedTransfer([channel], transfers.num_rounds, buffers, regions).run()
+    is_done = PipelinedTransfer(
+        [channel], transfers.num_rounds, buffers, regions, are_computed=shards.are_computed
+    ).run()
     assert is_done, "there are no peers to wait for"
     # Keep the buffers until here, as in a run, so that the peak of the phase includes them.
     del ipc_buffers

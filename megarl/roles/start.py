@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from megarl.config.load import with_absolute_paths, with_dtype
 from megarl.config.roles import REWARD_MODEL, ModelRole, RoleKind, model_roles
-from megarl.config.schema import Device, PPOConfig, RunConfig, SFTConfig
+from megarl.config.schema import Device, EngineDType, PPOConfig, RunConfig, SFTConfig
 from megarl.controller.environment import weight_group_settings
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
@@ -156,6 +156,7 @@ class _Starter:
             parallel=self._config.actor.parallel,
             dtype=self._config.model.dtype,
             bucket_bytes=int(self._config.resharding.bucket_mb * 2**20),
+            quantizes=isinstance(self._config, PPOConfig) and self._config.rollout.dtype is EngineDType.fp8,
             nodes=[place.node for (place,) in rank_places(plan, "actor")],
         )
 

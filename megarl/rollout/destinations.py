@@ -149,7 +149,9 @@ def record_plan(model: Any, manifest: Manifest) -> DestinationPlan:
     reached = {_storage(destination.elements) for destination in plan.destinations}
     named = model.named_parameters()
     plan.unreached.extend(
-        name for name, parameter in named if parameter.numel() and _storage(parameter) not in reached
+        name
+        for name, parameter in named
+        if parameter.numel() and _storage(parameter) not in reached and not _is_engines_own(parameter)
     )
 
     return plan
@@ -172,7 +174,7 @@ def zero_what_is_not_written(model: Any, plan: DestinationPlan) -> None:
 
     # A parameter with padding is zeroed completely: the weights that follow fill the rest.
     for parameter in model.parameters():
-        if written.get(_storage(parameter), 0) < parameter.numel():
+        if written.get(_storage(parameter), 0) < parameter.numel() and not _is_engines_own(parameter):
             parameter.detach().zero_()
 
 
@@ -285,6 +287,19 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
     ]
     elements = target.as_strided(sizes, target_strides, target.storage_offset())
     return Destination(TensorSlice(tuple(starts), tuple(map(int.__add__, starts, sizes))), elements)
+
+
+def _is_engines_own(parameter: torch.Tensor) -> bool:
+    """Return whether SGLang fills a parameter itself: the scales of a KV cache (see `fill_cache_scales`)."""
+    return getattr(parameter, "_skip_weight_check", False)
+
+
+def fill_cache_scales(model: Any) -> None:
+    """Restore the scales of the KV cache, which SGLang computes once, and loses when it releases memory."""
+    for module in model.modules():
+        for name in ("k_scale", "v_scale"):
+            if isinstance(scale := getattr(module, name, None), torch.nn.Parameter):
+                scale.detach().fill_(getattr(module, f"{name}_float"))
 
 
 def _places(model: Any) -> list[ParameterMemory]:

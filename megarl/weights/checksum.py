@@ -12,7 +12,7 @@ about 2**-31.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from operator import add
 
 import torch
@@ -92,7 +92,12 @@ def _weights(index: torch.Tensor) -> torch.Tensor:
 
 
 def shard_checksums(
-    shards: Shards, dtype: torch.dtype, *, dense: bool = True, experts: bool = True
+    shards: Shards,
+    dtype: torch.dtype,
+    *,
+    dense: bool = True,
+    experts: bool = True,
+    leave_out: Container[str] = (),
 ) -> dict[str, int]:
     """Return what this rank's elements, converted to `dtype`, contribute to the checksum of each tensor.
 
@@ -101,6 +106,7 @@ def shard_checksums(
         dtype: The dtype of the model, in which elements are compared unless the table names another.
         dense: Whether to include tensors other than experts. Other ranks may hold copies of them.
         experts: Whether to include experts. Other ranks may hold copies of them.
+        leave_out: The names of tensors that are not included.
 
     Returns:
         Contributions by Hugging Face name.
@@ -111,7 +117,7 @@ def shard_checksums(
             continue
         for piece in pieces(weight, shards.layout):
             # Elements that several ranks hold must be counted once.
-            if not piece.is_source:
+            if not piece.is_source or piece.hf_name in leave_out:
                 continue
             # The factor of an element depends on its position in the whole tensor, not in the shard.
             strides = row_major_strides(piece.hf_view)

@@ -158,6 +158,8 @@ class PipelinedTransfer:
         regions: Finds the elements of a part that this rank sends.
         receive_buffer: The receive buffer, if this rank receives.
         yields_regularly: Whether to return to the caller every TIME_SLICE_S even if no peer is slow.
+        are_computed: Whether regions are computed when they are asked for, so that each is packed, and freed,
+            before the next one. Otherwise they are views of parameters, which may be sent in place.
 
     Attributes:
         lost: The reason for each replica that is gone or was dropped.
@@ -173,11 +175,14 @@ class PipelinedTransfer:
         regions: Regions | None = None,
         receive_buffer: ReceiveBuffer | None = None,
         yields_regularly: bool = False,
+        *,
+        are_computed: bool = False,
     ) -> None:
         self._channels = tuple(channels)
         self._num_rounds = num_rounds
         self._buffers = buffers
         self._regions = regions
+        self._are_computed = are_computed
         self._receive_buffer = receive_buffer
         self._pending: dict[tuple[Channel, int], PendingMessages] = {}
         self._steps = self._work()
@@ -333,6 +338,13 @@ class PipelinedTransfer:
     ) -> Iterator[torch.Tensor]:
         """Yield the segments of a message. Contiguous parts are sent in place, others packed into `flat`."""
         for parts in schedule.segments(number):
+            if self._are_computed:
+                length = sum(part.tensor_slice.volume for part in parts)
+                self._pack(self._regions_of(parts), flat[:length])
+                yield flat[:length]
+                flat = flat[length:]
+                continue
+
             regions = list(self._regions_of(parts))
             if len(regions) == 1 and regions[0].is_contiguous():
                 yield regions[0].view(-1)
@@ -349,6 +361,12 @@ class PipelinedTransfer:
 
     def _pack(self, regions: Iterable[torch.Tensor], flat: torch.Tensor) -> None:
         with self.packing:
+            if self._are_computed:
+                for region in regions:
+                    flat[: region.numel()].view(region.shape).copy_(region)
+                    flat = flat[region.numel() :]
+                return
+
             sources = list(regions)
             targets = flat.split([source.numel() for source in sources])
             copy_tensors(

@@ -1,9 +1,10 @@
 """Send tensors of several dtypes in messages of one dtype.
 
-A message is a flat tensor of the model's dtype. An element of a wider dtype, such as a float32 in a bfloat16
-model, travels as several *words* of the message's dtype. Between the parameters of the trainer and those of
-the engine, such a tensor is one of the message's dtype whose last dimension is that many times longer. Plans,
-schedules and buffers therefore know a single dtype, and no bit changes.
+A message is a flat tensor of the model's dtype, or of bytes if an engine has quantized weights. An element of
+a wider dtype, such as a float32 in a bfloat16 model, travels as several *words* of the message's dtype.
+Between the parameters of the trainer and those of the engine, such a tensor is one of the message's dtype
+whose last dimension is that many times longer. Plans, schedules and buffers therefore know a single dtype,
+and no bit changes.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def places_in_words(places: Places, counts: WordCounts, dtype: torch.dtype) -> P
     def find(part: Part) -> Iterator[torch.Tensor]:
         count = counts.get(part.name, 1)
         if count == 1:
-            yield from places(part)
+            for place in places(part):
+                yield _as_words(part.name, place, count, dtype) if dtype.itemsize == 1 else place
             return
 
         # A message may end in the middle of an element, so ask for the elements around it.
@@ -81,11 +83,15 @@ def places_in_words(places: Places, counts: WordCounts, dtype: torch.dtype) -> P
         inside = part.tensor_slice.relative_to(slice_in_words(around, count).starts)
 
         for place in places(Part(part.name, around)):
-            if place.dtype.itemsize != count * dtype.itemsize:
-                raise WeightTransferError(
-                    f"the engine's model stores {part.name} as {place.dtype}, but the trainer sends elements "
-                    f"of {count * dtype.itemsize} bytes, which would be rounded"
-                )
-            yield place.view(dtype)[inside.index]
+            yield _as_words(part.name, place, count, dtype)[inside.index]
 
     return find
+
+
+def _as_words(name: str, place: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    if place.dtype.itemsize != count * dtype.itemsize:
+        raise WeightTransferError(
+            f"the engine's model stores {name} as {place.dtype}, but the trainer sends elements of "
+            f"{count * dtype.itemsize} bytes, which would be rounded"
+        )
+    return place.view(dtype)

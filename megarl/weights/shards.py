@@ -81,6 +81,11 @@ class Shards:
         return min((each.dtype for each in self.parameters.values()), key=lambda dtype: dtype.itemsize)
 
     @property
+    def are_computed(self) -> bool:
+        """Whether `regions` yields results of computations, not only views of parameters."""
+        return self.transform is not None
+
+    @property
     def device(self) -> torch.device:
         return next(iter(self.parameters.values())).device
 

@@ -338,6 +338,10 @@ class MegatronWorker(WeightExport):
             keeps_adapters=spec.pushes_adapters,
         )
 
+    @property
+    def _quantizes(self) -> bool:
+        return self._spec.pushes_fp8
+
 
 class PolicyWorker(MegatronWorker):
     """Language model that scores samples. This is everything a reference model needs."""

@@ -16,12 +16,13 @@ from megarl.weights.checksum import shard_checksums
 from megarl.weights.export_plan import RankExport
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.p2p import P2PGroup, reserve_port
+from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
 from megarl.weights.schedule import TransferSchedule
 from megarl.weights.shards import Shards
 from megarl.weights.transports.device import DeviceSender
 from megarl.weights.transports.folder import FolderSender
 from megarl.weights.transports.group import GroupEndpoint, GroupSender
-from megarl.weights.transports.interface import Sender, SendPass, SendReport
+from megarl.weights.transports.interface import Sender, SendPass, SendReport, SentShards
 
 
 class MeetingPoint(NamedTuple):
@@ -44,6 +45,7 @@ class WeightExport(Worker):
     _files: FolderSender | None = None
     _writing: SendPass | None = None
     _trainers: P2PGroup | None = None
+    _quantized: QuantizedShards | None = None  # what the last transfer sends
 
     @abstractmethod
     def _shards(self) -> Shards:
@@ -52,6 +54,19 @@ class WeightExport(Worker):
     def _pushed_shards(self) -> Shards:
         """Return the current weight shards, as engines get them."""
         return self._shards()
+
+    @property
+    def _quantizes(self) -> bool:
+        """Whether engines get block-scaled FP8 (see quantized_shards.py)."""
+        return False
+
+    def _sent_shards(self) -> SentShards:
+        """Return what a transfer sends. With FP8, all ranks call this at the same time."""
+        shards = self._pushed_shards()
+        if not self._quantizes:
+            return shards
+        self._quantized = QuantizedShards(shards, maximum_over_ranks)
+        return self._quantized
 
     @property
     @abstractmethod
@@ -85,7 +100,7 @@ class WeightExport(Worker):
         # The transfer spans several calls, since a call returns when the peers are silent for a while.
         if is_first:
             assert self._sender is not None, "no replica was joined"
-            self._send_pass = SendPass(self._sender, self._pushed_shards(), replicas, first_round)
+            self._send_pass = SendPass(self._sender, self._sent_shards(), replicas, first_round)
 
         assert self._send_pass is not None, "no pass was begun"
         report = self._send_pass.run(dropped)
@@ -103,12 +118,14 @@ class WeightExport(Worker):
     @register(blocking=False)
     def end_weights(self) -> None:
         """Disconnect all replicas and free the message buffers."""
+        self._quantized = None
         if self._sender is not None:
             self._sender.close()
             self._sender = None
 
     def release_weight_buffers(self) -> None:
         """Free the buffers kept for the next transfer. Replicas stay joined."""
+        self._quantized = None
         if self._sender is not None:
             self._sender.release()
 
@@ -120,6 +137,10 @@ class WeightExport(Worker):
             dense: Include tensors that are not experts'.
             experts: Include experts' tensors.
         """
+        if self._quantizes:
+            assert self._quantized is not None, "nothing was sent"
+            # Every rank has the scales of all tensors.
+            return self._quantized.checksums(dense=dense, experts=experts, scales=dist.get_rank() == 0)
         shards = self._pushed_shards()
         return shard_checksums(shards, shards.dtype, dense=dense, experts=experts)
 
@@ -137,7 +158,8 @@ class WeightExport(Worker):
             sources: Transfer schedules by trainer rank.
         """
         shards = self._shards()
-        return self._device_sender().serve(replica, device, sources, shards.dtype, shards.device)
+        dtype = QuantizedShards.dtype if self._quantizes else shards.dtype
+        return self._device_sender().serve(replica, device, sources, dtype, shards.device)
 
     @register(blocking=False)
     def relay_weights(self, replica: int, schedules: Mapping[int, TransferSchedule]) -> None:

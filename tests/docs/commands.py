@@ -124,6 +124,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl check configs/quickstart.yaml actor.optm.lr=1e-3": Executed(status=2),
     "megarl check configs/qwen2.5_7b_grpo.yaml": Executed(),
     "megarl check configs/qwen2.5_7b_grpo.yaml actor.lora=lora": Executed(),
+    "megarl check configs/qwen3_32b_grpo.yaml rollout.dtype=fp8 algorithm.rollout_correction.level=token": Executed(),
     "megarl check configs/qwen2.5_7b_grpo.yaml actor.recompute=none actor.micro_batch.max_tokens=32768": Executed(
         status=2
     ),
@@ -340,6 +341,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     'pip install "$(ls dist/megarl-*.whl)[quickstart,sglang-cpu]"': ByHand(),
     "pip install --no-deps 'sglang>=0.5.23,<0.5.24'": ByHand(),
     "python -m tests.soak.experts": ByHand(),
+    "python -m tests.soak.fp8 --seeds 0": ByHand(),
     "python -m tests.soak.memory": ByHand(),
     "python -m tests.soak.real_model": ByHand(),
 }

@@ -9,20 +9,16 @@ after every sync. The script prints the share of correct held-out sums before an
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from megarl.recipes.quickstart.prepare import MODEL, prepare
-from tests.docs.pages import ROOT
+from megarl.recipes.quickstart.prepare import MODEL
+from tests.soak.learning import run_seeds
 
-LEAST_GAIN = 0.2
 EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -45,60 +41,7 @@ LAYOUT = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--steps", type=int, default=70)
-    parser.add_argument("--folder", type=Path, help="default: a temporary one")
-    arguments = parser.parse_args()
-
-    with tempfile.TemporaryDirectory() as temporary:
-        gains = [
-            learn((arguments.folder or Path(temporary)) / str(seed), seed, arguments.steps)
-            for seed in arguments.seeds
-        ]
-
-    return int(min(gains) < LEAST_GAIN)
-
-
-def learn(folder: Path, seed: int, steps: int) -> float:
-    """Train from random weights, first on demonstrations, then by PPO. Returns the gain of PPO."""
-    prepare(folder, seed)
-    save_model(folder / "model", seed)
-    data = folder / "data"
-    seeds = (f"trainer.seed={seed}", f"data.seed={seed}")
-    megarl(
-        "sft",
-        "configs/quickstart_sft.yaml",
-        f"model.path={folder / 'model'}",
-        f"data.train_files=[{data / 'sft_train.parquet'}]",
-        f"data.val_files=[{data / 'sft_validation.parquet'}]",
-        "actor.parallel.expert_parallel_size=2",
-        f"trainer.output_dir={folder / 'sft'}",
-        *seeds,
-    )
-    megarl(
-        "train",
-        "configs/quickstart.yaml",
-        f"model.path={folder / 'sft' / 'huggingface'}",
-        f"data.train_files=[{data / 'train.parquet'}]",
-        f"data.val_files=[{data / 'validation.parquet'}]",
-        *LAYOUT,
-        f"trainer.total_steps={steps}",
-        f"trainer.output_dir={folder / 'ppo'}",
-        *seeds,
-    )
-    summary = json.loads((folder / "ppo" / "summary.json").read_text())
-    before = summary["validation"]["before"]
-    after = summary["validation"]["after"]
-    print(
-        f"seed {seed}: {before:.1%} before, {after:.1%} after {steps} steps in "
-        f"{summary['seconds'] / 60:.1f} minutes",
-        flush=True,
-    )
-
-    return float(after - before)
+    return run_seeds(__doc__, save_model, ("actor.parallel.expert_parallel_size=2",), LAYOUT)
 
 
 def save_model(folder: Path, seed: int) -> None:
@@ -111,10 +54,6 @@ def save_model(folder: Path, seed: int) -> None:
         **EXPERTS,
     )
     Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
-
-
-def megarl(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "megarl", *arguments], cwd=ROOT, check=True, stdout=sys.stderr)
 
 
 if __name__ == "__main__":

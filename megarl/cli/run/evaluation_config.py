@@ -17,6 +17,7 @@ from megarl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
     CriticConfig,
+    EngineDType,
     KLConfig,
     KLWhere,
     MicroBatchConfig,
@@ -56,6 +57,14 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
     source = str(path or "megarl eval")
     if not config.data.val_files:
         raise ConfigError(source, ["data.val_files: is empty; give the evaluation data with --data FILE"])
+    if config.rollout.dtype is EngineDType.fp8:
+        raise ConfigError(
+            source,
+            [
+                "rollout.dtype: is fp8, but an evaluation's engine reads a folder in the dtype of the "
+                "model; use rollout.dtype=model"
+            ],
+        )
     output = _output(model, config, options)  # named by the data files as given
     inputs = find_on_hub(PartialConfig(source, _without_training(config, str(output))), fetch=True)
 

@@ -14,12 +14,19 @@ from rich.table import Table
 from megarl.cli.tables.console import print_line, table, table_of_numbers
 from megarl.config.megatron_options import uncounted_options
 from megarl.config.roles import model_roles
-from megarl.config.schema import Device, PPOConfig, RunConfig, Transport
+from megarl.config.schema import Device, EngineDType, PPOConfig, RunConfig, Transport
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 from megarl.placement.dataflow import overlaps
-from megarl.placement.memory import DeviceMemory, Usage, budget_problems, plan_memory, refuses, weight_bytes
+from megarl.placement.memory import (
+    DeviceMemory,
+    Usage,
+    budget_problems,
+    plan_memory,
+    refuses,
+    weight_bytes,
+)
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
 from megarl.placement.transport import choose_transport
@@ -230,6 +237,8 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
             f"at most {_range([forecast.message_bytes])} per rank: "
             f"resharding.bucket_mb={resharding.bucket_mb:g}{smaller}"
         )
+        if config.rollout.dtype is EngineDType.fp8:
+            drawn.add_row("dtype", "fp8, with a scale for each block of 128 x 128", "rollout.dtype=fp8")
         drawn.add_row("rounds", f"{forecast.plan.num_rounds:,}", largest)
 
     if config.actor.served_adapters is not None:

@@ -72,6 +72,7 @@ from megarl.config.schema.reward import (
     RewardSandboxConfig,
 )
 from megarl.config.schema.rollout import (
+    EngineDType,
     Late,
     OnUpdate,
     ReshardingConfig,

@@ -10,6 +10,12 @@ from megarl.config.kinds import RolloutEngineKind
 from megarl.config.schema.keys import ranged
 
 
+class EngineDType(str, Enum):
+    model = "model"  # model.dtype
+    # projections in float8_e4m3fn with a float32 scale for each block of 128 x 128; the rest in model.dtype
+    fp8 = "fp8"
+
+
 class SGLangMode(str, Enum):
     engine = "engine"  # SGLang runs in the rollout worker's process
     server = "server"  # the worker starts an HTTP server
@@ -62,6 +68,7 @@ class SGLangConfig:
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     engine: RolloutEngineKind = RolloutEngineKind.hf  # generation engine
+    dtype: EngineDType = EngineDType.model  # dtype of the engine's weights
     num_replicas: int = ranged(1, at_least=1, at_most=10000)  # engines, each with a full copy of the model
     tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # devices of one engine
     # groups of an engine's devices over which whole experts are distributed

@@ -7,15 +7,17 @@ equal parts like SGLang.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.config.schema import Device, ParallelConfig, PPOConfig, Transport
+from megarl.config.schema import Device, EngineDType, ParallelConfig, PPOConfig, Transport
 from megarl.models.architecture import Architecture
+from megarl.models.fp8 import quantized_tensors
 from megarl.models.tensor_table import hf_tensors
 from megarl.placement.memory import weight_bytes
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.transport import choose_transport
+from megarl.weights.fp8 import byte_counts, pushed_shapes, with_all_scales, with_own_scales
 from megarl.weights.message_words import shape_in_words, slices_in_words, word_counts
 from megarl.weights.plan import (
     RankLocation,
@@ -35,7 +37,8 @@ _VOCABULARY_PADDING = 64  # SGLang's padding
 class WeightForecast:
     """Forecast of one weight sync, in bytes.
 
-    `sent` and `sent_away` (to other devices) are per trainer rank, `received` is per engine rank.
+    `sent` and `sent_away` (to other devices) are per trainer rank, `received` is per engine rank. Messages to
+    engines in FP8 consist of bytes, so that `element_bytes` is 1.
     """
 
     plan: TransferPlan
@@ -87,15 +90,25 @@ def forecast_weights(
         * config.rollout.num_replicas
     )
 
-    # Plan the transfer schedules exactly as a run does.
+    # Engines in FP8 also get scales, and messages consist of bytes.
+    shapes = _shapes(policy)
     words = word_counts(policy, element_bytes)
+    if config.rollout.dtype is EngineDType.fp8:
+        quantized = quantized_tensors(policy)
+        shapes = pushed_shapes(shapes, quantized)
+        words = byte_counts(shapes, quantized, element_bytes, words)
+        held = once_each(held, lambda slices: with_all_scales(slices, quantized))
+        needed = once_each(needed, lambda slices: with_own_scales(slices, quantized))
+        element_bytes = 1
+
+    held = once_each(held, lambda slices: slices_in_words(slices, words))
+    needed = once_each(needed, lambda slices: slices_in_words(slices, words))
+
+    # Plan the transfer schedules exactly as a run does.
     plan = plan_transfer(
-        {name: shape_in_words(shape, words.get(name, 1)) for name, shape in _shapes(policy).items()},
-        [RankSlices(place, slices_in_words(each, words)) for place, each in zip(sources, held, strict=True)],
-        [
-            RankSlices(place, slices_in_words(each, words))
-            for place, each in zip(targets, needed, strict=True)
-        ],
+        {name: shape_in_words(shape, words.get(name, 1)) for name, shape in shapes.items()},
+        list(map(RankSlices, sources, held)),
+        list(map(RankSlices, targets, needed)),
         nbytes // element_bytes,
     )
 
@@ -106,6 +119,17 @@ def forecast_weights(
         message_bytes=nbytes,
         element_bytes=element_bytes,
     )
+
+
+def once_each(
+    of_ranks: Sequence[TensorSlices], change: Callable[[TensorSlices], TensorSlices]
+) -> list[TensorSlices]:
+    """Return the changed slices of each rank. Ranks with one object, such as replicas, share the result."""
+    changed: dict[int, TensorSlices] = {}
+    for each in of_ranks:
+        if id(each) not in changed:
+            changed[id(each)] = change(each)
+    return [changed[id(each)] for each in of_ranks]
 
 
 def rank_places(plan: PlacementPlan, role: str) -> list[list[RankLocation]]:

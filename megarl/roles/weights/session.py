@@ -183,7 +183,7 @@ class TransferSession:
         ]
         message_numel = (
             message_bytes(self._transport, source.bucket_bytes, source.is_on_cuda)
-            // source.torch_dtype.itemsize
+            // source.message_dtype.itemsize
         )
         adapters = {name for name in shapes if is_adapter(name)}
         if adapters:
@@ -219,7 +219,7 @@ class TransferSession:
             # The engine needs the addresses of the buffers, which exist once the calls have returned.
             links = [
                 EngineLink(
-                    DeviceEndpoint(address, device), sources, self._source.torch_dtype, self._source.words
+                    DeviceEndpoint(address, device), sources, self._source.message_dtype, self._source.words
                 )
                 for address, device, sources in zip(
                     gather(*serving), targets.values(), route.sources, strict=True
@@ -256,7 +256,7 @@ class TransferSession:
                 EngineLink(
                     GroupEndpoint(address, len(route.senders) + own),
                     schedules,
-                    self._source.torch_dtype,
+                    self._source.message_dtype,
                     self._source.words,
                 )
                 for own, schedules in enumerate(route.receives)

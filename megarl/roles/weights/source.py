@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,15 +16,18 @@ from megarl.controller.futures import RemoteFuture, WorkerFuture, gather, wait_f
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import FailureKind
 from megarl.models.architecture import Architecture
+from megarl.models.fp8 import quantized_tensors
 from megarl.models.tensor_table import Head
 from megarl.weights.export_plan import ExportPlan, plan_export
+from megarl.weights.fp8 import byte_counts, pushed_shapes, with_all_scales
 from megarl.weights.hf_folder import FilePlan, save_hf_folder, write_hf_folder
 from megarl.weights.manifest import manifest_of
 from megarl.weights.message_words import WordCounts, word_counts
 from megarl.weights.plan import TensorSlices
+from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.shard_layout import ShardLayout, layouts_of
 from megarl.weights.shards import slices_by_rank
-from megarl.weights.tensors import Manifest
+from megarl.weights.tensors import Manifest, TensorMeta
 from megarl.weights.transports.folder import folder_message_bytes
 from megarl.weights.transports.interface import SendReport
 from megarl.workers.weight_export import WeightExport
@@ -42,20 +45,46 @@ class WeightSource:
     dtype: DType
     bucket_bytes: int  # bytes that a rank sends or receives at a time
     head: Head = "lm"
+    quantizes: bool = False  # to block-scaled FP8, in what engines get
     nodes: Sequence[str] = ()  # of the ranks; empty if all are on one node
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype.value)
 
+    @property
+    def message_dtype(self) -> torch.dtype:
+        return QuantizedShards.dtype if self.quantizes else self.torch_dtype
+
     @cached_property
     def manifest(self) -> Manifest:
-        return manifest_of(self.architecture, self.torch_dtype, self.head)
+        """The tensors that engines get."""
+        manifest = manifest_of(self.architecture, self.torch_dtype, self.head)
+        if not self.quantizes:
+            return manifest
+        shapes = {name: tuple(meta.shape) for name, meta in manifest.items()}
+        # The scales are float32, and not in the manifest of the model.
+        scale = TensorMeta((), torch.float32)
+        return {
+            name: TensorMeta(
+                shape, torch.float8_e4m3fn if name in self._quantized else manifest.get(name, scale).dtype
+            )
+            for name, shape in pushed_shapes(shapes, self._quantized).items()
+        }
 
     @property
+    def _quantized(self) -> Mapping[str, tuple[int, ...]]:
+        return quantized_tensors(self.architecture) if self.quantizes else {}
+
+    @cached_property
     def words(self) -> WordCounts:
         """Tensors whose elements are several words of a message."""
-        return word_counts(self.architecture, self.torch_dtype.itemsize, self.head)
+        itemsize = self.torch_dtype.itemsize
+        wide = word_counts(self.architecture, itemsize, self.head)
+        if not self.quantizes:
+            return wide
+        shapes = {name: meta.shape for name, meta in self.manifest.items()}
+        return byte_counts(shapes, self._quantized, itemsize, wide)
 
     def checksums(self) -> list[WorkerFuture[dict[str, int]]]:
         """Return checksum parts that add up to those of all tensors.
@@ -82,8 +111,9 @@ class WeightSource:
 
     @cached_property
     def slices(self) -> Sequence[TensorSlices]:
-        """Slices of each rank, including copies."""
-        return slices_by_rank(self.architecture, self._layouts, self.head)
+        """Slices of each rank that engines can get from it, including copies."""
+        held = slices_by_rank(self.architecture, self._layouts, self.head)
+        return [with_all_scales(each, self._quantized) for each in held] if self.quantizes else held
 
     @cached_property
     def is_on_cuda(self) -> bool:

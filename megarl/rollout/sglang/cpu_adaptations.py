@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from megarl.rollout.sglang.cpu_adapters import leave_adapters_unpinned
+from megarl.rollout.sglang.cpu_fp8 import dequantize_in_products
 
 
 class SGLangEvidence(NamedTuple):
@@ -79,6 +80,30 @@ EVIDENCE = (
         "stores the offsets of adapters in memory pinned by CUDA, and so does its backend torch_native",
     ),
     SGLangEvidence(
+        "srt.layers.quantization.fp8",
+        "Fp8Config.get_supported_act_dtypes",
+        "return [torch.bfloat16, torch.half]",
+        "refuses float32, in which models are compared on a CPU",
+    ),
+    SGLangEvidence(
+        "srt.layers.quantization.fp8",
+        "Fp8LinearMethod.process_weights_after_loading_block_quant",
+        "Fp8LinearMethod on CPU requires that CPU has AMX support",
+        "multiplies with FP8 weights only on CPUs with AMX",
+    ),
+    SGLangEvidence(
+        "srt.layers.quantization.fp8",
+        "Fp8MoEMethod.process_weights_after_loading_block_quant",
+        "Fp8MoEMethod on CPU requires that CPU has AMX support",
+        "multiplies with experts in FP8 only on CPUs with AMX",
+    ),
+    SGLangEvidence(
+        "srt.models.deepseek_common.deepseek_weight_loader",
+        "DeepseekV2WeightLoaderMixin.post_load_weights",
+        "w, scale = block_quant_to_tensor_quant(",
+        "quantizes the products of latent attention again, which it dequantizes on CUDA",
+    ),
+    SGLangEvidence(
         "srt.arg_groups.attention_hook",
         "handle_deterministic_inference",
         "deterministic inference with absorbed-MLA models",
@@ -129,6 +154,7 @@ def install_in_scheduler() -> None:
     _leave_memory_unpinned()
     rotate_without_scaling()
     leave_adapters_unpinned()
+    dequantize_in_products()
 
 
 def name_the_cpu_as_device() -> None:

@@ -23,7 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.rollout.destinations import DestinationPlan, record_plan, zero_what_is_not_written
+from megarl.rollout.destinations import (
+    DestinationPlan,
+    fill_cache_scales,
+    record_plan,
+    zero_what_is_not_written,
+)
 from megarl.rollout.sglang.adapters import with_adapters
 from megarl.weights.checksum import MODULUS
 from megarl.weights.plan import TensorSlices
@@ -97,6 +102,8 @@ class RankLoader:
         does not do so here, because it takes this loader's messages for loaded weights.
         """
         is_complete = self._receiver.receive()
+        if is_complete:
+            fill_cache_scales(model)
         if is_complete and hasattr(model, "post_load_weights"):
             with torch.no_grad():
                 model.post_load_weights()

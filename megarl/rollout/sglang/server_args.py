@@ -15,14 +15,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megarl.config.schema import Device, RolloutConfig
+from megarl.config.schema import Device, EngineDType, RolloutConfig
 from megarl.machine.errors import ConfigError
 from megarl.models.families import family_of
+from megarl.models.fp8 import BLOCK
 from megarl.rollout.interface import RolloutEngineSpec, end_token_ids
 from megarl.rollout.nodes import EngineNode
 from megarl.rollout.sglang.adapters import server_arguments
 
 WEIGHT_LOADER: str = "megarl.rollout.sglang.loader.run"
+# What a folder in block-scaled FP8 has in its config.json (see models/fp8.py).
+BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 START_LIMIT_S = 600.0  # kernels may be compiled
 
 # Arguments that megarl sets, and the key that a user sets instead.
@@ -31,6 +34,8 @@ _OWN = {
     "tokenizer_path": "model.path",
     "trust_remote_code": "model.trust_remote_code",
     "dtype": "model.dtype",
+    "quantization": "rollout.dtype",
+    "fp8_gemm_runner_backend": None,
     "device": "device",
     "tp_size": "rollout.tensor_parallel_size",
     "tensor_parallel_size": "rollout.tensor_parallel_size",
@@ -122,6 +127,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
     model = spec.model
     rollout = spec.rollout
     on_cpu = spec.device is Device.cpu
+    is_fp8 = rollout.dtype is EngineDType.fp8
     given = rollout.sglang.server_args
     refuse_own_server_args(given)
     _refuse_nameless_class(model.path)
@@ -135,7 +141,9 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         "ep_size": rollout.expert_parallel_size,
         "max_running_requests": rollout.max_concurrency,
         "context_length": longest + _SPARE_TOKENS,
-        "json_model_override_args": json.dumps(_overridden_fields(model.path)),
+        "json_model_override_args": json.dumps(
+            _overridden_fields(model.path) | ({"quantization_config": BLOCK_FP8} if is_fp8 else {})
+        ),
         "skip_tokenizer_init": not needs_tokenizer(rollout, model.path),
         "load_format": "dummy",  # the weights come from a weight sync, so that they are always the trainer's
         "custom_weight_loader": [WEIGHT_LOADER],
@@ -163,6 +171,9 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         if "num_experts_per_tok" in _model_config(model.path):
             # others rearrange experts' weights, so that a weight sync cannot find them
             arguments["moe_runner_backend"] = "triton"
+        if is_fp8:
+            # others convert or rearrange scales after loading, so that a weight sync would write other ones
+            arguments["fp8_gemm_runner_backend"] = "triton"
         # Without a limit, SGLang captures graphs for larger batches than it may run.
         if not given.keys() & _DECODE_GRAPHS:
             arguments["cuda_graph_max_bs_decode"] = min(rollout.max_concurrency, _MAX_GRAPH_BATCH)

@@ -25,8 +25,14 @@ from megarl.weights.ipc import IPCAddress, IPCReader, IPCWriter
 from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import NUM_IPC_BUFFERS, TransferPlan
 from megarl.weights.schedule import TransferSchedule
-from megarl.weights.shards import Shards
-from megarl.weights.transports.interface import DestinationViews, Opened, PackBuffers, Receiver, Sender
+from megarl.weights.transports.interface import (
+    DestinationViews,
+    Opened,
+    PackBuffers,
+    Receiver,
+    Sender,
+    SentShards,
+)
 
 
 class DeviceEndpoint(NamedTuple):
@@ -125,7 +131,7 @@ class DeviceSender(Sender):
         """Set what this rank sends to other devices for `replica`, by the trainer ranks there."""
         self._relayed[replica] = dict(schedules)
 
-    def open(self, shards: Shards, replicas: Collection[int], first_round: int = 0) -> Opened:
+    def open(self, shards: SentShards, replicas: Collection[int], first_round: int = 0) -> Opened:
         # What this rank relays to trainer ranks on the devices of the engines in this pass.
         sends = PeerTransfers(
             {
@@ -148,7 +154,14 @@ class DeviceSender(Sender):
         channel = Channel(self._p2p, sends, receives=receive_buffer is not None)
         own = 0 if receive_buffer is None else receive_buffer.own_numel
         kept = 0 if receive_buffer is None else receive_buffer.ipc.nbytes
-        transfer = PipelinedTransfer([channel], num_rounds, buffers, shards.regions, receive_buffer)
+        transfer = PipelinedTransfer(
+            [channel],
+            num_rounds,
+            buffers,
+            shards.regions,
+            receive_buffer,
+            are_computed=shards.are_computed,
+        )
 
         return Opened(transfer, (sends.numel + own) * shards.dtype.itemsize, buffers.nbytes + kept)
 

@@ -22,9 +22,8 @@ from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import MESSAGE_BYTES_ON_A_CPU
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.schedule import Part
-from megarl.weights.shards import Shards
 from megarl.weights.tensors import ChunkMeta, flat_index, row_major_strides
-from megarl.weights.transports.interface import Opened, Sender
+from megarl.weights.transports.interface import Opened, Sender, SentShards
 
 NUM_WINDOWS = 3  # with two, the disk is idle while the next window is filled
 # Outgoing messages, incoming messages, and windows of a writer, each at most the size of one message.
@@ -59,7 +58,7 @@ class FolderSender(Sender):
         self._part = part
         self._output = _Output(folder, durable)
 
-    def open(self, shards: Shards, replicas: Collection[int] = (), first_round: int = 0) -> Opened:
+    def open(self, shards: SentShards, replicas: Collection[int] = (), first_round: int = 0) -> Opened:
         assert first_round == 0, "a folder has all tensors"
         part = self._part
         sends = PeerTransfers(part.sends)
@@ -70,7 +69,14 @@ class FolderSender(Sender):
         channels = (
             [] if self._p2p is None else [Channel(self._p2p, sends, receives=receive_buffer is not None)]
         )
-        transfer = PipelinedTransfer(channels, part.num_rounds, buffers, shards.regions, receive_buffer)
+        transfer = PipelinedTransfer(
+            channels,
+            part.num_rounds,
+            buffers,
+            shards.regions,
+            receive_buffer,
+            are_computed=shards.are_computed,
+        )
         own, kept = (0, 0) if receive_buffer is None else (receive_buffer.own_numel, receive_buffer.nbytes)
 
         return Opened(transfer, (sends.numel + own) * part.dtype.itemsize, buffers.nbytes + kept)

@@ -14,8 +14,14 @@ from megarl.weights.execution import Channel, PeerTransfers, PipelinedTransfer, 
 from megarl.weights.p2p import P2PAddress, P2PGroup
 from megarl.weights.plan import TransferPlan
 from megarl.weights.schedule import Part, TransferSchedule
-from megarl.weights.shards import Shards
-from megarl.weights.transports.interface import DestinationViews, Opened, PackBuffers, Receiver, Sender
+from megarl.weights.transports.interface import (
+    DestinationViews,
+    Opened,
+    PackBuffers,
+    Receiver,
+    Sender,
+    SentShards,
+)
 
 
 class GroupEndpoint(NamedTuple):
@@ -86,7 +92,7 @@ class GroupSender(Sender):
         self.leave(replica)
         self._channels[replica] = Channel(p2p, PeerTransfers(schedules), replica=replica)
 
-    def open(self, shards: Shards, replicas: Collection[int], first_round: int = 0) -> Opened:
+    def open(self, shards: SentShards, replicas: Collection[int], first_round: int = 0) -> Opened:
         channels = [
             channel._replace(sends=channel.sends.after(first_round))
             for replica, channel in sorted(self._channels.items())
@@ -103,7 +109,11 @@ class GroupSender(Sender):
         nbytes = sum(channel.sends.numel for channel in channels) * shards.dtype.itemsize
 
         return Opened(
-            PipelinedTransfer(channels, num_rounds, buffers, shards.regions), nbytes, buffers.nbytes
+            PipelinedTransfer(
+                channels, num_rounds, buffers, shards.regions, are_computed=shards.are_computed
+            ),
+            nbytes,
+            buffers.nbytes,
         )
 
     def leave(self, replica: int) -> None:

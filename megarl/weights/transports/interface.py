@@ -16,11 +16,14 @@ import torch
 from megarl.machine.usage import PeakMemory
 from megarl.weights.execution import PeerTransfers, PipelinedTransfer, copy_tensors
 from megarl.weights.message_words import Places
+from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.schedule import Part
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
 
 _MAX_NAMED = 8
+
+SentShards = Shards | QuantizedShards
 
 
 class SendReport(NamedTuple):
@@ -54,7 +57,7 @@ class Sender(ABC):
     """The trainer-rank side of a transport, for all replicas (by number) that the rank sends to."""
 
     @abstractmethod
-    def open(self, shards: Shards, replicas: Collection[int], first_round: int = 0) -> Opened:
+    def open(self, shards: SentShards, replicas: Collection[int], first_round: int = 0) -> Opened:
         """Start a pass that sends the current weights to these replicas, from a round on."""
 
     @abstractmethod
@@ -74,7 +77,7 @@ class SendPass:
     """A pass over the weights in progress."""
 
     def __init__(
-        self, sender: Sender, shards: Shards, replicas: Collection[int], first_round: int = 0
+        self, sender: Sender, shards: SentShards, replicas: Collection[int], first_round: int = 0
     ) -> None:
         self._peak = PeakMemory(shards.device)
         self._opened = sender.open(shards, replicas, first_round)

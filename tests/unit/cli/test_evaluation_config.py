@@ -15,6 +15,7 @@ from megarl.cli.run.evaluation_config import evaluation_config
 from megarl.cli.run.named_model import find_model
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.machine.errors import ConfigError
 from tests.integration.tiny_run import save_policy
 
 ROWS = [("1+1=", "2"), ("2+1=", "3")]
@@ -74,3 +75,11 @@ def test_columns_with_other_names_are_read(policy: Path, tmp_path: Path) -> None
         r"data\.columns\.ground_truth=answer",
     ):
         rows_of(policy, data)
+
+
+def test_an_evaluation_does_not_quantize(policy: Path, tmp_path: Path) -> None:
+    (tmp_path / "sums.jsonl").write_text(json.dumps({"prompt": "1+1=", "ground_truth": "2"}) + "\n")
+    with pytest.raises(
+        ConfigError, match=r"rollout\.dtype: is fp8, but an evaluation.*use rollout\.dtype=model"
+    ):
+        rows_of(policy, tmp_path / "sums.jsonl", "rollout.dtype=fp8", "rollout.engine=sglang")

@@ -83,6 +83,36 @@ def test_all_ranks_are_rehearsed_and_compared(
     assert train["peak"] > train["held"] > parameters * (2 + 4 + 12)
 
 
+def test_a_sync_in_fp8(run: dict[str, Any], tmp_path: Path) -> None:
+    written = tmp_path / "out.json"
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_key_value_heads": 4}
+    run["model"]["path"] = save_config(tmp_path / "whole", TINY | sizes)
+    run["actor"]["parallel"] = {"tensor_parallel_size": 2}
+    run["rollout"] = {"engine": "sglang", "dtype": "fp8"}
+    corrected = "algorithm.rollout_correction.level=token"
+    assert main(["rehearse", write(tmp_path, run), "--ranks", "all", "--json", str(written), corrected]) == 0
+
+    ranks = json.loads(written.read_text())["ranks"]
+    pushes = [next(phase for phase in rank["phases"] if phase["name"] == "push") for rank in ranks]
+    calls = [call for push in pushes for call in push["collectives"]]
+    # A layer has four matrices of 512 x 512 and three of 1024 x 512, with a scale for 128 x 128 elements.
+    matrices = 2 * (4 * 512 * 512 + 3 * 1024 * 512)
+    num_scales = matrices // 128**2
+    norms = 5 * 512
+    sent = [sum(call["nbytes"] for call in push["collectives"] if call["kind"] == "send") for push in pushes]
+    assert sum(sent) == matrices + 4 * num_scales + 2 * (2 * 199 * 512 + norms)
+    assert {call["dtype"] for call in calls if call["kind"] == "send"} == {"uint8"}
+
+    # All ranks take the maximum of each block once, in the same order of calls.
+    maxima = [call for call in calls if call["kind"] == "all_reduce"]
+    assert [(call["elements"], call["ranks"]) for call in maxima] == [(num_scales, [0, 1])] * 2
+
+    # A rank has all scales, two messages, and one matrix at a time in float32.
+    for push, own in zip(pushes, sent, strict=True):
+        extra = push["peak"] - push["held"] - 2 * own - 4 * num_scales
+        assert 0 < extra <= 15 * 1024 * 512 / 2
+
+
 def test_a_critic_that_does_not_fit(
     run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ RUNS = {
     "glm4.5_grpo": Cluster(16, "hybrid", {"actor": 128, "reward": 0}, memory_gb=127),
     "gpt_oss_120b_grpo": Cluster(8, "hybrid", {"actor": 64, "reward": 0}),
     "deepseek_v3_671b_grpo": Cluster(16, "hybrid", {"actor": 128, "reward": 0}, memory_gb=240),
+    "deepseek_v3_671b_fp8_grpo": Cluster(32, "hybrid", {"actor": 256, "reward": 0}),
     "kimi_k2_1t_grpo": Cluster(
         24, "split_collocate", {"actor": 128, "reward": 0, "rollout": 64}, memory_gb=256
     ),
@@ -67,6 +68,7 @@ LARGEST = {
     "qwen3_next_80b_grpo",
     "glm4.5_grpo",
     "deepseek_v3_671b_grpo",
+    "deepseek_v3_671b_fp8_grpo",
     "kimi_k2_1t_grpo",
 }
 MANY_TENSORS = {"qwen3_30b_a3b_grpo", "glm4.5_air_grpo", "gpt_oss_120b_grpo", *LARGEST}

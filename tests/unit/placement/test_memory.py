@@ -13,6 +13,7 @@ from megarl.config.schema import (
     Device,
     DType,
     EngineConfig,
+    EngineDType,
     Layers,
     MicroBatchConfig,
     ModelConfig,
@@ -221,3 +222,30 @@ def test_a_budget_names_the_device_the_phase_and_the_roles() -> None:
     assert "but has 32; use larger parallel sizes" in problem
     roomy = config(PlacementStrategy.fully_collocate, device_memory_gb=80.0, over_budget=OverBudget.warn)
     assert budget_problems(roomy, devices) == []
+
+
+def test_engines_in_fp8_have_half_the_weights_and_the_actor_quantizes() -> None:
+    run = config(PlacementStrategy.split_collocate)
+    in_fp8 = replace(run, rollout=replace(run.rollout, dtype=EngineDType.fp8))
+    plain, quantized = (plan_memory(each, plan_placement(each), EVERY_ROLE) for each in (run, in_fp8))
+
+    # Of a layer, queries and outputs have 3584 x 3584, keys and values 512 x 3584, and the feed-forward three
+    # matrices of 18944 x 3584; a block has 128 x 128.
+    matrices = 28 * (2 * 3584 * 3584 + 2 * 512 * 3584 + 3 * 18944 * 3584)
+    num_scales = matrices // 128**2
+    (weights,) = {
+        device.phases["gen"]["rollout"].parameters
+        for device in quantized
+        if device.phases["gen"].get("rollout")
+    }
+    assert weights == (2 * SIZE - matrices + 4 * num_scales) // 2
+
+    def buckets(devices: list[DeviceMemory]) -> int:
+        return max(
+            device.phases["update_weights"]["actor"].buckets
+            for device in devices
+            if "actor" in device.phases["update_weights"]
+        )
+
+    # An actor rank has all scales, and converts 4 Mi elements at a time, each in 15 bytes.
+    assert buckets(quantized) - buckets(plain) == 4 * num_scales + 15 * 2**22

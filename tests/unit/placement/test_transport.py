@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megarl.config.schema import (
     ActorConfig,
+    EngineDType,
     ParallelConfig,
     PlacementConfig,
     PlacementStrategy,
@@ -86,3 +89,23 @@ def test_a_way_that_does_not_exist(
     with pytest.raises(ConfigError, match=said) as error:
         choose_transport(run, plan_placement(run))
     assert error.value.problems[0].startswith("resharding.transport, placement.strategy: ")
+
+
+def test_fp8_is_not_sent_through_a_folder() -> None:
+    # Of the three engines, two share the actor's devices and one has its own: only a folder reaches all.
+    run = PPOConfig(
+        actor=ActorConfig(parallel=ParallelConfig(tensor_parallel_size=2)),
+        rollout=RolloutConfig(num_replicas=3),
+        placement=PlacementConfig(strategy=HYBRID, devices_per_node=4),
+    )
+    plan = plan_placement(run)
+    assert choose_transport(run, plan) is FOLDER
+
+    in_fp8 = replace(run, rollout=replace(run.rollout, dtype=EngineDType.fp8))
+    with pytest.raises(ConfigError) as error:
+        choose_transport(in_fp8, plan)
+    (problem,) = error.value.problems
+    assert problem.startswith(
+        "resharding.transport, rollout.dtype, placement.strategy: is auto, and only a folder"
+    )
+    assert problem.endswith("use another placement, or rollout.dtype=model")

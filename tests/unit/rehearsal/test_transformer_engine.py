@@ -42,6 +42,7 @@ MISTAKES = {
 }
 # Runs with the layers of another run, in a layout of the same kind. A soak test takes them too.
 SAME_LAYERS = {
+    "deepseek_v3_671b_fp8_grpo": "deepseek_v3_671b_grpo",
     "glm4.5_grpo": "glm4.5_air_grpo",
     "kimi_k2_1t_grpo": "deepseek_v3_671b_grpo",
     "llama3_70b_ppo": "llama3.3_70b_grpo",

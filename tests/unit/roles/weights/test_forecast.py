@@ -9,6 +9,7 @@ from math import prod
 from megarl.config.schema import (
     ActorConfig,
     Device,
+    EngineDType,
     ModelConfig,
     ParallelConfig,
     PlacementConfig,
@@ -181,3 +182,17 @@ def test_files_have_no_forecast() -> None:
     of = config(PlacementStrategy.hybrid, ParallelConfig(), num_replicas=1, engine_size=1)
     of = replace(of, resharding=ReshardingConfig(transport=Transport.folder))
     assert forecast_weights(of, plan_placement(of), QWEN) is None
+
+
+def test_engines_in_fp8_get_one_byte_for_most_elements_and_scales() -> None:
+    of = config(
+        PlacementStrategy.split_collocate, ParallelConfig(data_parallel_size=4), num_replicas=2, engine_size=1
+    )
+    found = forecast(replace(of, rollout=replace(of.rollout, dtype=EngineDType.fp8)))
+    # Every matrix of a layer is smaller than a block, so that it has one scale of four bytes.
+    width = HEADS * HEAD_DIM
+    matrices = LAYERS * (2 * width * HIDDEN + width * HIDDEN + 3 * FEED_FORWARD * HIDDEN)
+    expected = 2 * num_parameters(QWEN) - matrices + LAYERS * 7 * 4
+    assert found.received == [expected] * 2
+    assert sum(found.sent) == 2 * expected
+    assert found.element_bytes == 1

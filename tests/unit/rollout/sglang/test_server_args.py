@@ -16,6 +16,7 @@ import pytest
 from megarl.config.schema import (
     Device,
     DType,
+    EngineDType,
     ModelConfig,
     RolloutConfig,
     RolloutEngineKind,
@@ -164,6 +165,25 @@ def test_logits_in_float32_are_the_trainers_choice(tmp_path: Path) -> None:
         refuse_unknown_server_args({"enable_fp32_lm_head": True})
 
 
+def test_engines_in_fp8_have_the_fields_of_a_folder_in_fp8(tmp_path: Path) -> None:
+    asked = spec(tmp_path, Device.cuda, dtype=EngineDType.fp8)
+    arguments = build_server_args(asked)
+    assert json.loads(arguments["json_model_override_args"]) == {
+        "eos_token_id": [3],
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        },
+    }
+    # Other kernels rearrange the scales once, so that a later sync would write them to the wrong places.
+    assert arguments["fp8_gemm_runner_backend"] == "triton"
+    assert arguments["dtype"] == "bfloat16"
+    assert "fp8_gemm_runner_backend" not in build_server_args(spec(tmp_path, dtype=EngineDType.fp8))
+    with pytest.raises(ConfigError, match=r"quantization is set by megarl; set rollout\.dtype"):
+        refuse_unknown_server_args({"quantization": "fp8"})
+
+
 def test_the_users_arguments_win_over_defaults(tmp_path: Path) -> None:
     chosen = SGLangConfig(server_args={"attention_backend": "intel_amx", "schedule_policy": "lpm"})
     arguments = build_server_args(spec(tmp_path, sglang=chosen))
@@ -225,7 +245,6 @@ PASSED_ON = {  # names that resemble an unsupported feature, but are supported
     [
         ("speculative_algorithm", "draft model"),
         ("speculative_draft_model_path", "draft model"),
-        ("quantization", "quantized weights"),
         ("modelopt_quant", "quantized weights"),
         ("enable_lora", "adapters"),
         ("lora_paths", "adapters"),

@@ -1,0 +1,81 @@
+"""Block-scaled FP8 weights: which tensors an engine has in it, and the shapes of their scales.
+
+A matrix is stored as float8_e4m3fn with one float32 scale for each block of 128 x 128 elements, which starts
+at multiples of 128 of the whole tensor. The scales of `name` form the tensor `name_scale_inv`, by which the
+stored values are multiplied. DeepSeek's folders and SGLang use this format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from types import MappingProxyType
+
+from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import Weight, weights_of
+
+BLOCK = 128
+SCALE_SUFFIX = "_scale_inv"
+SCALE_BYTES = 4
+# The layers that SGLang quantizes. Its router, norms, embeddings and output layer keep their dtype.
+_QUANTIZED = ("_proj.weight", ".kv_a_proj_with_mqa.weight")
+
+# Elements of a GPU's weights that a trainer rank converts at a time, and the bytes of temporary memory that
+# each of them takes: the elements, three float32 numbers and the result.
+STEP_ELEMENTS = 2**22
+STEP_BYTES = STEP_ELEMENTS * (2 + 3 * 4 + 1)
+
+
+def scale_name(name: str) -> str:
+    return name + SCALE_SUFFIX
+
+
+def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(-(-size // BLOCK) for size in shape)
+
+
+@lru_cache(maxsize=8)
+def quantized_tensors(architecture: Architecture) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that engines have in FP8, in sending order."""
+    weights = weights_of(architecture.base, "lm")
+    return MappingProxyType(
+        {
+            tensor.name: tensor.shape
+            for weight in weights
+            if _is_quantized(weight)
+            for tensor in weight.tensors
+            if tensor.name.endswith(_QUANTIZED)
+        }
+    )
+
+
+def _is_quantized(weight: Weight) -> bool:
+    is_matrix = all(len(tensor.shape) == 2 and tensor.part is None for tensor in weight.tensors)
+    return weight.layer is not None and weight.dtype is None and is_matrix
+
+
+@lru_cache(maxsize=8)
+def num_blocks(architecture: Architecture) -> int:
+    """Return the number of scales of a model."""
+    return sum(prod(scale_shape(shape)) for shape in quantized_tensors(architecture).values())
+
+
+def model_bytes(architecture: Architecture, num_parameters: int, element_bytes: int) -> int:
+    """Return the bytes of a model whose projections are in FP8, with their scales.
+
+    Args:
+        architecture: The model.
+        num_parameters: The number of all of its parameters.
+        element_bytes: The bytes of an element of its dtype.
+    """
+    in_fp8 = sum(prod(shape) for shape in quantized_tensors(architecture).values())
+    return (num_parameters - in_fp8) * element_bytes + in_fp8 + num_blocks(architecture) * SCALE_BYTES
+
+
+def sender_bytes(architecture: Architecture) -> int:
+    """Return the memory that a trainer rank on a GPU needs to quantize what it sends.
+
+    Every rank has the scales of the whole model.
+    """
+    return num_blocks(architecture) * SCALE_BYTES + STEP_BYTES
