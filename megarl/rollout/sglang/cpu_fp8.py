@@ -15,13 +15,15 @@ from torch.nn.functional import linear
 
 from megarl.models.fp8 import BLOCK
 
+_DTYPE = "megarl_dtype"  # attribute of a weight: the dtype of the model
+
 
 def dequantize_in_products() -> None:
     """Replace the kernels of SGLang's FP8 layers, which need a GPU or a CPU with AMX."""
     from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod, Fp8MoEMethod
     from sglang.srt.models.deepseek_common import deepseek_weight_loader
 
-    Fp8Config.get_supported_act_dtypes = classmethod(lambda cls: [torch.bfloat16, torch.half, torch.float32])
+    Fp8Config.get_supported_act_dtypes = staticmethod(_activation_dtypes)
     Fp8LinearMethod.create_weights = _remembering_dtype(Fp8LinearMethod.create_weights)
     Fp8LinearMethod.process_weights_after_loading = _leave_as_loaded
     Fp8LinearMethod.apply = _apply_linear
@@ -45,11 +47,15 @@ def dequantized(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
     return (values.float() * wide).to(dtype)
 
 
+def _activation_dtypes() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.half, torch.float32]
+
+
 def _remembering_dtype(create_weights: Callable[..., None]) -> Callable[..., None]:
     @wraps(create_weights)
     def create(self: Any, layer: Any, *arguments: Any, **options: Any) -> None:
         create_weights(self, layer, *arguments, **options)
-        layer.weight.megarl_dtype = layer.orig_dtype
+        vars(layer.weight)[_DTYPE] = layer.orig_dtype
 
     return create
 
@@ -71,7 +77,7 @@ def _apply_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     x = dispatch_output.hidden_states
-    experts = SimpleNamespace(
+    experts: Any = SimpleNamespace(
         num_experts=layer.num_experts,
         w13_weight=dequantized(layer.w13_weight, layer.w13_weight_scale_inv, x.dtype),
         w2_weight=dequantized(layer.w2_weight, layer.w2_weight_scale_inv, x.dtype),
@@ -83,10 +89,11 @@ def _apply_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
 
 
 def _dequantized_without_scale(
-    values: torch.Tensor, scales: torch.Tensor, block_size: list[int]
-) -> tuple[torch.Tensor, None]:
+    x_q_block: torch.Tensor, x_s: torch.Tensor, block_size: list[int]
+) -> tuple[torch.Tensor, Any]:
     """Dequantize what latent attention stores products of, as SGLang does on CUDA.
 
     On a CPU, SGLang would quantize it again, with a single scale.
     """
-    return dequantized(values, scales, values.megarl_dtype), None  # type: ignore[attr-defined]
+    dtype: torch.dtype = vars(x_q_block)[_DTYPE]
+    return dequantized(x_q_block, x_s, dtype), None
