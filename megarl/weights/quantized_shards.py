@@ -7,7 +7,8 @@ lie inside a block. Messages consist of bytes, because the tensors have several 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -88,11 +89,8 @@ class QuantizedShards:
         self._quantized = quantized_tensors(shards.architecture)
         self._step = STEP_ELEMENTS if shards.device.type == "cuda" else _STEP_ELEMENTS_ON_A_CPU
         self._flat = torch.zeros(num_blocks(shards.architecture), device=shards.device)
-        parts = self._flat.split([_numel(scale_shape(shape)) for shape in self._quantized.values()])
-        self.scales: Mapping[str, torch.Tensor] = {
-            name: part.view(scale_shape(shape))
-            for (name, shape), part in zip(self._quantized.items(), parts, strict=True)
-        }
+        counts = [_numel(scale_shape(shape)) for shape in self._quantized.values()]
+        self._starts = dict(zip(self._quantized, accumulate(counts, initial=0), strict=False))
 
         self._find_maxima()
         reduce(self._flat)
@@ -102,16 +100,22 @@ class QuantizedShards:
     def device(self) -> torch.device:
         return self._shards.device
 
+    def scales(self, name: str) -> torch.Tensor:
+        """Return the scales of a quantized tensor, a view in the shape of its blocks."""
+        shape = scale_shape(self._quantized[name])
+        start = self._starts[name]
+        return self._flat[start : start + _numel(shape)].view(shape)
+
     def regions(self, part: Part) -> Iterator[torch.Tensor]:
         """Yield the bytes of `part` in order. The rank must hold the part, which is in bytes."""
         name, wanted = part
         if name in self._quantized:
             for piece in self._steps(wanted):
-                yield quantize(self._elements(name, piece), self.scales[name], piece).view(self.dtype)
+                yield quantize(self._elements(name, piece), self.scales(name), piece).view(self.dtype)
             return
 
         if name.endswith(SCALE_SUFFIX):
-            yield self.scales[name.removesuffix(SCALE_SUFFIX)].view(self.dtype)[wanted.index]
+            yield self.scales(name.removesuffix(SCALE_SUFFIX)).view(self.dtype)[wanted.index]
             return
 
         for piece in self._steps(wanted):
@@ -137,7 +141,9 @@ class QuantizedShards:
                     slices = in_shape(piece.hf, weight.tensors[number].shape, piece.hf_view)
                     sums[piece.hf_name] = sums.get(piece.hf_name, 0) + self._checksum(piece.hf_name, slices)
 
-        of_scales = {scale_name(name): checksum(each) for name, each in self.scales.items()} if scales else {}
+        of_scales = (
+            {scale_name(name): checksum(self.scales(name)) for name in self._quantized} if scales else {}
+        )
         return add_checksums([sums, of_scales])
 
     def _bytes(self, name: str, wanted: TensorSlice) -> torch.Tensor:
@@ -156,7 +162,7 @@ class QuantizedShards:
         strides = row_major_strides(self._quantized[name])
         return sum(
             checksum(
-                quantize(self._elements(name, step), self.scales[name], step),
+                quantize(self._elements(name, step), self.scales(name), step),
                 flat_index(step.starts, strides),
                 strides,
             )
@@ -170,7 +176,7 @@ class QuantizedShards:
             for whole in held.get(name, ()):
                 for piece in self._steps(whole):
                     found = block_maxima(self._elements(name, piece), piece.starts)
-                    place = self.scales[name][block_slice(piece).index]
+                    place = self.scales(name)[block_slice(piece).index]
                     torch.maximum(place, found, out=place)
 
     def _steps(self, part: TensorSlice) -> Iterator[TensorSlice]:

@@ -18,7 +18,7 @@ from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.models.counts import num_active_parameters, num_parameters
 from megarl.models.families import read_architecture
-from megarl.placement.memory import DeviceMemory, Usage, plan_memory
+from megarl.placement.memory import DeviceMemory, Usage, plan_memory, pushed_bytes
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
 from megarl.roles.weights.forecast import forecast_weights
@@ -239,13 +239,13 @@ def test_weights_do_not_go_through_files(run: str) -> None:
     )
     assert (forecast := forecast_weights(config, plan, policy)) is not None
     num_replicas = config.rollout.num_replicas
-    size = 2 * num_parameters(policy)
+    size = pushed_bytes(config, policy)
     copies = config.rollout.tensor_parallel_size - 1
     replicated = 2 * NUM_REPLICATED_PARAMETERS.get(Path(config.model.path).name, 0) * 4 // 61
 
     # norms, routers and some keys are on several ranks
     assert num_replicas * size <= sum(forecast.received)
-    assert sum(forecast.received) < num_replicas * (size * 1.003 + replicated * copies)
+    assert sum(forecast.received) < num_replicas * (size * 1.004 + replicated * copies)
     assert sum(forecast.sent) == sum(forecast.received)
 
 

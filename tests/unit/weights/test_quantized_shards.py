@@ -147,7 +147,7 @@ def test_a_ranks_own_maximum_is_not_that_of_the_tensor() -> None:
     first = ranks_of("TP2")[0]
     name = next(name for name in quantized_tensors(architecture_of("TP2")) if "down_proj" in name)
     own = QuantizedShards(plain_shards("TP2")[0], lambda flat: None)
-    assert not torch.equal(own.scales[name], first.scales[name])
+    assert not torch.equal(own.scales(name), first.scales(name))
 
 
 def test_a_dequantized_tensor_is_quantized_to_the_same_bytes() -> None:
