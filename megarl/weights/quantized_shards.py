@@ -59,7 +59,9 @@ def block_maxima(values: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
 def expanded(scales: torch.Tensor, part: TensorSlice) -> torch.Tensor:
     """Return the scale of each element of a slice, from the scales of the whole tensor."""
     blocks = block_slice(part)
-    wide = scales[blocks.index].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    rows, columns = blocks.shape
+    each = scales[blocks.index][:, None, :, None]
+    wide = each.expand(rows, BLOCK, columns, BLOCK).reshape(rows * BLOCK, columns * BLOCK)
     return wide[part.relative_to(tuple(start * BLOCK for start in blocks.starts)).index]
 
 
