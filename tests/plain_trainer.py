@@ -35,6 +35,8 @@ def manifest_of(weights: Weights) -> Manifest:
 class PlainShards:
     """Stub for Shards with every tensor unsharded."""
 
+    are_computed = False
+
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         first = next(iter(weights.values()))

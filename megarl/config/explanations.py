@@ -13,7 +13,7 @@ import tokenize
 from functools import cache
 from pathlib import Path
 
-_FOR_TOOLS = ("type:", "noqa")
+_FOR_TOOLS = ("pyrefly:", "noqa")
 
 
 def explanation(owner: type, name: str) -> str:
