@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import secrets
 import sys
 import threading
 import time
@@ -14,7 +15,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import psutil
 import pytest
 
 from megarl.agents.episode import AnswerTurn, TurnPosition
@@ -41,6 +41,7 @@ from megarl.agents.tools.search import FolderSearch
 from megarl.agents.user_tools import load_agent
 from megarl.config.schema import AgentConfig, EnvironmentConfig, ToolConfig
 from megarl.data.turns import TurnTemplate
+from megarl.machine.reaper import OWNER, processes_of
 from megarl.machine.sandbox_levels import SandboxError, SandboxLimits
 from megarl.rollout.tool_calls import call_parser
 from tests.unit.data.test_turns import CHATML, OPENING, tokenizer_of
@@ -375,20 +376,19 @@ def texts_of(reply: Reply) -> list[str]:
     return [message["content"] for message in reply.messages]
 
 
-def sandboxed_children() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [
-        child
-        for child in children
-        if child.is_running() and any("megarl.machine.sandbox_program" in word for word in child.cmdline())
-    ]
+@pytest.fixture
+def owner(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Mark the processes of the sandboxes that the test starts."""
+    mark = f"{secrets.token_hex(8)}/"
+    monkeypatch.setenv(OWNER, mark)
+    return mark
 
 
 LONG = "print('a' * 5000)"
 SMALL = SandboxLimits(memory_mb=128, cpu_s=5, wall_s=1.0, output_kb=4)
 
 
-def test_python_programs_remember_nothing_of_each_other_and_each_failure_is_a_line() -> None:
+def test_python_programs_remember_nothing_of_each_other_and_each_failure_is_a_line(owner: str) -> None:
     (reply,) = run_turns(
         [PythonTool(limits=SMALL)],
         programs(
@@ -421,10 +421,10 @@ def test_python_programs_remember_nothing_of_each_other_and_each_failure_is_a_li
         CallErrorKind.raised,
         CallErrorKind.raised,
     ]
-    assert not sandboxed_children()
+    assert not processes_of(owner)
 
 
-def test_a_session_of_python_is_an_episodes_own_and_ends_with_it() -> None:
+def test_a_session_of_python_is_an_episodes_own_and_ends_with_it(owner: str) -> None:
     tool = PythonSessions(limits=SMALL)
     first, second, third = run_turns(
         [tool],
@@ -439,18 +439,18 @@ def test_a_session_of_python_is_an_episodes_own_and_ends_with_it() -> None:
     assert texts_of(third)[0].endswith("NameError: name 'kept' is not defined")
     (other,) = run_turns([tool], programs("print(kept)"))
     assert texts_of(other)[0].endswith("NameError: name 'kept' is not defined")
-    assert not sandboxed_children()
+    assert not processes_of(owner)
 
 
-def test_a_clock_of_the_environment_ends_the_program_too() -> None:
+def test_a_clock_of_the_environment_ends_the_program_too(owner: str) -> None:
     limits = SandboxLimits(wall_s=60)
     for tool in (PythonTool(limits=limits), PythonSessions(limits=limits)):
         (reply,) = run_turns([tool], programs("import time; time.sleep(60)"), time_limit_s=0.1)
         assert texts_of(reply) == ["tool error (timed out): python took longer than 0.1 s"]
         deadline = time.monotonic() + 10
-        while sandboxed_children() and time.monotonic() < deadline:
+        while processes_of(owner) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not sandboxed_children()
+        assert not processes_of(owner)
 
 
 def test_a_sandbox_that_is_gone_is_no_text_for_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

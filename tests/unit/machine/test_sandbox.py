@@ -9,6 +9,7 @@ import ctypes
 import os
 import platform
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -20,18 +21,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pebble
-import psutil
 import pytest
 
 import megarl
 from megarl.machine import sandbox, sandbox_program, system_calls
+from megarl.machine.reaper import OWNER, processes_of
 from megarl.machine.sandbox import Finished, run_program, strongest, why_not
 from megarl.machine.sandbox_levels import Level, SandboxError, SandboxLimits
 from megarl.machine.sandbox_session import SandboxSession
 from tests.unit.machine.attacks import ATTACKS, BY_LIMITS, END, HEAD, OF_KERNEL, OF_ROOT
 
 PAGE = Path(__file__).parents[3] / "docs" / "sandbox.md"
-MODULE = "megarl.machine.sandbox_program"  # in the command line of every process of a sandbox
 STRONG = [level for level in Level if level is not Level.process]
 KINDS = (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_DGRAM)
 # The kernel grants one more second of CPU time.
@@ -47,6 +47,15 @@ def needs(level: Level) -> None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def owner() -> Iterator[str]:
+    """Mark the processes of this module's sandboxes, because other tests run sandboxes at the same time."""
+    with pytest.MonkeyPatch.context() as patch:
+        mark = f"{secrets.token_hex(8)}/"
+        patch.setenv(OWNER, mark)
+        yield mark
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
     """Create the targets of the attacks."""
@@ -55,6 +64,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
     os.environ["MEGARL_TEST_SECRET"] = "hunter2"
     kept = ctypes.create_string_buffer(b"hunter2")
     machine = {"x86_64": 0, "aarch64": 1}[platform.machine()]
+    environment = {key: value for key, value in os.environ.items() if key != OWNER}  # it is no sandbox
     calls = {
         "userfaultfd": (323, 282),
         "perf_event_open": (298, 241),
@@ -69,7 +79,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
         unix.listen()
         dgram.bind(str(run / "dgram"))
         abstract.bind(f"\0megarl-test-{os.getpid()}")
-        victim = stack.enter_context(subprocess.Popen(["sleep", "600"]))
+        victim = stack.enter_context(subprocess.Popen(["sleep", "600"], env=environment))
         stack.callback(victim.kill)
         yield {
             "run": run,
@@ -183,40 +193,27 @@ def test_there_are_enough_attacks() -> None:
     assert len(ATTACKS) >= 60
 
 
-def test_nothing_is_left(target: dict[str, object], outcomes: dict[Level, dict[str, Finished]]) -> None:
+def test_nothing_is_left(
+    target: dict[str, object], outcomes: dict[Level, dict[str, Finished]], owner: str
+) -> None:
     run = Path(str(target["run"]))
     assert {path.name for path in run.iterdir()} - {"new.txt", "spare.txt"} == {
         "secret.txt",
         "socket",
         "dgram",
     }
-    left = sandbox_processes()
     deadline = time.monotonic() + 10  # processes that outlive a call without a sandbox end by themselves
 
-    while (
-        any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in left)
-        and time.monotonic() < deadline
-    ):
+    while (left := processes_of(owner)) and time.monotonic() < deadline:
         time.sleep(0.1)
 
-    assert not [
-        process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    ]
-
-
-def sandbox_processes() -> list[psutil.Process]:
-    """Return the sandbox processes of this copy of the package, because another one may be tested on this
-    machine at the same time."""
-    package = repr(str(Path(megarl.__file__).absolute().parents[1]))
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if any(MODULE in word and package in word for word in process.info["cmdline"] or [])
-    ]
+    assert not left
 
 
 @pytest.mark.parametrize("level", STRONG)
-def test_a_program_that_does_all_to_stay_is_gone_when_the_call_returns(level: Level) -> None:
+def test_a_program_that_does_all_to_stay_is_gone_when_the_call_returns(
+    level: Level, owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The program ignores refusals, closes all descriptors and exceeds its time."""
     needs(level)
     program = """
@@ -229,26 +226,15 @@ print(os.readlink("/proc/self") if os.path.exists("/proc/self") else os.getpid()
 os.closerange(0, 64)
 time.sleep(600)
 """
-    before = {process.pid for process in sandbox_processes()}
+    monkeypatch.setenv(OWNER, f"{owner}stays/")
     session = SandboxSession(level, SandboxLimits(wall_s=1.0))
-    finished = run_program(program, level, SandboxLimits(wall_s=1.0))
-    assert finished.ended == "time"
+    assert session.run("print(1)").is_alive
+    assert processes_of(f"{owner}stays/")
+
+    assert run_program(program, level, SandboxLimits(wall_s=1.0)).ended == "time"
     assert session.run(program).finished.ended == "time"
     session.close()
-    assert [
-        process.pid
-        for process in sandbox_processes()
-        if process.pid not in before and ancestors(process) & {1, os.getpid()}
-    ] == []
-
-
-def ancestors(process: psutil.Process) -> set[int]:
-    """Return this process, or process 1 if it has lost its parent; empty if it has ended in the meantime."""
-    try:
-        orphaned = {1} if process.ppid() == 1 else set()
-        return orphaned | ({os.getpid()} & {parent.pid for parent in process.parents()})
-    except psutil.NoSuchProcess:
-        return set()
+    assert processes_of(f"{owner}stays/") == []
 
 
 def test_the_page_has_what_happened(outcomes: dict[Level, dict[str, Finished]]) -> None:
@@ -298,7 +284,7 @@ raise ValueError("meant")
         '  File "<program>", line 7, in <module>\n    raise ValueError("meant")\nValueError: meant'
         in finished.errors
     )
-    assert MODULE not in finished.errors
+    assert sandbox_program.__name__ not in finished.errors
     assert str(sandbox_program.__file__) not in finished.errors
     assert (finished.status, finished.ended) == (1, "itself")
     assert run_program("import sys; sys.exit(125)", level, SandboxLimits()).status == 125
