@@ -47,13 +47,10 @@ def needs(level: Level) -> None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def owner() -> Iterator[str]:
-    """Mark the processes of this module's sandboxes, because other tests run sandboxes at the same time."""
-    with pytest.MonkeyPatch.context() as patch:
-        mark = f"{secrets.token_hex(8)}/"
-        patch.setenv(OWNER, mark)
-        yield mark
+@pytest.fixture(scope="module")
+def owner() -> str:
+    """Return a mark for sandboxes whose processes are looked for, because other tests run sandboxes too."""
+    return f"{secrets.token_hex(8)}/"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +61,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
     os.environ["MEGARL_TEST_SECRET"] = "hunter2"
     kept = ctypes.create_string_buffer(b"hunter2")
     machine = {"x86_64": 0, "aarch64": 1}[platform.machine()]
-    environment = {key: value for key, value in os.environ.items() if key != OWNER}  # it is no sandbox
     calls = {
         "userfaultfd": (323, 282),
         "perf_event_open": (298, 241),
@@ -79,7 +75,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, objec
         unix.listen()
         dgram.bind(str(run / "dgram"))
         abstract.bind(f"\0megarl-test-{os.getpid()}")
-        victim = stack.enter_context(subprocess.Popen(["sleep", "600"], env=environment))
+        victim = stack.enter_context(subprocess.Popen(["sleep", "600"]))
         stack.callback(victim.kill)
         yield {
             "run": run,
@@ -121,14 +117,15 @@ def system_v_objects() -> Iterator[dict[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(target: dict[str, object]) -> dict[Level, dict[str, Finished]]:
+def outcomes(target: dict[str, object], owner: str) -> dict[Level, dict[str, Finished]]:
     def attempt(attack: str, level: Level) -> Finished:
         Path(str(target["run"]), "spare.txt").write_bytes(b"")
         program = HEAD + ATTACKS[attack].format(**target) + END
         return run_program(program, level, LIMITS)
 
     levels = [level for level in Level if level is Level.process or not why_not(level)]
-    with ThreadPoolExecutor(4) as pool:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as pool:
+        patch.setenv(OWNER, owner)
         futures = {
             level: {attack: pool.submit(attempt, attack, level) for attack in ATTACKS} for level in levels
         }
