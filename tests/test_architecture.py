@@ -21,7 +21,7 @@ LAYERS = (
     ("models",),
     ("config", "batch"),
     ("algorithms", "rewards", "agents", "data", "placement", "tracking", "weights"),
-    ("checkpoints", "controller", "rollout"),
+    ("checkpoints", "controller", "rollout", "step_time"),
     ("engine",),
     ("workers", "rehearsal"),
     ("roles",),
@@ -44,7 +44,7 @@ HOMES = {
     "mlflow": ("megarl.tracking",),
     "swanlab": ("megarl.tracking",),
 }
-WITHOUT_TORCH = ("megarl.models", "megarl.config", "megarl.placement", "megarl.agents")
+WITHOUT_TORCH = ("megarl.models", "megarl.config", "megarl.placement", "megarl.agents", "megarl.step_time")
 # Roles create the losses on the driver; worker processes receive them with the rows, so they know no
 # algorithm.
 LOSSES = "megarl.algorithms.losses"
