@@ -26,7 +26,7 @@ class PeakRates:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What software reaches of a device's rates: the constants that `megarl calibrate` fits."""
+    """The shares of the rates that software reaches, and its own times: the constants that are fitted."""
 
     gemm: float = ranged(0.6, above=0, at_most=1)  # share of the peak that large matrix products reach
     attention: float = ranged(0.4, above=0, at_most=1)  # share of the peak that attention kernels reach
