@@ -149,7 +149,7 @@ def validate(config: RunConfig) -> list[Violation]:
     The only files that are read are the models' `config.json`. A rule is skipped if one of its numbers is out
     of range, which is reported instead. `rules.machine` checks the requirements on the run's machine.
     """
-    violations = list(_ranges(config))
+    violations = list(range_violations(config))
     # A rule that relies on a number out of range would only repeat the problem.
     broken = {key for violation in violations for key in violation.keys}
 
@@ -208,7 +208,8 @@ def read_architectures(config: RunConfig) -> tuple[Architectures, list[Violation
     return architectures, violations
 
 
-def _ranges(config: RunConfig) -> Violations:
+def range_violations(config: object) -> Violations:
+    """Yield the numbers of a configuration that are outside the ranges of their keys."""
     for leaf in leaves(config):
         if leaf.items is not None and not leaf.items.fits(leaf.value):
             yield Violation((leaf.key,), f"is {leaf.value}, but must be {leaf.items}")

@@ -48,6 +48,8 @@ class DeviceProfile:
     memory_gb: float = ranged(80.0, above=0)  # device memory, in 2**30 bytes
     memory_gb_s: float = ranged(1000.0, above=0)  # bandwidth of device memory, in 10**9 bytes per second
     devices_per_node: int = ranged(8, at_least=1, at_most=128)
+    # devices that `within_node` connects, if they are more than those of a node; null: those of a node
+    linked_devices: int | None = ranged(None, at_least=1, at_most=10000)
     within_node: LinkProfile = field(default_factory=LinkProfile)
     between_nodes: LinkProfile = field(default_factory=LinkProfile)
     host_gb_s: float = ranged(25.0, above=0)  # copies between a device and its host, per device and direction
