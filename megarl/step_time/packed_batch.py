@@ -1,0 +1,182 @@
+"""The tokens of one rank in a packed micro-batch, as the engine lays them out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import lcm
+from typing import NamedTuple
+
+from megarl.config.batch_arithmetic import Row, padded_length, rows_of_prompt
+from megarl.config.megatron_options import token_multiple
+from megarl.config.roles import ModelRole
+from megarl.config.schema import RunConfig
+
+
+class Rectangle(NamedTuple):
+    """Queries that attend to keys in one attention call.
+
+    Attributes:
+        queries: The number of queries.
+        keys: The number of keys. The last query sees the last key.
+        is_causal: Whether a query sees no key after its own; otherwise every query sees every key.
+    """
+
+    queries: int
+    keys: int
+    is_causal: bool = True
+
+    def pairs(self, window: int = 0) -> int:
+        """Return the pairs of a query and a key that the mask leaves. `window` 0 means full attention."""
+        if not self.is_causal:
+            return self.queries * self.keys
+        before = self.keys - self.queries  # keys that every query sees
+        growing = min(self.queries, max(0, window - before)) if window else self.queries
+        seen = growing * before + growing * (growing + 1) // 2
+
+        return seen + (self.queries - growing) * window
+
+
+class PackedBatch(NamedTuple):
+    """The first tensor- and context-parallel rank's part of a micro-batch.
+
+    Attributes:
+        tokens: Tokens with padding, of all tensor-parallel ranks together.
+        kept: The tokens that a last dense layer keeps after its attention, of all these ranks.
+        scored: The response tokens whose logits this context-parallel rank computes.
+        responses: The response tokens of all context-parallel ranks.
+        sequences: The lengths of the packed sequences on all context-parallel ranks.
+        attention: The attention calls of a layer without a window.
+    """
+
+    tokens: int
+    kept: int
+    scored: int
+    responses: int
+    sequences: tuple[int, ...]
+    attention: tuple[Rectangle, ...]
+
+
+class _Sequence(NamedTuple):
+    """A packed sequence.
+
+    Attributes:
+        length: The number of tokens with padding.
+        prompt: The number of the sequence that it continues, None if it continues none.
+        predictors: The range of its tokens that predict a response token.
+        uses: How many response tokens each of them predicts.
+    """
+
+    length: int
+    prompt: int | None = None
+    predictors: range = range(0)
+    uses: int = 1
+
+
+def pack(config: RunConfig, role: ModelRole, rows: Sequence[Row]) -> PackedBatch:
+    """Lay out the rows of a micro-batch on the first rank of a stage."""
+    parallel = role.parallel
+    parts = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
+    unit = parts * token_multiple(role.megatron)
+    responses = sum(row.response for row in rows)
+
+    # Without packing, every row is padded to the longest one, and no token is dropped.
+    if not config.engine.packing:
+        length = -(-max(row.tokens for row in rows) // unit) * unit
+        tokens = len(rows) * length
+        rectangles = (Rectangle(length, length),) * len(rows)
+        return PackedBatch(tokens, tokens, responses, responses, (length,) * len(rows), rectangles)
+
+    size = parallel.context_parallel_size
+    sequences = list(_sequences(rows, rows_of_prompt(config, role) > 1, size))
+    num_tokens = sum(sequence.length for sequence in sequences)
+    multiple = unit if size == 1 else size * lcm(2, unit)
+    padding = -num_tokens % multiple
+    sequences += [_Sequence(padding)] if padding else []
+    tokens = (num_tokens + padding) // size
+    chosen, scored = _predictors(sequences, size)
+
+    return PackedBatch(
+        tokens=tokens,
+        kept=parts * _kept(chosen, tokens // parts, parts, token_multiple(role.megatron)),
+        scored=scored,
+        responses=responses,
+        sequences=tuple(sequence.length for sequence in sequences),
+        attention=tuple(_rectangles(sequences, size)),
+    )
+
+
+def _sequences(rows: Sequence[Row], shares_prompts: bool, size: int) -> Iterator[_Sequence]:
+    """Yield the sequences. A shared prompt is one, followed by the responses of its rows."""
+    groups: dict[int, list[Row]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(row.prompt_number if shares_prompts else number, []).append(row)
+    number = 0
+
+    for group in groups.values():
+        prompt = group[0].prompt
+        if len(group) == 1:
+            (row,) = group
+            predictors = range(prompt - 1, prompt - 1 + row.response)
+            yield _Sequence(padded_length(row.tokens, size), None, predictors)
+            number += 1
+            continue
+        answered = [row for row in group if row.response]
+        yield _Sequence(padded_length(prompt, size), None, range(prompt - 1, prompt), len(answered))
+        for row in answered:
+            yield _Sequence(padded_length(row.response, size), number, range(row.response - 1))
+        number += 1 + len(answered)
+
+
+def _chunks(length: int, size: int) -> tuple[range, ...]:
+    """Return the tokens of a sequence that the first context-parallel rank has: its first and last chunk."""
+    if size == 1:
+        return (range(length),)
+    chunk = length // (2 * size)
+    return range(chunk), range(length - chunk, length)
+
+
+def _predictors(sequences: Sequence[_Sequence], size: int) -> tuple[list[range], int]:
+    """Return where the rank's predictors are among its tokens, and how many response tokens they predict."""
+    found = []
+    scored = 0
+    start = 0
+
+    for sequence in sequences:
+        for chunk in _chunks(sequence.length, size):
+            first = max(chunk.start, sequence.predictors.start)
+            stop = min(chunk.stop, sequence.predictors.stop)
+            if stop > first:
+                found.append(range(start + first - chunk.start, start + stop - chunk.start))
+                scored += (stop - first) * sequence.uses
+            start += len(chunk)
+
+    return found, scored
+
+
+def _kept(chosen: Sequence[range], part: int, parts: int, multiple: int) -> int:
+    """Return how many tokens each part keeps: as many as the part with most predictors has, at least one."""
+    most = 1
+    for start in range(0, part * parts, part):
+        held = sum(max(0, min(each.stop, start + part) - max(each.start, start)) for each in chosen)
+        most = max(most, held)
+    return -(-most // multiple) * multiple
+
+
+def _rectangles(sequences: Sequence[_Sequence], size: int) -> Iterator[Rectangle]:
+    """Yield the attention calls of the rank's queries."""
+    # With context parallelism, the keys of a chunk are its prompt and its sequence up to its end.
+    if size > 1:
+        for sequence in sequences:
+            before = 0 if sequence.prompt is None else sequences[sequence.prompt].length
+            for chunk in _chunks(sequence.length, size):
+                yield Rectangle(len(chunk), before + chunk.stop)
+        return
+
+    # Every sequence attends to itself, and all responses to a prompt attend to it without a mask.
+    followers: dict[int, int] = {}
+    for sequence in sequences:
+        yield Rectangle(sequence.length, sequence.length)
+        if sequence.prompt is not None:
+            followers[sequence.prompt] = followers.get(sequence.prompt, 0) + sequence.length
+    for prompt, queries in followers.items():
+        yield Rectangle(queries, sequences[prompt].length, is_causal=False)

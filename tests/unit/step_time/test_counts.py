@@ -1,0 +1,115 @@
+"""The counts of the time model equal those of dry runs, and calculations by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megarl.config.batch_arithmetic import Row
+from megarl.config.roles import model_roles
+from megarl.config.schema import EngineConfig, Layers, ParallelConfig, PPOConfig, Recompute
+from megarl.config.validate import read_architectures
+from megarl.rehearsal.processes import rehearse_ranks
+from megarl.rehearsal.ranks import distinct_ranks
+from megarl.rehearsal.record import RankRecord, RankRequest
+from megarl.step_time.counts import CollectiveCount, Counts, Product, total
+from megarl.step_time.packed_batch import Rectangle
+from megarl.step_time.role_counts import scoring_counts
+from tests.unit.rehearsal.runs import SMALL, TINY, ppo, save_config
+from tests.unit.step_time.comparison import compare
+
+SEQUENCE_PARALLEL = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2, sequence_parallel=True)
+Rehearsed = dict[str, list[tuple[RankRequest, RankRecord]]]
+
+
+def _config(model: str, parallel: ParallelConfig, recompute: Recompute = Recompute.none) -> PPOConfig:
+    config = ppo(model, parallel, recompute=recompute, layers=Layers.auto)
+    return replace(config, engine=EngineConfig(log_prob_chunk_tokens=100))
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory: pytest.TempPathFactory, forked_rehearsals: None) -> Rehearsed:
+    """Run the cases in processes that are forked from one."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny = save_config(folder / "tiny", TINY)
+    configs = {
+        "tensor, pipeline and data": _config(tiny, SMALL),
+        "sequence parallel, recompute all": _config(tiny, SEQUENCE_PARALLEL, Recompute.full),
+        "recompute attention": _config(tiny, SEQUENCE_PARALLEL, Recompute.selective),
+    }
+    asked = [
+        (name, RankRequest(config, "actor", rank, 2))
+        for name, config in configs.items()
+        for rank in distinct_ranks(config.actor.parallel)
+    ]
+    found: Rehearsed = {}
+    records = rehearse_ranks((request for _, request in asked), 1)
+    for (name, request), record in zip(asked, records, strict=True):
+        found.setdefault(name, []).append((request, record))
+    return found
+
+
+def test_counts_equal_those_of_dry_runs(rehearsed: Rehearsed) -> None:
+    differing = [
+        (name, record.rank, compared)
+        for name, cases in rehearsed.items()
+        for request, record in cases
+        for compared in compare(request, record)
+        if compared.counted != pytest.approx(compared.rehearsed, rel=1e-9)
+    ]
+    assert not differing, "\n".join(map(str, differing))
+
+
+def test_a_micro_batch_by_hand(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One row of 3 + 5 tokens of a model with two layers, on two tensor-parallel ranks.
+
+    The last layer's MLP and the output layer have the 5 tokens that predict the response.
+    """
+    model = save_config(tmp_path_factory.mktemp("tiny") / "model", TINY)
+    config = _config(model, ParallelConfig(tensor_parallel_size=2))
+    role = model_roles(config)[0]
+    counts = scoring_counts(config, role, read_architectures(config)[0]["actor"], 0, [Row(3, 5)])
+
+    assert sorted(counts.products) == sorted(
+        [
+            Product(8, 64, (64 + 32 + 32) // 2, 2),  # queries, keys and values
+            Product(8, 32, 64, 2),
+            Product(8, 64, 96, 1),  # gate and up: 2 x 96 / 2
+            Product(8, 48, 64, 1),
+            Product(5, 64, 96, 1),
+            Product(5, 48, 64, 1),
+            Product(5, 64, 128, 1),  # 199 words, padded to 256
+        ]
+    )
+    # Two layers with two heads of 16 on the rank, and 8 queries; a causal mask leaves 36 of 64 pairs.
+    assert counts.attention_flops == 2 * 2 * 2 * 64 * (16 + 16)
+    assert counts.masked_attention_flops == 2 * 2 * 2 * 36 * (16 + 16)
+    # The embedding, and two sums in each layer; in the head one maximum and four sums for each token.
+    assert sorted(counts.collectives) == [
+        CollectiveCount("all_reduce", "tensor", 2, 1, "bfloat16", 5, (4 * 8 + 5) * 64 * 2),
+        CollectiveCount("all_reduce", "tensor", 2, 1, "float32", 2, 5 * 5 * 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rectangle", "window", "pairs"),
+    [
+        (Rectangle(4, 4), 0, 10),
+        (Rectangle(2, 5), 0, 4 + 5),
+        (Rectangle(4, 4), 2, 1 + 2 + 2 + 2),
+        (Rectangle(3, 5), 4, 3 + 4 + 4),
+        (Rectangle(2, 5), 2, 2 + 2),
+        (Rectangle(3, 5, is_causal=False), 0, 15),
+    ],
+)
+def test_pairs_that_a_mask_leaves(rectangle: Rectangle, window: int, pairs: int) -> None:
+    assert rectangle.pairs(window) == pairs
+
+
+def test_sums_join_equal_products_and_calls() -> None:
+    call = CollectiveCount("all_reduce", "tensor", 2, 1, "float32", 1, 8)
+    counts = Counts((Product(2, 3, 4),), 100, 60, (call,))
+    assert counts.flops == 2 * 2 * 3 * 4 + 100
+    twice = Counts((Product(2, 3, 4, 2),), 200, 120, (call._replace(calls=2, nbytes=16),))
+    assert total((counts, counts)) == counts.times(2) == twice
