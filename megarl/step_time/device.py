@@ -30,13 +30,12 @@ class Efficiency:
 
     gemm: float = ranged(0.6, above=0, at_most=1)  # share of the peak that large matrix products reach
     attention: float = ranged(0.4, above=0, at_most=1)  # share of the peak that attention kernels reach
-    bandwidth: float = ranged(0.8, above=0, at_most=1)  # share of memory and link bandwidth that is reached
+    memory: float = ranged(0.8, above=0, at_most=1)  # share of the bandwidth of device memory that is reached
+    links: float = ranged(0.8, above=0, at_most=1)  # share of the bandwidth of links that is reached
     # time that the host takes to launch one layer of a forward pass, in microseconds
     training_layer_us: float = ranged(500.0, at_least=0)
     # time that a decode step of an engine takes in each layer besides its reads and products, in microseconds
     decode_layer_us: float = ranged(20.0, at_least=0)
-    # time of a step that depends on neither the model nor the layout: the driver, scoring, metrics
-    step_s: float = ranged(5.0, at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,5 +54,7 @@ class DeviceProfile:
     host_gb_s: float = ranged(25.0, above=0)  # copies between a device and its host, per device and direction
     host_memory_gb: float = ranged(1000.0, above=0)  # memory of a node, in 2**30 bytes
     storage_gb_s: float = ranged(2.0, above=0)  # rate at which a node writes a checkpoint
+    # time of the driver for one sample: requests, assembly, scoring, metrics, in milliseconds
+    sample_ms: float = ranged(2.0, at_least=0)
     efficiency: Efficiency = field(default_factory=Efficiency)
     sources: dict[str, str] = field(default_factory=dict)  # where each value comes from, by dotted key

@@ -110,7 +110,7 @@ def test_all_problems_are_reported(tmp_path: Path) -> None:
 name: Mine
 memory_gbs: 2
 host_gb_s: fast
-efficiency: {gemm: 1.5, band_width: 0.5}
+efficiency: {gemm: 1.5, memry: 0.5}
 within_node: 450
 sources: {peak_tflops.bf16: a guess}
 """
@@ -118,7 +118,7 @@ sources: {peak_tflops.bf16: a guess}
     assert "memory_gbs: unknown key; did you mean memory_gb" in problems
     assert "host_gb_s: is 'fast', but must be a number" in problems
     assert "efficiency.gemm: is 1.5, but must be in (0, 1]" in problems
-    assert "efficiency.band_width: unknown key; did you mean efficiency.bandwidth?" in problems
+    assert "efficiency.memry: unknown key; did you mean efficiency.memory?" in problems
     assert "within_node: is 450, but must be a section with the keys gb_s, latency_us" in problems
     assert "sources: 'peak_tflops.bf16' is no key of a device" in problems
 

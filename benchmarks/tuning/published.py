@@ -1,0 +1,265 @@
+"""Predict published step times, with constants that were fitted to the other models only."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from megarl.config.load import load_config
+from megarl.config.roles import model_roles
+from megarl.config.schema import PPOConfig
+from megarl.config.shipped import CONFIGS_DIR
+from megarl.config.validate import read_architectures
+from megarl.machine.wording import counted
+from megarl.models.architecture import Architecture
+from megarl.placement.memory import pushed_bytes
+from megarl.placement.placement_plan import PlacementPlan
+from megarl.placement.plan import plan_placement
+from megarl.step_time.device import DeviceProfile, Efficiency
+from megarl.step_time.device_files import load_device
+from megarl.step_time.fit import Observation, fit_device
+from megarl.step_time.generation import generation_time
+from megarl.step_time.lengths import Lengths, assumed_lengths
+from megarl.step_time.phase_time import PhaseTime
+from megarl.step_time.role_time import times_of
+from megarl.step_time.role_work import RoleWork, role_work
+from megarl.step_time.step import GENERATION, PUSH, PredictedStep, combine
+from megarl.step_time.transfers import offload_times
+
+ROWS_FILE = Path(__file__).parent / "published_steps.json"
+_FOLDERS = {
+    "Llama-3.1-8B": "Llama-3.1-8B-Instruct",
+    "Qwen3-32B": "Qwen3-32B",
+    "Qwen3-30B-A3B": "Qwen3-30B-A3B",
+    "Qwen3-235B-A22B": "Qwen3-235B-A22B",
+    "DeepSeek-V3": "DeepSeek-V3.1-BF16",
+}
+# Runs that recompute all layers, and the micro-batches of scoring in rows of maximum length, from the recipes
+# of the same runs.
+_RECOMPUTED = ("Llama-3.1-8B", "Qwen3-235B-A22B", "DeepSeek-V3")
+_SCORED_ROWS = {"Llama-3.1-8B": 2, "Qwen3-32B": 4, "Qwen3-30B-A3B": 2}
+# These runs move parameters and optimizer state by Tensor.to("cpu"), which copies to pageable memory. Bytes per
+# second of such copies from all devices of a node at once, in 10**9.
+_PAGEABLE_GB_S = 6.0
+MEDIAN_ERROR = 0.25
+WORST_FACTOR = 1.7
+_TRAINING = ("old_log_prob", "ref", "update_actor")
+# Shares that kernels and rings reach alone, from FlashAttention-3 (arXiv:2407.08608) and NCCL's documentation.
+_PRIOR = Efficiency(gemm=0.7, attention=0.5, memory=0.8, links=0.8, training_layer_us=500, decode_layer_us=20)
+# The constants that are fitted.
+FITTED = (
+    "efficiency.gemm",
+    "efficiency.memory",
+    "efficiency.links",
+    "efficiency.decode_layer_us",
+    "sample_ms",
+)
+
+
+class PublishedRun(NamedTuple):
+    """A published run.
+
+    Attributes:
+        model: The name of the model.
+        staleness: The steps by which generation is ahead.
+        measured_s: The published step time.
+        config: The run as a configuration of megarl.
+        plan: Its placement.
+        policy: The model.
+        work: What the ranks of each role do. Every pipeline stage has as many layers as the fullest one.
+        lengths: The lengths of prompts and responses.
+    """
+
+    model: str
+    staleness: int
+    measured_s: float
+    config: PPOConfig
+    plan: PlacementPlan
+    policy: Architecture
+    work: tuple[RoleWork, ...]
+    lengths: Lengths
+
+
+def read_runs() -> list[PublishedRun]:
+    return [_run(row) for row in json.loads(ROWS_FILE.read_text(encoding="utf-8"))["rows"]]
+
+
+def _run(row: Mapping[str, Any]) -> PublishedRun:
+    name = row["model"]
+    layout = row["train"]
+    pipeline = layout.get("pp", 1)
+    replica = layout.get("tp", 1) * layout.get("cp", 1) * pipeline
+    # Runs that generate ahead split the devices in half.
+    trainers = row["gpus"] // (2 if row["staleness"] else 1)
+    engines = row["gpus"] // (2 if row["staleness"] else 1)
+    longest = row["max_length"]
+    tokens = row["tokens_per_s_per_gpu"] * row["step_s"] * row["gpus"] / row["samples"]
+    prompt = max(50, round(tokens - row["mean_response"]))
+    contents = {
+        "kind": "ppo",
+        "algorithm": "grpo",
+        "model": {
+            "path": str(CONFIGS_DIR / "models" / _FOLDERS[name]),
+            "dtype": "bfloat16",
+            "trust_remote_code": True,
+        },
+        "data": {
+            "train_files": ["train.parquet"],
+            "max_prompt_length": 512,
+            "max_response_length": longest,
+        },
+        "actor": {
+            "parallel": {
+                "tensor_parallel_size": layout.get("tp", 1),
+                "context_parallel_size": layout.get("cp", 1),
+                "pipeline_parallel_size": pipeline,
+                "expert_parallel_size": layout.get("ep", 1),
+                "data_parallel_size": trainers // replica,
+                "sequence_parallel": layout.get("tp", 1) > 1,
+            },
+            "micro_batch": {"max_tokens": longest // layout.get("cp", 1)},
+            "recompute": "full" if name in _RECOMPUTED else "none",
+        },
+        "reference": {"micro_batch": {"max_tokens": longest * _SCORED_ROWS.get(name, 1)}},
+        "rollout": {
+            "engine": "sglang",
+            "num_replicas": engines // row["gen_tp"],
+            "tensor_parallel_size": row["gen_tp"],
+            "n": 32,
+            "max_concurrency": 1024,
+            "max_staleness": row["staleness"],
+        },
+        "reward": {"functions": [{"path": "reward.py"}]},
+        "placement": {
+            "strategy": "split_collocate" if row["staleness"] else "hybrid",
+            "num_nodes": row["gpus"] // 8,
+            "devices_per_node": 8,
+            "device_memory_gb": 76,
+        },
+        "engine": {"share_prompts": False},
+        "trainer": {
+            "prompts_per_step": row["samples"] // 32,
+            "updates_per_step": row["samples"] // row["train_batch"],
+            "total_steps": 1,
+            "output_dir": "outputs",
+        },
+        "device": "cuda",
+    }
+    config = load_config(PPOConfig, contents)
+    policy = read_architectures(config)[0]["actor"]
+    stages = _with_equal_stages(policy, pipeline)
+    lengths = assumed_lengths(prompt, row["mean_response"], longest)
+    return PublishedRun(
+        name,
+        row["staleness"],
+        row["step_s"],
+        config,
+        plan_placement(config),
+        policy,
+        tuple(role_work(config, role, stages, lengths) for role in model_roles(config)),
+        lengths,
+    )
+
+
+def _with_equal_stages(policy: Architecture, num_stages: int) -> Architecture:
+    """Return the model with layers added, so that each stage has as many as the fullest one."""
+    layers = -(-policy.num_hidden_layers // num_stages) * num_stages
+    experts = policy.experts
+    if experts is not None:
+        added = range(policy.num_hidden_layers, layers)
+        experts = replace(experts, layers=(*experts.layers, *added))
+    return replace(policy, num_hidden_layers=layers, experts=experts)
+
+
+def predict(run: PublishedRun, device: DeviceProfile) -> PredictedStep:
+    config, plan, policy = run.config, run.plan, run.policy
+    device = replace(device, host_gb_s=_PAGEABLE_GB_S)
+    times = {GENERATION: generation_time(config, policy, device, run.lengths, run.staleness)}
+    for work in run.work:
+        times |= times_of(work, device)
+    times[PUSH] = _sync_time(run, device)
+    architectures = {role.name: policy for role in model_roles(config)}
+    moves = offload_times(config, plan, architectures, device)
+    return combine(config, plan, times, moves, device, run.lengths)
+
+
+def _sync_time(run: PublishedRun, device: DeviceProfile) -> PhaseTime:
+    """Return the time of a weight sync of the published runs, in which every GPU receives the whole model."""
+    rate = device.between_nodes.gb_s * device.efficiency.links * 1e9
+    return PhaseTime.of(messages=pushed_bytes(run.config, run.policy) / rate)
+
+
+def observe(runs: Sequence[PublishedRun]) -> list[Observation]:
+    return [Observation(lambda device, run=run: predict(run, device).seconds, run.measured_s) for run in runs]
+
+
+def fitted_without(device: DeviceProfile, runs: Sequence[PublishedRun], model: str) -> DeviceProfile:
+    """Return the device with constants that are fitted to all other models."""
+    return fit_device(device, observe([run for run in runs if run.model != model]), FITTED)
+
+
+def prior() -> DeviceProfile:
+    """Return an H100 with constants from data sheets and literature, which know nothing of these runs."""
+    device = load_device("h100_80gb")
+    return replace(device, efficiency=_PRIOR, sample_ms=2.0)
+
+
+def factor(run: PublishedRun, step: PredictedStep) -> float:
+    """Return the factor by which a prediction is too high or too low, at least 1."""
+    return math.exp(abs(math.log(step.seconds / run.measured_s)))
+
+
+def misordered(runs: Sequence[PublishedRun], steps: Sequence[PredictedStep]) -> list[tuple[str, str]]:
+    """Return the pairs of runs that differ by more than 20 %, and whose prediction has the wrong order."""
+    pairs = combinations(zip(runs, steps, strict=True), 2)
+    return [
+        (one.model, other.model)
+        for (one, first), (other, second) in pairs
+        if abs(math.log(one.measured_s / other.measured_s)) > math.log(1.2)
+        and (one.measured_s < other.measured_s) != (first.seconds < second.seconds)
+    ]
+
+
+def print_table(runs: Sequence[PublishedRun], steps: Sequence[PredictedStep]) -> bool:
+    """Print the predictions, and return whether they are within the limits."""
+    print(
+        "| model | staleness | published s | predicted s | predicted / published | generation s | training s |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for run, step in zip(runs, steps, strict=True):
+        generation_s = step.phases[GENERATION].seconds
+        training_s = sum(step.phases[name].seconds for name in _TRAINING if name in step.phases)
+        print(
+            f"| {run.model} | {run.staleness} | {run.measured_s:g} | {step.seconds:.1f} | "
+            f"{step.seconds / run.measured_s:.2f} | {generation_s:.1f} | {training_s:.1f} |"
+        )
+
+    factors = [factor(run, step) for run, step in zip(runs, steps, strict=True)]
+    wrong = misordered(runs, steps)
+    print(
+        f"\nmedian error {median(factors) - 1:.0%} (limit {MEDIAN_ERROR:.0%}), worst factor {max(factors):.2f}"
+    )
+    print(f"(limit {WORST_FACTOR}), {counted(len(wrong), 'pair')} in the wrong order {wrong or ''}")
+    return median(factors) - 1 <= MEDIAN_ERROR and max(factors) <= WORST_FACTOR and not wrong
+
+
+def main() -> int:
+    device = prior()
+    runs = read_runs()
+    fits = {model: fitted_without(device, runs, model) for model in dict.fromkeys(run.model for run in runs)}
+    print("Each model is predicted with constants that were fitted to the other models.\n")
+    passed = print_table(runs, [predict(run, fits[run.model]) for run in runs])
+    fitted = fit_device(device, observe(runs), FITTED)
+    print(f"\nFitted to all runs: {fitted.efficiency}, sample_ms={fitted.sample_ms:.3g}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

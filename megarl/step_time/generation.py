@@ -1,0 +1,194 @@
+"""The time in which engines generate the samples of a step: a decode step's roofline, and its schedule. Pure.
+
+A decode step reads the weights, reads the keys and values of all running sequences, and launches each layer.
+Sequences are batched continuously: one that ends frees its slot for the next. The batch shrinks at the end,
+while the longest samples finish.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from megarl.config.schema import DType, EngineDType, PPOConfig
+from megarl.models.architecture import Architecture
+from megarl.models.counts import num_active_parameters, num_expert_parameters, num_parameters
+from megarl.placement.memory import engine_share, engine_weights, row_cache, weight_bytes
+from megarl.step_time.device import DeviceProfile
+from megarl.step_time.lengths import Lengths
+from megarl.step_time.links import RankSpan, collective_s
+from megarl.step_time.phase_time import PhaseTime, peak_flops
+
+# Share of a device's memory that an engine takes if the configuration does not say.
+_DEFAULT_SHARE = 0.85
+# Decode steps between two looks at the batch, as a share of the longest response.
+_LOOKS = 256
+
+
+class DecodeModel(NamedTuple):
+    """The costs of a decode step of one engine, per device.
+
+    Attributes:
+        dense_s: Seconds to read the weights that every step reads.
+        experts_s: Seconds to read all experts, of which a step reads those that its batch selects.
+        selected: The share of experts that one token selects; 0 without experts.
+        token_s: Seconds of the matrix products of one token.
+        context_s: Seconds to read one token of context.
+        layers_s: Seconds to launch all layers, and the latency of their collectives.
+        message_s: Seconds of the collectives of one token, without latency.
+    """
+
+    dense_s: float
+    experts_s: float
+    selected: float
+    token_s: float
+    context_s: float
+    layers_s: float
+    message_s: float
+
+    def step_s(self, batch: int, context: float) -> float:
+        """Return the seconds of one decode step.
+
+        Args:
+            batch: The number of running sequences.
+            context: The tokens of all of them together.
+        """
+        return sum(self.parts(batch, context))
+
+    def parts(self, batch: int, context: float) -> tuple[float, float, float, float]:
+        """Return the seconds of weights and products, of the context, of launches and of collectives."""
+        hit = 1.0 - (1.0 - self.selected) ** batch if self.selected else 0.0
+        return (
+            max(self.dense_s + hit * self.experts_s, batch * self.token_s),
+            context * self.context_s,
+            self.layers_s,
+            batch * self.message_s,
+        )
+
+
+def decode_model(config: PPOConfig, policy: Architecture, device: DeviceProfile) -> DecodeModel:
+    """Return the costs of a decode step of the configured engines."""
+    base = policy.base
+    size = config.rollout.tensor_parallel_size
+    bandwidth = device.memory_gb_s * device.efficiency.memory * 1e9
+    element = weight_bytes(config.model.dtype)
+
+    # A token reads one row of the input embedding, unless the output layer is the same matrix.
+    weights = engine_weights(config, policy)
+    experts = num_expert_parameters(base)
+    of_experts = weights * experts / num_parameters(base)
+    embedding = 0 if base.tie_word_embeddings else base.vocab_size * base.hidden_size * element / size
+    selected = base.experts.num_experts_per_tok / base.experts.num_experts if base.experts else 0.0
+
+    # Two all-reduces in each layer sum the parts of attention and of the feed-forward.
+    span = RankSpan(size)
+    num_layers = base.num_hidden_layers
+    message = 2 * num_layers * base.hidden_size * element
+    latency_s = collective_s(device, "all_reduce", span, 0.0, 2 * num_layers)
+    message_s = collective_s(device, "all_reduce", span, message, 2 * num_layers) - latency_s
+
+    products = 2 * num_active_parameters(base) / size
+    return DecodeModel(
+        dense_s=(weights - of_experts - embedding) / bandwidth,
+        experts_s=of_experts / bandwidth,
+        selected=selected,
+        token_s=products / (peak_flops(device, engine_dtype(config)) * device.efficiency.gemm),
+        context_s=row_cache(config, policy) / config.max_row_tokens / bandwidth,
+        layers_s=num_layers * device.efficiency.decode_layer_us * 1e-6 + latency_s,
+        message_s=message_s,
+    )
+
+
+def engine_dtype(config: PPOConfig) -> str:
+    """Return the key of the peak rate of an engine's products."""
+    if config.rollout.dtype is EngineDType.fp8:
+        return "fp8"
+    return "float32" if config.model.dtype is DType.float32 else "bfloat16"
+
+
+def num_slots(config: PPOConfig, policy: Architecture, device: DeviceProfile, lengths: Lengths) -> int:
+    """Return the number of sequences that an engine runs at once: its limit, or what its cache holds."""
+    share = engine_share(config)
+    if share is None:
+        limit_gb = config.placement.device_memory_gb or device.memory_gb
+        share = int(_DEFAULT_SHARE * limit_gb * 2**30)
+    of_token = row_cache(config, policy) / config.max_row_tokens
+    room = (share - engine_weights(config, policy)) / of_token
+    return max(1, min(config.rollout.max_concurrency, int(room / lengths.row)))
+
+
+def generation_time(
+    config: PPOConfig, policy: Architecture, device: DeviceProfile, lengths: Lengths, steps_ahead: int = 0
+) -> PhaseTime:
+    """Return the time in which all engines generate the samples of one step.
+
+    Args:
+        config: The run.
+        policy: The model that generates.
+        device: The device.
+        lengths: The lengths of the samples.
+        steps_ahead: The steps by which generation may run ahead of training. Samples of later steps then
+            fill the slots that the longest samples of a step leave, so that the time of
+            `steps_ahead + 1` steps is shared by them.
+    """
+    model = decode_model(config, policy, device)
+    rounds = steps_ahead + 1
+    replicas = config.rollout.num_replicas
+    samples = rounds * -(-config.samples_per_step // replicas)
+    slots = num_slots(config, policy, device, lengths)
+
+    # The step waits for the engine that has the longest sample, so its share includes that one.
+    parts = decode_s(model, lengths.spread(samples), lengths.prompt, slots)
+    prompts = rounds * config.prompts_per_step / replicas
+    prefill_s = max(1.0, prompts) * lengths.prompt * model.token_s
+
+    names = ("weights", "context", "launches", "collectives")
+    seconds = {name: part / rounds for name, part in zip(names, parts, strict=True)}
+    return PhaseTime.of(**seconds, prefill=prefill_s / rounds)
+
+
+@lru_cache(maxsize=4096)
+def decode_s(
+    model: DecodeModel, responses: Sequence[int], prompt: int, slots: int
+) -> tuple[float, float, float, float]:
+    """Return the seconds of each part of the decode steps until all samples are written."""
+    waiting = _shuffled(responses)
+    look = max(1, max(responses) // _LOOKS)
+    running: list[tuple[int, int]] = []  # the decode steps at which samples end and began
+    starts = 0  # sum of the steps at which running samples began
+    now = 0
+    total = [0.0, 0.0, 0.0, 0.0]
+
+    while waiting or running:
+        # Free slots are filled at once.
+        while waiting and len(running) < slots:
+            heapq.heappush(running, (now + waiting.pop(), now))
+            starts += now
+
+        # Samples that end within the next few steps end together.
+        batch = len(running)
+        steps = max(look, running[0][0] - now)
+        context = batch * (prompt + now + steps / 2) - starts
+        for index, part in enumerate(model.parts(batch, context)):
+            total[index] += steps * part
+        now += steps
+        while running and running[0][0] <= now:
+            starts -= heapq.heappop(running)[1]
+
+    return total[0], total[1], total[2], total[3]
+
+
+def _shuffled(responses: Sequence[int]) -> list[int]:
+    """Return the lengths in an order without trend, the same for equal lengths."""
+    count = len(responses)
+    # A step that has no common divisor with the count visits every index once.
+    stride = next(each for each in range(int(count * 0.618) + 1, 2 * count + 2) if _is_coprime(each, count))
+    return [responses[index * stride % count] for index in range(count)]
+
+
+def _is_coprime(one: int, other: int) -> bool:
+    while other:
+        one, other = other, one % other
+    return one == 1

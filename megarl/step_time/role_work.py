@@ -1,0 +1,171 @@
+"""Describe what each rank of a model role does in the phases of a step, on any device. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megarl.config.batch_arithmetic import Row, optimizer_steps_per_step
+from megarl.config.roles import ModelRole, RolePhase, scores_in_update
+from megarl.config.schema import DType, PPOConfig, RunConfig
+from megarl.models.architecture import Architecture
+from megarl.placement.expert_activations import layers_of_stage
+from megarl.placement.memory import model_state
+from megarl.step_time.counts import CollectiveCount, Counts
+from megarl.step_time.elementwise import elementwise_bytes
+from megarl.step_time.lengths import Lengths
+from megarl.step_time.micro_batches import MicroBatches, micro_batches_of
+from megarl.step_time.role_counts import (
+    gradient_counts,
+    optimizer_counts,
+    scoring_counts,
+    training_counts,
+)
+
+# The host launches two products of a backward pass for each one of a forward pass.
+_LAUNCHES_OF_BACKWARD = 2
+# A layer with experts launches as much as this number of dense layers: a router, the permutation of tokens
+# and its inverse, two all-to-alls whose sizes the host waits for, and grouped products.
+_LAUNCHES_OF_SPARSE = 4
+
+
+class StageWork(NamedTuple):
+    """The work of a rank of a pipeline stage for one micro-batch.
+
+    Attributes:
+        counts: Products, attention and collectives.
+        nbytes: The bytes that all other operations move through device memory.
+        num_launches: The layers that the host launches, in dense layers of a forward pass.
+    """
+
+    counts: Counts
+    nbytes: float
+    num_launches: int
+
+
+class UpdateWork(NamedTuple):
+    """The work of a rank after the last micro-batch of a mini-batch.
+
+    Attributes:
+        nbytes: The bytes that the optimizer step moves through device memory.
+        collectives: The reduction of gradients, and the gathering of parameters.
+    """
+
+    nbytes: float
+    collectives: tuple[CollectiveCount, ...]
+
+
+class PassWork(NamedTuple):
+    """A phase: some passes over micro-batches, each with an update if it trains.
+
+    Attributes:
+        stages: The first stage, one in the middle, and the last, without repetitions.
+        num_stages: The number of pipeline stages.
+        num_chunks: The number of virtual stages of each.
+        num_micro_batches: The number of micro-batches of a pass.
+        num_passes: The number of passes; 0 if the phase is not needed.
+        update: The update after each pass; None if nothing trains.
+    """
+
+    stages: tuple[StageWork, ...]
+    num_stages: int
+    num_chunks: int
+    num_micro_batches: int
+    num_passes: int
+    update: UpdateWork | None
+
+
+class RoleWork(NamedTuple):
+    """The phases of a role.
+
+    Attributes:
+        phases: The phases by name.
+        dtype: The dtype of activations.
+        product_dtype: The dtype in which matrices are multiplied: that of activations, or fp8.
+    """
+
+    phases: dict[str, PassWork]
+    dtype: str
+    product_dtype: str
+
+
+def role_work(config: RunConfig, role: ModelRole, architecture: Architecture, lengths: Lengths) -> RoleWork:
+    """Return what each rank of a role does in a step.
+
+    Args:
+        config: The run.
+        role: The role.
+        architecture: Its model.
+        lengths: The lengths of prompts and responses.
+    """
+    dtype = "float32" if config.model.dtype is DType.float32 else "bfloat16"
+    return RoleWork(
+        phases={phase.name: _pass(config, role, phase, architecture, lengths) for phase in role.row.phases},
+        dtype=dtype,
+        product_dtype="fp8" if role.megatron.transformer.get("fp8") else dtype,
+    )
+
+
+def _pass(
+    config: RunConfig, role: ModelRole, phase: RolePhase, architecture: Architecture, lengths: Lengths
+) -> PassWork:
+    parallel = role.parallel
+    micro_batches = micro_batches_of(config, role, lengths, trains=phase.trains)
+    last = parallel.pipeline_parallel_size - 1
+    return PassWork(
+        stages=tuple(
+            _stage(config, role, architecture, stage, micro_batches, phase.trains)
+            for stage in dict.fromkeys((0, min(1, last), last))
+        ),
+        num_stages=parallel.pipeline_parallel_size,
+        num_chunks=parallel.virtual_pipeline_parallel_size or 1,
+        num_micro_batches=micro_batches.count,
+        num_passes=_num_passes(config, role, phase),
+        update=_update(config, role, architecture) if phase.trains else None,
+    )
+
+
+def _num_passes(config: RunConfig, role: ModelRole, phase: RolePhase) -> int:
+    if phase.trains:
+        return optimizer_steps_per_step(config, role)
+    if phase.name != "old_log_prob" or not isinstance(config, PPOConfig):
+        return 1
+    # The update's own forward pass may give the same log-probs, or those of the engine may be used.
+    one_update = config.updates_per_pass * config.passes_per_step == 1
+    algorithm = config.algorithm
+    return int(
+        not (algorithm.rollout_correction.bypass or scores_in_update(algorithm, one_update=one_update))
+    )
+
+
+def _stage(
+    config: RunConfig,
+    role: ModelRole,
+    architecture: Architecture,
+    stage: int,
+    micro_batches: MicroBatches,
+    trains: bool,
+) -> StageWork:
+    rows: tuple[Row, ...] = micro_batches.rows
+    count = training_counts if trains else scoring_counts
+    layers = layers_of_stage(architecture, role.parallel, stage)
+    sparse = len(set(layers) & set(architecture.sparse_layers))
+    launched = len(layers) + (_LAUNCHES_OF_SPARSE - 1) * sparse
+    return StageWork(
+        counts=count(config, role, architecture, stage, rows),
+        nbytes=elementwise_bytes(config, role, architecture, stage, rows, trains=trains),
+        num_launches=launched * (1 + _LAUNCHES_OF_BACKWARD * trains),
+    )
+
+
+def _update(config: RunConfig, role: ModelRole, architecture: Architecture) -> UpdateWork:
+    # Moments and master weights are read and written; a rank's share of gradients is read, and its share of
+    # parameters is written.
+    state = model_state(role, architecture, config.model.dtype, 0)
+    share = (state.gradients + state.parameters) / role.parallel.num_copies
+    return UpdateWork(
+        nbytes=2 * state.optimizer + share,
+        collectives=(
+            *gradient_counts(config, role, architecture, 0).collectives,
+            *optimizer_counts(config, role, architecture, 0).collectives,
+        ),
+    )

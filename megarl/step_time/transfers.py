@@ -1,0 +1,88 @@
+"""The time of weight syncs, of offloading and of restoring state. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.config.roles import ModelRole, model_roles
+from megarl.config.schema import PPOConfig, RunConfig, Transport
+from megarl.models.architecture import Architecture
+from megarl.placement.dataflow import ENGINE, GRADIENTS, Item
+from megarl.placement.memory import Usage, engine_weights, model_state, pushed_bytes
+from megarl.placement.offload_plan import OffloadPlan
+from megarl.placement.placement_plan import PlacementPlan
+from megarl.placement.transport import choose_transport
+from megarl.step_time.device import DeviceProfile
+from megarl.step_time.phase_time import PhaseTime
+
+# How often each byte is copied on its way within a node: into a message, out of it, and to its place.
+_COPIES = 3
+
+
+def push_time(
+    config: PPOConfig, plan: PlacementPlan, policy: Architecture, device: DeviceProfile
+) -> PhaseTime:
+    """Return the time of a weight sync.
+
+    Engines receive at the same time, so the time is that of one device: what it receives, or what a trainer
+    rank sends if fewer trainers than engine ranks share the work.
+    """
+    transport = choose_transport(config, plan)
+    received = engine_weights(config, policy)
+    copies_s = _COPIES * received / (device.memory_gb_s * device.efficiency.memory * 1e9)
+
+    if transport is Transport.folder:
+        whole = pushed_bytes(config, policy)
+        nodes = len(plan.group_of("rollout").nodes)
+        written_s = whole / (device.storage_gb_s * 1e9)
+        return PhaseTime.of(storage=written_s * (1 + 1 / nodes), copies=copies_s)
+
+    # Each replica needs every weight once; the trainers' devices share the sending.
+    senders = len(plan.group_of("actor").devices)
+    receivers = len(plan.group_of("rollout").devices)
+    sent = received * max(1.0, receivers / senders)
+    link = device.between_nodes if plan.num_nodes > 1 else device.within_node
+    # With shared devices, an engine rank finds a part of its weights on its own device or node.
+    rate = link.gb_s
+    if transport is Transport.device and plan.num_nodes > 1:
+        rate = max(rate, device.within_node.gb_s / 2) if _fits_on_node(config, plan) else rate
+    return PhaseTime.of(messages=sent / (rate * device.efficiency.links * 1e9), copies=copies_s)
+
+
+def _fits_on_node(config: PPOConfig, plan: PlacementPlan) -> bool:
+    """Return whether a whole replica of the trained model is on each node."""
+    return config.actor.parallel.replica_size <= plan.devices_per_node
+
+
+def offload_times(
+    config: RunConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture], device: DeviceProfile
+) -> dict[str, float]:
+    """Return, for each phase, the seconds of offloading and restoring state at its begin.
+
+    Gradients, and an engine's weights and cache, are dropped and allocated again without a copy.
+    """
+    turns = OffloadPlan(plan)
+    roles = {role.name: role for role in model_roles(config)}
+    states = {name: _state(config, role, architectures[name]) for name, role in roles.items()}
+    held = turns.held()
+    names = [phase.name for phase in turns.phases]
+    seconds: dict[str, float] = {}
+
+    for index, name in enumerate(names):
+        before = held[names[index - 1]]
+        moved = sum(_copied(states, item) for item in (before - held[name]) | (turns.coming(name) - before))
+        if moved:
+            seconds[name] = moved / (device.host_gb_s * 1e9)
+
+    return seconds
+
+
+def _state(config: RunConfig, role: ModelRole, architecture: Architecture) -> Usage:
+    return model_state(role, architecture, config.model.dtype, 0)
+
+
+def _copied(states: Mapping[str, Usage], item: Item) -> int:
+    """Return the bytes per device that moving a part of a role's state copies."""
+    if item.part in (GRADIENTS, ENGINE) or item.role not in states:
+        return 0
+    return getattr(states[item.role], item.part)
