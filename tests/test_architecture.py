@@ -23,7 +23,7 @@ LAYERS = (
     ("algorithms", "rewards", "agents", "data", "placement", "tracking", "weights"),
     ("checkpoints", "controller", "rollout", "step_time"),
     ("engine",),
-    ("workers", "rehearsal"),
+    ("workers", "rehearsal", "calibration"),
     ("roles",),
     ("trainers", "simulation"),
     ("doctor", "recipes"),

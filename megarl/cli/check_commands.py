@@ -165,6 +165,29 @@ def _start_rehearse(parsed: argparse.Namespace) -> int:
     )
 
 
+def add_calibrate(commands: Commands) -> None:
+    summary = "measure this machine's devices for a run's model, and write them to a device file"
+    calibrate = commands.add_parser("calibrate", help=summary, description=summary, allow_abbrev=False)
+    calibrate.add_argument(
+        "config",
+        metavar="CONFIG",
+        nargs="?",
+        help="the run whose shapes and dtype are measured; by default one that is included in megarl",
+    )
+    calibrate.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
+    calibrate.add_argument("--output", metavar="FILE", required=True, help="the YAML file to write")
+    calibrate.add_argument(
+        "--device",
+        metavar="NAME",
+        help="the nearest device file: a shipped name or a path; by default that of the GPU, or cpu",
+    )
+    calibrate.set_defaults(
+        start=lambda parsed: run_of("inspect.calibrate")(
+            parsed.config, parsed.overrides, parsed.output, parsed.device
+        )
+    )
+
+
 def add_doctor(commands: Commands) -> None:
     summary = "check this machine, the cluster and the inputs of a run; warnings and errors have a hint"
     doctor = commands.add_parser("doctor", help=summary, description=summary, allow_abbrev=False)

@@ -31,6 +31,7 @@ _START_PROCESSES = (
     "sft",
     "check",
     "rehearse",
+    "calibrate",
     "doctor",
     "eval",
     "generate",

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from megarl import __version__
-from megarl.cli.check_commands import add_check, add_doctor, add_plan, add_rehearse
+from megarl.cli.check_commands import add_calibrate, add_check, add_doctor, add_plan, add_rehearse
 from megarl.cli.parser_parts import Commands, add_run_command, run_of
 from megarl.cli.run.convert import add_commands, positive
 from megarl.cli.run.examples import epilog
@@ -310,6 +310,7 @@ _COMMANDS = (
     add_check,
     add_plan,
     add_rehearse,
+    add_calibrate,
     _add_submit,
     _add_launch,
     add_doctor,

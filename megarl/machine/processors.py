@@ -7,6 +7,7 @@ torch.
 from __future__ import annotations
 
 import os
+import platform
 import runpy
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,13 @@ def processor_family(information: Path = Path("/proc/cpuinfo")) -> tuple[str, st
         for name in ("vendor_id", "cpu family")
     )
     return maker, family
+
+
+def processor_name(information: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the processor's name as it reports it, otherwise that of its architecture."""
+    lines = information.read_text().splitlines() if information.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def usable_cores(quota: Path = _QUOTA) -> int:

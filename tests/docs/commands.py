@@ -51,6 +51,7 @@ _SAMPLED = "--config examples/tutorial/smollm2.yaml --temperature 0.7 --n 8"
 _GENERATE = "tests/unit/cli/test_generate.py"
 _EPISODES = "tests/unit/cli/test_episodes.py"
 _EVAL = "tests/integration/test_eval.py"
+_CALIBRATE = "tests/unit/cli/test_calibrate.py::test_a_machine_without_a_gpu_is_measured"
 _DOCTOR = "tests/integration/test_doctor.py::test_the_quickstart_is_good_on_this_machine"
 _LAUNCH = "tests/integration/test_launch.py"
 _INSTALLS = (
@@ -160,6 +161,8 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     f"{_GRPO} algorithm.dynamic_sampling.enabled=true algorithm.overlong.buffer_share=0.2": SAME_FILES,
     f"{_GRPO} algorithm.rollout_correction.level=token": SAME_FILES,
     "megarl rehearse configs/quickstart.yaml device=cuda --ranks all --json outputs/rehearsal.json": Executed(),
+    "megarl calibrate --output my_device.yaml": InTest(_CALIBRATE, ('"calibrate"', "--output")),
+    "megarl calibrate run.yaml --output my_device.yaml": InTest(_CALIBRATE, ('"calibrate"', "--output")),
     f"megarl rehearse configs/llama3_70b_ppo.yaml {_70B_ON_192}": InTest(
         "tests/unit/rehearsal/test_llama_70b.py::test_parameters_and_held_memory",
         ("pipeline_parallel_size=4, virtual_pipeline_parallel_size=2, data_parallel_size=4",),

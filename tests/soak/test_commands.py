@@ -11,10 +11,13 @@ import pytest
 from tests.docs.pages import ROOT
 
 
-@pytest.mark.parametrize("modules", [("placements", "experts"), ("memory",), ("shapes",), ("fp8",)])
+@pytest.mark.parametrize(
+    "modules", [("placements", "experts"), ("memory",), ("shapes",), ("fp8",), ("calibration",)]
+)
 def test_they_end_well(modules: tuple[str, ...]) -> None:
     """Covers every placement with SGLang, a model with experts that learns, freed memory compared with the
-    plan, a vision-language model that learns, and a run with an engine in FP8 that learns."""
+    plan, a vision-language model that learns, a run with an engine in FP8 that learns, and
+    the calibration of this machine."""
     for module in modules:
         ended = subprocess.run(
             [sys.executable, "-m", f"tests.soak.{module}"],

@@ -21,6 +21,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "megarl rehearse configs/qwen2.5_7b_grpo.yaml",
         "megarl rehearse configs/llama3_70b_ppo.yaml --role critic --ranks 0,8 --json ranks.json",
     ),
+    "calibrate": (
+        "megarl calibrate --output my_device.yaml",
+        "megarl calibrate run.yaml --output my_device.yaml --device h100_80gb",
+    ),
     "submit": ("megarl submit run.yaml --address http://HEAD:8265",),
     "launch": ("torchrun --nnodes 2 --nproc-per-node 1 -m megarl launch run.yaml",),
     "doctor": ("megarl doctor", "megarl doctor run.yaml --json"),

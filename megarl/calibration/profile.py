@@ -1,0 +1,177 @@
+"""Turns measurements into a device profile, with the source of each value. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
+from statistics import median
+from typing import Any, NamedTuple
+
+from megarl.calibration.fits import decode_layer_us, fit_link, product_efficiency, training_layer_us
+from megarl.calibration.measurements import DecodeSweep, RankMeasurements
+from megarl.config.schema import DType
+from megarl.step_time.device import DeviceProfile
+from megarl.step_time.device_files import sourced_keys
+
+_GIB = 2**30
+# Shares of rates that are relative to a data sheet.
+_REACHED = ("efficiency.memory", "efficiency.links")
+_DIGITS = 3
+
+
+class Calibration(NamedTuple):
+    """A measured profile.
+
+    Attributes:
+        profile: All values of a device file.
+        measured: The dotted keys that were measured. The others are those of the nearest device file.
+        notes: Why a value could not be measured, by its dotted key.
+    """
+
+    profile: DeviceProfile
+    measured: tuple[str, ...]
+    notes: dict[str, str]
+
+
+def calibrate(
+    base: DeviceProfile,
+    base_name: str,
+    ranks: Sequence[RankMeasurements],
+    decoding: DecodeSweep,
+    *,
+    is_cuda: bool,
+    dtype: DType,
+    host_memory_bytes: int,
+    date: str,
+) -> Calibration:
+    """Return the profile of the measured machine.
+
+    The peaks and bandwidths of a GPU that `base` describes are those of its data sheet, and the efficiencies
+    are relative to them. Those of any other device are the fastest that were measured.
+
+    Args:
+        base: The profile of the nearest device.
+        base_name: The name of its file.
+        ranks: The measurements of each device.
+        decoding: The measurements of the rollout engine.
+        is_cuda: Whether the devices are GPUs.
+        dtype: The dtype in which products and attention were measured.
+        host_memory_bytes: The memory of the machine.
+        date: Today.
+    """
+    is_known = is_cuda and describes(base, ranks[0].device)
+    storage_gb_s = ranks[0].storage_gb_s
+    assert storage_gb_s is not None, "rank 0 measures the storage"
+    values: dict[str, float] = {
+        "memory_gb": median(rank.memory_bytes for rank in ranks) / _GIB,
+        "devices_per_node": len(ranks),
+        "host_gb_s": median(rank.host_gb_s for rank in ranks),
+        "host_memory_gb": host_memory_bytes / _GIB,
+        "storage_gb_s": storage_gb_s,
+        **_peaks(base, ranks, is_known),
+        **_share(
+            "memory_gb_s", "efficiency.memory", base, median(rank.memory_gb_s for rank in ranks), is_known
+        ),
+        **_links(base, ranks, is_known),
+    }
+    memory_gb_s = values["memory_gb_s"] * values["efficiency.memory"]
+    peak = values[f"peak_tflops.{dtype.value}"]
+    values["efficiency.gemm"] = median(product_efficiency(rank.products, peak, memory_gb_s) for rank in ranks)
+    values["efficiency.attention"] = min(1.0, median(rank.attention_tflops for rank in ranks) / peak)
+    if all(rank.layers for rank in ranks):
+        values["efficiency.training_layer_us"] = median(training_layer_us(rank.layers) for rank in ranks)
+    if decoding.problem is None:
+        values["efficiency.decode_layer_us"] = decode_layer_us(decoding, memory_gb_s)
+
+    measured = tuple(
+        key for key, value in values.items() if not (is_known and value == attrgetter(key)(base))
+    )
+    source = f"measured by megarl calibrate on {len(ranks)} x {ranks[0].device}, {date}"
+    sources = {
+        key: source if key in measured else f"{base_name}: {base.sources.get(key, 'no source')}"
+        for key in base.sources.keys() | values.keys()
+    }
+    if not is_known:
+        sources |= dict.fromkeys(_REACHED, "the bandwidths of this file are those that are reached")
+    profile = _with_values(
+        base, {key: _rounded(value) if key in measured else value for key, value in values.items()}
+    )
+    return Calibration(
+        replace(
+            profile,
+            name=ranks[0].device,
+            sources={key: sources[key] for key in sourced_keys(profile) if key in sources},
+        ),
+        measured,
+        _notes(ranks, decoding),
+    )
+
+
+def describes(profile: DeviceProfile, device: str) -> bool:
+    """Return whether a profile is that of a device, by the model in both names, such as H100."""
+    return profile.name.split()[0] in device.replace("-", " ").split()
+
+
+def _peaks(base: DeviceProfile, ranks: Sequence[RankMeasurements], is_known: bool) -> dict[str, float]:
+    """Return the peak of each dtype: that of the data sheet, or of the fastest product."""
+    if is_known:
+        return {f"peak_tflops.{name}": getattr(base.peak_tflops, name) for name in ("float32", "bfloat16")}
+    return {
+        f"peak_tflops.{name}": median(
+            max(time.tflops for time in (*rank.squares, *rank.products) if time.dtype == name)
+            for rank in ranks
+        )
+        for name in ("float32", "bfloat16")
+    }
+
+
+def _share(
+    rate: str, efficiency: str, base: DeviceProfile, measured_gb_s: float, is_known: bool
+) -> dict[str, float]:
+    """Return a rate and the share of it that is reached. Their product is the measured rate."""
+    of_sheet = attrgetter(rate)(base)
+    if is_known and measured_gb_s <= of_sheet:
+        return {rate: of_sheet, efficiency: measured_gb_s / of_sheet}
+    return {rate: measured_gb_s, efficiency: 1.0}
+
+
+def _links(base: DeviceProfile, ranks: Sequence[RankMeasurements], is_known: bool) -> dict[str, float]:
+    times = ranks[0].collectives
+    if not times:
+        return {}
+    link = fit_link(times)
+    return {
+        **_share("within_node.gb_s", "efficiency.links", base, link.gb_s, is_known),
+        "within_node.latency_us": link.latency_us,
+    }
+
+
+def _notes(ranks: Sequence[RankMeasurements], decoding: DecodeSweep) -> dict[str, str]:
+    notes = {
+        "between_nodes": "links between nodes are not measured on one machine",
+        "sample_ms": "depends on the run's rewards and data",
+    }
+    if not ranks[0].collectives:
+        notes["within_node"] = "there is only one device"
+    if not all(rank.layers for rank in ranks):
+        notes["efficiency.training_layer_us"] = "the layers do not fit into the memory of one device"
+    if decoding.problem is not None:
+        notes["efficiency.decode_layer_us"] = decoding.problem
+    return notes
+
+
+def _with_values(profile: DeviceProfile, values: dict[str, Any]) -> DeviceProfile:
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        if section:
+            changed = replace(attrgetter(section)(profile), **{name: value})
+            profile = replace(profile, **{section: changed})
+        else:
+            profile = replace(profile, **{name: value})
+    return profile
+
+
+def _rounded(value: float) -> float:
+    """Round to three significant digits: the fourth differs between two calibrations."""
+    return value if isinstance(value, int) else float(f"{value:.{_DIGITS}g}")

@@ -1,0 +1,128 @@
+"""`megarl calibrate [CONFIG] --output FILE`: measures this machine, and writes its device file.
+
+This module does not import torch: the processes that measure do.
+"""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from megarl.calibration.processes import measure_decoding, measure_devices
+from megarl.calibration.profile import calibrate, describes
+from megarl.calibration.request import CalibrationRequest, make_request
+from megarl.cli.tables.calibration import CalibrationProgress, decode_table, products_table, profile_table
+from megarl.cli.tables.console import output_console, print_line
+from megarl.config.load import is_on_cuda, read_config, schema_of
+from megarl.config.roles import model_roles
+from megarl.config.schema import PPOConfig, RunConfig
+from megarl.config.validate import read_architectures
+from megarl.doctor.checked_config import find_inputs, refuse
+from megarl.doctor.devices import probe
+from megarl.machine.errors import ConfigError
+from megarl.machine.processors import has_gpu, usable_cores
+from megarl.step_time.device_files import dump_device, load_device, shipped_devices
+
+GOOD = 0
+_CPU = "cpu"
+_CPU_CONFIG = "configs/quickstart.yaml"
+_CUDA_CONFIG = "configs/qwen2.5_7b_grpo.yaml"
+# Ranks on a CPU: at least two for collectives, and no more than a small run has.
+_CPU_RANKS = (2, 8)
+
+
+def run(config_path: str | None, overrides: Sequence[str], output: str, device: str | None = None) -> int:
+    """Measure this machine, write the device file, and print all values.
+
+    Args:
+        config_path: The run whose shapes and dtype are measured. None: a shipped one for this machine.
+        overrides: Overrides of the run.
+        output: The device file to write.
+        device: The name or the path of the nearest device file. None: by the name of the device.
+
+    Raises:
+        ConfigError: The configuration or the device file has errors, or there is no folder for the output.
+        ValueError: The run's device does not exist here, or no device file describes it.
+    """
+    file = Path(output)
+    if not file.absolute().parent.is_dir():
+        raise ConfigError("--output", [f"there is no folder {str(file.absolute().parent)!r}; create it"])
+    path = config_path or (_CUDA_CONFIG if has_gpu() else _CPU_CONFIG)
+    config = _checked(path, overrides)
+    is_cuda = is_on_cuda(config.device)
+    names = [gpu.name for gpu in probe().gpus] if is_cuda else []
+    if is_cuda and not names:
+        raise ValueError(f"{path} runs on GPUs, but there is none here; add device=cpu to measure the CPU")
+    base_name = device or _nearest(names)
+    base = load_device(base_name)
+
+    num_ranks = len(names) if is_cuda else min(max(_CPU_RANKS[0], usable_cores()), _CPU_RANKS[1])
+    with tempfile.TemporaryDirectory(prefix="megarl-calibrate-") as folder:
+        request = _request(config, is_cuda, num_ranks, folder)
+        with CalibrationProgress(num_ranks) as progress:
+            ranks = measure_devices(request, file.absolute().parent, progress.report)
+            decoding = measure_decoding(request, ranks[0].memory_bytes, progress.report)
+
+    found = calibrate(
+        base,
+        base_name,
+        ranks,
+        decoding,
+        is_cuda=is_cuda,
+        dtype=request.dtype,
+        host_memory_bytes=psutil.virtual_memory().total,
+        date=datetime.date.today().isoformat(),
+    )
+    dump_device(found.profile, file)
+    console = output_console()
+    console.print(products_table(ranks[0]))
+    if decoding.problem is None:
+        console.print(decode_table(decoding))
+    console.print(profile_table(found, base, base_name))
+    print_line(console, f"{output}: {len(found.measured)} of {len(found.profile.sources)} values measured")
+
+    return GOOD
+
+
+def _checked(path: str, overrides: Sequence[str]) -> RunConfig:
+    """Load the run. Of its inputs only the `config.json` of its model is needed."""
+    inputs = find_inputs(read_config(schema_of(path, overrides), path, overrides))
+    errors, _ = inputs.divided(starts_elsewhere=True)
+    refuse(path, [*inputs.partial.problems, *map(str, errors)])
+    return inputs.partial.config
+
+
+def _nearest(gpus: Sequence[str]) -> str:
+    """Return the name of the shipped device file that describes this machine."""
+    if not gpus:
+        return _CPU
+    known = shipped_devices()
+    found = next((name for name in known if describes(load_device(name), gpus[0])), None)
+    if found is None:
+        raise ValueError(
+            f"no device file describes the GPU {gpus[0]}; give the nearest one as --device NAME, one of "
+            f"{', '.join(name for name in known if name != _CPU)}"
+        )
+    return found
+
+
+def _request(config: RunConfig, is_cuda: bool, num_ranks: int, folder: str) -> CalibrationRequest:
+    role = model_roles(config)[0]
+    architectures, _ = read_architectures(config)
+    return make_request(
+        is_cuda=is_cuda,
+        num_ranks=num_ranks,
+        dtype=config.model.dtype,
+        tensor_parallel_size=role.parallel.tensor_parallel_size,
+        model=replace(config.model, path=role.path),
+        engine=config.engine,
+        megatron=role.megatron,
+        rollout=config.rollout if isinstance(config, PPOConfig) else None,
+        architecture=architectures[role.name].base,
+        folder=folder,
+    )

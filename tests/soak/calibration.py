@@ -1,0 +1,62 @@
+"""Calibrate this machine with SGLang: `python -m tests.soak.calibration`.
+
+The script runs `megarl calibrate` on the quickstart's model, prints its tables, and reads the file. Exits with
+status 1 if the decode steps were not measured, or if a larger batch does not generate faster.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from megarl.calibration.processes import measure_decoding
+from megarl.calibration.request import make_request
+from megarl.cli.main import main as megarl
+from megarl.config.load import load_config
+from megarl.config.published import with_published_models
+from megarl.config.schema import PPOConfig
+from megarl.models.families import read_architecture
+from megarl.step_time.device_files import load_device
+
+CONFIG = "configs/quickstart.yaml"
+GIB = 2**30
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "mine.yaml")
+        if status := megarl(["calibrate", CONFIG, "--output", str(file)]):
+            return status
+        source = load_device(file).sources["efficiency.decode_layer_us"]
+        if not source.startswith("measured"):
+            print(f"decode steps were not measured: {source}")
+            return 1
+        return _check_sweep(folder)
+
+
+def _check_sweep(folder: str) -> int:
+    """Check that a batch of eight is faster than one sequence, by its tokens per second."""
+    config, _ = with_published_models(load_config(PPOConfig, CONFIG), CONFIG)
+    request = make_request(
+        is_cuda=False,
+        num_ranks=2,
+        dtype=config.model.dtype,
+        tensor_parallel_size=1,
+        model=config.model,
+        engine=config.engine,
+        megatron=config.actor.megatron,
+        rollout=config.rollout,
+        architecture=read_architecture(config.model.path),
+        folder=folder,
+    )
+    sweep = measure_decoding(request, GIB, print)
+    rates = {time.batch: time.batch / time.seconds for time in sweep.times}
+    if sweep.problem is not None or rates[8] < 2 * rates[1]:
+        print(f"{sweep.problem}: tokens per second by batch are {rates}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
