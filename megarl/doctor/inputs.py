@@ -38,11 +38,13 @@ from megarl.doctor.reward_functions import (
     judge_compared_metrics,
     judge_rewards,
 )
+from megarl.machine.errors import ConfigError
 from megarl.machine.spawn import FreshContext
 from megarl.machine.user_functions import UserFunctionError
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.rollout.interface import end_token_ids
+from megarl.step_time.device_files import profile_of
 from megarl.weights.load import check_headers
 from megarl.weights.tensors import WeightTransferError
 
@@ -50,6 +52,7 @@ Config = RunConfig
 MODELS = "models"
 TOKENIZERS = "tokenizers"
 FUNCTIONS = "functions of the algorithm"
+DEVICES = "devices"
 ROWS = 256  # number of rows of each file that are rendered
 
 
@@ -106,6 +109,9 @@ def findings(
                     continue
             yield from data(config, tokenizer, skipped, num_rows, tools)
 
+    if config.placement.device_profile is not None and "placement.device_profile" not in skipped:
+        yield judge_device(config)
+
     # Only reinforcement learning has rewards and algorithms.
     if not isinstance(config, PPOConfig):
         return
@@ -117,6 +123,18 @@ def findings(
 
     if not any(key.endswith(".function") or key == "algorithm" for key in skipped):
         yield from judge_functions(config.algorithm)
+
+
+def judge_device(config: Config) -> CheckResult:
+    """Check that the device profile of a run can be loaded."""
+    key = "placement.device_profile"
+    try:
+        profile = profile_of(config)
+    except ConfigError as error:
+        hint = "name a device of configs/devices, or a file of `megarl calibrate`"
+        return refused(DEVICES, key, error, hint)
+    assert profile is not None
+    return good(DEVICES, f"{key}: {profile.name}")
 
 
 def _distinct_models(config: Config, architectures: Mapping[str, Architecture]) -> list[ModelRole]:

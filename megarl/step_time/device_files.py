@@ -10,6 +10,7 @@ import yaml
 
 from megarl.config.load import contents_of, read_config
 from megarl.config.review import schema_keys
+from megarl.config.schema import Device, RunConfig
 from megarl.config.schema.keys import leaves
 from megarl.config.shipped import CONFIGS_DIR, find_config
 from megarl.config.validate import range_violations
@@ -49,6 +50,25 @@ def load_device(name: str | Path) -> DeviceProfile:
         raise ConfigError(partial.source, problems)
 
     return partial.config
+
+
+def profile_of(config: RunConfig) -> DeviceProfile | None:
+    """Return the kind of device that a run names, None if it names none.
+
+    Raises:
+        ConfigError: There is no such device, or its file has errors.
+    """
+    name = config.placement.device_profile
+    return None if name is None else load_device(name)
+
+
+def assumed_profile(config: RunConfig) -> DeviceProfile:
+    """Return the kind of device that a run names, otherwise an H100, or a CPU if it runs on one.
+
+    Raises:
+        ConfigError: There is no such device, or its file has errors.
+    """
+    return profile_of(config) or load_device("cpu" if config.device is Device.cpu else "h100_80gb")
 
 
 def dump_device(profile: DeviceProfile, path: Path) -> None:

@@ -49,12 +49,15 @@ class PredictedStep(NamedTuple):
         schedule: The phases in the order in which they begin.
         tokens: The prompt and response tokens that the step trains.
         num_devices: The devices of the run.
+        trained_s: The seconds from the first phase after generation to the end of the weight sync, if
+            generation runs ahead; None if training waits for generation.
     """
 
     seconds: float
     schedule: tuple[PlacedPhase, ...]
     tokens: float
     num_devices: int
+    trained_s: float | None = None
 
     @property
     def tokens_per_device_s(self) -> float:
@@ -64,6 +67,17 @@ class PredictedStep(NamedTuple):
     @property
     def phases(self) -> dict[str, PhaseTime]:
         return {each.name: each.time for each in self.schedule}
+
+    @property
+    def driver_s(self) -> dict[str, float]:
+        """The seconds of each phase as the driver measures them: it only waits for samples of a step.
+
+        A run that generates ahead waits for as long as training is faster than generation.
+        """
+        seconds = {name: time.seconds for name, time in self.phases.items()}
+        if self.trained_s is not None:
+            seconds[GENERATION] = max(0.0, seconds[GENERATION] + seconds[PUSH] - self.trained_s)
+        return seconds
 
 
 def predict_step(
@@ -116,17 +130,18 @@ def combine(
     is_ahead = _ahead(config) > 0
     schedule = _scheduled(plan, whole, without=(GENERATION,) if is_ahead else ())
     end_s = max(each.end_s for each in schedule)
+    trained_s = None
 
     if is_ahead:
         # Training and the weight sync of a step pass while engines generate the next ones.
         generation = PlacedPhase(GENERATION, _pools(plan, ("rollout",)), 0.0, whole[GENERATION])
         schedule = [generation, *schedule]
-        push_s = whole[PUSH].seconds
-        end_s = max(end_s, generation.time.seconds + push_s)
+        trained_s = end_s
+        end_s = max(end_s, generation.time.seconds + whole[PUSH].seconds)
 
     tokens = config.samples_per_step * lengths.row
     seconds = end_s + config.samples_per_step * device.sample_ms / 1e3
-    return PredictedStep(seconds, tuple(schedule), tokens, plan.num_devices)
+    return PredictedStep(seconds, tuple(schedule), tokens, plan.num_devices, trained_s)
 
 
 def _scheduled(

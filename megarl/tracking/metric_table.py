@@ -306,6 +306,14 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "`step` is the whole step, "
             "`testing` validation.",
         ),
+        MetricRow(
+            "perf/predicted_step_s",
+            "s",
+            "Predicted duration of the step for its mean lengths, if placement.device_profile is set.",
+        ),
+        MetricRow(
+            "predicted_s/<phase>", "s", "Predicted duration of a phase, to compare with timing_s/<phase>."
+        ),
         MetricRow("perf/throughput", "tokens/s", "num_tokens divided by the step time without validation."),
         MetricRow(
             "perf/throughput_per_device", "tokens/s", "perf/throughput divided by the number of devices."

@@ -63,6 +63,15 @@ class Monitor:
     trainer waits for samples. `perf/throughput` is the tokens per second of training in the step, without
     validation; `perf/throughput_per_device` divides it by the number of devices of the run.
     `perf/trainer_idle` is the share of that time in which the trainer waits for samples.
+
+    Args:
+        groups: The sources of spans.
+        tracker: The loggers.
+        timeline: The timeline.
+        progress: The progress bar.
+        num_devices: The devices of the run.
+        position: The position of the run. None: its begin.
+        predict: Returns the predicted times of a step from its metrics.
     """
 
     def __init__(
@@ -73,6 +82,7 @@ class Monitor:
         progress: ProgressBar,
         num_devices: int,
         position: Position | None = None,
+        predict: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda metrics: {},
     ) -> None:
         self.position = position or Position()
         self._groups = groups
@@ -80,6 +90,7 @@ class Monitor:
         self._timeline = timeline
         self._progress = progress
         self._num_devices = num_devices
+        self._predict = predict
         self._metrics: dict[str, float] = {}
         self._spans: list[Span] = []
         self._testing_spans: list[Span] = []
@@ -187,6 +198,7 @@ class Monitor:
                 "perf/throughput": throughput,
                 "perf/throughput_per_device": throughput / self._num_devices,
             }
+            self._metrics |= self._predict(self._metrics)
             if (waited_s := timings.get(f"timing_s/{WAIT}")) is not None:
                 self._metrics["perf/trainer_idle"] = waited_s / training_s
 

@@ -10,11 +10,15 @@ from pathlib import Path
 
 from megarl.cli.tables.console import output_console
 from megarl.cli.tables.placement import print_absent, print_placement
+from megarl.cli.tables.step_time import print_predicted_step
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.placement.memory import plan_memory
 from megarl.placement.plan import plan_placement
+from megarl.step_time.device_files import assumed_profile
+from megarl.step_time.lengths import expected_lengths
+from megarl.step_time.step import predict_step
 
 _FORMATS = (".svg", ".png")
 
@@ -40,6 +44,12 @@ def run(
     console = output_console()
     architectures, _ = read_architectures(config)
     print_placement(config, plan, architectures, console)
+    if isinstance(config, PPOConfig):
+        device = assumed_profile(config)
+        lengths = expected_lengths(config)
+        print_predicted_step(
+            predict_step(config, plan, architectures, device, lengths), device, lengths, console
+        )
     print_absent(absent, console)
 
     if output is not None:

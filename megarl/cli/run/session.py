@@ -21,11 +21,13 @@ from megarl.cli.tables.run import print_run
 from megarl.cli.tables.summary import PLAN_FILE, print_summary, title_of, write_plan
 from megarl.config.compare import other_run
 from megarl.config.load import dump_config, plain_values
-from megarl.config.schema import RunConfig
+from megarl.config.schema import PPOConfig, RunConfig
+from megarl.config.validate import read_architectures
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
 from megarl.roles.weights.sync import PUSHED_FOLDERS
+from megarl.step_time.device_files import profile_of
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, METRICS_FILE, SUMMARY_FILE, writing
@@ -33,6 +35,7 @@ from megarl.tracking.timeline import Timeline
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.tracking.truncate_logs import clear
 from megarl.trainers.monitor import Monitor, Position, Watched
+from megarl.trainers.prediction import StepPrediction
 from megarl.trainers.resume import Resume, checkpoint_folder
 
 
@@ -190,10 +193,22 @@ def open_monitor(
         total_steps=config.trainer.total_steps,
         resumed_after=resume.step if resume is not None and resume.is_own else None,
     )
-    num_devices = plan_placement(config).num_devices
+    plan = plan_placement(config)
+    device = profile_of(config)
+    prediction = (
+        StepPrediction(config, plan, read_architectures(config)[0], device)
+        if isinstance(config, PPOConfig) and device is not None
+        else None
+    )
 
     return Monitor(
-        groups, Tracker(names, run), Timeline(session.output_dir), progress, num_devices, session.position
+        groups,
+        Tracker(names, run),
+        Timeline(session.output_dir),
+        progress,
+        plan.num_devices,
+        session.position,
+        *([] if prediction is None else [prediction.metrics]),
     )
 
 

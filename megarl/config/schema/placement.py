@@ -36,4 +36,7 @@ class PlacementConfig:
     device_memory_gb: float | None = ranged(None, above=0)
     # peak of one device, for `perf/mfu/*`; null: the bfloat16 peak of a known GPU
     device_peak_tflops: float | None = ranged(None, above=0)
+    # kind of device, for predicted step times: a name in configs/devices, or a file of `megarl calibrate`,
+    # relative to the current folder; null: a run logs no prediction
+    device_profile: str | None = None
     over_budget: OverBudget = OverBudget.refuse  # how to handle a device whose estimate exceeds its memory

@@ -5,7 +5,7 @@
 const OVERVIEW = [
   "reward/mean", /^reward\/.+\/mean$/, "val/score/mean", "sft/loss", "val/loss", "actor/reward_kl_penalty", "actor/kl_loss",
   "actor/entropy", "response_length/mean", "actor/pg_clipfrac", "actor/grad_norm", "sft/grad_norm",
-  "training/rollout_probs_diff_max", "timing_s/step", "perf/throughput",
+  "training/rollout_probs_diff_max", "timing_s/step", "perf/predicted_step_s", "perf/throughput",
 ];
 const ABOUT_MEMORY = /^memory\/|rss|bytes|_gb$|memory/;
 
