@@ -10,8 +10,9 @@ itself (CUDA context, NCCL, fragmentation) are not included.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import ceil
+from typing import NamedTuple
 
 from megarl.config.megatron_options import element_bytes
 from megarl.config.roles import ModelRole, model_roles
@@ -23,17 +24,16 @@ from megarl.config.schema import (
     ParallelConfig,
     PPOConfig,
     RunConfig,
-    Transport,
 )
 from megarl.models.architecture import Architecture
 from megarl.models.counts import ParameterCount, num_parameters, num_tower_parameters, rank_parameters
-from megarl.models.fp8 import model_bytes, sender_bytes
-from megarl.placement.activations import StepMemory, working_memory
+from megarl.models.fp8 import model_bytes
+from megarl.placement.activations import StepMemory, WorkingMemory, working_memory
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
 from megarl.placement.expert_activations import layers_of_stage
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import PlacementPlan
-from megarl.placement.transport import choose_transport
+from megarl.placement.sync_buffers import sync_buffers
 
 _FLOAT32 = 4
 
@@ -212,59 +212,31 @@ class _Sizes:
     ) -> None:
         self._config = config
         self._turns = turns
-        self._buckets: dict[str, int] = {}
-        self._keeps_buckets: dict[str, frozenset[str]] = {}
-
-        # Supervised fine-tuning has no engines, so it syncs no weights.
-        self._sender = 0
-        if isinstance(config, PPOConfig):
-            transport = choose_transport(config, plan)
-            self._buckets = _buckets(config, transport)
-            self._keeps_buckets = _keeps_buckets(turns, transport)
-            if config.rollout.dtype is EngineDType.fp8:
-                self._sender = sender_bytes(architectures["actor"].base)
-
+        self._buffers = sync_buffers(config, plan, turns, architectures)
         self._roles = {role.name: role for role in model_roles(config)}
         self._architectures = architectures
-        self._weight_bytes = weight_bytes(config.model.dtype)
+        self._known: dict[tuple[str, int], RoleMemory] = {}
 
     def stage(self, role: str, rank: int) -> int:
         """Return the pipeline stage of a rank; 0 for an engine."""
         return stage_of(self._roles[role].parallel, rank) if role in self._roles else 0
 
     def usage(self, role: str, stage: int, phase: Phase, held: frozenset[Item]) -> Usage:
-        works = role in phase.roles
         # Only the engine has no model role; it is in memory entirely or not at all.
         if role not in self._roles:
-            return self._engine(phase, works) if Item(role, ENGINE) in held else Usage()
-        model = self._roles[role]
-        state = model_state(model, self._architectures[role], self._config.model.dtype, stage)
-        parts = {
-            part: getattr(state, part)
-            for part in (PARAMETERS, GRADIENTS, OPTIMIZER)
-            if Item(role, part) in held
-        }
-        step = step_memory(model, self._architectures[role], self._config.model.dtype, stage)
-        work = working_memory(self._config, model, self._architectures[role], stage, step)
-
-        # The optimizer step follows the backward pass, so the larger of the two counts.
-        if Item(role, GRADIENTS) in phase.needs:
-            activations = max(work.train, work.step)
-        else:
-            activations = work.score if works and phase.name != "update_weights" else work.stays
-
-        return Usage(
-            **parts, activations=activations, buckets=self._buckets_in(phase, role, state.parameters)
+            return self._engine(phase) if Item(role, ENGINE) in held else Usage()
+        memory = self._of(role, stage)
+        return replace(
+            memory.usage(role, phase, held),
+            buckets=self._buffers.in_phase(phase.name, role, memory.state.parameters),
         )
 
-    def _buckets_in(self, phase: Phase, role: str, weights: int) -> int:
-        """Return the bytes of a rank's message and IPC buffers in a phase, at most the weights' size.
-
-        An actor rank that quantizes has scales and temporary memory in addition.
-        """
-        if phase.name not in self._keeps_buckets.get(role, ()):
-            return 0
-        return min(self._buckets[role], weights) + self._sender * (role == "actor")
+    def _of(self, role: str, stage: int) -> RoleMemory:
+        if (role, stage) not in self._known:
+            self._known[role, stage] = role_memory(
+                self._config, self._roles[role], self._architectures[role], stage
+            )
+        return self._known[role, stage]
 
     def pinned(self, role: str, stage: int) -> int:
         """Return the bytes of pinned host memory of a rank.
@@ -274,68 +246,77 @@ class _Sizes:
         """
         if role not in self._roles or self._config.device is Device.cpu:
             return 0
-        state = model_state(self._roles[role], self._architectures[role], self._config.model.dtype, stage)
+        state = self._of(role, stage).state
         return sum(getattr(state, part) for part in self._turns.offloaded_at_first(role) if part != GRADIENTS)
 
-    def _engine(self, phase: Phase, works: bool) -> Usage:
-        """Return the memory of an engine: its weights and its KV cache.
-
-        The cache takes the rest of the engine's share of the device, or room for its concurrent sequences. An
-        engine that is offloaded receives its weights first, and its cache once the trainer has freed memory.
-        """
+    def _engine(self, phase: Phase) -> Usage:
         config = self._config
-        policy = self._architectures["actor"]
         assert isinstance(config, PPOConfig)
-        weights = engine_weights(config, policy)
-        # The number of concurrent sequences is limited by the concurrency and by the engine's share of a
-        # step's samples.
-        sequences = min(
-            config.rollout.max_concurrency, -(-config.samples_per_step // config.rollout.num_replicas)
-        )
-        share = engine_share(config)
-        receives = works and phase.name == "update_weights"
-        cache = (
-            sequences * row_cache(config, policy)
-            if share is None
-            else max(share - weights, row_cache(config, policy))
-        )
-
-        return Usage(
-            parameters=weights,
-            kv_cache=0 if receives and self._turns.engines_move else cache,
-            buckets=self._buckets_in(phase, "rollout", weights),
+        usage = engine_usage(config, self._architectures["actor"])
+        # An engine that is offloaded receives its weights first, and its cache once the trainer has freed
+        # memory.
+        has_no_cache = phase.name == "update_weights" and self._turns.engines_move
+        return replace(
+            usage,
+            kv_cache=0 if has_no_cache else usage.kv_cache,
+            buckets=self._buffers.in_phase(phase.name, "rollout", usage.parameters),
         )
 
 
-def _buckets(config: PPOConfig, transport: Transport) -> dict[str, int]:
-    """Return the bytes that a weight sync takes on each side.
+class RoleMemory(NamedTuple):
+    """The memory of one rank of a model: its state, and its working memory."""
 
-    `device`: IPC buffers of two buckets, which belong to the trainer, and two messages of half a bucket to
-    other trainers. `group`: two buckets for sending and two for receiving. `folder`: two buckets where files
-    are written.
+    state: Usage
+    work: WorkingMemory
+
+    def usage(self, role: str, phase: Phase, held: frozenset[Item]) -> Usage:
+        """Return the memory of the model in a phase, without buffers of a weight sync.
+
+        Args:
+            role: The role of the model.
+            phase: The phase.
+            held: What is in memory during the phase, of all roles.
+        """
+        parts = {
+            part: getattr(self.state, part)
+            for part in (PARAMETERS, GRADIENTS, OPTIMIZER)
+            if Item(role, part) in held
+        }
+        # The optimizer step follows the backward pass, so the larger of the two counts.
+        if Item(role, GRADIENTS) in phase.needs:
+            activations = max(self.work.train, self.work.step)
+        else:
+            works = role in phase.roles and phase.name != "update_weights"
+            activations = self.work.score if works else self.work.stays
+
+        return Usage(**parts, activations=activations)
+
+
+def role_memory(config: RunConfig, model: ModelRole, architecture: Architecture, stage: int) -> RoleMemory:
+    """Return the memory of one rank of a pipeline stage."""
+    state = model_state(model, architecture, config.model.dtype, stage)
+    step = step_memory(model, architecture, config.model.dtype, stage)
+    return RoleMemory(state, working_memory(config, model, architecture, stage, step))
+
+
+def engine_usage(config: PPOConfig, policy: Architecture) -> Usage:
+    """Return the memory of an engine on one device: its weights and its KV cache.
+
+    The cache takes the rest of the engine's share of the device, or room for its concurrent sequences.
     """
-    bucket = int(config.resharding.bucket_mb * 2**20)
-    return {
-        "actor": 3 * bucket if transport is Transport.device else 2 * bucket,
-        "rollout": 2 * bucket if transport is Transport.group else 0,
-    }
-
-
-def _keeps_buckets(turns: OffloadPlan, transport: Transport) -> dict[str, frozenset[str]]:
-    """Return the phases in which each side of a weight sync has its buffers.
-
-    With `folder` they exist only during the sync. With other transports, the actor keeps them until a part of
-    its state is offloaded, which with `device` is as soon as the engines have their weights. What an engine
-    frees after a sync stays with its allocator.
-    """
-    every_phase = frozenset(phase.name for phase in turns.phases)
-    pushing = "update_weights"
-    return {
-        "actor": frozenset({pushing})
-        if transport is Transport.folder
-        else turns.until_moved("actor", pushing),
-        "rollout": every_phase,
-    }
+    weights = engine_weights(config, policy)
+    # The number of concurrent sequences is limited by the concurrency and by the engine's share of a step's
+    # samples.
+    sequences = min(
+        config.rollout.max_concurrency, -(-config.samples_per_step // config.rollout.num_replicas)
+    )
+    share = engine_share(config)
+    cache = (
+        sequences * row_cache(config, policy)
+        if share is None
+        else max(share - weights, row_cache(config, policy))
+    )
+    return Usage(parameters=weights, kv_cache=cache)
 
 
 def stage_of(parallel: ParallelConfig, rank: int) -> int:
