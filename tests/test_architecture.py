@@ -25,7 +25,7 @@ LAYERS = (
     ("engine",),
     ("workers", "rehearsal", "calibration"),
     ("roles",),
-    ("trainers", "simulation"),
+    ("trainers", "simulation", "search"),
     ("doctor", "recipes"),
     ("launch",),
     ("cli",),
@@ -44,7 +44,14 @@ HOMES = {
     "mlflow": ("megarl.tracking",),
     "swanlab": ("megarl.tracking",),
 }
-WITHOUT_TORCH = ("megarl.models", "megarl.config", "megarl.placement", "megarl.agents", "megarl.step_time")
+WITHOUT_TORCH = (
+    "megarl.models",
+    "megarl.config",
+    "megarl.placement",
+    "megarl.agents",
+    "megarl.step_time",
+    "megarl.search",
+)
 # Roles create the losses on the driver; worker processes receive them with the rows, so they know no
 # algorithm.
 LOSSES = "megarl.algorithms.losses"

@@ -1,0 +1,58 @@
+"""The costs of a search as megarl/step_time predicts them for a device and the lengths of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.config.roles import ModelRole, RoleKind
+from megarl.config.schema import DType, PPOConfig
+from megarl.models.architecture import Architecture
+from megarl.models.flops import training_flops
+from megarl.placement.placement_plan import PlacementPlan
+from megarl.step_time.device import DeviceProfile
+from megarl.step_time.generation import generation_time
+from megarl.step_time.lengths import Lengths
+from megarl.step_time.phase_time import PhaseTime, peak_flops
+from megarl.step_time.role_time import role_times
+from megarl.step_time.step import PredictedStep, predict_step
+
+# A typical micro-batch may have fewer tokens than the mean, so the bound is below the time of all tokens.
+_CAUTION = 0.5
+
+
+class PredictedCosts:
+    """The predictions for one kind of device."""
+
+    def __init__(self, device: DeviceProfile, lengths: Lengths) -> None:
+        self._device = device
+        self._lengths = lengths
+        self._flops: dict[str, int] = {}
+
+    def role_times(
+        self, config: PPOConfig, role: ModelRole, architecture: Architecture
+    ) -> Mapping[str, PhaseTime]:
+        return role_times(config, role, architecture, self._device, self._lengths)
+
+    def generation_time(self, config: PPOConfig, policy: Architecture) -> PhaseTime:
+        ahead = config.rollout.max_staleness
+        return generation_time(config, policy, self._device, self._lengths, ahead)
+
+    def least_role_s(
+        self, config: PPOConfig, role: ModelRole, architecture: Architecture, num_devices: int
+    ) -> float:
+        """Return the time of the products of the responses in a role's updates, at the rate of large ones."""
+        if role.optim is None or role.kind is RoleKind.scorer:
+            return 0.0
+        if role.name not in self._flops:
+            rows = [(1, response) for response in self._lengths.spread(64)]
+            flops = training_flops(architecture, rows, with_value_head=role.with_value_head)
+            self._flops[role.name] = flops * config.samples_per_step * config.passes_per_step // len(rows)
+        dtype = "float32" if config.model.dtype is DType.float32 else "bfloat16"
+        rate = peak_flops(self._device, "fp8" if role.megatron.transformer.get("fp8") else dtype)
+        share = max(self._device.efficiency.gemm, self._device.efficiency.attention)
+        return _CAUTION * self._flops[role.name] / (num_devices * rate * share)
+
+    def predict_step(
+        self, config: PPOConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture]
+    ) -> PredictedStep:
+        return predict_step(config, plan, architectures, self._device, self._lengths)
