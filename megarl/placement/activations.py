@@ -145,6 +145,9 @@ class _Work:
         how, modules, num_layers = role.recomputation
         self._layers_again = min(num_layers or self._layers, self._layers) if how is Recompute.full else 0
         self._modules_again = modules if how is Recompute.selective else ()
+        self._fullest = {
+            trains: fullest_micro_batch(config, role, architecture, trains=trains) for trains in (False, True)
+        }
         self._longest = max(row.tokens for row in self._rows(trains=False))
         self._shares_prompts = rows_of_prompt(config, role) > 1
         rows = self._rows(trains=False)
@@ -197,7 +200,7 @@ class _Work:
         return logit_chunk_tokens(self._config.engine, self._architecture)
 
     def _rows(self, trains: bool) -> list[Row]:
-        return fullest_micro_batch(self._config, self._role, self._architecture, trains=trains)
+        return self._fullest[trains]
 
     def _tokens(self, trains: bool) -> int:
         rows = self._rows(trains)

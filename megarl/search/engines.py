@@ -100,7 +100,9 @@ def engines_of(
                     continue
                 found.append(Engines(choice, costs.generation_time(config, policy).seconds, usage))
 
-    found.sort(key=lambda each: (each.seconds, each.usage.total, each.choice))
+    # Of equally fast shapes, the configured share of a device comes first, and then the smallest.
+    share = space.config.rollout.memory_share_of(space.config.rollout.engine)
+    found.sort(key=lambda each: (each.seconds, each.choice.fraction != share, each.usage.total, each.choice))
     return list(_undominated(found, rejections))
 
 

@@ -162,6 +162,7 @@ class _Search:
         self.solutions: list[Solution] = []
         self._tables: dict[tuple[str, int, int], VariantTable] = {}
         self._engines: dict[tuple[tuple[int, ...], int], list[Engines]] = {}
+        self._fastest: dict[tuple[str, int], float] = {}  # seconds by unit and number of devices
 
     @property
     def bound_s(self) -> float:
@@ -171,7 +172,7 @@ class _Search:
     def explore(self, max_staleness: int) -> None:
         """Search all placements with a `rollout.max_staleness`."""
         splits = [
-            _Split(partition, pools, self._rough_bound(pools, max_staleness))
+            _Split(partition, pools, self._split_bound(pools, max_staleness))
             for partition in partitions(self.space, max_staleness)
             for pools in device_splits(self.space, partition)
         ]
@@ -179,7 +180,7 @@ class _Search:
         # Fast splits first, so that slow ones are cut.
         for split in sorted(splits, key=lambda each: each.bound_s):
             self.rejections.consider("placements")
-            if split.bound_s >= self.bound_s:
+            if self._split_bound(split.pools, max_staleness) >= self.bound_s:
                 self.rejections.reject("placements", Reason.slower)
                 continue
             if (problem := self._placement_problem(split.pools, max_staleness)) is not None:
@@ -206,19 +207,29 @@ class _Search:
                     return str(violation)
         return None
 
-    def _rough_bound(self, pools: Sequence[Pool], max_staleness: int) -> float:
-        """Return a lower bound of a step without looking at layouts."""
-        return max(
-            sum(
-                self._costs.least_role_s(
-                    self.space.config, role, self._architectures[role.name], pool.num_devices
-                )
-                for unit in self.space.units
-                if unit.name in pool.units
-                for role in roles_of(self.space.config, unit)
-            )
+    def _split_bound(self, pools: Sequence[Pool], max_staleness: int) -> float:
+        """Return a lower bound of a step before the layouts of the units in these pools are computed."""
+        of_pools = max(
+            sum(self._least_s(unit, pool) for unit in self.space.units if unit.name in pool.units)
             for pool in pools
         )
+        shapes = self.engines(next(pool for pool in pools if ROLLOUT in pool.units), max_staleness)
+        generation_s = shapes[0].seconds if shapes else 0.0
+        return max(of_pools, generation_s) if max_staleness else of_pools + generation_s
+
+    def _least_s(self, unit: Unit, pool: Pool) -> float:
+        """Return a lower bound of a unit's time: on more devices, it is known not to be faster than this."""
+        known = [
+            seconds
+            for (name, num_devices), seconds in self._fastest.items()
+            if name == unit.name and num_devices >= pool.num_devices
+        ]
+        config = self.space.config
+        rough = sum(
+            self._costs.least_role_s(config, role, self._architectures[role.name], pool.num_devices)
+            for role in roles_of(config, unit)
+        )
+        return max(rough, *known, 0.0)
 
     def table(self, unit: Unit, pool: Pool) -> VariantTable:
         """Return the variants of a unit over the devices of a pool."""
@@ -228,9 +239,10 @@ class _Search:
             found = layouts(
                 self.space, roles, self._architectures, pool.num_devices, pool.granule, self.rejections
             )
-            self._tables[key] = VariantTable(
-                self.space, unit, self._architectures, found, self._costs, self.rejections
-            )
+            table = VariantTable(self.space, unit, self._architectures, found, self._costs, self.rejections)
+            self._tables[key] = table
+            if (fastest := next(iter(table), None)) is not None:
+                self._fastest[unit.name, pool.num_devices] = fastest.seconds
         return self._tables[key]
 
     def engines(self, pool: Pool, max_staleness: int) -> list[Engines]:

@@ -6,6 +6,7 @@ import heapq
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import log2
 from typing import NamedTuple
 
 from megarl.config.batch_arithmetic import room_of_longest_row
@@ -30,6 +31,9 @@ from megarl.search.space import Space, Unit, roles_of
 LEVEL = "variants"
 _TOKENS_UNIT = 1024
 _TOKENS_FACTORS = (1, 2, 4)
+# The time of a variant with other micro-batches, virtual stages or distribution of experts, relative to the
+# fastest known one with the same degrees of a dense model, is taken to be at least this.
+_MOST_GAIN = 0.6
 # What recomputes less is faster, so the first one that fits is the best.
 _RECOMPUTATIONS = (
     Recomputation(),
@@ -103,6 +107,26 @@ def _limited(micro_batch: MicroBatchConfig, max_tokens: int | None) -> MicroBatc
     )
 
 
+class _Waiting(NamedTuple):
+    """A variant that has not been needed so far, with what is known about it."""
+
+    choice: Choice
+    phases: Mapping[str, float] | None = None
+    memory: Mapping[str, tuple[RoleMemory, ...]] | None = None
+
+
+class _Unopened(NamedTuple):
+    """Layouts and limits of micro-batches, for the same degrees of a dense model, that were not looked at.
+
+    Attributes:
+        candidates: Each layout with each limit of its micro-batches.
+        fastest_s: The time of the fastest other candidate.
+    """
+
+    candidates: Sequence[tuple[ParallelConfig, int | None]]
+    fastest_s: float = float("inf")
+
+
 class VariantTable:
     """The variants of a unit over a number of devices that fit alone, in the order of their times.
 
@@ -125,15 +149,21 @@ class VariantTable:
         self._costs = costs
         self._rejections = rejections
         self._limit = device_bytes(space)
+        self._recomputations = _recomputations(space, unit)
         self._known: list[Variant] = []
-        self._of_layout: dict[ParallelConfig, list[tuple[int, ...]]] = {}
-        self._queue: list[tuple[float, int, Choice, Mapping[str, float] | None]] = []
+        self._of_layout: dict[ParallelConfig, list[tuple[float, ...]]] = {}
+        self._queue: list[tuple[float, int, _Waiting | _Unopened]] = []
         self._order = itertools.count()
 
-        # A variant without recomputation bounds the time of those with it.
+        # Layouts with the same degrees of a dense model have similar times, so one of them bounds the others.
+        groups: dict[ParallelConfig, list[ParallelConfig]] = {}
         for parallel in layouts:
-            for max_tokens in self._token_limits(parallel):
-                self._start(parallel, max_tokens)
+            groups.setdefault(_dense(parallel), []).append(parallel)
+        for group in groups.values():
+            limits = _token_limits(space, unit, group[0])
+            rejections.consider(LEVEL, len(group) * len(limits) * len(self._recomputations))
+            group.sort(key=_expected_rank)
+            self._open(_Unopened([(parallel, limit) for limit in limits for parallel in group]))
 
     def __iter__(self) -> Iterator[Variant]:
         index = 0
@@ -148,27 +178,52 @@ class VariantTable:
     @property
     def num_waiting(self) -> int:
         """The number of variants that have not been needed so far."""
-        return len(self._queue)
+        return sum(
+            len(each.candidates) * len(self._recomputations) if isinstance(each, _Unopened) else 1
+            for _, _, each in self._queue
+        )
 
-    def _start(self, parallel: ParallelConfig, max_tokens: int | None) -> None:
+    def _push(self, bound: float, waiting: _Waiting | _Unopened) -> None:
+        heapq.heappush(self._queue, (bound, next(self._order), waiting))
+
+    def _open(self, unopened: _Unopened) -> None:
+        """Compute the next variant of a group that fits. It bounds those that are left."""
+        candidates = list(unopened.candidates)
+        while candidates:
+            seconds = self._start(*candidates.pop(0))
+            if seconds is None:
+                continue
+            fastest_s = min(seconds, unopened.fastest_s)
+            if candidates:
+                self._push(_MOST_GAIN * fastest_s, _Unopened(candidates, fastest_s))
+            return
+
+    def _start(self, parallel: ParallelConfig, max_tokens: int | None) -> float | None:
+        """Compute the fastest variant with a layout and a micro-batch, and return its time.
+
+        Those with more recomputation wait. Returns None if none fits.
+        """
         keeps_reference = self._space.is_pinned("reference.micro_batch.max_tokens")
         of_reference = None if keeps_reference else max_tokens
-        choices = [Choice(parallel, max_tokens, each, of_reference) for each in self._recomputations()]
-        self._rejections.consider(LEVEL, len(choices))
+        choices = [Choice(parallel, max_tokens, each, of_reference) for each in self._recomputations]
         if (problem := self._problem(choices[0])) is not None:
             self._rejections.reject(LEVEL, Reason.rules, problem, len(choices))
-            return
-        # The state alone may be too large, which is known before any time is predicted.
+            return None
+        # The state alone may be too large, which takes less time to compute than the working memory.
         if (needed := self._state_bytes(choices[0])) > self._limit:
-            said = f"the state of {self._unit.name} needs {needed / 2**30:,.1f} GiB in {describe(choices[0])}"
-            self._rejections.reject(LEVEL, Reason.memory, said, len(choices))
-            return
+            self._reject_memory(choices[0], needed, len(choices))
+            return None
 
-        phases = self._times(choices[0])
-        bound = sum(phases.values())
         for number, choice in enumerate(choices):
-            known = None if number else phases
-            heapq.heappush(self._queue, (bound, next(self._order), choice, known))
+            memory = self._memory_that_fits(choice)
+            if memory is not None:
+                phases = self._times(choice)
+                seconds = sum(phases.values())
+                self._push(seconds, _Waiting(choice, phases, memory))
+                for slower in choices[number + 1 :]:
+                    self._push(seconds, _Waiting(slower))
+                return seconds
+        return None
 
     def _problem(self, choice: Choice) -> str | None:
         """Return why the rules refuse a choice, None if they do not."""
@@ -188,48 +243,67 @@ class VariantTable:
             for stage in {0, choice.parallel.pipeline_parallel_size - 1}
         )
 
-    def _advance(self) -> None:
-        """Take the variant with the least time or bound. If it has only a bound, compute its time."""
-        _, _, choice, phases = heapq.heappop(self._queue)
-        if phases is None:
-            phases = self._times(choice)
-            heapq.heappush(self._queue, (sum(phases.values()), next(self._order), choice, phases))
-            return
+    def _reject_memory(self, choice: Choice, needed: float, count: int = 1) -> None:
+        said = f"{describe(choice)} of {self._unit.name} needs {needed / 2**30:,.1f} GiB or more on a device"
+        self._rejections.reject(LEVEL, Reason.memory, said, count)
 
-        memory = self._memory(choice)
-        needed = least_bytes(memory, self._bases())
-        if needed > self._limit:
-            said = f"{describe(choice)} of {self._unit.name} needs {needed / 2**30:,.1f} GiB on a device"
-            self._rejections.reject(LEVEL, Reason.memory, said)
-        elif self._is_dominated(choice.parallel, memory):
+    def _memory_that_fits(self, choice: Choice) -> Mapping[str, tuple[RoleMemory, ...]] | None:
+        """Return the memory of a choice. If it does not fit alone, reject the choice and return None."""
+        config = with_choice(self._space.config, self._unit, choice)
+        roles = roles_of(config, self._unit)
+        memory = {role.name: memory_by_stage(config, role, self._architectures[role.name]) for role in roles}
+        needed = least_bytes(memory, [role.name for role in roles if role.base_of])
+        if needed <= self._limit:
+            return memory
+        self._reject_memory(choice, needed)
+        return None
+
+    def _advance(self) -> None:
+        """Take what has the least time or bound, and compute what is not known about it."""
+        _, _, waiting = heapq.heappop(self._queue)
+        if isinstance(waiting, _Unopened):
+            self._open(waiting)
+            return
+        choice, phases, memory = waiting
+        if memory is None or phases is None:
+            memory = self._memory_that_fits(choice)
+            if memory is not None:
+                phases = self._times(choice)
+                self._push(sum(phases.values()), _Waiting(choice, phases, memory))
+        elif self._is_dominated(choice.parallel, phases, memory):
             self._rejections.reject(LEVEL, Reason.dominated)
         else:
             self._known.append(Variant(choice, sum(phases.values()), phases, memory))
 
-    def _is_dominated(self, parallel: ParallelConfig, memory: Mapping[str, tuple[RoleMemory, ...]]) -> bool:
-        """Return whether a faster variant of the layout needs no more memory. Remember this one if not."""
-        sizes = tuple(
-            size
-            for stages in memory.values()
-            for state, work in stages
-            for size in (
-                state.parameters,
-                state.gradients,
-                state.optimizer,
-                work.score,
-                work.train,
-                work.step,
-                work.stays,
-            )
+    def _is_dominated(
+        self,
+        parallel: ParallelConfig,
+        phases: Mapping[str, float],
+        memory: Mapping[str, tuple[RoleMemory, ...]],
+    ) -> bool:
+        """Return whether another variant of the layout is nowhere slower or larger. If not, keep this one."""
+        sizes = (
+            *phases.values(),
+            *(
+                size
+                for stages in memory.values()
+                for state, work in stages
+                for size in (
+                    state.parameters,
+                    state.gradients,
+                    state.optimizer,
+                    work.score,
+                    work.train,
+                    work.step,
+                    work.stays,
+                )
+            ),
         )
         known = self._of_layout.setdefault(parallel, [])
-        if any(all(map(int.__le__, each, sizes)) for each in known):
+        if any(all(one <= other for one, other in zip(each, sizes, strict=True)) for each in known):
             return True
         known.append(sizes)
         return False
-
-    def _bases(self) -> frozenset[str]:
-        return frozenset(role.name for role in roles_of(self._space.config, self._unit) if role.base_of)
 
     def _times(self, choice: Choice) -> Mapping[str, float]:
         config = with_choice(self._space.config, self._unit, choice)
@@ -239,40 +313,54 @@ class VariantTable:
             for phase, time in self._costs.role_times(config, role, self._architectures[role.name]).items()
         }
 
-    def _memory(self, choice: Choice) -> dict[str, tuple[RoleMemory, ...]]:
-        config = with_choice(self._space.config, self._unit, choice)
-        return {
-            role.name: memory_by_stage(config, role, self._architectures[role.name])
-            for role in roles_of(config, self._unit)
-        }
 
-    def _recomputations(self) -> Sequence[Recomputation | None]:
-        role = roles_of(self._space.config, self._unit)[0]
-        if role.optim is None:
-            return (None,)
-        section = role.parallel_key.removesuffix(".parallel")
-        names = ("recompute", "recompute_modules", "recompute_num_layers")
-        pinned = [number for number, name in enumerate(names) if self._space.is_pinned(f"{section}.{name}")]
-        fitting = [
-            each
-            for each in _RECOMPUTATIONS
-            if all(each[number] == role.recomputation[number] for number in pinned)
-        ]
-        return fitting or (role.recomputation,)
+def _dense(parallel: ParallelConfig) -> ParallelConfig:
+    return replace(
+        parallel, virtual_pipeline_parallel_size=None, expert_parallel_size=1, expert_tensor_parallel_size=1
+    )
 
-    def _token_limits(self, parallel: ParallelConfig) -> list[int | None]:
-        """Return the configured limit of a micro-batch, and room for 1, 2 and 4 of the longest rows."""
-        config = with_choice(self._space.config, self._unit, Choice(parallel, None, None))
-        role = replace(roles_of(self._space.config, self._unit)[0], parallel=parallel)
-        configured = role.micro_batch.max_tokens
-        is_free = role.optim is not None and not self._space.is_pinned(f"{role.micro_batch_key}.max_tokens")
-        if configured is None or not is_free:
-            return [configured]
 
-        longest = -(-room_of_longest_row(config, role) // parallel.context_parallel_size)
-        least = -(-longest // _TOKENS_UNIT) * _TOKENS_UNIT
-        limits = {least * factor for factor in _TOKENS_FACTORS}
-        return [*sorted(limits | ({configured} if configured >= longest else set()))]
+def _expected_rank(parallel: ParallelConfig) -> tuple[int, float, int]:
+    """Return a key that sorts layouts by how fast they probably are.
+
+    Whole experts are faster than parts of them, 8 ranks for experts are on most nodes, and virtual stages
+    shrink the bubble.
+    """
+    return (
+        parallel.expert_tensor_parallel_size,
+        abs(log2(parallel.expert_parallel_size / 8)),
+        -(parallel.virtual_pipeline_parallel_size or 1),
+    )
+
+
+def _recomputations(space: Space, unit: Unit) -> Sequence[Recomputation | None]:
+    """Return what a unit may recompute, from little to much; None for a unit that does not train."""
+    role = roles_of(space.config, unit)[0]
+    if role.optim is None:
+        return (None,)
+    section = role.parallel_key.removesuffix(".parallel")
+    names = ("recompute", "recompute_modules", "recompute_num_layers")
+    pinned = [number for number, name in enumerate(names) if space.is_pinned(f"{section}.{name}")]
+    fitting = [
+        each
+        for each in _RECOMPUTATIONS
+        if all(each[number] == role.recomputation[number] for number in pinned)
+    ]
+    return fitting or (role.recomputation,)
+
+
+def _token_limits(space: Space, unit: Unit, parallel: ParallelConfig) -> list[int | None]:
+    """Return the configured limit of a micro-batch, and room for 1, 2 and 4 of the longest rows."""
+    role = replace(roles_of(space.config, unit)[0], parallel=parallel)
+    configured = role.micro_batch.max_tokens
+    is_free = role.optim is not None and not space.is_pinned(f"{role.micro_batch_key}.max_tokens")
+    if configured is None or not is_free:
+        return [configured]
+
+    longest = -(-room_of_longest_row(space.config, role) // parallel.context_parallel_size)
+    least = -(-longest // _TOKENS_UNIT) * _TOKENS_UNIT
+    limits = {least * factor for factor in _TOKENS_FACTORS}
+    return [*sorted(limits | ({configured} if configured >= longest else set()))]
 
 
 def device_bytes(space: Space) -> float:
