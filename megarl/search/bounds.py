@@ -17,7 +17,7 @@ class StepSchedule:
 
     Args:
         plan: A placement with these pools, of any size.
-        generates_ahead: Whether generation runs beside the rest of a step.
+        generates_ahead: Whether generation overlaps with the rest of a step.
     """
 
     def __init__(self, plan: PlacementPlan, *, generates_ahead: bool) -> None:

@@ -12,7 +12,7 @@ from megarl.placement.placement_plan import PlacementPlan
 from megarl.step_time.phase_time import PhaseTime
 
 
-class Step(Protocol):
+class StepTime(Protocol):
     """The predicted time of a step.
 
     Attributes:
@@ -49,11 +49,15 @@ class StepCosts(Protocol):
         """Return a lower bound of all phases of a role over a number of devices, in any layout."""
         ...
 
+    def overhead_s(self, config: PPOConfig) -> float:
+        """Return the time of a step that depends on neither layouts nor placement."""
+        ...
+
     def predict_step(
         self, config: PPOConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture]
-    ) -> Step:
+    ) -> StepTime:
         """Return the time of a complete step, with everything that the other functions leave out.
 
-        It is never below the schedule of the phases' times (bounds.py).
+        It is never below the schedule of the phases' times (bounds.py) plus the overhead.
         """
         ...

@@ -25,7 +25,7 @@ _FRACTIONS = (0.5, 0.6, 0.7, 0.8, 0.85)
 
 
 class EngineChoice(NamedTuple):
-    """What is chosen for the engines.
+    """The values that are chosen for the engines.
 
     Attributes:
         fraction: The share of a device that an engine takes, None if it is not configurable.
@@ -43,7 +43,7 @@ class EngineChoice(NamedTuple):
         return self.num_replicas * self.tensor
 
 
-class Engines(NamedTuple):
+class EngineShape(NamedTuple):
     """A choice for the engines, with the time of a step's generation and the memory of a device."""
 
     choice: EngineChoice
@@ -76,10 +76,10 @@ def engines_of(
     max_staleness: int,
     costs: StepCosts,
     rejections: Rejections,
-) -> list[Engines]:
+) -> list[EngineShape]:
     """Return the shapes of the engines in a pool, from fast to slow.
 
-    A shape that is neither faster nor smaller than another one with the same parallel sizes is left out.
+    A shape that is neither faster nor smaller than another one with as many devices is left out.
     """
     found = []
     for sizes in _sizes(space, policy, pool):
@@ -98,22 +98,22 @@ def engines_of(
                     said = f"an engine of {tensor} devices needs {usage.total / 2**30:,.1f} GiB on each"
                     rejections.reject(LEVEL, Reason.memory, said)
                     continue
-                found.append(Engines(choice, costs.generation_time(config, policy).seconds, usage))
+                found.append(EngineShape(choice, costs.generation_time(config, policy).seconds, usage))
 
-    # Of equally fast shapes, the configured share of a device comes first, and then the smallest.
+    # The configured share of a device comes first among equally fast shapes, and then the smallest.
     share = space.config.rollout.memory_share_of(space.config.rollout.engine)
     found.sort(key=lambda each: (each.seconds, each.choice.fraction != share, each.usage.total, each.choice))
     return list(_undominated(found, rejections))
 
 
-def _undominated(found: Sequence[Engines], rejections: Rejections) -> Iterator[Engines]:
-    least: dict[tuple[int, int], int] = {}
+def _undominated(found: Sequence[EngineShape], rejections: Rejections) -> Iterator[EngineShape]:
+    least: dict[int, int] = {}
     for each in found:
-        sizes = (each.choice.tensor, each.choice.expert)
-        if sizes in least and least[sizes] <= each.usage.total:
+        tensor = each.choice.tensor
+        if tensor in least and least[tensor] <= each.usage.total:
             rejections.reject(LEVEL, Reason.dominated)
             continue
-        least[sizes] = each.usage.total
+        least[tensor] = each.usage.total
         yield each
 
 

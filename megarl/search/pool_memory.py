@@ -22,7 +22,7 @@ from megarl.search.space import ROLLOUT, Space
 StageTotals = tuple[tuple[int, ...], ...]  # bytes by stage and phase
 
 
-class Share(NamedTuple):
+class MemoryShare(NamedTuple):
     """The bytes of a unit on the devices of its pool.
 
     Attributes:
@@ -82,10 +82,10 @@ class PoolMemory:
         self._engines_move = turns.engines_move
         self._buffers = sync_buffers(space.config, self.plan, turns, architectures)
 
-    def of_models(self, memory: Mapping[str, Sequence[RoleMemory]], per_stage: int) -> Share:
+    def of_models(self, memory: Mapping[str, Sequence[RoleMemory]], per_stage: int) -> MemoryShare:
         """Return the bytes of a unit's models, from the memory of each role by stage."""
         stages = zip(*memory.values(), strict=True)
-        return Share(
+        return MemoryShare(
             tuple(
                 tuple(
                     sum(self._of_model(role, each, phase) for role, each in zip(memory, stage, strict=True))
@@ -100,7 +100,7 @@ class PoolMemory:
         usage = memory.usage(role, phase, self._held[phase.name])
         return usage.total + self._buffers.in_phase(phase.name, role, memory.state.parameters)
 
-    def of_engines(self, usage: Usage, num_devices: int) -> Share:
+    def of_engines(self, usage: Usage, num_devices: int) -> MemoryShare:
         """Return the bytes of the engines, which have the first `num_devices` devices of their pool."""
         totals = []
         for phase in self._phases:
@@ -110,10 +110,10 @@ class PoolMemory:
             has_no_cache = phase.name == "update_weights" and self._engines_move
             buckets = self._buffers.in_phase(phase.name, ROLLOUT, usage.parameters)
             totals.append(usage.total - usage.kv_cache * has_no_cache + buckets)
-        return Share((tuple(totals),), num_devices)
+        return MemoryShare((tuple(totals),), num_devices)
 
 
-def peak_of_pool(shares: Sequence[Share]) -> int:
+def peak_of_pool(shares: Sequence[MemoryShare]) -> int:
     """Return the bytes of the fullest device of a pool that these units share."""
     if len(shares) == 1:
         return shares[0].peak
@@ -122,7 +122,7 @@ def peak_of_pool(shares: Sequence[Share]) -> int:
     return max(_most_at(shares, start) for start in starts)
 
 
-def _most_at(shares: Sequence[Share], device: int) -> int:
+def _most_at(shares: Sequence[MemoryShare], device: int) -> int:
     stages = [
         share.totals[device // share.per_stage]
         for share in shares

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
-from megarl.config.roles import ModelRole, RoleKind
+from megarl.config.roles import ModelRole, RoleKind, model_roles
 from megarl.config.schema import DType, PPOConfig
 from megarl.models.architecture import Architecture
 from megarl.models.flops import training_flops
@@ -14,28 +14,46 @@ from megarl.step_time.generation import generation_time
 from megarl.step_time.lengths import Lengths
 from megarl.step_time.phase_time import PhaseTime, peak_flops
 from megarl.step_time.role_time import role_times
-from megarl.step_time.step import PredictedStep, predict_step
+from megarl.step_time.step import GENERATION, PUSH, PredictedStep, combine
+from megarl.step_time.transfers import offload_times, push_time
 
 # A typical micro-batch may have fewer tokens than the mean, so the bound is below the time of all tokens.
 _CAUTION = 0.5
 
 
 class PredictedCosts:
-    """The predictions for one kind of device."""
+    """The predictions for one kind of device, and for the variants of one run.
+
+    Times are remembered by what a search varies, so a run with other fixed values needs another instance.
+    """
 
     def __init__(self, device: DeviceProfile, lengths: Lengths) -> None:
         self._device = device
         self._lengths = lengths
         self._flops: dict[str, int] = {}
+        self._of_roles: dict[Hashable, Mapping[str, PhaseTime]] = {}
+        self._of_engines: dict[Hashable, PhaseTime] = {}
 
     def role_times(
         self, config: PPOConfig, role: ModelRole, architecture: Architecture
     ) -> Mapping[str, PhaseTime]:
-        return role_times(config, role, architecture, self._device, self._lengths)
+        key = (role.name, role.parallel, role.micro_batch, role.recomputation)
+        if key not in self._of_roles:
+            self._of_roles[key] = role_times(config, role, architecture, self._device, self._lengths)
+        return self._of_roles[key]
 
     def generation_time(self, config: PPOConfig, policy: Architecture) -> PhaseTime:
-        ahead = config.rollout.max_staleness
-        return generation_time(config, policy, self._device, self._lengths, ahead)
+        rollout = config.rollout
+        sizes = (rollout.num_replicas, rollout.tensor_parallel_size, rollout.expert_parallel_size)
+        share = rollout.memory_share_of(rollout.engine)
+        key = (*sizes, rollout.max_concurrency, rollout.max_staleness, share)
+        if key not in self._of_engines:
+            ahead = rollout.max_staleness
+            self._of_engines[key] = generation_time(config, policy, self._device, self._lengths, ahead)
+        return self._of_engines[key]
+
+    def overhead_s(self, config: PPOConfig) -> float:
+        return config.samples_per_step * self._device.sample_ms / 1e3
 
     def least_role_s(
         self, config: PPOConfig, role: ModelRole, architecture: Architecture, num_devices: int
@@ -55,4 +73,9 @@ class PredictedCosts:
     def predict_step(
         self, config: PPOConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture]
     ) -> PredictedStep:
-        return predict_step(config, plan, architectures, self._device, self._lengths)
+        times = {GENERATION: self.generation_time(config, architectures["actor"])}
+        for role in model_roles(config):
+            times |= self.role_times(config, role, architectures[role.name])
+        times[PUSH] = push_time(config, plan, architectures["actor"], self._device)
+        moves = offload_times(config, plan, architectures, self._device)
+        return combine(config, plan, times, moves, self._device, self._lengths)

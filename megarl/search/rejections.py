@@ -19,7 +19,7 @@ class Reason(str, Enum):
 
 
 class Rejections:
-    """What was considered at each level of a search, and why the rest was left out.
+    """Counts what was considered at each level of a search, and why the rest was left out.
 
     The levels are layouts of a model, their variants, and complete configurations. At each level, the number
     considered is the number kept plus the numbers rejected.

@@ -17,8 +17,8 @@ from megarl.placement.memory import DeviceMemory, budget_problems, plan_memory
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.plan import plan_placement
 from megarl.search.bounds import GENERATION, StepSchedule
-from megarl.search.costs import Step, StepCosts
-from megarl.search.engines import EngineChoice, Engines, engines_of, with_engines
+from megarl.search.costs import StepCosts, StepTime
+from megarl.search.engines import EngineChoice, EngineShape, engines_of, with_engines
 from megarl.search.layouts import layouts
 from megarl.search.placements import (
     Partition,
@@ -28,7 +28,7 @@ from megarl.search.placements import (
     placement_of,
     refuse_unpinned_pools,
 )
-from megarl.search.pool_memory import PoolMemory, Share, peak_of_pool
+from megarl.search.pool_memory import MemoryShare, PoolMemory, peak_of_pool
 from megarl.search.rejections import Reason, Rejections
 from megarl.search.space import ROLLOUT, Space, Unit, free_keys, roles_of
 from megarl.search.variants import LEVEL as VARIANTS
@@ -54,7 +54,7 @@ class Solution:
     config: PPOConfig
     plan: PlacementPlan
     memory: Sequence[DeviceMemory]
-    step: Step
+    step: StepTime
     pools: tuple[Pool, ...]
     choices: Mapping[str, Choice]
     engines: EngineChoice
@@ -65,7 +65,7 @@ class Solution:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What distinguishes it in a list of results: pools and parallel sizes, without micro-batches."""
+        """The pools and parallel sizes, which distinguish it in a list of results."""
         return (
             self.pools,
             tuple(
@@ -161,13 +161,18 @@ class _Search:
         self.rejections = Rejections()
         self.solutions: list[Solution] = []
         self._tables: dict[tuple[str, int, int], VariantTable] = {}
-        self._engines: dict[tuple[tuple[int, ...], int], list[Engines]] = {}
+        self._engines: dict[tuple[tuple[int, ...], int], list[EngineShape]] = {}
         self._fastest: dict[tuple[str, int], float] = {}  # seconds by unit and number of devices
 
     @property
     def bound_s(self) -> float:
         """The time that another result must beat."""
         return self.solutions[-1].seconds if len(self.solutions) >= self._num_results else float("inf")
+
+    @property
+    def bound_of_phases_s(self) -> float:
+        """The time that the phases of another result must beat."""
+        return self.bound_s - self._costs.overhead_s(self.space.config)
 
     def explore(self, max_staleness: int) -> None:
         """Search all placements with a `rollout.max_staleness`."""
@@ -180,7 +185,7 @@ class _Search:
         # Fast splits first, so that slow ones are cut.
         for split in sorted(splits, key=lambda each: each.bound_s):
             self.rejections.consider("placements")
-            if self._split_bound(split.pools, max_staleness) >= self.bound_s:
+            if self._split_bound(split.pools, max_staleness) >= self.bound_of_phases_s:
                 self.rejections.reject("placements", Reason.slower)
                 continue
             if (problem := self._placement_problem(split.pools, max_staleness)) is not None:
@@ -245,7 +250,7 @@ class _Search:
                 self._fastest[unit.name, pool.num_devices] = fastest.seconds
         return self._tables[key]
 
-    def engines(self, pool: Pool, max_staleness: int) -> list[Engines]:
+    def engines(self, pool: Pool, max_staleness: int) -> list[EngineShape]:
         """Return the shapes of the engines in a pool."""
         key = (tuple(count for count in pool.on_nodes if count), max_staleness)
         if key not in self._engines:
@@ -260,7 +265,9 @@ class _Search:
         for table in self._tables.values():
             self.rejections.reject(VARIANTS, Reason.slower, count=table.num_waiting)
 
-    def complete(self, pools: tuple[Pool, ...], variants: Mapping[str, Variant], engines: Engines) -> None:
+    def complete(
+        self, pools: tuple[Pool, ...], variants: Mapping[str, Variant], engines: EngineShape
+    ) -> None:
         """Plan, check and predict a configuration, and keep it if it is among the best."""
         config = self.space.config.with_sections(placement=placement_of(self.space, pools))
         for unit in self.space.units:
@@ -325,10 +332,10 @@ class _Branch:
         self._schedule = StepSchedule(memory.plan, generates_ahead=max_staleness > 0)
         self._max_staleness = max_staleness
         self._limit = device_bytes(parent.space)
-        self._shares: dict[tuple[str, int], Share] = {}
+        self._shares: dict[tuple[str, int], MemoryShare] = {}
         self._tables: list[tuple[Unit, int]] = []
         self._variants: list[VariantTable] = []
-        self._engines: list[Engines] = []
+        self._engines: list[EngineShape] = []
         self._fastest: list[float] = []
 
     def explore(self) -> None:
@@ -354,7 +361,7 @@ class _Branch:
         return next(number for number, pool in enumerate(self._pools) if unit in pool.units)
 
     def _choose(
-        self, chosen: dict[str, Variant], of_pools: Sequence[float], shares: Sequence[Sequence[Share]]
+        self, chosen: dict[str, Variant], of_pools: Sequence[float], shares: Sequence[Sequence[MemoryShare]]
     ) -> None:
         """Choose a variant of the next unit.
 
@@ -375,7 +382,7 @@ class _Branch:
             slower = variant.seconds - self._fastest[index]
             sums = [each + slower * (number == pool) for number, each in enumerate(of_pools)]
             # Variants are sorted, so the following ones are slower too.
-            if self._schedule.least(sums, self._engines[0].seconds) >= parent.bound_s:
+            if self._schedule.least(sums, self._engines[0].seconds) >= parent.bound_of_phases_s:
                 return
             share = self._share(unit, variant)
             of_pool = [*shares[pool], share]
@@ -386,24 +393,24 @@ class _Branch:
             inside = [of_pool if number == pool else each for number, each in enumerate(shares)]
             self._choose({**chosen, unit.name: variant}, sums, inside)
 
-    def _share(self, unit: Unit, variant: Variant) -> Share:
+    def _share(self, unit: Unit, variant: Variant) -> MemoryShare:
         key = (unit.name, id(variant))
         if key not in self._shares:
             self._shares[key] = self._memory.of_models(variant.memory, variant.per_stage)
         return self._shares[key]
 
     def _choose_engines(
-        self, chosen: dict[str, Variant], of_pools: Sequence[float], shares: Sequence[Sequence[Share]]
+        self, chosen: dict[str, Variant], of_pools: Sequence[float], shares: Sequence[Sequence[MemoryShare]]
     ) -> None:
         parent = self._parent
         times = {name: seconds for each in chosen.values() for name, seconds in each.phases.items()}
         pool = self._pool_of(ROLLOUT)
 
         for engines in self._engines:
-            if self._schedule.least(of_pools, engines.seconds) >= parent.bound_s:
+            if self._schedule.least(of_pools, engines.seconds) >= parent.bound_of_phases_s:
                 return
             parent.rejections.consider(LEVEL)
-            if self._schedule.seconds({**times, GENERATION: engines.seconds}) >= parent.bound_s:
+            if self._schedule.seconds({**times, GENERATION: engines.seconds}) >= parent.bound_of_phases_s:
                 parent.rejections.reject(LEVEL, Reason.slower)
                 continue
             share = self._memory.of_engines(engines.usage, engines.choice.num_devices)

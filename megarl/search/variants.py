@@ -43,7 +43,7 @@ _RECOMPUTATIONS = (
 
 
 class Choice(NamedTuple):
-    """What is chosen for a unit.
+    """The values that are chosen for a unit.
 
     Attributes:
         max_tokens: The tokens of a micro-batch, None if the run limits its micro-batches by rows.

@@ -70,6 +70,9 @@ class AnalyticCosts:
         ahead = 0.8 if rollout.max_staleness else 1.0
         return PhaseTime.of(weights=ahead * rounds * config.data.max_response_length * step_s)
 
+    def overhead_s(self, config: PPOConfig) -> float:
+        return 1.0
+
     def predict_step(
         self, config: PPOConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture]
     ) -> AnalyticStep:
@@ -81,7 +84,8 @@ class AnalyticCosts:
         shards = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         times["update_weights"] = PhaseTime.of(messages=5.0 / shards)
         schedule = StepSchedule(plan, generates_ahead=config.rollout.max_staleness > 0)
-        return AnalyticStep(schedule.seconds({name: time.seconds for name, time in times.items()}), times)
+        seconds = schedule.seconds({name: time.seconds for name, time in times.items()})
+        return AnalyticStep(seconds + self.overhead_s(config), times)
 
 
 def space_of(
