@@ -15,7 +15,7 @@ _FIRST_STEP = 0.5
 _NUM_HALVINGS = 6
 # A constant that changes by a factor of e costs as much as this relative error of one observation, so that
 # constants on which no observation depends stay where they are.
-_PULL = 0.3
+PULL = 0.3
 # Constants that are shares of a rate cannot exceed one.
 _SHARES = ("gemm", "attention", "memory", "links")
 
@@ -33,7 +33,10 @@ class Observation(NamedTuple):
 
 
 def fit_device(
-    device: DeviceProfile, observations: Sequence[Observation], constants: Sequence[str]
+    device: DeviceProfile,
+    observations: Sequence[Observation],
+    constants: Sequence[str],
+    pull: float = PULL,
 ) -> DeviceProfile:
     """Return the device with constants that minimize the squared logarithms of predicted over measured.
 
@@ -41,6 +44,7 @@ def fit_device(
         device: The device to start from.
         observations: The measured times.
         constants: The dotted keys of the constants to change.
+        pull: The error of one observation that costs as much as changing a constant by a factor of e.
     """
     start = {name: float(attrgetter(name)(device)) for name in constants}
     logs = dict.fromkeys(constants, 0.0)
@@ -48,7 +52,7 @@ def fit_device(
     def loss(changed: Mapping[str, float]) -> float:
         profile = _with(device, start, changed)
         errors = (math.log(each.predict(profile) / each.measured_s) for each in observations)
-        return sum(error**2 for error in errors) + _PULL**2 * sum(log**2 for log in changed.values())
+        return sum(error**2 for error in errors) + pull**2 * sum(log**2 for log in changed.values())
 
     # Change one constant at a time, and search more finely once no change helps.
     best = loss(logs)

@@ -112,7 +112,7 @@ def one_forward_one_backward(stages: list[float], num_micro_batches: int) -> flo
     "stages", [[3.0, 3.0, 3.0, 3.0], [3.0, 3.0, 3.0, 4.5], [4.0, 3.0, 3.0, 3.0], [2.0, 5.0]]
 )
 @pytest.mark.parametrize("num_micro_batches", [1, 4, 16])
-def test_the_pipeline_agrees_with_a_simulateddecode_s(stages: list[float], num_micro_batches: int) -> None:
+def test_the_pipeline_agrees_with_a_simulated_schedule(stages: list[float], num_micro_batches: int) -> None:
     simulated = one_forward_one_backward(stages, num_micro_batches)
     # Exact for equal stages. A slow first stage fills a part of its bubble with forward passes.
     assert simulated - 1e-9 <= pipeline_s(stages, num_micro_batches) <= 1.15 * simulated
