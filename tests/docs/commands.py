@@ -137,6 +137,9 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl plan configs/quickstart.yaml --output outputs/plan.svg": Executed(),
     "megarl plan configs/quickstart.yaml placement.strategy=hybrid --output outputs/plan.svg": Executed(),
     "megarl plan configs/qwen2.5_7b_grpo.yaml actor.recompute=none": Executed(),
+    "megarl plan configs/qwen3_32b_grpo.yaml": InTest(
+        "tests/unit/cli/test_placements.py::test_a_plan_predicts_the_step", ("plan", "qwen3_32b_grpo")
+    ),
     "megarl train configs/quickstart.yaml data.max_prompt_length=6 trainer.output_dir=outputs/mine": Executed(
         status=2
     ),

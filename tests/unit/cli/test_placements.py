@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.main import main
+from megarl.config.shipped import CONFIGS_DIR
 from tests.unit.config.folders import ppo_values, write_yaml
 
 # The run: an actor of 4 devices in pairs, a critic of 2, one engine.
@@ -148,6 +149,27 @@ def test_a_plan_is_printed_and_drawn(
     if name.endswith("svg"):
         assert main(command) == 0
         assert drawing.read_bytes() == content
+
+
+def test_a_plan_predicts_the_step(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    command = ["plan", str(CONFIGS_DIR / "qwen3_32b_grpo.yaml")]
+    assert main(command) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert "Predicted step: 617.4 s, 451 tokens/s per device" in rows
+    assert "gen actor 0.0 269.0 44% weights 44%, context 43%, launches 9%" in rows
+    assert any(
+        row.startswith("assuming H100 80 GB SXM, prompts of 256 and responses of 4,096") for row in rows
+    )
+
+    # Another device gives another time, and a wrong name is refused.
+    assert main([*command, "placement.device_profile=b200"]) == 0
+    faster = next(row for row in rows_of(capsys.readouterr().out) if row.startswith("Predicted step"))
+    assert float(faster.split()[2].replace(",", "")) < 400
+    assert main([*command, "placement.device_profile=h100_80"]) == 2
+    assert "there is no device called 'h100_80'; did you mean h100_80gb?" in capsys.readouterr().err
 
 
 def test_a_drawing_has_a_format_that_can_be_drawn(ppo: str, capsys: pytest.CaptureFixture[str]) -> None:
