@@ -139,8 +139,9 @@ def generation_time(
     samples = rounds * -(-config.samples_per_step // replicas)
     slots = num_slots(config, policy, device, lengths)
 
-    # The step waits for the engine that has the longest sample, so its share includes that one.
-    parts = decode_s(model, lengths.spread(samples), lengths.prompt, slots)
+    # A step waits for the engine that has the longest sample. Generation that runs ahead does not.
+    shares = replicas if rounds == 1 else 1
+    parts = decode_s(model, lengths.spread(samples, shares), lengths.prompt, slots)
     prompts = rounds * config.prompts_per_step / replicas
     prefill_s = max(1.0, prompts) * lengths.prompt * model.token_s
 

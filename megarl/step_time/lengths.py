@@ -37,17 +37,25 @@ class Lengths(NamedTuple):
         """The mean tokens of a row."""
         return self.prompt + self.response
 
-    def spread(self, count: int) -> tuple[int, ...]:
-        """Return `count` response lengths at evenly spaced quantiles, in ascending order."""
-        return _spread(self.responses, count)
+    def spread(self, count: int, parts: int = 1) -> tuple[int, ...]:
+        """Return `count` response lengths at evenly spaced quantiles, in ascending order.
+
+        Args:
+            count: The number of lengths.
+            parts: The number of equal parts of all responses. Those of the part with the longest one are
+                returned.
+        """
+        return _spread(self.responses, count, parts)
 
 
 @lru_cache(maxsize=256)
-def _spread(responses: tuple[int, ...], count: int) -> tuple[int, ...]:
+def _spread(responses: tuple[int, ...], count: int, parts: int) -> tuple[int, ...]:
     last = len(responses) - 1
     spread = []
     for index in range(count):
-        place = min(last, max(0.0, (index + 0.5) / count * len(responses) - 0.5))
+        # Every `parts`-th of all responses, the last of them included.
+        quantile = (parts * (index + 1) - 0.5) / (parts * count)
+        place = min(last, max(0.0, quantile * len(responses) - 0.5))
         below = responses[int(place)]
         above = responses[min(last, int(place) + 1)]
         spread.append(round(below + place % 1 * (above - below)))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -158,8 +159,18 @@ def test_a_plan_predicts_the_step(
     command = ["plan", str(CONFIGS_DIR / "qwen3_32b_grpo.yaml")]
     assert main(command) == 0
     rows = rows_of(capsys.readouterr().out)
-    assert "Predicted step: 617.4 s, 451 tokens/s per device" in rows
-    assert "gen actor 0.0 269.0 44% weights 44%, context 43%, launches 9%" in rows
+    title = re.compile(r"Predicted step: ([\d,.]+) s, [\d,]+ tokens/s per device")
+    seconds = float(next(found[1] for row in rows if (found := title.fullmatch(row))))
+    # Phases take turns on the same devices, and the driver has its own time for each sample.
+    names = ("gen", "old_log_prob", "ref", "update_actor", "update_weights")
+    phases = {
+        row.split()[0]: row.split() for row in rows if row.split()[:2] in [[name, "actor"] for name in names]
+    }
+    assert tuple(phases) == names
+    driver_s = next(float(row.split()[1]) for row in rows if "of the driver" in row)
+    assert sum(float(row[3]) for row in phases.values()) + driver_s == pytest.approx(seconds, abs=0.5)
+    assert phases["gen"][2] == "0.0"
+    assert phases["gen"][5] == "weights"
     assert any(
         row.startswith("assuming H100 80 GB SXM, prompts of 256 and responses of 4,096") for row in rows
     )
@@ -167,7 +178,7 @@ def test_a_plan_predicts_the_step(
     # Another device gives another time, and a wrong name is refused.
     assert main([*command, "placement.device_profile=b200"]) == 0
     faster = next(row for row in rows_of(capsys.readouterr().out) if row.startswith("Predicted step"))
-    assert float(faster.split()[2].replace(",", "")) < 400
+    assert float(faster.split()[2].replace(",", "")) < 0.7 * seconds
     assert main([*command, "placement.device_profile=h100_80"]) == 2
     assert "there is no device called 'h100_80'; did you mean h100_80gb?" in capsys.readouterr().err
 
