@@ -29,6 +29,10 @@ IMAGE_SIZES = "image_sizes"
 # width) per image.
 PIXEL_VALUES = "pixel_values"
 IMAGE_GRIDS = "image_grids"
+# The columns of pairs of answers that losses read, with a value at each token of the response: log-probs of
+# the reference, and the margin of the pair.
+REFERENCE_LOG_PROBS = "ref_log_prob"
+MARGINS = "margins"
 RESPONSE_KEYS = (  # columns with a value for each token of the response
     "response_mask",
     "loss_mask",

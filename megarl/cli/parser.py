@@ -18,6 +18,7 @@ from megarl.config.json_schema import KINDS as SCHEMA_KINDS
 from megarl.config.schema import Device, RunKind
 from megarl.tracking.run_files import STATUS_FILE
 
+_INIT_KINDS = (RunKind.ppo.value, RunKind.sft.value)  # the kinds that `init` can write files for
 _AS_WRITTEN = argparse.RawDescriptionHelpFormatter
 _EXAMPLES = """examples:
   megarl quickstart                                        train a tiny model in minutes on two cores
@@ -243,7 +244,7 @@ def _add_init(commands: Commands) -> None:
     )
     init.add_argument(
         "--kind",
-        choices=[kind.value for kind in RunKind],
+        choices=_INIT_KINDS,
         help="ppo: reinforcement learning (the default); or sft",
     )
     init.add_argument(
@@ -268,7 +269,8 @@ def _add_init(commands: Commands) -> None:
 def _add_schema(commands: Commands) -> None:
     summary = "print the JSON Schema of configuration files, for completion and checks in an editor"
     schema = commands.add_parser("schema", help=summary, description=summary)
-    kinds = "run: any run, by its `kind` (the default); ppo or sft: one kind; algorithm: a preset"
+    kinds = "run: any run, by its `kind` (the default); ppo, sft, dpo or reward_model: one kind; "
+    kinds += "algorithm: a preset"
     schema.add_argument("kind", metavar="KIND", nargs="?", choices=SCHEMA_KINDS, default=ANY_RUN, help=kinds)
     schema.set_defaults(start=lambda parsed: run_of("inspect.schema")(parsed.kind))
 
@@ -288,7 +290,7 @@ def _start_init(parsed: argparse.Namespace) -> int:
 
     model = wish("model", "the model to train, a Hugging Face folder or a name on the hub", None)
     data = wish("data", "a file of questions and answers (empty: sums are generated)", "")
-    kind = RunKind(wish("kind", "kind of run", RunKind.ppo.value, tuple(each.value for each in RunKind)))
+    kind = RunKind(wish("kind", "kind of run", RunKind.ppo.value, _INIT_KINDS))
     wishes = module.Wishes(
         folder=Path(parsed.folder),
         model=model,

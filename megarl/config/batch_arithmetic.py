@@ -99,7 +99,9 @@ def rows_of_prompt(config: RunConfig, role: ModelRole) -> int:
 
 def rows_of_replica(config: RunConfig, role: ModelRole, *, trains: bool) -> int:
     """Return the rows of the fullest replica, in a mini-batch if the role trains, otherwise in the step."""
-    return -(-rows_of_pass(config, trains=trains) // role.parallel.data_parallel_size)
+    together = config.rows_together
+    units = rows_of_pass(config, trains=trains) // together
+    return -(-units // role.parallel.data_parallel_size) * together
 
 
 def rows_of_pass(config: RunConfig, *, trains: bool) -> int:
@@ -123,9 +125,8 @@ def fullest_micro_batch(
 
     # A limit in rows: distinct prompts make every row as expensive as it can be.
     if room is None:
-        return [
-            longest._replace(prompt_number=row) for row in range(min(role.micro_batch.sequences or 1, most))
-        ]
+        count = min(role.micro_batch.sequences or 1, most)
+        return [longest._replace(prompt_number=row) for row in range(whole_units(config, count))]
 
     # A limit in tokens: fill the budget row by row, with the rows of a prompt next to each other.
     rows: list[Row] = []
@@ -155,13 +156,28 @@ def fullest_micro_batch(
         rows.append(longest._replace(prompt_number=prompt_number))
         left -= needed
 
-    return rows
+    return rows[: whole_units(config, len(rows))]
+
+
+def whole_units(config: RunConfig, num_rows: int) -> int:
+    """Return how many of `num_rows` rows are in whole units of rows that stay together."""
+    return num_rows // config.rows_together * config.rows_together
 
 
 def room_of_longest_row(config: RunConfig, role: ModelRole) -> int:
-    """Return the number of tokens that the policy's longest row takes in a micro-batch, including padding."""
-    longest = _row_of_policy(config)
-    return _room_of_row(longest, rows_of_prompt(config, role) > 1, role.parallel.context_parallel_size)
+    """Return the number of tokens that the policy's longest row takes in a micro-batch, including padding.
+
+    Rows that stay together take room together.
+    """
+    shares = rows_of_prompt(config, role) > 1
+    size = role.parallel.context_parallel_size
+    return _room_of_unit(_row_of_policy(config), shares, size, config.rows_together)
+
+
+def _room_of_unit(row: Row, shares_prompt: bool, context_parallel_size: int, rows_together: int) -> int:
+    """Return the padded tokens of equal rows that stay together. They share their prompt if rows do."""
+    other = padded_length(row.response if shares_prompt else row.tokens, context_parallel_size)
+    return _room_of_row(row, shares_prompt, context_parallel_size) + (rows_together - 1) * other
 
 
 def _room_of_row(row: Row, shares_prompt: bool, context_parallel_size: int) -> int:
@@ -197,7 +213,7 @@ def optimizer_steps(config: RunConfig, role: ModelRole) -> int:
 
 
 def micro_batches(
-    rows: int, role: ModelRole, longest: Row, multiple_of: int, rows_of_prompt: int
+    rows: int, role: ModelRole, longest: Row, multiple_of: int, rows_of_prompt: int, rows_together: int = 1
 ) -> tuple[int, int]:
     """Return the minimum and maximum number of micro-batches for `rows` rows.
 
@@ -216,8 +232,8 @@ def micro_batches(
         if rows_of_prompt > 1:
             fewest = (rows + -(-rows // rows_of_prompt)) * padded_length(1, size)
         # Maximum: every row has the maximum length, and a micro-batch contains whole rows only.
-        of_row = _room_of_row(longest, rows_of_prompt > 1, size)
+        of_unit = _room_of_unit(longest, rows_of_prompt > 1, size, rows_together)
         least = -(-fewest // room)
-        most = -(-rows // (room // of_row))
+        most = -(-(rows // rows_together) // (room // of_unit))
 
     return -(-least // multiple_of) * multiple_of, -(-most // multiple_of) * multiple_of

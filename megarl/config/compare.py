@@ -21,9 +21,10 @@ FIXED = {
     "trainer.seed": "the samples that are drawn",
     "trainer.prompts_per_step": "which data a step has",
     "trainer.samples_per_step": "which data a step has",
+    "trainer.pairs_per_step": "which data a step has",
     "algorithm.advantage.estimator": "which models are trained",
 }
-# Keys that identify a run that starts from its beginning, in addition to all of `algorithm`.
+# Keys that identify a run that starts from its beginning, in addition to all of `algorithm` and `loss`.
 _OF_THE_RUN = ("model.path", "data.train_files", *FIXED)
 # The key that selects the checkpoint to resume from does not affect what a run computes.
 _RESUME = "checkpoint.resume"
@@ -64,7 +65,7 @@ def other_run(saved: Path, config: RunConfig) -> list[Difference]:
         each
         for each in _all_differences(saved, config)
         if each.key in _OF_THE_RUN
-        or each.key.startswith("algorithm.")
+        or each.key.startswith(("algorithm.", "loss."))
         # Only the path of a checkpoint changes where a run starts; `auto` and `disable` do not.
         or (each.key == _RESUME and not {each.before, each.now} <= {RESUME_AUTO, RESUME_DISABLE})
     ]

@@ -107,6 +107,7 @@ def _role(config: RunConfig, role: ModelRole, architecture: Architecture) -> Rol
             longest_row(config, role, architecture),
             role.parallel.micro_batch_multiple,
             rows_of_prompt(config, role),
+            config.rows_together,
         ),
         optimizer_steps_per_step=optimizer_steps_per_step(config, role),
         optimizer_steps_total=optimizer_steps(config, role),

@@ -38,10 +38,12 @@ def json_schema(kind: str) -> Schema:
     """
     if kind == PRESET:
         return {"$schema": DRAFT, "title": "A preset of the section algorithm", **_preset()}
-    # Only `kind: sft` selects the supervised schema, because a file without a kind is a PPO run.
+    # Other schemas need a matching `kind`, because a file without one is a PPO run.
     if kind == ANY_RUN:
-        is_sft = {"properties": {"kind": {"const": RunKind.sft.value}}, "required": ["kind"]}
-        choice = {"if": is_sft, "then": _run(RunKind.sft), "else": _run(RunKind.ppo)}
+        choice: Schema = _run(RunKind.ppo)
+        for other in reversed([each for each in RunKind if each is not RunKind.ppo]):
+            is_other = {"properties": {"kind": {"const": other.value}}, "required": ["kind"]}
+            choice = {"if": is_other, "then": _run(other), "else": choice}
         return {"$schema": DRAFT, "title": "A run of megarl", "type": "object", **choice}
 
     return {"$schema": DRAFT, "title": f"A run of megarl, kind: {kind}", **_run(RunKind(kind))}

@@ -7,7 +7,7 @@ step (placement/dataflow.py), pools, memory, timings, and the worker and handle 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from operator import attrgetter
 
@@ -24,6 +24,7 @@ from megarl.config.schema import (
     ReferenceMegatronConfig,
     RejectionEstimator,
     RunConfig,
+    RunKind,
     TrainedModelConfig,
 )
 from megarl.models.architecture import LoRA
@@ -297,7 +298,10 @@ def role_named(name: str) -> Role:
 def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:
     """Return the model roles of a run in the order of the table."""
     if not isinstance(config, PPOConfig):
-        return (_of_run(role_named("actor"), config, ()),)
+        trained = role_named("actor")
+        if config.kind is RunKind.reward_model:
+            trained = replace(trained, with_value_head=True)
+        return (_of_run(trained, config, ()),)
     rows = [role for role in ROLES if role.is_needed(config)]
     names = (*(role.name for role in rows), "reward")
     return tuple(_of_run(role, config, names) for role in rows)

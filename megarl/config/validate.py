@@ -21,7 +21,14 @@ from megarl.config.rules import (
     run,
     vision,
 )
-from megarl.config.schema import PPOConfig, RunConfig, SFTConfig
+from megarl.config.schema import (
+    DPOConfig,
+    PPOConfig,
+    PreferenceConfig,
+    RewardModelRunConfig,
+    RunConfig,
+    SFTConfig,
+)
 from megarl.config.schema.keys import leaves
 from megarl.config.violation import Violation, Violations
 from megarl.machine.errors import ConfigError
@@ -32,7 +39,13 @@ Architectures = dict[str, Architecture]
 # Keys or sections whose numbers a rule relies on. `{role}` is the section of a role's parallel sizes.
 Keys = tuple[str, ...]
 
-_ROWS = ("trainer.prompts_per_step", "rollout.n", "trainer.updates_per_step", "trainer.samples_per_step")
+_ROWS = (
+    "trainer.prompts_per_step",
+    "rollout.n",
+    "trainer.updates_per_step",
+    "trainer.samples_per_step",
+    "trainer.pairs_per_step",
+)
 _SAMPLER = ("rollout.temperature", "rollout.top_p")
 _ENGINE_SIZES = ("rollout.tensor_parallel_size", "rollout.expert_parallel_size")
 _ACTOR_SIZES = tuple(f"actor.parallel.{axis}_parallel_size" for axis in ("tensor", "pipeline", "data"))
@@ -51,6 +64,11 @@ RULES: Mapping[Callable[[RunConfig], Violations], Keys] = {
 SFT_RULES: Mapping[Callable[[SFTConfig], Violations], Keys] = {
     data.chat_columns: (),
     run.sft_metrics: (),
+    experts.no_routing_replay: (),
+}
+PREFERENCE_RULES: Mapping[Callable[[PreferenceConfig], Violations], Keys] = {
+    run.pair_metrics: (),
+    models.pairs_fit: ("actor.micro_batch.sequences",),
     experts.no_routing_replay: (),
 }
 PPO_RULES: Mapping[Callable[[PPOConfig], Violations], Keys] = {
@@ -114,7 +132,7 @@ PPO_MODELS_RULES: Mapping[Callable[[PPOConfig, Architectures], Violations], Keys
     vision.packing: (),
     vision.every_role: (),
 }
-SFT_MODELS_RULES: Mapping[Callable[[SFTConfig, Architectures], Violations], Keys] = {
+SFT_MODELS_RULES: Mapping[Callable[[SFTConfig | PreferenceConfig, Architectures], Violations], Keys] = {
     models.chats_fit: (),
     models.kernels_fit: (),
     experts.layers_fit: (),
@@ -140,6 +158,8 @@ class KindRules(NamedTuple):
 KINDS: Mapping[type[RunConfig], KindRules] = {
     PPOConfig: KindRules(PPO_RULES, PPO_MODEL_RULES, PPO_MODELS_RULES),
     SFTConfig: KindRules(SFT_RULES, {}, SFT_MODELS_RULES),
+    DPOConfig: KindRules(PREFERENCE_RULES, {}, SFT_MODELS_RULES),
+    RewardModelRunConfig: KindRules(PREFERENCE_RULES, {}, SFT_MODELS_RULES),
 }
 
 

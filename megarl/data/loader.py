@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.batch.data_proto import DataProto
 from megarl.config.rules.data import too_few_rows
-from megarl.config.schema import DataConfig, SFTDataConfig
+from megarl.config.schema import DataConfig, PreferenceDataConfig, SFTDataConfig
 from megarl.data.files import DataError
 from megarl.data.tables import RowIdentity
 
@@ -119,17 +119,31 @@ class BatchLoader:
         uids: list[str] = []
 
         for _ in range(num_wanted):
-            # The part that is furthest below its weight provides the next row.
-            number = self._furthest_behind(self._num_served)
-            # Each part has its own epochs, because a small one repeats sooner than a large one.
-            epoch, place = divmod(self._num_served[number], self._parts[number].num_rows)
-            index = self._starts[number] + self._order(number, epoch)[place]
+            epoch, index = self._serve(self._num_served)
             indices.append(index)
             # The epoch keeps the uid unique when the row is served again.
             uids.append(f"{epoch}-{index}")
-            self._num_served[number] += 1
 
         return self._dataset.batch(indices, uids)
+
+    def upcoming(self, num_rows: int) -> list[int]:
+        """Return the distinct rows among the next `num_rows`, in ascending order, without serving them."""
+        served = list(self._num_served)
+        found: set[int] = set()
+        for _ in range(num_rows):
+            found.add(self._serve(served)[1])
+            if len(found) == len(self._dataset):
+                break
+        return sorted(found)
+
+    def _serve(self, num_served: list[int]) -> tuple[int, int]:
+        """Return the epoch and the number of the next row, and count it in `num_served`."""
+        # The part that is furthest below its weight provides the next row.
+        number = self._furthest_behind(num_served)
+        # Each part has its own epochs, because a small one repeats sooner than a large one.
+        epoch, place = divmod(num_served[number], self._parts[number].num_rows)
+        num_served[number] += 1
+        return epoch, self._starts[number] + self._order(number, epoch)[place]
 
     def _furthest_behind(self, num_served: Sequence[int]) -> int:
         """Return the part whose next row is due first.
@@ -236,7 +250,10 @@ class BatchLoader:
 
 
 def train_loader(
-    dataset: TrainingRows, data: DataConfig | SFTDataConfig, rows_per_step: int, key: str
+    dataset: TrainingRows,
+    data: DataConfig | SFTDataConfig | PreferenceDataConfig,
+    rows_per_step: int,
+    key: str,
 ) -> BatchLoader:
     """Build the loader of a run's training data.
 

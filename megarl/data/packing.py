@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +50,22 @@ class MicroBatchRows:
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMicroBatches:
     micro_batches: tuple[MicroBatchRows, ...]
+
+    def expanded(self, rows_together: int) -> ReplicaMicroBatches:
+        """Return the plan of rows, given a plan of units of `rows_together` consecutive rows."""
+        return ReplicaMicroBatches(
+            micro_batches=tuple(
+                replace(
+                    micro_batch,
+                    rows=tuple(
+                        unit * rows_together + row
+                        for unit in micro_batch.rows
+                        for row in range(rows_together)
+                    ),
+                )
+                for micro_batch in self.micro_batches
+            )
+        )
 
     @property
     def rows(self) -> list[int]:
@@ -119,6 +135,21 @@ class _Sizes(NamedTuple):
     prompt: list[int]
     prompt_cost: list[float]
 
+    def joined(self, rows_together: int) -> _Sizes:
+        """Return the sizes of units of consecutive rows, each with its distinct prompts."""
+        units = [range(first, first + rows_together) for first in range(0, len(self.own), rows_together)]
+        firsts = [list({self.group[row]: row for row in unit}.values()) for unit in units]
+        return _Sizes(
+            group=list(range(len(units))),
+            own=[
+                sum(self.own[row] for row in unit) + sum(self.prompt[row] for row in first)
+                for unit, first in zip(units, firsts, strict=True)
+            ],
+            own_cost=[self.work(unit) for unit in units],
+            prompt=[0] * len(units),
+            prompt_cost=[0.0] * len(units),
+        )
+
     def weight(self, rows: Sequence[int]) -> int:
         """Return the size of rows of one group."""
         return sum(self.own[row] for row in rows) + self.prompt[rows[0]]
@@ -142,6 +173,7 @@ def plan_micro_batches(
     multiple_of: int = 1,
     context_parallel_size: int = 1,
     prompts: Sequence[RowPrompt] | None = None,
+    rows_together: int = 1,
 ) -> MicroBatchPlan:
     """Plan the micro-batches of rows over data-parallel ranks. The plan is deterministic.
 
@@ -155,6 +187,8 @@ def plan_micro_batches(
         prompts: The prompt of each row, if the rows of a micro-batch share the tokens of their prompt. Rows
             with the same prompt stay together as long as ranks have about the same work and micro-batches
             have room; otherwise they are distributed.
+        rows_together: The number of consecutive rows that one loss reads, such as 2 for pairs of answers.
+            They stay in one micro-batch, whatever the prompts of other rows.
 
     Raises:
         ValueError: A row alone exceeds the token limit, there are no rows, or the limits are invalid.
@@ -162,8 +196,12 @@ def plan_micro_batches(
     row_lengths = np.asarray(lengths, dtype=np.int64)
     _check(row_lengths, dp_size, sequences, max_tokens, multiple_of)
     sizes = _sizes(row_lengths, prompts, context_parallel_size, by_tokens=max_tokens is not None)
+    if rows_together > 1:
+        _check_together(len(row_lengths), rows_together, sequences)
+        sizes = sizes.joined(rows_together)
+        row_lengths = row_lengths.reshape(-1, rows_together).sum(axis=1)
     if max_tokens is not None:
-        _check_room(row_lengths, sizes, max_tokens, context_parallel_size)
+        _check_room(row_lengths, sizes, max_tokens, context_parallel_size, rows_together)
     capacity = max_tokens * context_parallel_size if max_tokens is not None else sequences
     assert capacity is not None
     # Distribute the rows over the data-parallel replicas, each with about the same work.
@@ -186,9 +224,10 @@ def plan_micro_batches(
     filler = MicroBatchRows(
         rows=(int(np.lexsort((-np.arange(len(row_lengths)), row_lengths))[0]),), is_filler=True
     )
-    return MicroBatchPlan(
-        ranks=tuple(_rank_plan(hand, sizes, filler) for hand in cut), num_rows=len(row_lengths)
-    )
+    ranks = tuple(_rank_plan(hand, sizes, filler) for hand in cut)
+    if rows_together > 1:
+        ranks = tuple(rank.expanded(rows_together) for rank in ranks)
+    return MicroBatchPlan(ranks=ranks, num_rows=len(lengths))
 
 
 def _sizes(
@@ -240,17 +279,32 @@ def _check(
         raise ValueError(f"row {row} has length {lengths[row]}; a row contains at least one token")
 
 
-def _check_room(lengths: np.ndarray, sizes: _Sizes, max_tokens: int, context_parallel_size: int) -> None:
+def _check_together(num_rows: int, rows_together: int, sequences: int | None) -> None:
+    if num_rows % rows_together:
+        raise ValueError(f"{num_rows} rows do not divide into units of rows_together={rows_together}")
+    if sequences is not None and sequences < rows_together:
+        raise ValueError(
+            f"micro_batch.sequences={sequences} has no room for {rows_together} rows that stay together; set "
+            f"it to {rows_together} or more"
+        )
+
+
+def _check_room(
+    lengths: np.ndarray, sizes: _Sizes, max_tokens: int, context_parallel_size: int, rows_together: int
+) -> None:
     needed = np.asarray(sizes.own) + np.asarray(sizes.prompt)
     over = needed > max_tokens * context_parallel_size
 
     if over.any():
         row = int(needed.argmax())
         ranks = f" x context_parallel_size={context_parallel_size}" if context_parallel_size > 1 else ""
+        unit, units, longest = "row", "rows", "prompt plus response"
+        if rows_together > 1:
+            unit, units, longest = "unit", "units", f"{rows_together} rows that stay together"
         raise ValueError(
-            f"row {row} has {lengths[row]} tokens, more than micro_batch.max_tokens={max_tokens}{ranks} "
-            f"({int(over.sum())} of {len(lengths)} rows exceed it); "
-            "set max_tokens to at least the longest prompt plus response"
+            f"{unit} {row} has {lengths[row]} tokens, more than micro_batch.max_tokens={max_tokens}{ranks} "
+            f"({int(over.sum())} of {len(lengths)} {units} exceed it); "
+            f"set max_tokens to at least the longest {longest}"
             + (", divided by the ranks that share it" if ranks else "")
         )
 

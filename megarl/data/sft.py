@@ -193,14 +193,14 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
     try:
         whole_ids = render_whole(tokenizer, messages, data.lossy, for_generation=False, tools=tools)
         # Everything before the first trained answer is the prompt.
-        prompt_ids, answer_ids = _answer(tokenizer, messages[: trained[0] + 1], tools)
+        prompt_ids, answer_ids = encode_answer(tokenizer, messages[: trained[0] + 1], tools)
         response_ids = [*answer_ids]
         is_trained = [True] * len(answer_ids)
         bridges = TurnTemplate(tokenizer, tools)
         # Append later turns as in generation: an untrained bridge, then the answer.
         for before, index in pairwise(index for index in answers if trained[0] <= index <= trained[-1]):
             bridge_ids = bridges.bridge(messages[before + 1 : index])
-            _, answer_ids = _answer(tokenizer, messages[: index + 1], tools)
+            _, answer_ids = encode_answer(tokenizer, messages[: index + 1], tools)
             response_ids += bridge_ids + answer_ids
             is_trained += [False] * len(bridge_ids) + [index in trained] * len(answer_ids)
     except ValueError as error:
@@ -233,7 +233,7 @@ def _is_trained(row: DataRow, column: str, message: dict[str, Any]) -> bool:
     return bool(weight)
 
 
-def _answer(
+def encode_answer(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Tools
 ) -> tuple[list[int], list[int]]:
     """Return the token ids of the chat up to the start of its last message, and of that message.

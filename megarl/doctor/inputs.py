@@ -18,10 +18,21 @@ from megarl.algorithms.user_functions import try_functions
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.rules.data import too_few_rows
 from megarl.config.rules.machine import has_tokenizer, has_weights
-from megarl.config.schema import AlgorithmConfig, DataConfig, Overlong, PPOConfig, RunConfig
+from megarl.config.schema import (
+    AlgorithmConfig,
+    DataConfig,
+    Overlong,
+    PPOConfig,
+    PreferenceConfig,
+    RunConfig,
+    RunKind,
+    SFTDataConfig,
+)
 from megarl.data.chat_clock import reads_clock
 from megarl.data.files import DataError, open_file
 from megarl.data.images import ImageProcessor
+from megarl.data.pairs import pair_encoder
+from megarl.data.preferences import read_pair_rows
 from megarl.data.prompts import read_prompt, read_prompt_rows
 from megarl.data.sft import read_chat_rows, read_example
 from megarl.data.tables import escapes_message
@@ -49,6 +60,12 @@ from megarl.weights.load import check_headers
 from megarl.weights.tensors import WeightTransferError
 
 Config = RunConfig
+_EXAMPLES = {
+    RunKind.ppo: "as described in docs/rewards.md",
+    RunKind.sft: "each row a conversation that ends with the assistant's answer",
+    RunKind.dpo: "each row a prompt with two answers, chosen and rejected",
+    RunKind.reward_model: "each row a prompt with two answers, chosen and rejected",
+}
 MODELS = "models"
 TOKENIZERS = "tokenizers"
 FUNCTIONS = "functions of the algorithm"
@@ -244,11 +261,7 @@ def data(
             try:
                 lengths, spelled = _rendered(config, file, tokenizer, num_rows, tools)
             except DataError as error:
-                example = (
-                    "as described in docs/rewards.md"
-                    if isinstance(config, PPOConfig)
-                    else "each row a conversation that ends with the assistant's answer"
-                )
+                example = _EXAMPLES[config.kind]
                 hint = f"rewrite the file with these columns, {example}"
                 results.append(refused(DATA, key, error, hint, file=file))
                 continue
@@ -300,6 +313,14 @@ def _rendered(
         spelled = [token for prompt in prompts if (token := spelled_special(tokenizer, prompt.messages))]
         return _RenderedRows([len(prompt.token_ids) for prompt in prompts], spelled)
 
+    if isinstance(config, PreferenceConfig):
+        encoder = pair_encoder(config, tokenizer)
+        pairs = [encoder.encode(row) for row in islice(read_pair_rows([file], config.data.columns), num_rows)]
+        return _RenderedRows(
+            [pair.length for pair in pairs], [each for pair in pairs if (each := pair.escaped)]
+        )
+
+    assert isinstance(section, SFTDataConfig)
     chats = islice(read_chat_rows([file], section.columns), num_rows)
     examples = [read_example(row, tokenizer, section) for row in chats]
     lengths = [len(example.prompt_ids) + len(example.response_ids) for example in examples]

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Iterator
 
 from megarl.config.roles import role_named
-from megarl.config.schema import PlacementConfig, PlacementStrategy, RunConfig, SFTConfig
+from megarl.config.schema import PlacementConfig, PlacementStrategy, PPOConfig, RunConfig
 from megarl.placement.assign import fits_alone
 from megarl.placement.requests import WITHOUT_DEVICES, GroupRequest, group_requests
 
@@ -20,9 +20,9 @@ def custom_problems(config: RunConfig) -> list[str]:
     if placement.strategy is not PlacementStrategy.custom:
         return list(_without_effect(placement))
 
-    if isinstance(config, SFTConfig):
+    if not isinstance(config, PPOConfig):
         return [
-            "placement.strategy: is custom, but supervised fine-tuning has only the actor; leave "
+            f"placement.strategy: is custom, but a run of kind {config.kind.value} has only the actor; leave "
             "placement.strategy at its default"
         ]
 

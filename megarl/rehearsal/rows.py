@@ -10,15 +10,16 @@ import torch
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
 from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
+from megarl.algorithms.preferences import PairLoss, pair_loss
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import IMAGE_GRIDS, PIXEL_VALUES
 from megarl.config.batch_arithmetic import Row, micro_batch_tokens
 from megarl.config.roles import ModelRole, scores_in_update
-from megarl.config.schema import PPOConfig, RunConfig
+from megarl.config.schema import PPOConfig, PreferenceConfig, RunConfig
 from megarl.models.vision import Vision
 
-Loss = ActorLoss | CriticLoss | SFTLoss
+Loss = ActorLoss | CriticLoss | SFTLoss | PairLoss
 
 
 class RehearsedBatch(NamedTuple):
@@ -95,6 +96,9 @@ def with_loss(
     mask = columns["response_mask"]
     zeros = RaggedTensor.constant(0.0, mask.lengths, torch.float32)
     counts = MiniBatchCounts.of(mask)
+    if isinstance(config, PreferenceConfig):
+        loss = pair_loss(config, num_pairs=len(mask) // 2)
+        return {**columns, **dict.fromkeys(loss.columns, zeros)}, loss
     if not isinstance(config, PPOConfig):
         return dict(columns), SFTLoss(counts=counts)
 

@@ -85,15 +85,18 @@ class MegatronRole:
         schedule: OffloadSchedule | None = None,
         *,
         share_prompts: bool = False,
+        rows_together: int = 1,
     ) -> None:
         """Create the role.
 
         Args:
             share_prompts: Whether the workers' engines share prompts, so that rows of one prompt stay on one
                 replica.
+            rows_together: The number of consecutive rows that one loss reads.
         """
         self.group = group
         self._share_prompts = share_prompts
+        self._rows_together = rows_together
         self._schedule = schedule or OffloadSchedule()
         self._parallel = parallel
         self._micro_batch = micro_batch
@@ -116,7 +119,7 @@ class MegatronRole:
         rows = model_inputs.ragged
         lengths = (rows["prompts"].lengths + rows["responses"].lengths).tolist()
         prompts = tuple(_prompts(rows)) if self._share_prompts else None
-        plan = _plan(tuple(lengths), self._parallel, self._micro_batch, prompts)
+        plan = _plan(tuple(lengths), self._parallel, self._micro_batch, prompts, self._rows_together)
         parts = []
 
         # Split the batch into one part per replica. Padding rows repeat real rows and must not count in the
@@ -205,6 +208,7 @@ def _plan(
     parallel: ParallelConfig,
     limit: MicroBatchConfig,
     prompts: tuple[RowPrompt, ...] | None,
+    rows_together: int,
 ) -> MicroBatchPlan:
     """Plan micro-batches.
 
@@ -218,6 +222,7 @@ def _plan(
         multiple_of=parallel.micro_batch_multiple,
         context_parallel_size=parallel.context_parallel_size,
         prompts=prompts,
+        rows_together=rows_together,
     )
 
 

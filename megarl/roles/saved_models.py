@@ -12,7 +12,7 @@ import torch
 
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, Description, Layout, write_manifest
 from megarl.config.roles import model_roles
-from megarl.config.schema import DType, ParallelConfig, PPOConfig, RunConfig, SFTConfig
+from megarl.config.schema import DType, ParallelConfig, PPOConfig, PreferenceConfig, RunConfig, SFTConfig
 from megarl.controller.errors import WorkerError
 from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.group import RoleGroup
@@ -22,6 +22,7 @@ from megarl.models.architecture import LoRA
 from megarl.models.families import read_architecture
 from megarl.models.tensor_table import Head
 from megarl.roles.models import Actor
+from megarl.roles.preferences import PairModel
 from megarl.roles.start import PPORoles
 from megarl.weights.hf_folder import copy_companions
 from megarl.weights.peft_folder import write_config
@@ -163,7 +164,13 @@ def sft_models(config: SFTConfig, actor: Actor) -> SavedModels:
     return _trained_models(config, {"actor": actor.group}, actor)
 
 
-def _trained_models(config: RunConfig, groups: Mapping[str, RoleGroup], actor: Actor) -> SavedModels:
+def pair_models(config: PreferenceConfig, model: PairModel) -> SavedModels:
+    return _trained_models(config, {"actor": model.group}, model)
+
+
+def _trained_models(
+    config: RunConfig, groups: Mapping[str, RoleGroup], actor: Actor | PairModel
+) -> SavedModels:
     # Frozen models are not saved: a resumed run loads them from their own folders.
     models = [
         SavedModel(

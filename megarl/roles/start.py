@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from megarl.config.load import with_absolute_paths, with_dtype
 from megarl.config.roles import REWARD_MODEL, ModelRole, RoleKind, model_roles
-from megarl.config.schema import Device, EngineDType, PPOConfig, RunConfig, SFTConfig
+from megarl.config.schema import Device, EngineDType, PPOConfig, PreferenceConfig, RunConfig, SFTConfig
 from megarl.controller.environment import weight_group_settings
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
@@ -15,6 +15,7 @@ from megarl.controller.worker import RayClassWithInitArgs, create_colocated_work
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import ModelSpec, spec_of
 from megarl.models.architecture import Architecture
+from megarl.models.tensor_table import Head
 from megarl.placement.cores import at_work
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
@@ -24,6 +25,7 @@ from megarl.roles.checks import FirstRatioCheck, LogProbCheck
 from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer
 from megarl.roles.offload_schedule import OffloadSchedule
+from megarl.roles.preferences import PairModel, PairPolicy, PairRewardModel
 from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout.rollout import Rollout, TokenRules
 from megarl.roles.rollout.scaling import ReplicaScaling
@@ -148,7 +150,7 @@ class _Starter:
                 groups[other].ready.get()
 
     def weight_source(
-        self, plan: PlacementPlan, group: RoleGroup, architecture: Architecture
+        self, plan: PlacementPlan, group: RoleGroup, architecture: Architecture, head: Head = "lm"
     ) -> WeightSource:
         return WeightSource(
             group=group,
@@ -156,6 +158,7 @@ class _Starter:
             parallel=self._config.actor.parallel,
             dtype=self._config.model.dtype,
             bucket_bytes=int(self._config.resharding.bucket_mb * 2**20),
+            head=head,
             quantizes=isinstance(self._config, PPOConfig) and self._config.rollout.dtype is EngineDType.fp8,
             nodes=[place.node for (place,) in rank_places(plan, "actor")],
         )
@@ -223,7 +226,7 @@ def start_ppo(
     )
 
 
-def _shares_prompts(config: PPOConfig) -> bool:
+def _shares_prompts(config: RunConfig) -> bool:
     return config.engine.share_prompts and config.engine.packing
 
 
@@ -374,3 +377,19 @@ def start_sft(
         starter.weight_source(plan, group, architecture),
         updates,
     )
+
+
+def start_preferences(
+    config: PreferenceConfig, architecture: Architecture, device: Device, pools: ResourcePoolManager
+) -> PairModel:
+    """Start the model of a run on pairs of answers, with the weights of its folder."""
+    config = with_absolute_paths(with_dtype(config, device is Device.cuda))
+    plan = plan_placement(config)
+    starter = _Starter(config, device, pools, OffloadPlan(plan))
+    (role,) = model_roles(config)
+    spec = starter.model(role, architecture)
+    handle = PairRewardModel if role.with_value_head else PairPolicy
+    group = starter.groups(plan, {"actor": RayClassWithInitArgs(handle.worker, spec)})["actor"]
+    weights = starter.weight_source(plan, group, architecture, spec.head)
+
+    return handle(group, config, weights, share_prompts=_shares_prompts(config))

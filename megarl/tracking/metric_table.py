@@ -162,6 +162,36 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow("sft/{grad_norm,lr}", "", "As for the actor."),
         MetricRow("val/loss", "nats", "The same loss on the validation data."),
     ),
+    "Preferences": (
+        MetricRow("dpo/loss", "", "Loss of direct preference optimization, mean over pairs."),
+        MetricRow("dpo/accuracy", "share", "Pairs whose chosen answer has the higher reward."),
+        MetricRow(
+            "dpo/{margin,chosen_reward,rejected_reward}",
+            "nats",
+            "Reward of an answer, `loss.beta` times the log-ratio of policy and reference over its tokens; "
+            "and the difference of a pair's rewards. Mean over pairs.",
+        ),
+        MetricRow(
+            "dpo/{chosen_log_prob,rejected_log_prob}",
+            "nats",
+            "Log-prob of an answer by the policy, sum over its tokens, mean over pairs.",
+        ),
+        MetricRow("dpo/{grad_norm,lr}", "", "As for the actor."),
+        MetricRow("reward_model/loss", "nats", "Bradley-Terry loss of a reward model, mean over pairs."),
+        MetricRow("reward_model/accuracy", "share", "Pairs whose chosen answer has the higher score."),
+        MetricRow(
+            "reward_model/{margin,chosen_score,rejected_score}",
+            "",
+            "Score of an answer, and the difference of a pair's scores. Mean over pairs.",
+        ),
+        MetricRow("reward_model/{grad_norm,lr}", "", "As for the actor."),
+        MetricRow("val/{accuracy,margin}", "", "Accuracy and margin on the validation pairs."),
+        MetricRow(
+            "val/{chosen,rejected}_{reward,log_prob,score}",
+            "",
+            "The same values on the validation pairs.",
+        ),
+    ),
     "Lengths": (
         MetricRow(
             "response_length/{mean,max,min}",

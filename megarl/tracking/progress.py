@@ -21,6 +21,8 @@ SHOWN = {
     "actor/reward_kl_penalty": "KL in the reward",
     "actor/kl_loss": "KL in the loss",
     "sft/loss": "loss",
+    "dpo/loss": "loss",
+    "reward_model/loss": "loss",
     "perf/throughput": "tokens/s",
 }
 

@@ -207,7 +207,12 @@ def _changes(checkpoint: Path, config: RunConfig) -> list[Difference]:
 
 def _role_problems(checkpoint: Path, saved: Sequence[str], config: RunConfig) -> list[str]:
     """List differences between the models of the checkpoint and those that the run trains."""
-    trained = [role.name for role in model_roles(config) if role.optim is not None]
+    heads: dict[str, Head] = {
+        role.name: "value" if role.with_value_head else "lm"
+        for role in model_roles(config)
+        if role.optim is not None
+    }
+    trained = list(heads)
     if sorted(saved) != sorted(trained):
         return [
             f"roles: the checkpoint has {', '.join(sorted(saved))}, but this run trains "
@@ -220,7 +225,7 @@ def _role_problems(checkpoint: Path, saved: Sequence[str], config: RunConfig) ->
     for role in trained:
         folder = checkpoint / role / HUGGING_FACE_FOLDER
         before = read_architecture(str(folder), config.model.trust_remote_code)
-        problems += _adapter_problems(role, folder, before, now[role])
+        problems += _adapter_problems(role, heads[role], folder, before, now[role])
         for field in fields(before):
             if field.name == "lora":
                 continue
@@ -235,7 +240,9 @@ def _role_problems(checkpoint: Path, saved: Sequence[str], config: RunConfig) ->
     return problems
 
 
-def _adapter_problems(role: str, folder: Path, before: Architecture, now: Architecture) -> list[str]:
+def _adapter_problems(
+    role: str, head: Head, folder: Path, before: Architecture, now: Architecture
+) -> list[str]:
     """List differences between the adapters of the checkpoint and those that the run trains."""
     stored = read_lora(folder) if has_adapter(folder) else None
     if stored is None or now.lora is None:
@@ -251,7 +258,6 @@ def _adapter_problems(role: str, folder: Path, before: Architecture, now: Archit
         for name in ("rank", "alpha")
         if getattr(now.lora, name) != getattr(stored, name)
     ]
-    head: Head = "value" if role == "critic" else "lm"
     was = adapter_tensors(replace(before, lora=replace(stored, rank=now.lora.rank)), head)
     if was.keys() != adapter_tensors(now, head).keys():
         named = ", ".join(stored.targets)

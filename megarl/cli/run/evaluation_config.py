@@ -26,7 +26,6 @@ from megarl.config.schema import (
     PlacementStrategy,
     PPOConfig,
     ReferenceConfig,
-    SFTConfig,
     TrainerConfig,
 )
 from megarl.config.sources import Layer
@@ -50,7 +49,7 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
     # A fine-tuning run has no rollout section, so only its dtype applies.
     if path is None and isinstance(model.run, PPOConfig):
         path = model.run_file
-    elif isinstance(model.run, SFTConfig):
+    elif path is None and model.run is not None:
         overrides = [f"model.dtype={model.run.model.dtype.value}", *overrides]
 
     config = load_config(PPOConfig, path or {}, overrides, Layer("options", _values(model, options)))

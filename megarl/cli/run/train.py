@@ -11,7 +11,7 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.user_tools import load_agent
-from megarl.cli.run import sft
+from megarl.cli.run import preferences, sft
 from megarl.cli.run.context import RunContext, run_context_of
 from megarl.cli.run.processes import refuse_launched_ranks
 from megarl.cli.run.resumption import is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
@@ -19,7 +19,7 @@ from megarl.cli.run.session import Session, open_monitor, open_session, report_f
 from megarl.cli.tables.summary import title_of
 from megarl.config.load import schema_of
 from megarl.config.roles import REWARD_MODEL, model_roles
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import PPOConfig, PreferenceConfig, SFTConfig
 from megarl.data.chat_clock import chat_time, saved_chat_time, set_chat_time
 from megarl.data.conversations import check_chats
 from megarl.data.images import ImageProcessor
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> int:
-    """Train with reinforcement learning, or with supervised fine-tuning if that is the file's kind.
+    """Train with reinforcement learning, or as the file's kind specifies.
 
     Returns:
         0 at the end, or 143 after SIGTERM.
@@ -52,8 +52,11 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
         ValueError: The configuration, model or data is invalid. Raised before any process is started.
     """
     refuse_launched_ranks("train")
-    if schema_of(config_path, overrides) is SFTConfig:
+    schema = schema_of(config_path, overrides)
+    if schema is SFTConfig:
         return sft.run(config_path, overrides, verbose)
+    if issubclass(schema, PreferenceConfig):
+        return preferences.run(schema, config_path, overrides, verbose)
     config = load_for_run(PPOConfig, config_path, overrides)
 
     with run_context_of(config, verbose) as context:

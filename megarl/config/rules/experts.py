@@ -15,6 +15,7 @@ from megarl.config.schema import (
     OnUpdate,
     ParallelConfig,
     PPOConfig,
+    PreferenceConfig,
     RolloutEngineKind,
     RoutingReplay,
     RunConfig,
@@ -212,8 +213,8 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
             )
 
 
-def no_routing_replay(config: SFTConfig) -> Violations:
-    """Check that a supervised run, which has no recorded routes, replays none."""
+def no_routing_replay(config: SFTConfig | PreferenceConfig) -> Violations:
+    """Check that a run without generation, which has no recorded routes, replays none."""
     replay = config.engine.routing_replay
     if replay is not RoutingReplay.off:
         yield Violation((_REPLAY,), f"is {replay.value}, but supervised runs have no routes; use off")

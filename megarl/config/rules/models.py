@@ -11,12 +11,13 @@ from megarl.config.schema import (
     Device,
     DType,
     PPOConfig,
+    PreferenceConfig,
     Recomputation,
     Recompute,
     RunConfig,
     SFTConfig,
 )
-from megarl.config.violation import Violation, Violations, either, nearest_divisors
+from megarl.config.violation import Violation, Violations, either, nearest_divisors, nearest_multiples
 from megarl.models.architecture import Architecture
 from megarl.models.rope import extended_context
 
@@ -96,11 +97,24 @@ def _row_fits(config: RunConfig, role: ModelRole, max_tokens: int) -> Violations
         room = f"{room} x context_parallel_size {size} = {max_tokens * size}"
         padded = f" ({needed} with the padding of the ranks' chunks)"
 
+    longest = f"a row may have {config.max_row_tokens} tokens{padded}"
+    if config.rows_together > 1:
+        longest = f"a pair of answers, which stays together, may have {needed} tokens"
     yield Violation(
         (f"{role.micro_batch_key}.max_tokens", *lengths),
-        f"a row may have {config.max_row_tokens} tokens{padded}, more than {room}; "
-        f"use max_tokens {-(-needed // size)} or more, or shorter rows",
+        f"{longest}, more than {room}; use max_tokens {-(-needed // size)} or more, or shorter rows",
     )
+
+
+def pairs_fit(config: PreferenceConfig) -> Violations:
+    """Check that a micro-batch that is limited by rows has whole pairs of answers."""
+    sequences = config.actor.micro_batch.sequences
+    if sequences is not None and sequences % config.rows_together:
+        yield Violation(
+            ("actor.micro_batch.sequences",),
+            f"is {sequences}, but the two rows of a pair of answers stay together; use "
+            f"{either(nearest_multiples(sequences, config.rows_together))}",
+        )
 
 
 def recomputation(_: RunConfig, role: ModelRole) -> Violations:
@@ -139,15 +153,17 @@ def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Violations:
     if role.optim is None:
         return
 
-    rows = config.samples_per_step // config.updates_per_pass
+    # A pair of answers cannot be split, so pairs count.
+    rows = config.samples_per_step // config.updates_per_pass // config.rows_together
+    what = "rows" if config.rows_together == 1 else "pairs"
     replicas = role.parallel.data_parallel_size
 
     if rows < replicas:
         yield Violation(
             (f"{role.parallel_key}.data_parallel_size", config.batch_key),
-            f"a mini-batch has {rows} rows, fewer than data_parallel_size {replicas}, so some replicas "
-            f"would have no rows; "
-            f"use data_parallel_size {max(rows, 1)} or less, or mini-batches of {replicas} rows or more",
+            f"a mini-batch has {rows} {what}, fewer than data_parallel_size {replicas}, so some replicas "
+            f"would have no {what}; "
+            f"use data_parallel_size {max(rows, 1)} or less, or mini-batches of {replicas} {what} or more",
         )
 
 
@@ -238,7 +254,7 @@ def rows_fit(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Vi
         )
 
 
-def chats_fit(config: SFTConfig, architectures: Mapping[str, Architecture]) -> Violations:
+def chats_fit(config: SFTConfig | PreferenceConfig, architectures: Mapping[str, Architecture]) -> Violations:
     """Check that the longest conversation fits the positions of the model."""
     for role, limit in _too_short(config, architectures):
         message = (

@@ -15,6 +15,7 @@ from megarl.config.schema import (
     Layers,
     MetricMode,
     PPOConfig,
+    PreferenceConfig,
     RunConfig,
     SFTConfig,
 )
@@ -22,6 +23,8 @@ from megarl.config.validation_metrics import RewardKeys, may_be_measured, neares
 from megarl.config.violation import Violation, Violations, either, nearest_divisors, nearest_multiples
 
 SFT_METRIC = "val/loss"  # the only validation metric of `megarl sft`
+# The validation metrics of runs on pairs of answers that can be compared, and which values are better.
+PAIR_METRICS = {"val/loss": MetricMode.min, "val/accuracy": MetricMode.max, "val/margin": MetricMode.max}
 
 
 def output_folders(config: RunConfig) -> Violations:
@@ -50,6 +53,20 @@ def sft_metrics(config: SFTConfig) -> Violations:
             yield Violation((f"{key}.metric",), message)
         elif section.mode is MetricMode.max:
             yield Violation((f"{key}.mode",), f"is max, but a smaller {SFT_METRIC} is better; use min")
+
+
+def pair_metrics(config: PreferenceConfig) -> Violations:
+    """Check that `checkpoint.keep_best` and `trainer.early_stop` use a metric of a run on pairs."""
+    for key, section in _compared(config):
+        better = PAIR_METRICS.get(section.metric or "")
+        if better is None:
+            message = (
+                f"is {section.metric!r}, but this run measures {', '.join(PAIR_METRICS)}; use one, or null"
+            )
+            yield Violation((f"{key}.metric",), message)
+        elif section.mode is not better:
+            message = f"is {section.mode.value}, but for {section.metric} use {better.value}"
+            yield Violation((f"{key}.mode",), message)
 
 
 def validation_metrics(config: PPOConfig) -> Violations:

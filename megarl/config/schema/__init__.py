@@ -38,7 +38,11 @@ from megarl.config.schema.data import (
     DataConfig,
     LossyText,
     Overlong,
+    PairColumnsConfig,
+    PreferenceDataConfig,
     PromptColumnsConfig,
+    RatedPairColumnsConfig,
+    RatedPreferenceDataConfig,
     SFTDataConfig,
 )
 from megarl.config.schema.keys import MISSING
@@ -64,6 +68,7 @@ from megarl.config.schema.models import (
     TrainedModelConfig,
 )
 from megarl.config.schema.placement import OverBudget, PlacementConfig, PlacementStrategy
+from megarl.config.schema.preferences import DPOLossConfig, DPOLossKind, RewardModelLossConfig
 from megarl.config.schema.reward import (
     OverlongConversation,
     RewardConfig,
@@ -95,10 +100,19 @@ from megarl.config.schema.run import (
     KeepBestConfig,
     Layers,
     MetricMode,
+    PreferenceTrainerConfig,
     RoutingReplay,
     RunKind,
     SFTTrainerConfig,
     TrackingConfig,
     TrainerConfig,
 )
-from megarl.config.schema.run_config import SCHEMAS, PPOConfig, RunConfig, SFTConfig
+from megarl.config.schema.run_config import (
+    SCHEMAS,
+    DPOConfig,
+    PPOConfig,
+    PreferenceConfig,
+    RewardModelRunConfig,
+    RunConfig,
+    SFTConfig,
+)

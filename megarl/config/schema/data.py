@@ -50,6 +50,27 @@ class ChatColumnsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PairColumnsConfig:
+    """Column names of the files, if they differ from the defaults."""
+
+    # a conversation up to the answers, or a string: one user message; not read if chosen and rejected are
+    # whole conversations
+    prompt: str = "prompt"
+    # the preferred answer: a string, an assistant's message in a list, or a whole conversation that ends with
+    # it
+    chosen: str = "chosen"
+    rejected: str = "rejected"  # the other answer, in the same form
+    # schemas of the tools that the assistant may call, as a list or a JSON string; optional
+    tools: str = "tools"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatedPairColumnsConfig(PairColumnsConfig):
+    # how much better the preferred answer is, a number that its score must exceed the other's by; null: 0
+    margin: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     # files of prompts: .parquet, .jsonl, .csv, or a folder saved by `datasets`
     train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # pyrefly: ignore[bad-assignment]
@@ -101,3 +122,35 @@ class SFTDataConfig:
     def longest_row(self) -> int:
         """The maximum number of tokens of a row of the files."""
         return self.max_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceDataConfig:
+    """Rows with a prompt and two answers to it, of which `chosen` is preferred to `rejected`."""
+
+    # files of pairs: .parquet, .jsonl, .csv, or a folder saved by `datasets`
+    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # pyrefly: ignore[bad-assignment]
+    # sampling weight of each of train_files, as its share of the pairs; empty: each pair is used once per
+    # epoch
+    train_weights: list[float] = field(default_factory=list)
+    # held-out pairs, for the validation loss and accuracy
+    val_files: list[str] = field(default_factory=list, metadata=names(InputKind.data))
+    columns: PairColumnsConfig = field(default_factory=PairColumnsConfig)
+    system_prompt: str | None = prose(None)  # added to conversations that have no system message
+    # maximum tokens of a prompt with its longer answer; a reward model reads its score at one more token
+    max_length: int = ranged(2048, at_least=2)
+    overlong: Overlong = Overlong.refuse  # how to handle pairs that exceed max_length
+    # how to handle conversations that do not round-trip through the tokenizer
+    lossy: LossyText = LossyText.refuse
+    shuffle: bool = True  # reshuffle the pairs in each epoch
+    seed: int = ranged(0, at_least=0)  # seed of the shuffling
+
+    @property
+    def longest_row(self) -> int:
+        """The maximum number of tokens of a row of the files."""
+        return self.max_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatedPreferenceDataConfig(PreferenceDataConfig):
+    columns: RatedPairColumnsConfig = field(default_factory=RatedPairColumnsConfig)

@@ -16,6 +16,8 @@ RESUME_DISABLE = "disable"
 class RunKind(str, Enum):
     ppo = "ppo"  # reinforcement learning with any algorithm: `megarl train`
     sft = "sft"  # supervised fine-tuning: `megarl train` or `megarl sft`
+    dpo = "dpo"  # direct preference optimization of a policy on pairs of answers: `megarl train`
+    reward_model = "reward_model"  # a reward model from pairs of answers: `megarl train`
 
 
 class Device(str, Enum):
@@ -156,6 +158,19 @@ class SFTTrainerConfig:
     seed: int = ranged(0, at_least=0)  # seed of newly initialized weights
     # output folder of metrics, timeline, checkpoints and the trained model
     output_dir: str = field(default="outputs/sft", metadata=written())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceTrainerConfig:
+    total_steps: int = ranged(100, at_least=1)  # optimizer steps
+    pairs_per_step: int = ranged(128, at_least=1)  # pairs of answers per optimizer step
+    validate_every_steps: int = ranged(0, at_least=0)  # steps between validations; 0: only at the end
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    # time limit of a phase; exceeding it aborts the run and reports every rank's stack
+    phase_time_limit_s: float = ranged(1800.0, at_least=1)
+    seed: int = ranged(0, at_least=0)  # seed of newly initialized weights
+    # output folder of metrics, timeline, checkpoints and the trained model
+    output_dir: str = field(default="outputs/preferences", metadata=written())
 
 
 @dataclass(frozen=True, kw_only=True)

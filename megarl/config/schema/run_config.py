@@ -10,7 +10,12 @@ from typing import Any, Self, cast
 from megarl.config.kinds import RolloutEngineKind
 from megarl.config.schema.agent import AgentConfig
 from megarl.config.schema.algorithm import AlgorithmConfig
-from megarl.config.schema.data import DataConfig, SFTDataConfig
+from megarl.config.schema.data import (
+    DataConfig,
+    PreferenceDataConfig,
+    RatedPreferenceDataConfig,
+    SFTDataConfig,
+)
 from megarl.config.schema.models import (
     ActorConfig,
     CriticConfig,
@@ -19,12 +24,14 @@ from megarl.config.schema.models import (
     TrainedModelConfig,
 )
 from megarl.config.schema.placement import PlacementConfig
+from megarl.config.schema.preferences import DPOLossConfig, RewardModelLossConfig
 from megarl.config.schema.reward import RewardConfig
 from megarl.config.schema.rollout import ReshardingConfig, RolloutConfig
 from megarl.config.schema.run import (
     CheckpointConfig,
     Device,
     EngineConfig,
+    PreferenceTrainerConfig,
     RunKind,
     SFTTrainerConfig,
     TrackingConfig,
@@ -41,13 +48,13 @@ class RunConfig(ABC):
 
     kind: RunKind
     model: ModelConfig
-    data: DataConfig | SFTDataConfig
+    data: DataConfig | SFTDataConfig | PreferenceDataConfig
     actor: ActorConfig
     placement: PlacementConfig
     resharding: ReshardingConfig
     engine: EngineConfig
     checkpoint: CheckpointConfig
-    trainer: TrainerConfig | SFTTrainerConfig
+    trainer: TrainerConfig | SFTTrainerConfig | PreferenceTrainerConfig
     tracking: TrackingConfig
     device: Device
 
@@ -86,6 +93,11 @@ class RunConfig(ABC):
     @abstractmethod
     def longest_response(self) -> int:
         """The maximum number of response tokens of a row."""
+
+    @property
+    def rows_together(self) -> int:
+        """The number of consecutive rows that one loss reads, so that they stay in one micro-batch."""
+        return 1
 
     @property
     def samples_per_step(self) -> int:
@@ -273,4 +285,92 @@ class SFTConfig(RunConfig):
         return ("data.max_length",)
 
 
-SCHEMAS: Mapping[RunKind, type[RunConfig]] = {RunKind.ppo: PPOConfig, RunKind.sft: SFTConfig}
+class PreferenceConfig(RunConfig):
+    """Base class of the kinds that train on pairs of answers. A pair is a prompt with two samples."""
+
+    data: PreferenceDataConfig
+    trainer: PreferenceTrainerConfig
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.trainer.pairs_per_step
+
+    @property
+    def samples_per_prompt(self) -> int:
+        return 2
+
+    @property
+    def updates_per_pass(self) -> int:
+        return 1
+
+    @property
+    def passes_per_step(self) -> int:
+        return 1
+
+    @property
+    def longest_prompt(self) -> int:
+        return 1
+
+    @property
+    def longest_response(self) -> int:
+        return self.data.max_length - 1
+
+    @property
+    def rows_together(self) -> int:
+        return 2
+
+    @property
+    def trained_models(self) -> Mapping[str, TrainedModelConfig]:
+        return {"actor": self.actor}
+
+    @property
+    def batch_key(self) -> str:
+        return "trainer.pairs_per_step"
+
+    @property
+    def length_keys(self) -> tuple[str, ...]:
+        return ("data.max_length",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(PreferenceConfig):
+    """The configuration of direct preference optimization. `actor` is the trained policy."""
+
+    kind: RunKind = RunKind.dpo  # required
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
+    loss: DPOLossConfig = field(default_factory=DPOLossConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    trainer: PreferenceTrainerConfig = field(default_factory=PreferenceTrainerConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    device: Device = Device.auto  # device type that the run computes on
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelRunConfig(PreferenceConfig):
+    """The configuration of a reward model's training. `actor` is the trained reward model."""
+
+    kind: RunKind = RunKind.reward_model  # required
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: RatedPreferenceDataConfig = field(default_factory=RatedPreferenceDataConfig)
+    loss: RewardModelLossConfig = field(default_factory=RewardModelLossConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    trainer: PreferenceTrainerConfig = field(default_factory=PreferenceTrainerConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    device: Device = Device.auto  # device type that the run computes on
+
+
+SCHEMAS: Mapping[RunKind, type[RunConfig]] = {
+    RunKind.ppo: PPOConfig,
+    RunKind.sft: SFTConfig,
+    RunKind.dpo: DPOConfig,
+    RunKind.reward_model: RewardModelRunConfig,
+}

@@ -3,7 +3,8 @@
 
 // The charts of the overview, in this order. A pattern stands for every metric that matches it.
 const OVERVIEW = [
-  "reward/mean", /^reward\/.+\/mean$/, "val/score/mean", "sft/loss", "val/loss", "actor/reward_kl_penalty", "actor/kl_loss",
+  "reward/mean", /^reward\/.+\/mean$/, "val/score/mean", "sft/loss", "dpo/loss", "reward_model/loss", "val/loss", "dpo/accuracy",
+  "reward_model/accuracy", "val/accuracy", "actor/reward_kl_penalty", "actor/kl_loss",
   "actor/entropy", "response_length/mean", "actor/pg_clipfrac", "actor/grad_norm", "sft/grad_norm",
   "training/rollout_probs_diff_max", "timing_s/step", "perf/predicted_step_s", "perf/throughput",
 ];
@@ -32,7 +33,9 @@ function overviewOf(names) {
 const rewardMetric = (names) => (names.includes("reward/mean") ? "reward/mean" : "critic/score/mean");
 
 // The headline metrics of a run.
-const headlineMetrics = (names) => [rewardMetric(names), "val/score/mean", "sft/loss", "val/loss"].filter((name) => names.includes(name));
+const headlineMetrics = (names) => [
+  rewardMetric(names), "val/score/mean", "sft/loss", "dpo/loss", "reward_model/loss", "val/loss", "val/accuracy",
+].filter((name) => names.includes(name));
 
 // Selects steps or wall time as the x axis of all charts.
 function axisSelect(metrics) {

@@ -6,7 +6,7 @@ A live run keeps writing. A damaged file is shown as one line on the page.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import yaml
 from megarl.config.compare import flat
 from megarl.config.load import plain_values
 from megarl.config.review import schema_keys
-from megarl.config.schema import PPOConfig, RunConfig, RunKind, SFTConfig
+from megarl.config.schema import SCHEMAS, RunKind
 from megarl.machine.strict_json import dump_readable
 from megarl.tracking.metrics_file import MetricsFileError, read_metrics
 from megarl.tracking.report.sample_part import finite, sample_part
@@ -32,7 +32,6 @@ _METRICS = "metrics"
 _TIMELINE = "timeline"
 _GENERATIONS = "generations"
 _SAMPLES = "samples/"
-_SCHEMAS: dict[RunKind, type[RunConfig]] = {RunKind.ppo: PPOConfig, RunKind.sft: SFTConfig}
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
 
 
@@ -117,14 +116,14 @@ class RunFolder:
                 return None
 
         config = read(CONFIG_FILE, _flat_config) or {}
-        kind = RunKind.ppo if any(key.startswith("algorithm.") for key in config) else RunKind.sft
+        kind = _kind_of(config)
         defaults = _defaults(kind)
 
         return {
             "path": str(self.path),
             "kind": kind.value,
             "config": config,
-            "foreign": [key for key in config if not all(_can_have(each, key) for each in _SCHEMAS)],
+            "foreign": [key for key in config if not all(_can_have(each, key) for each in SCHEMAS)],
             "defaults": {
                 key: defaults[key] for key in config if key in defaults and defaults[key] != config[key]
             },
@@ -171,6 +170,13 @@ class RunFolder:
         return {"rows": rows}
 
 
+def _kind_of(config: Mapping[str, str]) -> RunKind:
+    """Return the kind of a run. Older versions wrote none."""
+    if (written := config.get("kind")) in set(RunKind):
+        return RunKind(written)
+    return RunKind.ppo if any(key.startswith("algorithm.") for key in config) else RunKind.sft
+
+
 def _version(path: Path) -> str:
     try:
         status = path.stat()
@@ -189,7 +195,7 @@ def _text(value: Any) -> str:
 
 @cache
 def _known_keys(kind: RunKind) -> frozenset[str]:
-    return frozenset(schema_keys(_SCHEMAS[kind]))
+    return frozenset(schema_keys(SCHEMAS[kind]))
 
 
 @cache
@@ -211,7 +217,7 @@ def _can_have(kind: RunKind, key: str) -> bool:
 
 @cache
 def _defaults(kind: RunKind) -> dict[str, str]:
-    return {key: _text(value) for key, value in flat(plain_values(_SCHEMAS[kind]()))}
+    return {key: _text(value) for key, value in flat(plain_values(SCHEMAS[kind]()))}
 
 
 def _line(error: BaseException) -> str:

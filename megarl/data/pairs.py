@@ -1,0 +1,236 @@
+"""Data sets of pairs of answers, encoded for a policy or for a reward model.
+
+A batch of n pairs has 2 n rows: pair i is in the rows 2 i (the preferred answer) and 2 i + 1. Both rows have
+the same prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
+from megarl.batch.token_rows import MARGINS, REFERENCE_LOG_PROBS
+from megarl.config.schema import PreferenceConfig, PreferenceDataConfig, RunKind
+from megarl.data.preferences import Pair, read_pair, read_pair_rows
+from megarl.data.sft import encode_answer
+from megarl.data.tables import DataRow, Fingerprint, Measured, RowIdentity, keep_within, warn_of_escapes
+from megarl.data.whole_chat import render_whole, rendering_identity, spelled_special
+
+# A response token after a conversation. The score is predicted before it, and it is never read.
+_AFTER = 0
+
+
+class EncodedPair(NamedTuple):
+    """A pair as token ids.
+
+    Attributes:
+        prompt_ids: The tokens that both rows have in common.
+        chosen_ids: The other tokens of the preferred answer's row.
+        rejected_ids: The other tokens of the rejected answer's row.
+        margin: See Pair.
+        fingerprint: Of the messages and tools.
+        escaped: A special token in a text that is not the assistant's, see megarl/data/special_tokens.py.
+    """
+
+    prompt_ids: list[int]
+    chosen_ids: list[int]
+    rejected_ids: list[int]
+    margin: float
+    fingerprint: str
+    escaped: str | None
+
+    @property
+    def length(self) -> int:
+        """The tokens of the longer row."""
+        return len(self.prompt_ids) + max(len(self.chosen_ids), len(self.rejected_ids))
+
+
+class PairEncoder(ABC):
+    """Encodes pairs. A subclass determines the tokens of a row, and which of them a loss reads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: PreferenceDataConfig) -> None:
+        self.tokenizer = tokenizer
+        self.data = data
+
+    def encode(self, row: DataRow) -> EncodedPair:
+        """Encode a row of `read_pair_rows`. Raises DataError if the row cannot be used."""
+        pair = read_pair(row, self.data)
+        try:
+            prompt_ids, chosen_ids, rejected_ids = self.token_ids(pair)
+        except ValueError as error:
+            raise row.error(self.data.columns.chosen, str(error)) from error
+
+        if chosen_ids == rejected_ids:
+            raise row.error(
+                self.data.columns.rejected,
+                f"has the same tokens as {self.data.columns.chosen!r} once the chat template has rendered "
+                "them, so there is no preference",
+            )
+        fingerprint = Fingerprint()
+        fingerprint.add(values=[*pair])
+        escaped = spelled_special(self.tokenizer, pair.prompt)
+        return EncodedPair(prompt_ids, chosen_ids, rejected_ids, pair.margin, fingerprint.hex(), escaped)
+
+    @abstractmethod
+    def token_ids(self, pair: Pair) -> tuple[list[int], list[int], list[int]]:
+        """Return the ids of the prompt, and of both answers. Raises ValueError."""
+
+    @abstractmethod
+    def is_read(self, num_tokens: int) -> np.ndarray:
+        """Return which of the tokens of an answer the loss reads, (num_tokens,) bool."""
+
+
+class AnswerEncoder(PairEncoder):
+    """Encodes pairs for a policy, which trains on all tokens of both answers, up to their end tokens."""
+
+    def token_ids(self, pair: Pair) -> tuple[list[int], list[int], list[int]]:
+        chats = [[*pair.prompt, answer] for answer in (pair.chosen, pair.rejected)]
+        for chat in chats:
+            render_whole(self.tokenizer, chat, self.data.lossy, for_generation=False, tools=pair.tools)
+        (prompt_ids, chosen_ids), (_, rejected_ids) = (
+            encode_answer(self.tokenizer, chat, pair.tools) for chat in chats
+        )
+        return prompt_ids, chosen_ids, rejected_ids
+
+    def is_read(self, num_tokens: int) -> np.ndarray:
+        return np.ones(num_tokens, dtype=bool)
+
+
+class ConversationPairEncoder(PairEncoder):
+    """Encodes pairs for a reward model, whose score is read after the last token of a conversation.
+
+    Conversations are rendered as the reward of an RL run renders them (data/conversations.py), including what
+    the template writes after the answer. Trailing padding is removed, as there.
+
+    Args:
+        pad_token_id: From the model's config.json.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, data: PreferenceDataConfig, pad_token_id: int | None
+    ) -> None:
+        super().__init__(tokenizer, data)
+        self._pad_token_id = pad_token_id
+
+    def token_ids(self, pair: Pair) -> tuple[list[int], list[int], list[int]]:
+        chosen, rejected = (
+            self._conversation([*pair.prompt, answer], pair) for answer in (pair.chosen, pair.rejected)
+        )
+        # All tokens before the first difference are common, wherever the template's answer begins.
+        common = sum(1 for _ in takewhile(lambda ids: ids[0] == ids[1], zip(chosen, rejected, strict=False)))
+        if common == 0:
+            raise ValueError("the two conversations have no first token in common, so no prompt is shared")
+        return chosen[:common], [*chosen[common:], _AFTER], [*rejected[common:], _AFTER]
+
+    def _conversation(self, chat: list[dict[str, Any]], pair: Pair) -> list[int]:
+        ids = render_whole(self.tokenizer, chat, self.data.lossy, for_generation=False, tools=pair.tools)
+        while ids and ids[-1] == self._pad_token_id:
+            ids.pop()
+        return ids
+
+    def is_read(self, num_tokens: int) -> np.ndarray:
+        return np.arange(num_tokens) == num_tokens - 1
+
+
+def pair_encoder(config: PreferenceConfig, tokenizer: PreTrainedTokenizerBase) -> PairEncoder:
+    """Return the encoder of a run's pairs."""
+    if config.kind is RunKind.dpo:
+        return AnswerEncoder(tokenizer, config.data)
+    model = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+    return ConversationPairEncoder(tokenizer, config.data, model.get("pad_token_id"))
+
+
+class PairDataset:
+    """The pairs of `files`.
+
+    `num_filtered` is the number of pairs dropped because they are too long.
+
+    Attributes:
+        reference: The reference's log-probs of both answers of each pair, float32, by the pair's number.
+            Batches of pairs that have them contain them.
+
+    Raises:
+        DataError: A row cannot be used.
+    """
+
+    def __init__(self, files: Sequence[str], encoder: PairEncoder) -> None:
+        data = encoder.data
+        pairs: list[EncodedPair] = []
+        measured: list[Measured] = []
+        for row in read_pair_rows(files, data.columns):
+            pairs.append(encoder.encode(row))
+            measured.append(Measured.of(row, pairs[-1].length))
+
+        warn_of_escapes([pair.escaped for pair in pairs])
+        # Measure all rows first, so that a message can report how many exceed the limit.
+        kept = keep_within(range(len(pairs)), measured, data.max_length, "data.max_length", data.overlong)
+        self._pairs = [pairs[index] for index in kept]
+        self._encoder = encoder
+        self.row_files = [measured[index].file for index in kept]
+        self.num_filtered = len(pairs) - len(self._pairs)
+        self.identity = self._identity()
+        self.reference: Mapping[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def _identity(self) -> RowIdentity:
+        rows = Fingerprint()
+        for pair in self._pairs:
+            rows.add(values=pair.fingerprint)
+        return RowIdentity(rows.hex(), *rendering_identity(self._encoder.tokenizer, self.token_fingerprint()))
+
+    def token_fingerprint(self) -> Fingerprint:
+        """Return the fingerprint of the tokens of all pairs."""
+        tokens = Fingerprint()
+        for pair in self._pairs:
+            tokens.add(pair.prompt_ids, pair.chosen_ids, pair.rejected_ids)
+        return tokens
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> EncodedPair:
+        return self._pairs[index]
+
+    def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
+        """Return the rows of some pairs, with `prompts`, `responses` and `response_mask` as rows of tokens.
+
+        The mask is True for the tokens that the loss reads. `margins` has the pair's margin, and
+        `ref_log_prob` the reference's log-probs if there are any, at every token. There is one array, `uid`.
+        """
+        pairs = [self._pairs[index] for index in indices]
+        answers = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
+        pad_id = self._encoder.tokenizer.pad_token_id
+        prompts = RaggedTensor.of_rows(
+            [pair.prompt_ids for pair in pairs], torch.int32, padding=pad_id, on_left=True
+        )
+        tensors = {
+            # Both rows of a pair share the values of their prompt.
+            "prompts": prompts.select(_twice(len(pairs))),
+            "responses": RaggedTensor.of_rows(answers, torch.int32, padding=pad_id),
+            "response_mask": RaggedTensor.of_rows(
+                [self._encoder.is_read(len(ids)) for ids in answers], torch.bool
+            ),
+            MARGINS: RaggedTensor.of_rows(
+                [np.full(len(ids), pairs[row // 2].margin) for row, ids in enumerate(answers)], torch.float32
+            ),
+        }
+        if all(index in self.reference for index in indices):
+            log_probs = [each for index in indices for each in self.reference[index]]
+            tensors[REFERENCE_LOG_PROBS] = RaggedTensor.of_rows(log_probs, torch.float32)
+
+        names = [f"{uid}-{answer}" for uid in uids for answer in ("chosen", "rejected")]
+        return DataProto.from_dict(tensors=tensors, non_tensors={"uid": names})
+
+
+def _twice(count: int) -> Tensor:
+    return torch.arange(count).repeat_interleave(2)
