@@ -65,6 +65,8 @@ class Prepared(NamedTuple):
     validation: Path  # held-out prompts that are in no other file
     sft_train: Path  # demonstrations for the problems of `train`
     sft_validation: Path
+    pairs_train: Path  # a right and a wrong answer to the problems of `train`, for DPO and a reward model
+    pairs_validation: Path
 
 
 def prepare(output_dir: str | Path, seed: int) -> Prepared:
@@ -77,7 +79,7 @@ def prepare(output_dir: str | Path, seed: int) -> Prepared:
     data.mkdir(parents=True, exist_ok=True)
     made = Prepared(
         folder / "model",
-        *(data / f"{name}.parquet" for name in ("train", "validation", "sft_train", "sft_validation")),
+        *(data / f"{name}.parquet" for name in Prepared._fields[1:]),
     )
     _save_model(made.model, seed)
     chance = random.Random(seed)
@@ -95,6 +97,8 @@ def prepare(output_dir: str | Path, seed: int) -> Prepared:
         made.sft_train, [_demonstration(problem, chance) for _ in range(NUM_TEACHERS) for problem in train]
     )
     _write(made.sft_validation, [_demonstration(problem, chance) for problem in sft_held_out])
+    _write(made.pairs_train, [_pair(problem, chance) for problem in train])
+    _write(made.pairs_validation, [_pair(problem, chance) for problem in sft_held_out])
 
     return made
 
@@ -172,6 +176,12 @@ def _demonstration(problem: dict[str, Any], chance: random.Random) -> dict[str, 
     return {"messages": [question, {"role": "assistant", "content": str(answer)}]}
 
 
+def _pair(problem: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    answer = int(problem["answer"])
+    wrong = answer + chance.choice(SLIPS)
+    return {"prompt": problem["metadata"]["expression"], "chosen": str(answer), "rejected": str(wrong)}
+
+
 def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
 
@@ -182,7 +192,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     for name, path in prepare(arguments.output_dir, arguments.seed)._asdict().items():
-        print(f"{name:15} {path}")
+        print(f"{name:16} {path}")
 
 
 if __name__ == "__main__":

@@ -225,3 +225,72 @@ def test_ten_thousand_rows_are_balanced_within_a_percent(limits):
 def test_wrong_arguments_are_named(lengths, arguments, message):
     with pytest.raises(ValueError, match=message):
         plan_micro_batches(lengths, 2, **arguments)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(2, 40), st.integers(2, 40)), min_size=1, max_size=15),
+    dp_size=st.integers(1, 5),
+    limits=st.one_of(
+        st.fixed_dictionaries({"sequences": st.integers(2, 7)}),
+        st.fixed_dictionaries({"max_tokens": st.integers(88, 200)}),
+    ),
+    multiple_of=st.sampled_from([1, 1, 2]),
+    shares=st.booleans(),
+    context=st.sampled_from([1, 1, 2]),
+)
+def test_pairs_of_rows_stay_together(lengths, dp_size, limits, multiple_of, shares, context):
+    """A pair is never split, whatever the layout and the limit, and a pair whose rows share a prompt takes its
+    tokens once."""
+    rows = [length for pair in lengths for length in pair]
+    prompts = [RowPrompt(row // 2 * 2, min(lengths[row // 2]) // 2) for row in range(len(rows))]
+    plan = plan_micro_batches(
+        rows,
+        dp_size,
+        **limits,
+        multiple_of=multiple_of,
+        context_parallel_size=context,
+        prompts=prompts if shares else None,
+        rows_together=2,
+    )
+    assert plan.num_rows == len(rows)
+    assert plan.num_micro_batches % multiple_of == 0
+    assert {len(rank.micro_batches) for rank in plan.ranks} == {plan.num_micro_batches}
+    assert sorted(row for rank in plan.ranks for row in real_rows(rank)) == list(range(len(rows)))
+
+    for micro_batch in (each for rank in plan.ranks for each in rank.micro_batches):
+        chosen, rejected = micro_batch.rows[0::2], micro_batch.rows[1::2]
+        assert [row + 1 for row in chosen] == list(rejected)
+        assert all(row % 2 == 0 for row in chosen)
+        assert len(micro_batch.rows) <= limits.get("sequences", len(rows))
+        if "max_tokens" in limits:
+            parts = [rows[row] - shares * prompts[row].length for row in micro_batch.rows]
+            parts += dict(prompts[row] for row in micro_batch.rows).values() if shares else ()
+            assert sum(padded_length(part, context) for part in parts) <= limits["max_tokens"] * context
+
+    outputs = np.array([row for rank in plan.ranks for row in rank.rows])
+    assert outputs[plan.restore_order()].tolist() == list(range(len(rows)))
+
+
+def test_pairs_by_hand():
+    """The pairs have 9, 5 and 4 tokens: one on rank 0, two on rank 1, which is one micro-batch of 10 tokens."""
+    plan = plan_micro_batches([4, 5, 3, 2, 2, 2], 2, max_tokens=10, rows_together=2)
+    assert [[m.rows for m in rank.micro_batches] for rank in plan.ranks] == [[(0, 1)], [(2, 3, 4, 5)]]
+    one_each = plan_micro_batches([4, 5, 3, 2, 2, 2], 2, sequences=3, rows_together=2)
+    assert [[(m.rows, m.is_filler) for m in rank.micro_batches] for rank in one_each.ranks] == [
+        [((0, 1), False), ((4, 5), True)],
+        [((2, 3), False), ((4, 5), False)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limits", "match"),
+    [
+        ([3, 4, 5], {"sequences": 2}, "3 rows do not divide into units of rows_together=2"),
+        ([3, 4], {"sequences": 1}, "micro_batch.sequences=1 has no room for 2 rows that stay together"),
+        ([1, 1, 6, 5], {"max_tokens": 10}, "unit 1 has 11 tokens, more than micro_batch.max_tokens=10"),
+    ],
+)
+def test_pairs_without_room_are_refused(lengths, limits, match):
+    with pytest.raises(ValueError, match=match):
+        plan_micro_batches(lengths, 1, **limits, rows_together=2)
