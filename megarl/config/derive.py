@@ -16,6 +16,7 @@ from megarl.config.batch_arithmetic import (
     rows_of_pass,
     rows_of_prompt,
     rows_of_replica,
+    whole_units,
 )
 from megarl.config.memory_sizes import state_bytes
 from megarl.config.roles import ModelRole, model_roles
@@ -100,7 +101,7 @@ def _role(config: RunConfig, role: ModelRole, architecture: Architecture) -> Rol
         num_ranks=role.parallel.world_size,
         num_replicas=replicas,
         mini_batch_rows=rows,
-        rows_per_replica=(rows // replicas, fullest),
+        rows_per_replica=(whole_units(config, rows // replicas), fullest),
         micro_batches=micro_batches(
             fullest,
             role,

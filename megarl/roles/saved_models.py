@@ -12,14 +12,22 @@ import torch
 
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, Description, Layout, write_manifest
 from megarl.config.roles import model_roles
-from megarl.config.schema import DType, ParallelConfig, PPOConfig, PreferenceConfig, RunConfig, SFTConfig
+from megarl.config.schema import (
+    DType,
+    ParallelConfig,
+    PPOConfig,
+    PreferenceConfig,
+    RunConfig,
+    RunKind,
+    SFTConfig,
+)
 from megarl.controller.errors import WorkerError
 from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import qualified_name
 from megarl.machine.errors import CheckpointError
 from megarl.models.architecture import LoRA
-from megarl.models.families import read_architecture
+from megarl.models.families import REWARD_CLASS, read_architecture
 from megarl.models.tensor_table import Head
 from megarl.roles.models import Actor
 from megarl.roles.preferences import PairModel
@@ -39,6 +47,7 @@ class SavedModel:
         name: Role, and the folder of its part of the checkpoint.
         source: Hugging Face folder that defines its architecture.
         lora: Its adapters, which are then all that is saved.
+        value_class: The class of its value head, see copy_companions.
     """
 
     name: str
@@ -48,6 +57,7 @@ class SavedModel:
     parallel: ParallelConfig
     source: Path
     lora: LoRA | None = None
+    value_class: str | None = None
 
 
 class SavedModels:
@@ -134,7 +144,8 @@ def _complete(model: SavedModel, folder: Path, step: int, ranks: Sequence[Mappin
     # Add configuration and tokenizer, so that the folder can be read without the original model.
     companions = folder / HUGGING_FACE_FOLDER
     companions.mkdir(exist_ok=True)
-    copy_companions(model.source, companions, getattr(torch, model.dtype.value), model.head)
+    dtype = getattr(torch, model.dtype.value)
+    copy_companions(model.source, companions, dtype, model.head, model.value_class)
     if model.lora is not None:
         adapted = replace(read_architecture(str(model.source), trust_remote_code=True), lora=model.lora)
         write_config(companions, adapted, str(model.source), model.head)
@@ -181,6 +192,7 @@ def _trained_models(
             parallel=role.parallel,
             source=Path(role.path),
             lora=role.lora,
+            value_class=REWARD_CLASS if config.kind is RunKind.reward_model else None,
         )
         for role in model_roles(config)
         if role.optim is not None

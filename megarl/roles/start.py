@@ -15,7 +15,7 @@ from megarl.controller.worker import RayClassWithInitArgs, create_colocated_work
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import ModelSpec, spec_of
 from megarl.models.architecture import Architecture
-from megarl.models.tensor_table import Head
+from megarl.models.families import REWARD_CLASS
 from megarl.placement.cores import at_work
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
@@ -150,7 +150,7 @@ class _Starter:
                 groups[other].ready.get()
 
     def weight_source(
-        self, plan: PlacementPlan, group: RoleGroup, architecture: Architecture, head: Head = "lm"
+        self, plan: PlacementPlan, group: RoleGroup, architecture: Architecture
     ) -> WeightSource:
         return WeightSource(
             group=group,
@@ -158,7 +158,6 @@ class _Starter:
             parallel=self._config.actor.parallel,
             dtype=self._config.model.dtype,
             bucket_bytes=int(self._config.resharding.bucket_mb * 2**20),
-            head=head,
             quantizes=isinstance(self._config, PPOConfig) and self._config.rollout.dtype is EngineDType.fp8,
             nodes=[place.node for (place,) in rank_places(plan, "actor")],
         )
@@ -390,6 +389,8 @@ def start_preferences(
     spec = starter.model(role, architecture)
     handle = PairRewardModel if role.with_value_head else PairPolicy
     group = starter.groups(plan, {"actor": RayClassWithInitArgs(handle.worker, spec)})["actor"]
-    weights = starter.weight_source(plan, group, architecture, spec.head)
-
+    # A reward model is saved as the class that `reward.model` of an RL run reads.
+    weights = replace(
+        starter.weight_source(plan, group, architecture), head=spec.head, value_class=REWARD_CLASS
+    )
     return handle(group, config, weights, share_prompts=_shares_prompts(config))

@@ -34,7 +34,11 @@ _CLASSES: dict[Head, tuple[str, ...]] = {
 
 
 def copy_companions(
-    source: Path, target: Path, dtype: torch.dtype | None = None, head: Head | None = None
+    source: Path,
+    target: Path,
+    dtype: torch.dtype | None = None,
+    head: Head | None = None,
+    value_class: str | None = None,
 ) -> None:
     """Copy everything except weights.
 
@@ -43,6 +47,8 @@ def copy_companions(
         target: The folder to copy to.
         dtype: The dtype that config.json specifies afterwards. None: unchanged.
         head: The head of the model class that config.json names afterwards. None: unchanged.
+        value_class: The suffix of the class that config.json then names for a value head. None: the source's
+            class if it has one, otherwise a critic's.
     """
     # Skip the source's index, which lists other weight files, and config.json, which is written below.
     for path in sorted({path for pattern in _COPIED for path in source.glob(pattern)}):
@@ -59,22 +65,24 @@ def copy_companions(
                 part["dtype"] = str(dtype).removeprefix("torch.")
 
     if head is not None:
-        _name_class(config, head)
+        _name_class(config, head, value_class)
     # The layers that predict further tokens are not written, so the folder must not promise them.
     if config.get(MTP_FIELD):
         config[MTP_FIELD] = 0
     write_whole(target / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
-def _name_class(config: dict[str, Any], head: Head) -> None:
+def _name_class(config: dict[str, Any], head: Head, value_class: str | None) -> None:
     """Name a model class with the given head.
 
     A critic made from a language model has another class than its source folder. A value head has one label.
     """
-    if model_class(config) not in _CLASSES[head]:
+    kept = _CLASSES[head] if head == "lm" or value_class is None else (value_class,)
+    if model_class(config) not in kept:
         family = family_of(config["model_type"])
         assert family is not None, config["model_type"]
-        config["architectures"] = [family.class_prefix + (family.lm_class if head == "lm" else CRITIC_CLASS)]
+        suffix = family.lm_class if head == "lm" else value_class or CRITIC_CLASS
+        config["architectures"] = [family.class_prefix + suffix]
     if head == "value":
         config.update(id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
     else:
@@ -158,6 +166,7 @@ def save_hf_folder(
     folder: str | Path,
     source_folder: str | Path,
     head: Head = "lm",
+    value_class: str | None = None,
 ) -> None:
     """Write a Hugging Face folder atomically.
 
@@ -171,6 +180,7 @@ def save_hf_folder(
         source_folder: Where the configuration, tokenizer and chat template are copied from. config.json then
             specifies the dtype of the weights and the class with the given head.
         head: The head of the model.
+        value_class: See copy_companions.
 
     Raises:
         ValueError: `folder` is the source, or exists and is not a Hugging Face folder.
@@ -191,7 +201,7 @@ def save_hf_folder(
         )
 
     with whole_folder(folder) as partial:
-        write_hf_folder(write_weights, files, partial, source_folder, head)
+        write_hf_folder(write_weights, files, partial, source_folder, head, value_class)
 
 
 def write_hf_folder(
@@ -200,6 +210,7 @@ def write_hf_folder(
     folder: Path,
     source_folder: Path,
     head: Head = "lm",
+    value_class: str | None = None,
 ) -> None:
     """Write a Hugging Face folder into an empty folder that is not read before this function returns.
 
@@ -207,7 +218,8 @@ def write_hf_folder(
     """
     write_weights(folder)
     write_index(folder, [(name, meta, file.name) for file in files for name, meta in file.manifest.items()])
-    copy_companions(source_folder, folder, next(iter(files[0].manifest.values())).dtype, head)
+    dtype = next(iter(files[0].manifest.values())).dtype
+    copy_companions(source_folder, folder, dtype, head, value_class)
 
 
 def write_index(folder: Path, tensors: Sequence[tuple[str, TensorMeta, str]]) -> None:

@@ -31,15 +31,18 @@ from megarl.config.schema import (
     CriticConfig,
     DataConfig,
     Device,
+    DPOConfig,
     DType,
     MicroBatchConfig,
     ModelConfig,
     OptimConfig,
     PPOConfig,
+    PreferenceConfig,
     ReferenceConfig,
     RewardConfig,
     RewardFunctionConfig,
     RolloutConfig,
+    RunConfig,
     SamplingConfig,
     SFTConfig,
     SFTDataConfig,
@@ -51,14 +54,16 @@ from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.data.images import ImageProcessor
 from megarl.data.loader import BatchLoader
+from megarl.data.pairs import PairDataset, pair_encoder
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.families import read_architecture
 from megarl.placement.plan import plan_placement
+from megarl.roles.preferences import PairPolicy
 from megarl.roles.rollout.rollout import TokenRules
-from megarl.roles.saved_models import SavedModels, ppo_models, sft_models
-from megarl.roles.start import PPORoles, start_ppo, start_sft
+from megarl.roles.saved_models import SavedModels, pair_models, ppo_models, sft_models
+from megarl.roles.start import PPORoles, start_ppo, start_preferences, start_sft
 from megarl.tracking.loggers import Tracker
 from megarl.tracking.metric_table import unknown_metrics
 from megarl.tracking.progress import ProgressBar
@@ -69,6 +74,8 @@ from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.ppo import PPOTrainer
+from megarl.trainers.preferences import PreferenceTrainer
+from megarl.trainers.reference import fill_reference
 from megarl.trainers.resume import Resume, checkpoint_folder, find_resume
 from megarl.trainers.sft import SFTTrainer
 
@@ -336,8 +343,36 @@ def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:
     return _finished(config)
 
 
+def run_pairs(config: PreferenceConfig) -> Finished:
+    """Train on pairs of answers like `megarl train`."""
+    path = config.model.path
+    encoder = pair_encoder(config, load_tokenizer(path))
+    train, held_out = (
+        PairDataset(each, encoder) for each in (config.data.train_files, config.data.val_files)
+    )
+    output_dir = Path(config.trainer.output_dir)
+
+    with placed_pools(config) as pools:
+        model = start_preferences(config, read_architecture(path), Device.cpu, pools)
+        loader = BatchLoader(
+            train, config.trainer.pairs_per_step, shuffle=config.data.shuffle, seed=config.data.seed
+        )
+        with _ended([model.group]), _monitor(config, [model.group]) as monitor:
+            if isinstance(config, DPOConfig):
+                assert isinstance(model, PairPolicy)
+                for pairs, name in ((train, "train"), (held_out, "validation")):
+                    fill_reference(config, model, pairs, range(len(pairs)), output_dir / name)
+            saved = pair_models(config, model)
+            PreferenceTrainer(
+                config, model, loader, held_out, monitor, _checkpoints(config, saved, monitor)
+            ).fit()
+            model.save_hf(output_dir / "huggingface", path)
+
+    return _finished(config)
+
+
 @contextmanager
-def placed_pools(config: PPOConfig | SFTConfig) -> Iterator[ResourcePoolManager]:
+def placed_pools(config: RunConfig) -> Iterator[ResourcePoolManager]:
     plan = plan_placement(config)
     pools = ResourcePoolManager(
         plan.process_on_nodes,
@@ -363,7 +398,7 @@ def _ended(groups: list[RoleGroup]) -> Iterator[None]:
             group.shutdown()
 
 
-def _monitor(config: PPOConfig | SFTConfig, groups: list[RoleGroup]) -> Monitor:
+def _monitor(config: RunConfig, groups: list[RoleGroup]) -> Monitor:
     output_dir = Path(config.trainer.output_dir)
     progress = ProgressBar("test", config.trainer.total_steps, Console())
     tracker = Tracker(config.tracking.loggers, TrackedRun(output_dir=output_dir))
@@ -373,14 +408,14 @@ def _monitor(config: PPOConfig | SFTConfig, groups: list[RoleGroup]) -> Monitor:
 
 
 def _checkpoints(
-    config: PPOConfig | SFTConfig, models: SavedModels, monitor: Monitor, resume: Resume | None = None
+    config: RunConfig, models: SavedModels, monitor: Monitor, resume: Resume | None = None
 ) -> Checkpointer:
     folder = checkpoint_folder(config)
     folder.prepare()
     return Checkpointer(config, folder, models, monitor, resumed=None if resume is None else resume.state)
 
 
-def _finished(config: PPOConfig | SFTConfig) -> Finished:
+def _finished(config: RunConfig) -> Finished:
     output_dir = Path(config.trainer.output_dir)
     metrics = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     assert unknown_metrics(name for line in metrics for name in line) == []  # docs/metrics.md lists all

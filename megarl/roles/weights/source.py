@@ -37,16 +37,24 @@ _LOOK_S = 10.0  # poll interval without a sign of any rank
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSource:
-    """A trained model whose weights can be sent."""
+    """A trained model whose weights can be sent.
+
+    Attributes:
+        bucket_bytes: The bytes that a rank sends or receives at a time.
+        value_class: The class of a saved value head, see copy_companions.
+        quantizes: Whether engines get block-scaled FP8.
+        nodes: The node of each rank; empty if all are on one node.
+    """
 
     group: RoleGroup
     architecture: Architecture
     parallel: ParallelConfig
     dtype: DType
-    bucket_bytes: int  # bytes that a rank sends or receives at a time
+    bucket_bytes: int
     head: Head = "lm"
-    quantizes: bool = False  # to block-scaled FP8, in what engines get
-    nodes: Sequence[str] = ()  # of the ranks; empty if all are on one node
+    value_class: str | None = None
+    quantizes: bool = False
+    nodes: Sequence[str] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -126,7 +134,14 @@ class WeightSource:
 
         Several ranks write, so all nodes must see the folder. Raises the errors of save_hf_folder.
         """
-        return self._write(partial(save_hf_folder, folder=folder, source_folder=source_folder), durable=True)
+        save = partial(
+            save_hf_folder,
+            folder=folder,
+            source_folder=source_folder,
+            head=self.head,
+            value_class=self.value_class,
+        )
+        return self._write(save, durable=True)
 
     def write_hf(self, folder: Path, source_folder: str | Path) -> list[SendReport]:
         """Write a Hugging Face folder like `save_hf`, without durability.
@@ -136,7 +151,14 @@ class WeightSource:
         """
         folder.mkdir()
         return self._write(
-            partial(write_hf_folder, folder=folder, source_folder=Path(source_folder)), durable=False
+            partial(
+                write_hf_folder,
+                folder=folder,
+                source_folder=Path(source_folder),
+                head=self.head,
+                value_class=self.value_class,
+            ),
+            durable=False,
         )
 
     def _write(

@@ -75,6 +75,16 @@ def sft_values(folder: Path) -> dict[str, Any]:
     }
 
 
+def pair_values(folder: Path) -> dict[str, Any]:
+    (folder / "train.parquet").touch()
+    return {
+        "model": {"path": str(model_folder(folder / "model"))},
+        "data": {"train_files": [str(folder / "train.parquet")], "max_length": 32},
+        "actor": {"micro_batch": {"max_tokens": 64}},
+        "trainer": {"total_steps": 5, "pairs_per_step": 3},
+    }
+
+
 def write_yaml(file: Path, values: dict[str, Any]) -> str:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml.safe_dump(values))

@@ -14,8 +14,7 @@ from typing import Any
 import yaml
 
 from megarl.cli.main import main
-from megarl.config.load import load_config, plain_values
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.load import load_config, plain_values, schema_of
 
 ROOT = Path(__file__).parents[3]
 RUNS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -107,7 +106,7 @@ def mutation(seed: int, folder: Path) -> list[str]:
     """Return the arguments of `megarl check`: a file in `folder`, and overrides."""
     chance = random.Random(seed)
     run = chance.choice(RUNS)
-    schema = SFTConfig if "sft" in run.stem else PPOConfig
+    schema = schema_of(str(run))
     values = deepcopy(_in_full(schema, run)) if chance.random() < 0.5 else _in_few_words(run)
     overrides: list[str] = []
 

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.batch_arithmetic import Row, fullest_micro_batch, room_of_longest_row
 from megarl.config.derive import RoleArithmetic, RunArithmetic, derive
 from megarl.config.load import load_config
 from megarl.config.memory_sizes import most_checkpoints, state_bytes
-from megarl.config.roles import ModelRole, role_named
+from megarl.config.roles import ModelRole, model_roles, role_named
 from megarl.config.schema import (
     CheckpointConfig,
+    DPOConfig,
     DType,
     KeepBestConfig,
     MicroBatchConfig,
@@ -26,7 +28,7 @@ from megarl.config.validate import read_architectures
 from megarl.data.packing import plan_micro_batches
 from megarl.models.counts import num_parameters
 from megarl.models.families import read_architecture
-from tests.unit.config.folders import ppo_values, sft_values, write_yaml
+from tests.unit.config.folders import pair_values, ppo_values, sft_values, write_yaml
 
 
 def arithmetic(folder: Path, *overrides: str) -> RunArithmetic:
@@ -107,6 +109,24 @@ def test_sft_by_hand(tmp_path: Path) -> None:
         32,
     )
     assert (len(run.roles), run.roles[0].optimizer_steps_total) == (1, 5)
+
+
+def test_pairs_by_hand(tmp_path: Path) -> None:
+    """Three pairs are six rows. On two replicas, the fuller one has two pairs.
+
+    A pair of 1 prompt token and two answers of 31 has 63 tokens, so that each is a micro-batch of 64.
+    """
+    path = write_yaml(tmp_path / "dpo.yaml", pair_values(tmp_path))
+    config = load_config(DPOConfig, path, ["actor.parallel.data_parallel_size=2"])
+    run = derive(config, read_architectures(config)[0])
+    assert (run.samples_per_step, run.samples_total, run.mini_batches_per_step) == (6, 30, 1)
+    (actor,) = run.roles
+    assert (actor.mini_batch_rows, actor.rows_per_replica, actor.optimizer_steps_total) == (6, (2, 4), 5)
+    assert actor.micro_batches == (1, 2)
+    (role,) = model_roles(config)
+    assert room_of_longest_row(config, role) == 63
+    architecture = read_architectures(config)[0]["actor"]
+    assert fullest_micro_batch(config, role, architecture, trains=True) == [Row(1, 31), Row(1, 31)]
 
 
 def test_state_of_a_rank_by_hand(tmp_path: Path) -> None:

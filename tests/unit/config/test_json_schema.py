@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from megarl.cli.main import main
 from megarl.config.json_schema import KINDS, json_schema
 from megarl.config.load import load_config, plain_values, read_config, schema_of
-from megarl.config.schema import PPOConfig, RunKind, SFTConfig
+from megarl.config.schema import SCHEMAS, DPOConfig, PPOConfig, RunKind, SFTConfig
 from megarl.config.schema.keys import Leaf, leaves
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import validate
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 SHIPPED_RUNS = sorted(CONFIGS_DIR.glob("*.yaml"))
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 PRESETS = sorted((CONFIGS_DIR / "algorithm").glob("*.yaml"))
-RUN_KINDS = {PPOConfig: "ppo", SFTConfig: "sft"}
+RUN_KINDS = {schema: kind.value for kind, schema in SCHEMAS.items()}
 # A valid run in few words, with an element in each list of sections.
 NEEDED: dict[type, dict[str, Any]] = {
     PPOConfig: {
@@ -37,6 +37,7 @@ NEEDED: dict[type, dict[str, Any]] = {
         "agent": {"tools": [{"name": "calculator"}]},
     },
     SFTConfig: {"kind": "sft", "model": {"path": "m"}, "data": {"train_files": ["a.parquet"]}},
+    DPOConfig: {"kind": "dpo", "model": {"path": "m"}, "data": {"train_files": ["a.parquet"]}},
 }
 
 
@@ -91,7 +92,11 @@ def test_without_a_kind_it_is_that_of_any_run(capsys: pytest.CaptureFixture[str]
     ) == {"trainer"}
     assert refused("run", {"kind": "sft", "base": "b.yaml", "trainer": {"samples_per_step": 1}}) == set()
     assert refused("run", {"base": "b.yaml", "trainer": {"prompts_per_step": 1}}) == set()
-    assert refused("run", {"kind": "dpo", "base": "b.yaml"}) == {"kind"}
+    for kind in ("dpo", "reward_model"):
+        own = {"kind": kind, "base": "b.yaml", "trainer": {"pairs_per_step": 1}}
+        assert refused("run", own) == set()
+        assert refused("run", own | {"loss": {"beta": 1, "center_coefficient": 1}}) == {"loss"}
+    assert refused("run", {"kind": "grpo", "base": "b.yaml"}) == {"kind"}
 
 
 @pytest.mark.parametrize("file", [*SHIPPED_RUNS, *EXAMPLES], ids=lambda file: file.stem)
@@ -169,7 +174,7 @@ def number_keys(schema: type[PPOConfig] | type[SFTConfig]) -> list[Leaf]:
     return [leaf for leaf in every if leaf.key in text - no_number]
 
 
-@pytest.mark.parametrize("schema", [PPOConfig, SFTConfig])
+@pytest.mark.parametrize("schema", [PPOConfig, SFTConfig, DPOConfig])
 def test_ranges_are_those_of_the_loader(schema: type[PPOConfig] | type[SFTConfig]) -> None:
     """All numbers at the same time: on an end of their range, then just beyond it."""
     numbers = number_keys(schema)

@@ -409,7 +409,7 @@ def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
 def test_a_kind_that_is_no_text_is_refused(minimal: str, kind: str) -> None:
     assert schema_of(minimal, [f"kind={kind}"]) is PPOConfig
     (problem,) = problems_of(minimal, f"kind={kind}")
-    assert problem.endswith("but must be one of ppo, sft [command line]")
+    assert problem.endswith("but must be one of ppo, sft, dpo, reward_model [command line]")
 
 
 def test_ppo_keys_are_unknown_to_sft(minimal: str) -> None:

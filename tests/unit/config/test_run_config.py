@@ -9,9 +9,18 @@ import pytest
 
 from megarl.config.kinds import RolloutEngineKind
 from megarl.config.load import load_config
-from megarl.config.schema import SCHEMAS, PPOConfig, RunConfig, RunKind, SFTConfig
+from megarl.config.schema import (
+    SCHEMAS,
+    DPOConfig,
+    PPOConfig,
+    PreferenceConfig,
+    RewardModelRunConfig,
+    RunConfig,
+    RunKind,
+    SFTConfig,
+)
 from megarl.config.validate import KINDS
-from tests.unit.config.folders import ppo_values, sft_values
+from tests.unit.config.folders import pair_values, ppo_values, sft_values
 
 
 def test_every_kind_has_a_schema_and_rules() -> None:
@@ -53,6 +62,16 @@ def test_what_a_supervised_run_says_of_itself(tmp_path: Path) -> None:
     assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step) == (8, 1, 8)
     assert (run.updates_per_pass, run.passes_per_step, run.actor_steps) == (1, 1, 5)
     assert (run.max_row_tokens, run.data.longest_row) == (32, 32)
+    assert (run.temperature, run.rollout_engine, list(run.code_files())) == (1.0, None, [])
+    assert list(run.trained_models) == ["actor"]
+
+
+@pytest.mark.parametrize("schema", [DPOConfig, RewardModelRunConfig])
+def test_what_a_run_on_pairs_says_of_itself(schema: type[PreferenceConfig], tmp_path: Path) -> None:
+    run = load_config(schema, pair_values(tmp_path))
+    assert (run.prompts_per_step, run.samples_per_prompt, run.samples_per_step) == (3, 2, 6)
+    assert (run.updates_per_pass, run.passes_per_step, run.actor_steps) == (1, 1, 5)
+    assert (run.rows_together, run.max_row_tokens, run.data.longest_row) == (2, 32, 32)
     assert (run.temperature, run.rollout_engine, list(run.code_files())) == (1.0, None, [])
     assert list(run.trained_models) == ["actor"]
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megarl.config.load import load_config
+from megarl.config.roles import model_roles
 from megarl.config.rules.machine import missing, writable_folders
 from megarl.config.rules.rollout import generation_ahead
 from megarl.config.rules.run import sft_metrics, validation_metrics
@@ -21,14 +22,17 @@ from megarl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
     CorrectionLevel,
+    DPOConfig,
     DynamicSamplingConfig,
     EarlyStopConfig,
     KeepBestConfig,
     PlacementConfig,
     PlacementStrategy,
     PPOConfig,
+    PreferenceConfig,
     RewardConfig,
     RewardModelConfig,
+    RewardModelRunConfig,
     RolloutConfig,
     RolloutCorrectionConfig,
     SamplingConfig,
@@ -40,7 +44,7 @@ from megarl.config.schema.keys import Range, leaves
 from megarl.config.validate import validate
 from megarl.config.versions import SGLANG
 from megarl.config.violation import Absence, nearest_divisors, nearest_multiples
-from tests.unit.config.folders import model_folder, ppo_values, sft_values, write_yaml
+from tests.unit.config.folders import model_folder, pair_values, ppo_values, sft_values, write_yaml
 
 _CORRECTED = "algorithm.rollout_correction.level=token"
 
@@ -595,6 +599,37 @@ def test_sft(tmp_path: Path) -> None:
     assert "actor.micro_batch.max_tokens, data.max_length: a row may have 65 tokens" in found
     assert "actor.parallel.data_parallel_size, trainer.samples_per_step: a mini-batch has 8 rows" in found
     assert "data.train_files: there is no file 'x'" in found
+
+
+@pytest.mark.parametrize("schema", [DPOConfig, RewardModelRunConfig])
+def test_pairs(schema: type[PreferenceConfig], tmp_path: Path) -> None:
+    path = write_yaml(tmp_path / "pairs.yaml", pair_values(tmp_path))
+    config = load_config(schema, path)
+    assert validate(config) == []
+    (role,) = model_roles(config)
+    assert role.with_value_head is (schema is RewardModelRunConfig)
+
+    wrong = load_config(
+        schema,
+        path,
+        [
+            "data.max_length=33",
+            "actor.parallel.data_parallel_size=4",
+            "checkpoint.keep_best={metric: val/score, mode: max}",
+            "trainer.early_stop={metric: val/accuracy, mode: min}",
+            "trainer.validate_every_steps=1",
+            "data.val_files=[x]",
+        ],
+    )
+    found = " | ".join(map(str, validate(wrong)))
+    assert "a pair of answers, which stays together, may have 65 tokens, more than max_tokens 64" in found
+    assert "a mini-batch has 3 pairs, fewer than data_parallel_size 4" in found
+    assert "is 'val/score', but this run measures val/loss, val/accuracy, val/margin" in found
+    assert "is min, but for val/accuracy use max" in found
+    odd = load_config(schema, path, ["actor.micro_batch={sequences: 3, max_tokens: null}"])
+    (problem,) = map(str, validate(odd))
+    assert problem.startswith("actor.micro_batch.sequences: is 3, but the two rows of a pair of answers stay")
+    assert problem.endswith("use 2 or 4")
 
 
 def test_nearest_values() -> None:

@@ -41,7 +41,9 @@ def pairs_of(tmp_path, rows, tokenizer, *, suffix="parquet", for_reward=False, *
     if for_reward:
         data = RatedPreferenceDataConfig(**{"max_length": 80, **changes})
         return PairDataset([file], ConversationPairEncoder(tokenizer, data, tokenizer.pad_token_id))
-    return PairDataset([file], AnswerEncoder(tokenizer, PreferenceDataConfig(**{"max_length": 80, **changes})))
+    return PairDataset(
+        [file], AnswerEncoder(tokenizer, PreferenceDataConfig(**{"max_length": 80, **changes}))
+    )
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
@@ -97,7 +99,9 @@ def test_rows_that_are_no_pairs_are_refused(tmp_path, tokenizer, row, match):
 
 def test_long_pairs_are_refused_or_dropped_by_their_longer_answer(tmp_path, tokenizer):
     rows = [EXPLICIT, EXPLICIT | {"rejected": "7" * 30}]
-    with pytest.raises(DataError, match="1 of 2 rows have more than data.max_length=50 tokens, the longest 5"):
+    with pytest.raises(
+        DataError, match="1 of 2 rows have more than data.max_length=50 tokens, the longest 5"
+    ):
         pairs_of(tmp_path, rows, tokenizer, max_length=50)
     kept = pairs_of(tmp_path, rows, tokenizer, max_length=50, overlong=Overlong.filter)
     assert (len(kept), kept.num_filtered) == (1, 1)
@@ -115,7 +119,9 @@ def test_a_batch_has_both_rows_of_each_pair(tmp_path, tokenizer):
     assert all(mask.all() for mask in batch.ragged["response_mask"].each())
     assert "ref_log_prob" not in batch.ragged
 
-    pairs.reference = {number: (np.full(2 + 2 * number, -1.0), np.full(3 - number, -2.0)) for number in (0, 1)}
+    pairs.reference = {
+        number: (np.full(2 + 2 * number, -1.0), np.full(3 - number, -2.0)) for number in (0, 1)
+    }
     log_probs = pairs.batch([1, 0], ["x", "y"]).ragged["ref_log_prob"]
     assert [row.tolist() for row in log_probs.each()] == [[-1.0] * 4, [-2.0] * 2, [-1.0] * 2, [-2.0] * 3]
 

@@ -143,15 +143,9 @@ def trl_dpo_loss(model: torch.nn.Module, batch: Tensors, kind: str) -> tuple[Ten
         lengths.append(count)
 
     ratios = torch.stack(log_probs) - torch.stack(references)
-    if kind in ("ipo", "sigmoid_norm"):
-        scores = ratios / torch.tensor(lengths)
-    else:
-        scores = ratios
+    scores = ratios / torch.tensor(lengths) if kind in ("ipo", "sigmoid_norm") else ratios
     delta = scores[0::2] - scores[1::2]
-    if kind == "ipo":
-        losses = (delta - 1 / (2 * BETA)) ** 2
-    else:
-        losses = -F.logsigmoid(BETA * delta)
+    losses = (delta - 1 / (2 * BETA)) ** 2 if kind == "ipo" else -F.logsigmoid(BETA * delta)
 
     rewards = BETA * ratios.detach()
     metrics = {

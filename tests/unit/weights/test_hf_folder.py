@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from megarl.models.families import FAMILIES
+from megarl.models.families import FAMILIES, REWARD_CLASS
 from megarl.models.tensor_table import Head
 from megarl.weights.export_plan import plan_export
 from megarl.weights.hf_folder import FilePlan, copy_companions, has_bias, model_class, save_hf_folder
@@ -166,6 +166,15 @@ def copied(
     target.mkdir()
     copy_companions(source, target, dtype, head)
     return json.loads((target / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", [LM, TOKENS, SEQUENCES, "Qwen2Model"])
+def test_a_value_head_can_be_given_a_class(tmp_path: Path, name: str) -> None:
+    """A reward model that was trained from any folder is of the class that is scored at the last token."""
+    source = source_of(tmp_path / "a", architectures=[name])
+    (tmp_path / "b").mkdir()
+    copy_companions(source, tmp_path / "b", head="value", value_class=REWARD_CLASS)
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["architectures"] == [SEQUENCES]
 
 
 @pytest.mark.parametrize(
