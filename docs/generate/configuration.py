@@ -60,7 +60,7 @@ trainer:
   total_steps: 20
 ```
 
-The path is relative to the file. `megarl schema algorithm` prints the schema of presets, `megarl schema ppo` and `megarl schema sft` that
+The path is relative to the file. `megarl schema algorithm` prints the schema of presets, `megarl schema ppo`, `megarl schema sft` and the like that
 of one kind of run. A JSON Schema checks single keys of a single file; use `megarl check` for a complete check.
 """
 
@@ -79,6 +79,17 @@ def reference() -> str:
     ]
     parts += [f"{', '.join(f'`{name}`' for name in same)} are as above. `actor` is the trained model.\n"]
     parts += _sections(schema.SFTConfig, prefix="sft: ", leave_out=same)
+    parts += ["## Pairs of answers (`kind: dpo`, `kind: reward_model`)\n"]
+    names = ", ".join(f"`{name}`" for name in same)
+    parts += [
+        f"{names} are as above. `actor` is the trained model. See [Preferences](algorithms/preferences.md).\n"
+    ]
+    of_dpo = _types(schema.DPOConfig)
+    parts += _sections(schema.DPOConfig, prefix="dpo: ", leave_out=same)
+    same_as_dpo = [
+        name for name, kind in _types(schema.RewardModelRunConfig).items() if of_dpo.get(name) == kind
+    ]
+    parts += _sections(schema.RewardModelRunConfig, prefix="reward_model: ", leave_out=same_as_dpo)
 
     return link_papers("\n".join([*parts, *_presets()]))
 

@@ -52,6 +52,7 @@ _GENERATE = "tests/unit/cli/test_generate.py"
 _EPISODES = "tests/unit/cli/test_episodes.py"
 _EVAL = "tests/integration/test_eval.py"
 _CALIBRATE = "tests/unit/cli/test_calibrate.py::test_a_machine_without_a_gpu_is_measured"
+_PREFERENCES = "tests/integration/test_preferences.py"
 _DOCTOR = "tests/integration/test_doctor.py::test_the_quickstart_is_good_on_this_machine"
 _LAUNCH = "tests/integration/test_launch.py"
 _INSTALLS = (
@@ -293,6 +294,16 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         _DOCTOR, ("configs/quickstart.yaml", "--json")
     ),
     "megarl sft configs/quickstart_sft.yaml": InTest(_STAGES, ("megarl sft configs",)),
+    "megarl train configs/quickstart_dpo.yaml trainer.output_dir=outputs/dpo": InTest(
+        f"{_PREFERENCES}::test_a_resumed_run_has_the_same_reference", ('"train"',)
+    ),
+    "megarl train configs/quickstart_reward_model.yaml trainer.output_dir=outputs/reward_model": InTest(
+        f"{_PREFERENCES}::test_a_reward_model_scores_as_hugging_faces_class_does", ("run_pairs",)
+    ),
+    "megarl train configs/quickstart.yaml 'reward.functions=[]' "
+    "reward.model.path=outputs/reward_model/huggingface": InTest(
+        f"{_PREFERENCES}::test_a_trained_reward_model_is_what_reward_model_reads", ("functions=[]",)
+    ),
     "megarl sft configs/quickstart_sft.yaml trainer.output_dir=outputs/sft": InTest(
         _STAGES, ("megarl sft configs",)
     ),

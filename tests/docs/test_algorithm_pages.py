@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from enum import Enum
 from pathlib import Path
 
 import pytest
 
 from megarl.config.kinds import AdvantageEstimator, Aggregation, PolicyLossKind
-from megarl.config.schema import KLEstimator, PPOConfig, SFTConfig
+from megarl.config.schema import SCHEMAS, DPOLossKind, KLEstimator
 from megarl.config.schema.keys import leaves
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.tracking.metric_table import unknown_metrics
@@ -49,8 +50,11 @@ def test_each_estimator_and_loss_has_a_page_and_a_paper(kind: AdvantageEstimator
     assert f"`{kind.value}`" in (FOLDER / link).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("page", "names"), [("kl.md", KLEstimator), ("policy_loss.md", Aggregation)])
-def test_each_choice_has_a_row(page: str, names: type[KLEstimator] | type[Aggregation]) -> None:
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [("kl.md", KLEstimator), ("policy_loss.md", Aggregation), ("preferences.md", DPOLossKind)],
+)
+def test_each_choice_has_a_row(page: str, names: type[Enum]) -> None:
     text = (FOLDER / page).read_text(encoding="utf-8")
     assert [name.value for name in names if not rows(text, name.value)] == []
 
@@ -58,7 +62,7 @@ def test_each_choice_has_a_row(page: str, names: type[KLEstimator] | type[Aggreg
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_keys_and_metrics_exist(page: Path) -> None:
     words = re.findall(r"`([a-z_]+[./][\w./@<>*-]+)`", page.read_text(encoding="utf-8"))
-    known = {leaf.key for config in (PPOConfig(), SFTConfig()) for leaf in leaves(config)}
+    known = {leaf.key for schema in SCHEMAS.values() for leaf in leaves(schema())}
     sections = {key.rpartition(".")[0] for key in known}
     roots = tuple(f"{key.partition('.')[0]}." for key in known)
     keys = {word.removesuffix(".*") for word in words if word.startswith(roots) and "/" not in word}
@@ -73,5 +77,7 @@ def test_keys_and_metrics_exist(page: Path) -> None:
         "rollout/",
         "rollout_correction/",
     )
-    metrics = [word for word in words if word.startswith((*groups, "response_length/", "sft/"))]
+    metrics = [
+        word for word in words if word.startswith((*groups, "response_length/", "sft/", "dpo/", "val/"))
+    ]
     assert unknown_metrics([metric for metric in metrics if "*" not in metric]) == []

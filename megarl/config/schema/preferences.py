@@ -14,7 +14,8 @@ class DPOLossKind(str, Enum):
     sigmoid = "sigmoid"  # -log sigmoid(beta * difference of the log-ratios) (Rafailov et al. 2023)
     # (difference of the mean log-ratios per token - 1 / (2 beta))^2 (Azar et al. 2023)
     ipo = "ipo"
-    # as sigmoid, of mean log-ratios per token, which does not favor long answers (Lambert et al. 2024)
+    # -log sigmoid(beta * difference of the mean log-ratios per token), which does not favor long answers
+    # (Lambert et al. 2024)
     sigmoid_norm = "sigmoid_norm"
 
 

@@ -73,6 +73,8 @@ LARGEST = {
 }
 MANY_TENSORS = {"qwen3_30b_a3b_grpo", "glm4.5_air_grpo", "gpt_oss_120b_grpo", *LARGEST}
 FEW_TENSORS = [run for run in RUNS if run not in MANY_TENSORS]
+# These run in tests on two CPU cores.
+QUICKSTART = ["quickstart", "quickstart_sft", "quickstart_dpo", "quickstart_reward_model"]
 
 # Parameters, as the model cards say: 7.61B, 8.03B, 32.5B, 32.8B, 30.5B, 235B, 70.6B, and so on. A model's own
 # file would say so to the element.
@@ -183,10 +185,10 @@ def test_the_published_models_have_the_parameters_of_their_cards() -> None:
 
 def test_every_configuration_is_tested_here_or_with_the_quickstart() -> None:
     files = {file.stem for file in CONFIGS_DIR.glob("*.yaml")}
-    assert files == {*RUNS, "quickstart", "quickstart_sft"}
+    assert files == {*RUNS, *QUICKSTART}
 
 
-@pytest.mark.parametrize("run", [*FEW_TENSORS, "quickstart", "quickstart_sft"])
+@pytest.mark.parametrize("run", [*FEW_TENSORS, *QUICKSTART])
 @pytest.mark.parametrize("command", ["check", "plan"])
 def test_neither_model_nor_data_need_to_be_here(
     command: str,
