@@ -179,7 +179,7 @@ def _demonstration(problem: dict[str, Any], chance: random.Random) -> dict[str, 
 def _pair(problem: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     """Return a pair of the right answer and a wrong one, which is a slip in half of the pairs.
 
-    The other wrong answers are any sums. They are easier to distinguish, and a reward model learns them first.
+    The other wrong answers are any sums, which are easier to distinguish: a reward model learns them first.
     """
     answer = int(problem["answer"])
     wrong = answer + chance.choice(SLIPS)
