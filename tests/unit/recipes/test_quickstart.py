@@ -37,7 +37,8 @@ def _digests(made):
 
 def _problems(path):
     rows = pyarrow.parquet.read_table(path).to_pylist()
-    return [(row["prompt"] if "prompt" in row else row["messages"])[0]["content"] for row in rows]
+    prompts = [row["prompt"] if "prompt" in row else row["messages"] for row in rows]
+    return [prompt if isinstance(prompt, str) else prompt[0]["content"] for prompt in prompts]
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(made, tmp_path):
@@ -45,15 +46,25 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(made, tmp_pa
     other = prepare(tmp_path / "other", seed=4)
     assert _digests(again) == _digests(made)
     differ = [one != two for one, two in zip(_digests(other), _digests(made), strict=True)]
-    assert differ == [True, False, True, True, True, True]  # only the tokenizer is the same
+    assert differ == [True, False, *[True] * 6]  # only the tokenizer is the same
 
 
 def test_held_out_problems_are_in_no_other_file(made):
     held_out = _problems(made.validation)
     assert len(held_out) == len(set(held_out)) == preparation.NUM_VALIDATION
-    for path in (made.train, made.sft_train, made.sft_validation):
+    for path in (made.train, made.sft_train, made.sft_validation, made.pairs_train, made.pairs_validation):
         assert not set(held_out) & set(_problems(path))
     assert not set(_problems(made.sft_validation)) & set(_problems(made.sft_train))
+
+
+def test_pairs_have_a_right_and_a_wrong_answer(made):
+    rows = pyarrow.parquet.read_table(made.pairs_train).to_pylist()
+    sums = [sum(map(int, row["prompt"].split("+"))) for row in rows]
+    assert [int(row["chosen"]) for row in rows] == sums
+    errors = [int(row["rejected"]) - right for row, right in zip(rows, sums, strict=True)]
+    assert 0 not in errors
+    slips = sum(error in preparation.SLIPS for error in errors) / len(errors)
+    assert 0.49 < slips < 0.55  # half of them, and some of the others
 
 
 def test_ground_truths_are_right_and_half_of_the_demonstrations_slip(made):
