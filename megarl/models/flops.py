@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters
@@ -102,34 +103,56 @@ def tower_flops(architecture: Architecture, grids: Iterable[tuple[int, int, int]
         patches = time * height * width
         multiply_adds += patches * per_patch + patches // vision.patches_per_token * per_token
         for block in range(vision.depth):
-            pairs = time * _pairs_of_block(vision, block, height, width)
+            pairs = time * pairs_of_block(vision, block, height, width)
             multiply_adds += pairs * 2 * vision.hidden_size
 
     return (3 if trains else 1) * 2 * multiply_adds
 
 
+class TowerMatrix(NamedTuple):
+    """A matrix of a vision tower.
+
+    Attributes:
+        outputs: The numbers that it computes.
+        inputs: The numbers that each of them is computed from.
+        per_token: Whether it multiplies each image token instead of each patch.
+        in_block: Whether it belongs to a block.
+    """
+
+    outputs: int
+    inputs: int
+    per_token: bool
+    in_block: bool
+
+
 @lru_cache(maxsize=32)
-def _tower_products(architecture: Architecture) -> tuple[int, int]:
-    """Return the elements of the tower's matrices that multiply each patch, and each image token."""
+def tower_matrices(architecture: Architecture) -> tuple[TowerMatrix, ...]:
+    """Return the matrices of a model's vision tower."""
     tower_rows = FAMILIES[architecture.model_type].tower_rows
     assert tower_rows is not None and architecture.vision is not None  # noqa: PT018
-    per_patch = 0
-    per_token = 0
+    found = []
 
     for row in tower_rows(architecture.vision):
         (entry,) = row.tensors
         assert not isinstance(entry, TensorPart), "tensors of towers are whole"
-        shape = [int(size) for size in entry[1].split()]
-        if len(shape) < 2 or "pos_embed" in row.megatron:
-            continue
-        if "merger" in row.megatron:
-            per_token += prod(shape)
-        else:
-            per_patch += prod(shape)
-    return per_patch, per_token
+        outputs, *inputs = (int(size) for size in entry[1].split())
+        if inputs and "pos_embed" not in row.megatron:
+            matrix = TowerMatrix(outputs, prod(inputs), "merger" in row.megatron, ".blocks." in row.megatron)
+            found.append(matrix)
+
+    return tuple(found)
 
 
-def _pairs_of_block(vision: Vision, block: int, height: int, width: int) -> int:
+@lru_cache(maxsize=32)
+def _tower_products(architecture: Architecture) -> tuple[int, int]:
+    """Return the elements of the tower's matrices that multiply each patch, and each image token."""
+    sizes = {True: 0, False: 0}
+    for matrix in tower_matrices(architecture):
+        sizes[matrix.per_token] += matrix.outputs * matrix.inputs
+    return sizes[False], sizes[True]
+
+
+def pairs_of_block(vision: Vision, block: int, height: int, width: int) -> int:
     """Return the pairs of patches of a frame that attend to each other in a block."""
     if not vision.window_size or block in vision.full_attention_blocks:
         return (height * width) ** 2

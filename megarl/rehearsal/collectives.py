@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import torch.distributed as dist
@@ -31,11 +32,11 @@ def collective_of(operator: Any, arguments: Any, keywords: Any) -> tuple[Collect
     """Describe a call of an operator in torch's namespace `c10d`.
 
     Returns:
-        The call, and the larger of this rank's tensors, which determines dtype and size. None for a call
-        without tensors, such as a barrier.
+        The call, and the first tensor of the larger of this rank's input and output, which determines dtype
+        and size. Either may be a list of tensors. None for a call without tensors, such as a barrier.
     """
-    tensors = tensors_of(arguments, keywords)
-    if not tensors:
+    ends = [tensors for each in (*arguments, *keywords.values()) if (tensors := tensors_of(each))]
+    if not ends:
         return None
     name = operator._opname
     named = dict(zip((each.name for each in operator._schema.arguments), arguments, strict=False)) | keywords
@@ -48,12 +49,10 @@ def collective_of(operator: Any, arguments: Any, keywords: Any) -> tuple[Collect
         mine = dist.get_rank()
         ranks = (mine, peer) if name == "send" else (peer, mine)
 
-    largest = max(tensors, key=lambda tensor: tensor.numel() * tensor.itemsize)
-    dtype = str(largest.dtype).removeprefix("torch.")
-    elements = largest.numel()
-    call = Collective(
-        kind_of(operator), group.group_desc, ranks, dtype, elements, elements * largest.itemsize, place()
-    )
+    nbytes, largest = max(((sum(tensor.nbytes for tensor in end), end) for end in ends), key=itemgetter(0))
+    dtype = str(largest[0].dtype).removeprefix("torch.")
+    elements = sum(tensor.numel() for tensor in largest)
+    call = Collective(kind_of(operator), group.group_desc, ranks, dtype, elements, nbytes, place())
 
     # Ranks send parts of different sizes, so the totals alone cannot be compared.
     if call.kind == "all_to_all":
@@ -62,7 +61,7 @@ def collective_of(operator: Any, arguments: Any, keywords: Any) -> tuple[Collect
             sent=sent, received=_split(named["output"], named["output_split_sizes"], len(ranks))
         )
 
-    return call, largest
+    return call, largest[0]
 
 
 def _split(tensor: Tensor, rows: Sequence[int], num_ranks: int) -> tuple[int, ...]:
@@ -82,5 +81,5 @@ def kind_of(operator: Any) -> str:
     return _KINDS.get(operator._opname, operator._opname)
 
 
-def tensors_of(arguments: Any, keywords: Any) -> list[Tensor]:
-    return [each for each in tree_iter((arguments, keywords)) if isinstance(each, Tensor)]
+def tensors_of(*values: Any) -> list[Tensor]:
+    return [each for each in tree_iter(values) if isinstance(each, Tensor)]

@@ -6,28 +6,30 @@ A rank sends each of its tokens once to each selected expert, as Megatron-Core's
 from __future__ import annotations
 
 from megarl.models.architecture import Experts
+from megarl.models.mapping import EXPERT
 from megarl.step_time.collectives import call
 from megarl.step_time.counts import Counts, total
+from megarl.step_time.linears import Linears, mlp_work
 from megarl.step_time.work import IDLE, Edge, PassCounts, joined, linear
 
 
-def expert_work(experts: Experts, edge: Edge, *, router_trains: bool) -> PassCounts:
+def expert_work(experts: Experts, linears: Linears, edge: Edge) -> PassCounts:
     """Return the work of router, dispatch, experts and the shared expert.
 
     Args:
         experts: The experts of the model.
+        linears: The linear layers of the model.
         edge: The hidden states.
-        router_trains: Whether the router has gradients.
     """
-    parallel = edge.parallel
-    shards = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
-    tokens = edge.tokens // shards  # which this rank routes
+    tokens = edge.own_tokens
+    gate = linear(tokens, edge.width, 1, trains=not linears.is_frozen) if experts.has_shared_gate else IDLE
     return joined(
         (
-            linear(tokens, edge.width, experts.num_experts, trains=router_trains),
+            linear(tokens, edge.width, experts.num_experts),  # Megatron's router has both gradients always
             _exchanges(experts, edge, tokens),
-            _experts(experts, edge, tokens),
-            _shared_expert(experts, edge, tokens),
+            _experts(experts, linears, edge, tokens),
+            mlp_work(linears, "mlp.shared_experts", edge, experts.shared_intermediate_size),
+            gate,
         )
     )
 
@@ -76,7 +78,7 @@ def _shared_inputs(edge: Edge, sent: int) -> PassCounts:
     )
 
 
-def _experts(experts: Experts, edge: Edge, tokens: int) -> PassCounts:
+def _experts(experts: Experts, linears: Linears, edge: Edge, tokens: int) -> PassCounts:
     """Return the products of this rank's experts. All ranks that have a part of an expert get its tokens."""
     shards = edge.parallel.expert_tensor_parallel_size
     held = experts.num_experts // edge.parallel.expert_parallel_size
@@ -84,23 +86,8 @@ def _experts(experts: Experts, edge: Edge, tokens: int) -> PassCounts:
     size = experts.intermediate_size // shards
     return joined(
         (
-            linear(rows, edge.width, 2 * size, times=held),
-            linear(rows, size, edge.width, times=held),
-        )
-    )
-
-
-def _shared_expert(experts: Experts, edge: Edge, tokens: int) -> PassCounts:
-    """Return the work of the expert that sees every token, and of its gate."""
-    size = experts.shared_intermediate_size // edge.parallel.tensor_parallel_size
-    if not size:
-        return IDLE
-    return joined(
-        (
-            edge.entered(),
-            linear(edge.tokens, edge.width, 2 * size),
-            linear(edge.tokens, size, edge.width),
-            edge.left(),
-            linear(tokens, edge.width, 1) if experts.has_shared_gate else IDLE,
+            linears.of_experts(f"{EXPERT}linear_fc1", rows, edge.width, 2 * size, shards, held),
+            linears.of_experts(f"{EXPERT}linear_fc2", rows, size, edge.width, 1, held),
+            linears.replicated_of_experts(edge, held),
         )
     )

@@ -13,9 +13,9 @@ from megarl.step_time.packed_batch import PackedBatch
 from megarl.step_time.work import Edge, PassCounts, joined, linear
 
 
-def embedding_work(edge: Edge) -> PassCounts:
+def embedding_work(edge: Edge, *, trains: bool) -> PassCounts:
     """Return the calls of an embedding, each rank of which has a part of the vocabulary."""
-    return edge.left()
+    return edge.left() if trains else PassCounts(edge.left().forward)
 
 
 def head_work(

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from math import lcm
 from typing import NamedTuple
 
 from megarl.config.batch_arithmetic import Row, padded_length, rows_of_prompt
+from megarl.config.layers import trains_adapters
 from megarl.config.megatron_options import token_multiple
 from megarl.config.roles import ModelRole
-from megarl.config.schema import RunConfig
+from megarl.config.schema import CPCommType, DType, RunConfig
+from megarl.models.architecture import Architecture
+from megarl.placement.fused_layers import LayerKind, layer_kind
+from megarl.placement.windowed_activations import has_own_attention
+
+
+class KeyExchange(Enum):
+    """The way in which context-parallel ranks see each other's keys and values."""
+
+    gather = "gather"  # all ranks gather all of them
+    ring = "ring"  # each rank passes them on to the next one; Transformer Engine's, without shared prompts
 
 
 class Rectangle(NamedTuple):
@@ -44,16 +56,19 @@ class PackedBatch(NamedTuple):
         kept: The tokens that a last dense layer keeps after its attention, of all these ranks.
         scored: The response tokens whose logits this context-parallel rank computes.
         responses: The response tokens of all context-parallel ranks.
-        sequences: The lengths of the packed sequences on all context-parallel ranks.
-        attention: The attention calls of a layer without a window.
+        tokens_with_prompts: The tokens of all context-parallel ranks, with the prompt before each response
+            that shares one.
+        attention: The attention calls of a layer.
+        key_exchange: How context-parallel ranks exchange keys and values.
     """
 
     tokens: int
     kept: int
     scored: int
     responses: int
-    sequences: tuple[int, ...]
+    tokens_with_prompts: int
     attention: tuple[Rectangle, ...]
+    key_exchange: KeyExchange
 
 
 class _Sequence(NamedTuple):
@@ -72,7 +87,7 @@ class _Sequence(NamedTuple):
     uses: int = 1
 
 
-def pack(config: RunConfig, role: ModelRole, rows: Sequence[Row]) -> PackedBatch:
+def pack(config: RunConfig, role: ModelRole, architecture: Architecture, rows: Sequence[Row]) -> PackedBatch:
     """Lay out the rows of a micro-batch on the first rank of a stage."""
     parallel = role.parallel
     parts = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
@@ -84,7 +99,7 @@ def pack(config: RunConfig, role: ModelRole, rows: Sequence[Row]) -> PackedBatch
         length = -(-max(row.tokens for row in rows) // unit) * unit
         tokens = len(rows) * length
         rectangles = (Rectangle(length, length),) * len(rows)
-        return PackedBatch(tokens, tokens, responses, responses, (length,) * len(rows), rectangles)
+        return PackedBatch(tokens, tokens, responses, responses, tokens, rectangles, KeyExchange.gather)
 
     size = parallel.context_parallel_size
     sequences = list(_sequences(rows, rows_of_prompt(config, role) > 1, size))
@@ -94,15 +109,36 @@ def pack(config: RunConfig, role: ModelRole, rows: Sequence[Row]) -> PackedBatch
     sequences += [_Sequence(padding)] if padding else []
     tokens = (num_tokens + padding) // size
     chosen, scored = _predictors(sequences, size)
+    prompts = [_prompt_length(sequence, sequences) for sequence in sequences]
+    exchange = KeyExchange.gather if any(prompts) or _gathers(config, architecture) else KeyExchange.ring
+    # Attention in float32, or with sinks or windows, takes the keys of each response with its prompt's.
+    in_pieces = size > 1 or has_own_attention(architecture) or config.model.dtype is DType.float32
+    is_ring = size > 1 and exchange is KeyExchange.ring
 
     return PackedBatch(
         tokens=tokens,
         kept=parts * _kept(chosen, tokens // parts, parts, token_multiple(role.megatron)),
         scored=scored,
         responses=responses,
-        sequences=tuple(sequence.length for sequence in sequences),
-        attention=tuple(_rectangles(sequences, size)),
+        tokens_with_prompts=num_tokens + padding + sum(prompts),
+        attention=tuple(
+            _ring_rectangles(sequences, size)
+            if is_ring
+            else (_pieces(sequences, size) if in_pieces else _two_calls(sequences))
+        ),
+        key_exchange=exchange,
     )
+
+
+def _gathers(config: RunConfig, architecture: Architecture) -> bool:
+    """Return whether context-parallel ranks gather keys and values in any case."""
+    is_local = layer_kind(config) is LayerKind.local or trains_adapters(config)
+    asked = config.engine.cp_comm_type is CPCommType.all_gather
+    return is_local or asked or has_own_attention(architecture)
+
+
+def _prompt_length(sequence: _Sequence, sequences: Sequence[_Sequence]) -> int:
+    return 0 if sequence.prompt is None else sequences[sequence.prompt].length
 
 
 def _sequences(rows: Sequence[Row], shares_prompts: bool, size: int) -> Iterator[_Sequence]:
@@ -162,17 +198,11 @@ def _kept(chosen: Sequence[range], part: int, parts: int, multiple: int) -> int:
     return -(-most // multiple) * multiple
 
 
-def _rectangles(sequences: Sequence[_Sequence], size: int) -> Iterator[Rectangle]:
-    """Yield the attention calls of the rank's queries."""
-    # With context parallelism, the keys of a chunk are its prompt and its sequence up to its end.
-    if size > 1:
-        for sequence in sequences:
-            before = 0 if sequence.prompt is None else sequences[sequence.prompt].length
-            for chunk in _chunks(sequence.length, size):
-                yield Rectangle(len(chunk), before + chunk.stop)
-        return
+def _two_calls(sequences: Sequence[_Sequence]) -> Iterator[Rectangle]:
+    """Yield the calls without context parallelism.
 
-    # Every sequence attends to itself, and all responses to a prompt attend to it without a mask.
+    Every sequence attends to itself, and all responses to a prompt attend to it without a mask.
+    """
     followers: dict[int, int] = {}
     for sequence in sequences:
         yield Rectangle(sequence.length, sequence.length)
@@ -180,3 +210,23 @@ def _rectangles(sequences: Sequence[_Sequence], size: int) -> Iterator[Rectangle
             followers[sequence.prompt] = followers.get(sequence.prompt, 0) + sequence.length
     for prompt, queries in followers.items():
         yield Rectangle(queries, sequences[prompt].length, is_causal=False)
+
+
+def _pieces(sequences: Sequence[_Sequence], size: int) -> Iterator[Rectangle]:
+    """Yield the calls of chunks. Keys are those of the prompt, and of the sequence up to the chunk's end."""
+    for sequence in sequences:
+        before = _prompt_length(sequence, sequences)
+        for chunk in _chunks(sequence.length, size):
+            yield Rectangle(len(chunk), before + chunk.stop)
+
+
+def _ring_rectangles(sequences: Sequence[_Sequence], size: int) -> Iterator[Rectangle]:
+    """Yield the calls of the first rank in a ring.
+
+    Both of its chunks attend to themselves. Of the chunks of a later rank, its second one sees both.
+    """
+    for sequence in sequences:
+        chunk = sequence.length // (2 * size)
+        yield Rectangle(2 * chunk, 2 * chunk)
+        for _ in range(size - 1):
+            yield Rectangle(chunk, 2 * chunk, is_causal=False)

@@ -54,6 +54,11 @@ class Edge(NamedTuple):
     width: int
     dtype: str
 
+    @property
+    def own_tokens(self) -> int:
+        """The tokens of this rank between tensor-parallel blocks."""
+        return self.tokens // (self.parallel.tensor_parallel_size if self.parallel.sequence_parallel else 1)
+
     def call(self, kind: str) -> Counts:
         return call(self.parallel, kind, "tensor", self.tokens * self.width, self.dtype)
 

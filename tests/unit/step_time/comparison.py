@@ -9,6 +9,7 @@ from typing import NamedTuple
 from megarl.config.batch_arithmetic import fullest_micro_batch
 from megarl.config.load import with_dtype
 from megarl.config.roles import ModelRole, model_roles
+from megarl.config.schema import ParallelConfig
 from megarl.config.validate import read_architectures
 from megarl.rehearsal.record import POINT_TO_POINT, PhaseRecord, RankRecord, RankRequest
 from megarl.step_time.counts import Counts, total
@@ -25,6 +26,7 @@ AXIS_OF_GROUP = {
     "CONTEXT_PARALLEL_GROUP": "context",
     "DATA_PARALLEL_GROUP_WITH_CP": "data",
     "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
+    "default_pg": "pipeline",  # one of the directions between virtual stages
     "EMBEDDING_GROUP": "embedding",
     "EXPERT_MODEL_PARALLEL_GROUP": "expert",
     "EXPERT_TENSOR_PARALLEL_GROUP": "expert_tensor",
@@ -94,7 +96,7 @@ def compare(request: RankRequest, record: RankRecord) -> Iterator[Compared]:
         counts = counted[phase.name]
         yield Compared(phase.name, "flops", counts.flops, phase.flops)
 
-        rehearsed = rehearsed_calls(phase)
+        rehearsed = rehearsed_calls(phase, role_of(request).parallel)
         expected = {
             Calls(each.kind, each.axis, each.num_ranks, each.stride, each.dtype): (each.calls, each.nbytes)
             for each in counts.collectives
@@ -107,7 +109,7 @@ def compare(request: RankRequest, record: RankRecord) -> Iterator[Compared]:
                 yield Compared(phase.name, name, mine, theirs)
 
 
-def rehearsed_calls(phase: PhaseRecord) -> dict[Calls, tuple[int, int]]:
+def rehearsed_calls(phase: PhaseRecord, parallel: ParallelConfig) -> dict[Calls, tuple[int, int]]:
     """Return the number of calls and their bytes."""
     found: dict[Calls, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for call in phase.collectives:
@@ -116,8 +118,13 @@ def rehearsed_calls(phase: PhaseRecord) -> dict[Calls, tuple[int, int]]:
         axis = AXIS_OF_GROUP.get(call.group, call.group)
         if axis == "pipeline" and call.kind not in POINT_TO_POINT:
             axis = "stages"
+        num_ranks = len(call.ranks)
         stride = abs(call.ranks[1] - call.ranks[0])
-        key = Calls(call.kind, axis, len(call.ranks), stride, call.dtype)
+        # In a ring, the last rank sends to the first.
+        if axis == "context" and call.kind in POINT_TO_POINT:
+            num_ranks = parallel.context_parallel_size
+            stride = parallel.tensor_parallel_size
+        key = Calls(call.kind, axis, num_ranks, stride, call.dtype)
         number, nbytes = found[key]
         found[key] = number + 1, nbytes + call.nbytes
     return found

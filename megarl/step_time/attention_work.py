@@ -1,0 +1,139 @@
+"""Forward and backward passes of attention and of gated delta nets on one rank. Pure."""
+
+from __future__ import annotations
+
+from megarl.config.schema import ParallelConfig
+from megarl.models.architecture import Architecture, DeltaNet, LatentAttention
+from megarl.step_time.collectives import call
+from megarl.step_time.counts import NOTHING, Counts, total
+from megarl.step_time.linears import linears_of
+from megarl.step_time.packed_batch import KeyExchange, PackedBatch
+from megarl.step_time.work import IDLE, Edge, PassCounts, joined, linear
+
+_QKV = "self_attention.linear_qkv"
+_OUTPUT = "self_attention.linear_proj"
+
+
+def projections(architecture: Architecture, edge: Edge) -> PassCounts:
+    """Return the work of the linear layers before and after attention."""
+    linears = linears_of(architecture)
+    shards = edge.parallel.tensor_parallel_size
+    query = architecture.num_attention_heads * architecture.head_dim // shards
+    if architecture.latent is not None:
+        values = architecture.num_attention_heads * architecture.value_dim // shards
+        inputs = _latent_inputs(architecture, architecture.latent, edge)
+        return joined((inputs, linears.row_parallel(_OUTPUT, values, edge)))
+
+    key = architecture.num_key_value_heads * architecture.head_dim // shards
+    columns = (1 + architecture.has_output_gate) * query + 2 * key
+    return joined((linears.column_parallel(_QKV, edge, columns), linears.row_parallel(_OUTPUT, query, edge)))
+
+
+def _latent_inputs(architecture: Architecture, latent: LatentAttention, edge: Edge) -> PassCounts:
+    """Return the work of the projections of multi-head latent attention before its core.
+
+    Every rank computes the latent vectors of its own tokens. Queries, keys and values of its heads follow
+    from the latent vectors of all tokens, as do the rotated parts of keys.
+    """
+    heads = architecture.num_attention_heads // edge.parallel.tensor_parallel_size
+    rank = latent.q_lora_rank
+    query = heads * architecture.head_dim
+    key_value = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    latents = edge._replace(width=latent.kv_lora_rank)
+    parts = [
+        linear(edge.own_tokens, edge.width, latent.kv_lora_rank + latent.qk_rope_head_dim),
+        edge._replace(width=latent.qk_rope_head_dim).entered(trains=False),
+        latents.entered(),
+        linear(edge.tokens, latents.width, key_value),
+    ]
+    if rank is None:
+        parts += [edge.entered(), linear(edge.tokens, edge.width, query)]
+    else:
+        parts += [
+            linear(edge.own_tokens, edge.width, rank),
+            edge._replace(width=rank).entered(),
+            linear(edge.tokens, rank, query),
+        ]
+
+    return joined(parts)
+
+
+def core(
+    architecture: Architecture, parallel: ParallelConfig, window: int, batch: PackedBatch, dtype: str
+) -> PassCounts:
+    """Return the attention of all heads of a rank.
+
+    The forward pass has two products per pair of a query and a key: one with the key, one with the value. The
+    backward pass has the gradients of both inputs of both, and fused kernels, which do not save the first
+    product, repeat it. With latent attention, values are padded to the size of keys.
+    """
+    product = 2 * architecture.num_attention_heads // parallel.tensor_parallel_size * architecture.head_dim
+    forward = 2 * product
+    backward = (4 if dtype == "float32" else 5) * product
+    pairs = sum(each.queries * each.keys for each in batch.attention)
+    masked = sum(each.pairs(window) for each in batch.attention)
+
+    return joined(
+        (
+            PassCounts(
+                Counts(attention_flops=forward * pairs, masked_attention_flops=forward * masked),
+                Counts(attention_flops=backward * pairs, masked_attention_flops=backward * masked),
+            ),
+            _key_exchange(architecture, parallel, batch, dtype),
+        )
+    )
+
+
+def _key_exchange(
+    architecture: Architecture, parallel: ParallelConfig, batch: PackedBatch, dtype: str
+) -> PassCounts:
+    """Return the calls by which context-parallel ranks see each other's keys and values.
+
+    In a ring, each rank passes on the keys and values of the others, and in the backward pass their gradients
+    with them: the first message has no gradients yet, and the last one has nothing else.
+    """
+    ranks = parallel.context_parallel_size
+    if ranks == 1:
+        return IDLE
+    heads = architecture.num_attention_heads if architecture.latent else architecture.num_key_value_heads
+    held = heads // parallel.tensor_parallel_size * 2 * architecture.head_dim * batch.tokens
+    if batch.key_exchange is KeyExchange.gather:
+        gathered, reduced = (
+            call(parallel, kind, "context", ranks * held, dtype) for kind in ("all_gather", "reduce_scatter")
+        )
+        return PassCounts(gathered, reduced)
+
+    def passed(calls: int, messages: int) -> Counts:
+        size = held * messages / calls
+        return total(call(parallel, kind, "context", size, dtype, calls) for kind in ("send", "recv"))
+
+    return PassCounts(passed(ranks - 1, ranks - 1), passed(ranks, 2 * (ranks - 1)))
+
+
+def delta_net_work(delta: DeltaNet, edge: Edge, batch: PackedBatch) -> PassCounts:
+    """Return the work of a gated delta net, whose heads are distributed over tensor and context ranks."""
+    shards = edge.parallel.tensor_parallel_size
+    channels = (2 * delta.key_dim + delta.value_dim) // shards
+    values = delta.value_dim // shards
+    columns = channels + values + 2 * delta.num_value_heads // shards
+
+    # The recurrence has three products per token and head, and twice as many in the backward pass.
+    context = edge.parallel.context_parallel_size
+    rule = 2 * 3 * batch.tokens_with_prompts * values // context * delta.key_head_dim
+    exchanged = total(
+        call(edge.parallel, "all_to_all", "context", batch.tokens * width, edge.dtype)
+        for width in (columns, values)
+    )
+    # Each rank's heads contribute to the gradient of the norm of heads.
+    of_norm = call(edge.parallel, "all_reduce", "tensor", delta.value_head_dim, edge.dtype)
+    return joined(
+        (
+            edge.entered(),
+            linear(edge.tokens, edge.width, columns),
+            PassCounts(exchanged, exchanged),
+            PassCounts(Counts((), rule, rule), Counts((), 2 * rule, 2 * rule)),
+            PassCounts(NOTHING, of_norm),
+            linear(edge.tokens, values, edge.width),
+            edge.left(),
+        )
+    )

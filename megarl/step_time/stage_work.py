@@ -1,0 +1,133 @@
+"""The forward and backward passes of a micro-batch on the first rank of a pipeline stage. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+
+from megarl.config.batch_arithmetic import Row
+from megarl.config.roles import ModelRole
+from megarl.config.schema import DType, ParallelConfig, Recompute, RecomputeModule, RunConfig
+from megarl.models.architecture import Architecture
+from megarl.placement.expert_activations import layers_of_stage
+from megarl.step_time.collectives import call
+from megarl.step_time.counts import NOTHING, Counts, total
+from megarl.step_time.head_work import embedding_work, head_work
+from megarl.step_time.layer_work import LayerTraits, LayerWork, layer_work, traits_of
+from megarl.step_time.packed_batch import pack
+from megarl.step_time.vision_work import tower_work
+from megarl.step_time.work import IDLE, Edge, PassCounts
+
+
+def dtype_of(config: RunConfig) -> str:
+    """Return the dtype of weights and activations; `auto` counts as a GPU's."""
+    return "float32" if config.model.dtype is DType.float32 else "bfloat16"
+
+
+@lru_cache(maxsize=256)
+def chunks_of_stage(architecture: Architecture, parallel: ParallelConfig, stage: int) -> tuple[range, ...]:
+    """Return the layers of each virtual stage of a pipeline stage."""
+    layers = layers_of_stage(architecture, parallel, stage)
+    size = max(1, len(layers) // (parallel.virtual_pipeline_parallel_size or 1))
+    return tuple(range(layers[start], layers[start] + size) for start in range(0, len(layers), size))
+
+
+class StageWork:
+    """The work of a pipeline stage for a micro-batch."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        role: ModelRole,
+        architecture: Architecture,
+        stage: int,
+        rows: Sequence[Row],
+    ) -> None:
+        self._config = config
+        self._role = role
+        self._architecture = architecture
+        self._is_first = stage == 0
+        self._is_last = stage == role.parallel.pipeline_parallel_size - 1
+        self._chunks = chunks_of_stage(architecture, role.parallel, stage)
+        self._batch = pack(config, role, architecture, rows)
+        dtype = dtype_of(config)
+        self._edge = Edge(role.parallel, self._batch.tokens, architecture.hidden_size, dtype)
+        self._numbers = _traits_of_chunks(architecture, self._chunks)
+        self._layers = {
+            traits: layer_work(architecture, role.parallel, traits, self._batch, dtype)
+            for traits in self._numbers
+        }
+        self._trains_tower = architecture.lora is None and not role.freeze_vision
+        self._tower = (IDLE, IDLE)
+        if architecture.vision is not None and self._is_first:
+            self._tower = tower_work(architecture, self._edge, rows, trains=self._trains_tower)
+
+    def forward(self, num_scores: int) -> Counts:
+        """Return the forward pass.
+
+        Args:
+            num_scores: The number of outputs per response token; 0 if the output layer is left out.
+        """
+        layers = self._body(lambda part: part.forward)
+        return total((*layers, self._head(num_scores).forward, self._messages(is_backward=False)))
+
+    def backward(self, num_scores: int) -> Counts:
+        """Return the backward pass, with recomputation. The argument is that of `forward`."""
+        layers = self._body(lambda part: part.backward)
+        head = self._head(num_scores).backward
+        return total((*layers, *self._recomputed(), head, self._messages(is_backward=True)))
+
+    def _body(self, of: Callable[[PassCounts], Counts]) -> Iterator[Counts]:
+        """Yield the counts of the layers, and of what is before them on the first stage."""
+        for traits, layer in self._layers.items():
+            yield total(map(of, layer)).times(self._numbers[traits])
+        if self._is_first:
+            yield of(embedding_work(self._edge, trains=self._architecture.lora is None))
+            yield from map(of, self._tower)
+
+    def _head(self, num_scores: int) -> PassCounts:
+        if not (self._is_last and num_scores):
+            return IDLE
+        drops_tokens = not self._architecture.sparse_layers
+        edge = self._edge._replace(tokens=self._batch.kept) if drops_tokens else self._edge
+        return head_work(self._config, self._role, self._architecture, edge, self._batch, num_scores)
+
+    def _recomputed(self) -> Iterator[Counts]:
+        """Yield the forward passes that are repeated in the backward pass."""
+        how, modules, num_layers = self._role.recomputation
+        if how is Recompute.full:
+            chunks = tuple(chunk[:num_layers] for chunk in self._chunks)
+            for traits, number in _traits_of_chunks(self._architecture, chunks).items():
+                yield total(part.forward for part in self._layers[traits]).times(number)
+            # All blocks of a tower are recomputed, whatever the number of layers.
+            yield self._tower[0].forward if self._trains_tower else NOTHING
+        if how is Recompute.selective:
+            for traits, number in self._numbers.items():
+                yield total(_repeated(self._layers[traits], modules)).times(number)
+
+    def _messages(self, *, is_backward: bool) -> Counts:
+        """Return the messages of activations, or of gradients, each after a message of its shape."""
+        parallel = self._role.parallel
+        chunks = len(self._chunks)
+        elements = self._edge.own_tokens * self._edge.width
+        sent = chunks - (self._is_first if is_backward else self._is_last)
+        received = chunks - (self._is_last if is_backward else self._is_first)
+        return total(
+            call(parallel, kind, "pipeline", size, dtype, number)
+            for kind, number in (("send", sent), ("recv", received))
+            for size, dtype in ((3, "int64"), (elements, self._edge.dtype))
+        )
+
+
+def _repeated(layer: LayerWork, modules: Sequence[RecomputeModule]) -> Iterator[Counts]:
+    if RecomputeModule.core_attn in modules:
+        yield layer.core.forward
+    if RecomputeModule.mlp in modules:
+        yield layer.feed_forward.forward
+
+
+@lru_cache(maxsize=256)
+def _traits_of_chunks(architecture: Architecture, chunks: tuple[range, ...]) -> Counter[LayerTraits]:
+    """Return the number of layers with each traits."""
+    return Counter(traits_of(architecture, layer) for chunk in chunks for layer in chunk)

@@ -1,0 +1,203 @@
+"""The trained parameters of a rank in the order of the forward pass, and buckets of their gradients. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import lcm
+from typing import NamedTuple
+
+from megarl.config.roles import ModelRole
+from megarl.config.schema import ParallelConfig
+from megarl.models.architecture import Architecture
+from megarl.models.counts import padded_vocab_size
+from megarl.models.mapping import EMBEDDING, Cut, MappingRow, StagePlacement
+from megarl.models.tensor_table import OUTPUT_LAYER, Head, dimension_sizes, entry_size, rows_of
+from megarl.step_time.collectives import AXES
+
+# Megatron's buckets of gradients have at least this many elements, or as many per replica.
+_BUCKET = 40_000_000
+_BUCKET_OF_REPLICA = 1_000_000
+# In elements: the start of a parameter in a bucket, and the part of each rank.
+_ALIGNED = 64
+_PART = 128
+
+
+class TrainedParameter(NamedTuple):
+    """A trained parameter of a rank.
+
+    Attributes:
+        name: Its name in the tensor table.
+        size: Its elements on the rank.
+        is_replicated: Whether all tensor-parallel ranks have all of it.
+        is_shared: Whether it is a tied embedding, of which the first and the last stage have a copy.
+    """
+
+    name: str
+    size: int
+    is_replicated: bool
+    is_shared: bool
+
+
+class TrainedChunk(NamedTuple):
+    """The trained parameters of a virtual stage.
+
+    Attributes:
+        dense: Those whose gradients are reduced over the data axis. Without expert parallelism, these are all.
+        experts: Those of experts that are distributed.
+    """
+
+    dense: tuple[TrainedParameter, ...]
+    experts: tuple[TrainedParameter, ...]
+
+
+class BucketGroup(NamedTuple):
+    """Gradients that are reduced in one call.
+
+    Attributes:
+        axis: The axis over which they are reduced.
+        elements: The elements, with padding.
+    """
+
+    axis: str
+    elements: int
+
+
+class _Trained(NamedTuple):
+    """The properties of a role that determine which parameters train."""
+
+    head: Head
+    freezes_router: bool
+    freezes_tower: bool
+
+
+def trained_chunks(
+    architecture: Architecture, role: ModelRole, chunks: Sequence[range]
+) -> tuple[TrainedChunk, ...]:
+    """Return the trained parameters of a rank.
+
+    Args:
+        architecture: The model.
+        role: The role of the model.
+        chunks: The layers of each virtual stage of the rank.
+    """
+    return _chunks(architecture, role.parallel, _trained(role), tuple(chunks))
+
+
+def bucket_groups(
+    architecture: Architecture, role: ModelRole, chunks: Sequence[range], stage: int
+) -> tuple[BucketGroup, ...]:
+    """Return the groups of gradients that are reduced at a time.
+
+    If communication overlaps with the computation, gradients of the first virtual stage of the first pipeline
+    stage are reduced bucket by bucket. Those of others are reduced at once.
+    """
+    return _groups(architecture, role.parallel, _trained(role), tuple(chunks), stage)
+
+
+def _trained(role: ModelRole) -> _Trained:
+    head: Head = "value" if role.with_value_head else "lm"
+    return _Trained(head, role.experts.freeze_router, role.freeze_vision)
+
+
+@lru_cache(maxsize=256)
+def _groups(
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    trained: _Trained,
+    chunks: tuple[range, ...],
+    stage: int,
+) -> tuple[BucketGroup, ...]:
+    found: list[BucketGroup] = []
+    least = max(_BUCKET, _BUCKET_OF_REPLICA * parallel.data_parallel_size)
+
+    for number, chunk in enumerate(_chunks(architecture, parallel, trained, chunks)):
+        overlaps = parallel.num_copies > 1 and stage == 0 and number == 0
+        for axis, parameters in (("data", chunk.dense), ("expert_data", chunk.experts)):
+            unit = lcm(_PART, AXES[axis](parallel).num_ranks)
+            buckets = list(_buckets(parameters, least if overlaps else None, unit))
+            if not overlaps:
+                buckets = [sum(buckets)] if buckets else []
+            found += [BucketGroup(axis, elements) for elements in buckets]
+
+    return tuple(found)
+
+
+def _buckets(parameters: Sequence[TrainedParameter], least: int | None, unit: int) -> Iterator[int]:
+    """Yield the elements of buckets, which are filled in the order of the backward pass.
+
+    A tied embedding has a bucket of its own.
+
+    Args:
+        parameters: The parameters.
+        least: The elements after which a bucket ends, None if one bucket has all parameters.
+        unit: The number that the elements of a bucket are padded to a multiple of.
+    """
+    size = 0
+    for parameter in reversed(parameters):
+        size = _padded(size, _ALIGNED)
+        if parameter.is_shared and size:
+            yield _padded(size, unit)
+            size = 0
+        size += parameter.size
+        if parameter.is_shared or (least is not None and size >= least):
+            yield _padded(size, unit)
+            size = 0
+    if size:
+        yield _padded(size, unit)
+
+
+def _padded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+@lru_cache(maxsize=256)
+def _chunks(
+    architecture: Architecture, parallel: ParallelConfig, trained: _Trained, chunks: tuple[range, ...]
+) -> tuple[TrainedChunk, ...]:
+    shards = parallel.tensor_parallel_size
+    sizes = dimension_sizes(architecture) | {"V": padded_vocab_size(architecture.vocab_size, shards)}
+    rows = [row for row in rows_of(architecture, trained.head) if _is_trained(row, trained)]
+    is_tied = trained.head == "lm" and architecture.tie_word_embeddings
+    shared = (EMBEDDING, OUTPUT_LAYER) if is_tied and parallel.pipeline_parallel_size > 1 else ()
+
+    def of_rows(place: StagePlacement, layer: int | None = None) -> list[TrainedParameter]:
+        cut = parallel.expert_tensor_parallel_size if place is StagePlacement.expert else shards
+        return [
+            _parameter(row, sizes, cut, is_shared=row.megatron in shared)
+            for row in rows
+            if row.place is place and row.applies(architecture, layer)
+        ]
+
+    found = []
+    for layers in chunks:
+        is_first = 0 in layers
+        is_last = architecture.num_hidden_layers - 1 in layers
+        dense = of_rows(StagePlacement.embedding) if is_first else []
+        experts: list[TrainedParameter] = []
+
+        for layer in layers:
+            dense += of_rows(StagePlacement.layer, layer)
+            held = architecture.num_experts // parallel.expert_parallel_size
+            of_layer = [each for each in of_rows(StagePlacement.expert, layer) for _ in range(held)]
+            (experts if parallel.expert_parallel_size > 1 else dense).extend(of_layer)
+        if is_last:
+            # A tied output layer on the stage of the embedding is the embedding.
+            ends = of_rows(StagePlacement.output)
+            dense += [each for each in ends if not (is_tied and is_first and each.name == OUTPUT_LAYER)]
+        found.append(TrainedChunk(tuple(dense), tuple(experts)))
+
+    return tuple(found)
+
+
+def _is_trained(row: MappingRow, trained: _Trained) -> bool:
+    is_frozen = (trained.freezes_router and ".router." in row.megatron) or (
+        trained.freezes_tower and row.megatron.startswith("visual.")
+    )
+    return row.trains and not is_frozen
+
+
+def _parameter(row: MappingRow, sizes: dict[str, int], cut: int, *, is_shared: bool) -> TrainedParameter:
+    whole = sum(entry_size(entry, sizes, row.place) for entry in row.tensors)
+    is_replicated = row.cut is Cut.replicated
+    return TrainedParameter(row.megatron, whole if is_replicated else whole // cut, is_replicated, is_shared)
