@@ -43,8 +43,8 @@ class TrainedChunk(NamedTuple):
     """The trained parameters of a virtual stage.
 
     Attributes:
-        dense: Those whose gradients are reduced over the data axis. Without expert parallelism, these are all.
-        experts: Those of experts that are distributed.
+        dense: Those whose gradients are reduced over the data axis: all of them, if a layer is on one rank.
+        experts: Those of experts, which have a layout of their own.
     """
 
     dense: tuple[TrainedParameter, ...]
@@ -169,6 +169,7 @@ def _chunks(
             if row.place is place and row.applies(architecture, layer)
         ]
 
+    is_distributed = parallel.expert_parallel_size > 1 or shards > 1
     found = []
     for layers in chunks:
         is_first = 0 in layers
@@ -180,7 +181,7 @@ def _chunks(
             dense += of_rows(StagePlacement.layer, layer)
             held = architecture.num_experts // parallel.expert_parallel_size
             of_layer = [each for each in of_rows(StagePlacement.expert, layer) for _ in range(held)]
-            (experts if parallel.expert_parallel_size > 1 else dense).extend(of_layer)
+            (experts if is_distributed else dense).extend(of_layer)
         if is_last:
             # A tied output layer on the stage of the embedding is the embedding.
             ends = of_rows(StagePlacement.output)

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.config.batch_arithmetic import Row
 from megarl.config.roles import model_roles
-from megarl.config.schema import EngineConfig, Layers, ParallelConfig, PPOConfig, Recompute
+from megarl.config.schema import (
+    EngineConfig,
+    Layers,
+    LoRAConfig,
+    ParallelConfig,
+    PPOConfig,
+    Recompute,
+    RecomputeModule,
+)
 from megarl.config.validate import read_architectures
 from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import distinct_ranks
@@ -16,28 +26,53 @@ from megarl.rehearsal.record import RankRecord, RankRequest
 from megarl.step_time.counts import CollectiveCount, Counts, Product, total
 from megarl.step_time.packed_batch import Rectangle
 from megarl.step_time.role_counts import scoring_counts
-from tests.unit.rehearsal.runs import SMALL, TINY, ppo, save_config
+from tests.unit.rehearsal.runs import TINY, ppo, save_config
 from tests.unit.step_time.comparison import compare
 
 SEQUENCE_PARALLEL = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2, sequence_parallel=True)
+VIRTUAL_STAGES = replace(SEQUENCE_PARALLEL, pipeline_parallel_size=2, virtual_pipeline_parallel_size=2)
+EXPERT_PARALLEL = replace(
+    SEQUENCE_PARALLEL, data_parallel_size=4, expert_parallel_size=2, expert_tensor_parallel_size=2
+)
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 Rehearsed = dict[str, list[tuple[RankRequest, RankRecord]]]
 
 
-def _config(model: str, parallel: ParallelConfig, recompute: Recompute = Recompute.none) -> PPOConfig:
+def _config(
+    model: str, parallel: ParallelConfig, recompute: Recompute = Recompute.none, **actor: Any
+) -> PPOConfig:
     config = ppo(model, parallel, recompute=recompute, layers=Layers.auto)
-    return replace(config, engine=EngineConfig(log_prob_chunk_tokens=100))
+    return replace(
+        config,
+        engine=EngineConfig(log_prob_chunk_tokens=100),
+        actor=replace(config.actor, **actor),
+    )
+
+
+def _cases(folder: Path) -> dict[str, PPOConfig]:
+    tiny = save_config(folder / "tiny", TINY)
+    tied = save_config(folder / "tied", {**TINY, "num_hidden_layers": 4, "tie_word_embeddings": True})
+    sparse = save_config(folder / "sparse", TINY | EXPERTS)
+    modules = [RecomputeModule.core_attn, RecomputeModule.mlp]
+
+    return {
+        "virtual stages": _config(tied, VIRTUAL_STAGES, Recompute.selective, recompute_modules=modules),
+        "shared prompts over context ranks": _config(tiny, ParallelConfig(context_parallel_size=2)),
+        "adapters, sharded experts": _config(sparse, EXPERT_PARALLEL, lora=LoRAConfig(rank=4)),
+    }
 
 
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory: pytest.TempPathFactory, forked_rehearsals: None) -> Rehearsed:
     """Run the cases in processes that are forked from one."""
-    folder = tmp_path_factory.mktemp("models")
-    tiny = save_config(folder / "tiny", TINY)
-    configs = {
-        "tensor, pipeline and data": _config(tiny, SMALL),
-        "sequence parallel, recompute all": _config(tiny, SEQUENCE_PARALLEL, Recompute.full),
-        "recompute attention": _config(tiny, SEQUENCE_PARALLEL, Recompute.selective),
-    }
+    configs = _cases(tmp_path_factory.mktemp("models"))
     asked = [
         (name, RankRequest(config, "actor", rank, 2))
         for name, config in configs.items()
