@@ -18,7 +18,7 @@ from megarl.step_time.device_files import (
     sourced_keys,
 )
 
-DEVICES = ["a100_80gb", "b200", "cpu", "gb200", "h100_80gb", "h200"]
+DEVICES = ["a100_80gb", "b200", "b300", "cpu", "gb200", "h100_80gb", "h200"]
 
 
 def written(folder: Path, text: str) -> str:
@@ -95,7 +95,7 @@ def test_a_written_file_is_read_back_to_an_equal_profile(tmp_path: Path) -> None
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match=r"no device called 'h100'; did you mean h200\? known: a100_80gb, b200"
+        ConfigError, match=r"no device called 'h100'; did you mean h200\? known: a100_80gb, b200, b300"
     ):
         load_device("h100")
 
