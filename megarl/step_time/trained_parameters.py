@@ -15,6 +15,7 @@ from megarl.models.mapping import EMBEDDING, Cut, MappingRow, StagePlacement
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, dimension_sizes, entry_size, rows_of
 from megarl.step_time.collectives import AXES
 
+_OUTPUT_PROJECTION = ".self_attention.linear_proj."
 # Megatron's buckets of gradients have at least this many elements, or as many per replica.
 _BUCKET = 40_000_000
 _BUCKET_OF_REPLICA = 1_000_000
@@ -178,7 +179,7 @@ def _chunks(
         experts: list[TrainedParameter] = []
 
         for layer in layers:
-            dense += of_rows(StagePlacement.layer, layer)
+            dense += _as_registered(of_rows(StagePlacement.layer, layer))
             held = architecture.num_experts // parallel.expert_parallel_size
             of_layer = [each for each in of_rows(StagePlacement.expert, layer) for _ in range(held)]
             (experts if is_distributed else dense).extend(of_layer)
@@ -189,6 +190,15 @@ def _chunks(
         found.append(TrainedChunk(tuple(dense), tuple(experts)))
 
     return tuple(found)
+
+
+def _as_registered(parameters: Sequence[TrainedParameter]) -> list[TrainedParameter]:
+    """Return the parameters of a layer in Megatron's order: the output projection is first in attention."""
+    first = next((at for at, each in enumerate(parameters) if ".self_attention." in each.name), 0)
+    attention = parameters[first:]
+    outputs = [each for each in attention if _OUTPUT_PROJECTION in each.name]
+    others = [each for each in attention if _OUTPUT_PROJECTION not in each.name]
+    return [*parameters[:first], *outputs, *others]
 
 
 def _is_trained(row: MappingRow, trained: _Trained) -> bool:

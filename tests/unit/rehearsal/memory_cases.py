@@ -65,19 +65,23 @@ class Compared(NamedTuple):
 
 def cases_of(run: str) -> Iterator[Case]:
     """Yield the cases of a file in `configs/`, on a device with enough memory for all modes."""
-    loaded = _load(run, [])
+    loaded = load_case(run, [])
     architectures = read_architectures(loaded)[0]
 
     for role in model_roles(loaded):
         for mode, overrides in recompute_modes(
             role, has_experts=architectures[role.name].experts is not None
         ).items():
-            config = _load(run, overrides)
+            config = load_case(run, overrides)
             for rank in distinct_ranks(role.parallel):
                 yield Case(run, role.name, mode, config, rank)
 
 
-def _load(run: str, overrides: list[str]) -> PPOConfig | SFTConfig:
+def load_case(run: str, overrides: list[str]) -> PPOConfig | SFTConfig:
+    """Load a file in `configs/` with overrides, on a device without a limit and with the layers of a dry run.
+
+    `{half}` in an override is half of the layers of a (virtual) stage.
+    """
     schema = SFTConfig if run.endswith("_sft") else PPOConfig
     path = str(CONFIGS / f"{run}.yaml")
     size = ["placement.device_memory_gb=null", "device=cuda"]

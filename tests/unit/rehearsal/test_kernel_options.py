@@ -8,8 +8,9 @@ import pytest
 
 from megarl.config.schema import CPCommType, EngineConfig, FlashAttention, Layers, ParallelConfig
 from megarl.rehearsal.processes import rehearse_ranks
-from megarl.rehearsal.record import RankRecord
+from megarl.rehearsal.record import RankRecord, RankRequest
 from tests.unit.rehearsal.runs import TINY, ppo, requests, save_config
+from tests.unit.step_time.comparison import EXACT, differences
 
 pytestmark = pytest.mark.usefixtures("forked_rehearsals")
 
@@ -25,12 +26,20 @@ ENGINES = {
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankRecord]:
+def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankRequest]:
     config = ppo(save_config(tmp_path_factory.mktemp("tiny") / "model", TINY), PARALLEL)
-    return {
-        name: next(iter(rehearse_ranks(requests(replace(config, engine=engine), [0]), 1)))
-        for name, engine in ENGINES.items()
-    }
+    return {name: requests(replace(config, engine=engine), [0])[0] for name, engine in ENGINES.items()}
+
+
+@pytest.fixture(scope="module")
+def records(asked: dict[str, RankRequest]) -> dict[str, RankRecord]:
+    return {name: next(iter(rehearse_ranks([request], 1))) for name, request in asked.items()}
+
+
+def test_the_time_model_counts_the_same(
+    asked: dict[str, RankRequest], records: dict[str, RankRecord]
+) -> None:
+    assert differences(asked["default"], records["default"], EXACT) == []
 
 
 def test_kernels_need_no_package_and_change_no_number(records: dict[str, RankRecord]) -> None:

@@ -19,6 +19,7 @@ from megarl.rehearsal.ranks import distinct_ranks, hangs
 from megarl.rehearsal.record import PhaseRecord, RankRecord
 from tests.unit.rehearsal.memory_cases import beyond_bounds
 from tests.unit.rehearsal.runs import EIGHT_LAYERS_OF_70B, ppo, requests, save_config
+from tests.unit.step_time.comparison import EXACT, differences
 
 PARALLEL = ParallelConfig(
     tensor_parallel_size=8,
@@ -57,6 +58,12 @@ def records(config: PPOConfig) -> dict[int, RankRecord]:
         record.pipeline_rank: record
         for record in rehearse_ranks(requests(config, distinct_ranks(PARALLEL)), 2)
     }
+
+
+def test_the_time_model_counts_the_same(config: PPOConfig, records: dict[int, RankRecord]) -> None:
+    ranks = [record.rank for record in records.values()]
+    for request, record in zip(requests(config, ranks), records.values(), strict=True):
+        assert differences(request, record, EXACT) == []
 
 
 def phase_of(record: RankRecord, name: str) -> PhaseRecord:

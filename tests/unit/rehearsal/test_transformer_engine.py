@@ -19,6 +19,7 @@ from megarl.rehearsal.record import RankRecord, RankRequest
 from tests.unit.rehearsal import planted
 from tests.unit.rehearsal.memory_cases import CONFIGS, beyond_bounds, cases_of, role_of
 from tests.unit.rehearsal.runs import TINY, ppo, requests, save_config
+from tests.unit.step_time.comparison import differences
 
 pytestmark = [
     pytest.mark.usefixtures("forked_rehearsals"),
@@ -146,3 +147,8 @@ def test_shipped_runs_are_built_and_trained(
     role = role_of(request.config, "actor")
     plan = predicted_memory(request.config, role, read_architectures(request.config)[0]["actor"], 0)
     assert beyond_bounds(record, plan, is_near=run not in WITH_IMAGES) == []
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_time_model_counts_the_same(run: str, shipped: dict[str, tuple[RankRequest, RankRecord]]) -> None:
+    assert differences(*shipped[run]) == []

@@ -12,6 +12,7 @@ from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import ParallelConfig
 from megarl.config.validate import read_architectures
 from megarl.rehearsal.record import POINT_TO_POINT, PhaseRecord, RankRecord, RankRequest
+from megarl.step_time.collectives import AXES
 from megarl.step_time.counts import Counts, total
 from megarl.step_time.role_counts import (
     gradient_counts,
@@ -19,6 +20,10 @@ from megarl.step_time.role_counts import (
     scoring_counts,
     training_counts,
 )
+
+# How far a count may be from the dry run's.
+TOLERANCE = 0.01
+EXACT = 1e-9
 
 # The axes of Megatron's groups.
 AXIS_OF_GROUP = {
@@ -109,6 +114,15 @@ def compare(request: RankRequest, record: RankRecord) -> Iterator[Compared]:
                 yield Compared(phase.name, name, mine, theirs)
 
 
+def differences(request: RankRequest, record: RankRecord, tolerance: float = TOLERANCE) -> list[str]:
+    """Return the numbers whose ratio is further from 1 than the tolerance."""
+    return [
+        f"{request.role}, stage {record.pipeline_rank}, {each}"
+        for each in compare(request, record)
+        if abs(each.ratio - 1) > tolerance
+    ]
+
+
 def rehearsed_calls(phase: PhaseRecord, parallel: ParallelConfig) -> dict[Calls, tuple[int, int]]:
     """Return the number of calls and their bytes."""
     found: dict[Calls, tuple[int, int]] = defaultdict(lambda: (0, 0))
@@ -120,10 +134,9 @@ def rehearsed_calls(phase: PhaseRecord, parallel: ParallelConfig) -> dict[Calls,
             axis = "stages"
         num_ranks = len(call.ranks)
         stride = abs(call.ranks[1] - call.ranks[0])
-        # In a ring, the last rank sends to the first.
-        if axis == "context" and call.kind in POINT_TO_POINT:
-            num_ranks = parallel.context_parallel_size
-            stride = parallel.tensor_parallel_size
+        # In a ring of ranks or of virtual stages, the last one sends to the first.
+        if call.kind in POINT_TO_POINT:
+            num_ranks, stride = AXES[axis](parallel)
         key = Calls(call.kind, axis, num_ranks, stride, call.dtype)
         number, nbytes = found[key]
         found[key] = number + 1, nbytes + call.nbytes

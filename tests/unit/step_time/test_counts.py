@@ -4,35 +4,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megarl.config.batch_arithmetic import Row
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
-    EngineConfig,
-    Layers,
     LoRAConfig,
     ParallelConfig,
-    PPOConfig,
-    Recompute,
-    RecomputeModule,
 )
 from megarl.config.validate import read_architectures
 from megarl.rehearsal.processes import rehearse_ranks
-from megarl.rehearsal.ranks import distinct_ranks
-from megarl.rehearsal.record import RankRecord, RankRequest
+from megarl.rehearsal.record import RankRequest
 from megarl.step_time.counts import CollectiveCount, Counts, Product, total
 from megarl.step_time.packed_batch import Rectangle
 from megarl.step_time.role_counts import scoring_counts
 from tests.unit.rehearsal.runs import TINY, ppo, save_config
-from tests.unit.step_time.comparison import compare
+from tests.unit.step_time.comparison import EXACT, differences
 
-SEQUENCE_PARALLEL = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2, sequence_parallel=True)
-VIRTUAL_STAGES = replace(SEQUENCE_PARALLEL, pipeline_parallel_size=2, virtual_pipeline_parallel_size=2)
-EXPERT_PARALLEL = replace(
-    SEQUENCE_PARALLEL, data_parallel_size=4, expert_parallel_size=2, expert_tensor_parallel_size=2
+EXPERT_PARALLEL = ParallelConfig(
+    tensor_parallel_size=2,
+    data_parallel_size=4,
+    sequence_parallel=True,
+    expert_parallel_size=2,
+    expert_tensor_parallel_size=2,
 )
 EXPERTS = {
     "model_type": "qwen3_moe",
@@ -42,58 +37,16 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
-Rehearsed = dict[str, list[tuple[RankRequest, RankRecord]]]
 
 
-def _config(
-    model: str, parallel: ParallelConfig, recompute: Recompute = Recompute.none, **actor: Any
-) -> PPOConfig:
-    config = ppo(model, parallel, recompute=recompute, layers=Layers.auto)
-    return replace(
-        config,
-        engine=EngineConfig(log_prob_chunk_tokens=100),
-        actor=replace(config.actor, **actor),
-    )
-
-
-def _cases(folder: Path) -> dict[str, PPOConfig]:
-    tiny = save_config(folder / "tiny", TINY)
-    tied = save_config(folder / "tied", {**TINY, "num_hidden_layers": 4, "tie_word_embeddings": True})
-    sparse = save_config(folder / "sparse", TINY | EXPERTS)
-    modules = [RecomputeModule.core_attn, RecomputeModule.mlp]
-
-    return {
-        "virtual stages": _config(tied, VIRTUAL_STAGES, Recompute.selective, recompute_modules=modules),
-        "shared prompts over context ranks": _config(tiny, ParallelConfig(context_parallel_size=2)),
-        "adapters, sharded experts": _config(sparse, EXPERT_PARALLEL, lora=LoRAConfig(rank=4)),
-    }
-
-
-@pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory: pytest.TempPathFactory, forked_rehearsals: None) -> Rehearsed:
-    """Run the cases in processes that are forked from one."""
-    configs = _cases(tmp_path_factory.mktemp("models"))
-    asked = [
-        (name, RankRequest(config, "actor", rank, 2))
-        for name, config in configs.items()
-        for rank in distinct_ranks(config.actor.parallel)
-    ]
-    found: Rehearsed = {}
-    records = rehearse_ranks((request for _, request in asked), 1)
-    for (name, request), record in zip(asked, records, strict=True):
-        found.setdefault(name, []).append((request, record))
-    return found
-
-
-def test_counts_equal_those_of_dry_runs(rehearsed: Rehearsed) -> None:
-    differing = [
-        (name, record.rank, compared)
-        for name, cases in rehearsed.items()
-        for request, record in cases
-        for compared in compare(request, record)
-        if compared.counted != pytest.approx(compared.rehearsed, rel=1e-9)
-    ]
-    assert not differing, "\n".join(map(str, differing))
+@pytest.mark.usefixtures("forked_rehearsals")
+def test_adapters_of_sharded_experts(tmp_path: Path) -> None:
+    """Dry runs in tests/unit/rehearsal compare other kinds of layers and layouts."""
+    config = ppo(save_config(tmp_path / "sparse", TINY | EXPERTS), EXPERT_PARALLEL)
+    config = replace(config, actor=replace(config.actor, lora=LoRAConfig(rank=4)))
+    request = RankRequest(config, "actor", 0, 2)
+    (record,) = rehearse_ranks([request], 1)
+    assert differences(request, record, EXACT) == []
 
 
 def test_a_micro_batch_by_hand(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -102,7 +55,7 @@ def test_a_micro_batch_by_hand(tmp_path_factory: pytest.TempPathFactory) -> None
     The last layer's MLP and the output layer have the 5 tokens that predict the response.
     """
     model = save_config(tmp_path_factory.mktemp("tiny") / "model", TINY)
-    config = _config(model, ParallelConfig(tensor_parallel_size=2))
+    config = ppo(model, ParallelConfig(tensor_parallel_size=2))
     role = model_roles(config)[0]
     counts = scoring_counts(config, role, read_architectures(config)[0]["actor"], 0, [Row(3, 5)])
 
