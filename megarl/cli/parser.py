@@ -13,6 +13,7 @@ from megarl.cli.parser_parts import Commands, add_run_command, run_of
 from megarl.cli.run.convert import add_commands, positive
 from megarl.cli.run.examples import epilog
 from megarl.cli.sampling_commands import add_eval, add_generate
+from megarl.cli.tune_commands import add_tune
 from megarl.config.json_schema import ANY_RUN
 from megarl.config.json_schema import KINDS as SCHEMA_KINDS
 from megarl.config.schema import Device, RunKind
@@ -312,6 +313,7 @@ _COMMANDS = (
     add_check,
     add_plan,
     add_rehearse,
+    add_tune,
     add_calibrate,
     _add_submit,
     _add_launch,

@@ -23,10 +23,10 @@ from megarl.step_time.step import predict_step
 _FORMATS = (".svg", ".png")
 
 
-def check_drawing(output: str | None) -> None:
+def check_drawing(output: str | None, option: str = "--output") -> None:
     """Raise ValueError for a file that is not a drawing."""
     if output is not None and Path(output).suffix not in _FORMATS:
-        raise ValueError(f"--output {output}: the file name must end in {' or '.join(_FORMATS)}")
+        raise ValueError(f"{option} {output}: the file name must end in {' or '.join(_FORMATS)}")
 
 
 def run(

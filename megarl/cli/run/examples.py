@@ -21,6 +21,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "megarl rehearse configs/qwen2.5_7b_grpo.yaml",
         "megarl rehearse configs/llama3_70b_ppo.yaml --role critic --ranks 0,8 --json ranks.json",
     ),
+    "tune": (
+        "megarl tune configs/qwen3_32b_grpo.yaml --nodes 4 --device h100_80gb --output tuned.yaml",
+        "megarl tune run.yaml algorithm=async_grpo --devices 8,16,32,64 --max-staleness 1 --plot sizes.svg",
+    ),
     "calibrate": (
         "megarl calibrate --output my_device.yaml",
         "megarl calibrate run.yaml --output my_device.yaml --device h100_80gb",

@@ -21,7 +21,7 @@ from megarl.placement.placement_plan import PlacementPlan
 from megarl.simulation.forecast import Forecast
 
 _MOST_DEVICES = 32  # limit of drawn devices
-_COLOURS = ("#4c78a8", "#72b7b2", "#e45756", "#b279a2", "#f58518", "#9d755d")
+COLORS = ("#4c78a8", "#72b7b2", "#e45756", "#b279a2", "#f58518", "#9d755d")
 _GIB = 2**30
 
 
@@ -36,7 +36,7 @@ def draw_plan(
     shown = memory[:_MOST_DEVICES]
     # One frame for each node, all with the same scale.
     nodes = list(dict.fromkeys(device.node for device in shown))
-    colors = {role: _COLOURS[index % len(_COLOURS)] for index, role in enumerate(_roles(memory))}
+    colors = {role: COLORS[index % len(COLORS)] for index, role in enumerate(_roles(memory))}
     figure = Figure(
         figsize=(max(7.0, 1.6 * max(_count(shown, node) for node in nodes) + 1.5), 2.6 * len(nodes) + 1.2)
     )
@@ -55,7 +55,7 @@ def draw_plan(
         fontsize=8,
     )
     figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
-    _write(figure, path)
+    write_figure(figure, path)
 
 
 def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
@@ -82,7 +82,7 @@ def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
                 heights,
                 0.75 / len(stalenesses),
                 align="edge",
-                color=_COLOURS[number],
+                color=COLORS[number],
                 label=f"max_staleness {max_staleness}",
             )
         frame.set_ylabel(label, fontsize=9)
@@ -94,10 +94,11 @@ def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
         fontsize=8, ncols=len(stalenesses), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False
     )
     figure.tight_layout()
-    _write(figure, path)
+    write_figure(figure, path)
 
 
-def _write(figure: Figure, path: Path) -> None:
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write a drawing atomically, in the format of the file's suffix."""
     drawn = io.BytesIO()
     metadata = {"Date": None} if path.suffix == ".svg" else None  # The same plan gives the same file.
     # A fixed salt makes files reproducible, and text stays text.

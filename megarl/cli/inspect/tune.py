@@ -1,0 +1,258 @@
+"""`megarl tune CONFIG`: chooses placement, layouts and engines of a run by predicted step time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from megarl.cli.inspect.plan import check_drawing
+from megarl.cli.tables.console import output_console, print_line
+from megarl.cli.tables.placement import print_absent
+from megarl.cli.tables.tuning import clusters_table, print_problems, print_rejections, results_table
+from megarl.config.load import read_config
+from megarl.config.schema import PPOConfig, RunConfig
+from megarl.doctor.checked_config import find_inputs, load_checked_anywhere, refuse
+from megarl.machine.errors import ConfigError
+from megarl.machine.files import write_whole
+from megarl.search.cluster_sizes import ClusterResult, search_clusters
+from megarl.search.predicted_costs import PredictedCosts
+from megarl.search.result import as_overrides, chosen_values, document, write_overrides
+from megarl.search.search import Found, Solution, search
+from megarl.search.space import Space, pinned_keys
+from megarl.step_time.device import DeviceProfile
+from megarl.step_time.device_files import assumed_profile
+from megarl.step_time.lengths import Lengths, expected_lengths
+from megarl.step_time.step import PredictedStep
+
+# The share of a device that a plan may use. CUDA graphs, NCCL and fragmentation need the rest.
+_USABLE = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """The options of the command, named as on the command line."""
+
+    device: str | None = None
+    nodes: int | None = None
+    devices: str | None = None
+    max_staleness: int = 0
+    objective: str = "step_s"
+    lengths: str | None = None
+    pin: Sequence[str] = ()
+    top: int = 5
+    output: str | None = None
+    json: str | None = None
+    plot: str | None = None
+
+
+class Tuned(NamedTuple):
+    """The run to tune.
+
+    Attributes:
+        path: Its file.
+        given: The overrides of the command line.
+        config: Its values.
+        device: The kind of its devices.
+        lengths: The lengths of its samples.
+    """
+
+    path: str
+    given: Sequence[str]
+    config: PPOConfig
+    device: DeviceProfile
+    lengths: Lengths
+
+
+def run(
+    config_path: str, overrides: Sequence[str], schema: type[RunConfig], options: Mapping[str, Any]
+) -> int:
+    """Search, print the results, and write the files that are asked for.
+
+    Raises:
+        ConfigError: The run has errors that the search cannot change, or no configuration is valid.
+        ValueError: An option is wrong.
+    """
+    wishes = Wishes(**options)
+    check_drawing(wishes.plot, "--plot")
+    if schema is not PPOConfig:
+        raise ValueError("tune: supervised fine-tuning is not searched; give the configuration of an RL run")
+    for name, value, least in (
+        ("--top", wishes.top, 1),
+        ("--max-staleness", wishes.max_staleness, 0),
+        ("--nodes", wishes.nodes, 1),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"{name} {value}: must be at least {least}")
+
+    inputs = find_inputs(read_config(PPOConfig, config_path, overrides))
+    refuse(config_path, inputs.partial.problems)
+    config = _with_device(inputs.partial.config, wishes.device)
+    device = assumed_profile(config)
+    tuned = Tuned(config_path, overrides, inputs.partial.config, device, _lengths(config, wishes.lengths))
+    config = _with_budget(config, device)
+
+    console = output_console()
+    print_absent(inputs.substituted, console)
+    if wishes.devices is None:
+        best = _tune(tuned, _space(config, device, wishes, wishes.nodes), wishes, console)
+    else:
+        best = _compare(tuned, config, wishes, console)
+    _finish(tuned, best, wishes, console)
+    return 0
+
+
+def _with_device(config: PPOConfig, device: str | None) -> PPOConfig:
+    if device is None:
+        return config
+    return config.with_sections(placement=replace(config.placement, device_profile=device))
+
+
+def _with_budget(config: PPOConfig, device: DeviceProfile) -> PPOConfig:
+    """Return the configuration with a memory budget: the configured one, or nine tenths of the device."""
+    if config.placement.device_memory_gb is not None:
+        return config
+    budget_gb = round(_USABLE * device.memory_gb, 1)
+    return config.with_sections(placement=replace(config.placement, device_memory_gb=budget_gb))
+
+
+def _lengths(config: PPOConfig, text: str | None) -> Lengths:
+    if text is None:
+        return expected_lengths(config)
+    prompt, _, response = text.partition(",")
+    try:
+        means = float(prompt), float(response)
+    except ValueError:
+        raise ValueError(
+            f"--lengths {text}: must be PROMPT,RESPONSE in mean tokens, such as 500,2000"
+        ) from None
+    return expected_lengths(config, *means)
+
+
+def _space(
+    config: PPOConfig, device: DeviceProfile, wishes: Wishes, nodes: int | None, per_node: int | None = None
+) -> Space:
+    placement = config.placement
+    size = per_node or placement.devices_per_node or device.devices_per_node
+    num_nodes = nodes or placement.num_nodes
+    given = replace(placement, num_nodes=num_nodes, devices_per_node=size)
+    return Space(
+        config=config.with_sections(placement=given),
+        pinned=pinned_keys(config, wishes.pin, ()),
+        num_nodes=num_nodes,
+        devices_per_node=size,
+        max_staleness=wishes.max_staleness,
+    )
+
+
+def _pinned(space: Space, tuned: Tuned) -> Space:
+    overridden = [override.partition("=")[0] for override in tuned.given]
+    return replace(space, pinned=space.pinned | pinned_keys(space.config, (), overridden))
+
+
+def _tune(tuned: Tuned, space: Space, wishes: Wishes, console: Console) -> Solution:
+    """Search one cluster and print its results."""
+    space = _pinned(space, tuned)
+    found = search(space, PredictedCosts(tuned.device, tuned.lengths), wishes.top)
+    print_results(tuned, space, found, console)
+    if wishes.json is not None:
+        _write_json(wishes.json, document(space, tuned.config, found), console)
+    if wishes.plot is not None:
+        # Imported here, because it imports matplotlib, which would delay the tables.
+        from megarl.cli.tables.step_drawing import draw_step
+
+        step = found.solutions[0].step
+        assert isinstance(step, PredictedStep)
+        draw_step(step, Path(wishes.plot))
+        print_line(console, f"drawn to {wishes.plot}")
+    return found.solutions[0]
+
+
+def print_results(tuned: Tuned, space: Space, found: Found, console: Console) -> None:
+    """Print the best configurations, and why others were left out."""
+    console.print(results_table(space, found))
+    print_rejections(found.rejections, console)
+    lengths = tuned.lengths
+    budget_gb = space.config.placement.device_memory_gb
+    print_line(
+        console,
+        f"assuming {tuned.device.name} with {budget_gb:g} GiB for the plan, prompts of {lengths.prompt:,} "
+        f"and responses of {lengths.response:,.0f} tokens on average",
+        style="dim",
+    )
+
+
+def _compare(tuned: Tuned, config: PPOConfig, wishes: Wishes, console: Console) -> Solution:
+    """Search clusters of several sizes, print the best configuration of each, and return the best of all.
+
+    Raises:
+        ConfigError: No cluster has a valid configuration.
+    """
+    node = config.placement.devices_per_node or tuned.device.devices_per_node
+    spaces = [
+        _pinned(_space(config, tuned.device, wishes, max(1, size // node), min(size, node)), tuned)
+        for size in _sizes(wishes.devices or "", node)
+    ]
+    results = list(search_clusters(spaces, PredictedCosts(tuned.device, tuned.lengths)))
+    tokens = config.samples_per_step * tuned.lengths.row
+    console.print(clusters_table(results, tokens))
+    print_problems(results, console)
+    found = [each.solution for each in results if each.solution is not None]
+    if not found:
+        raise ConfigError("tune", [f"none of the clusters {wishes.devices} has a valid configuration"])
+
+    if wishes.plot is not None:
+        from megarl.cli.tables.step_drawing import draw_clusters
+
+        draw_clusters(results, tokens, Path(wishes.plot))
+        print_line(console, f"drawn to {wishes.plot}")
+    if wishes.json is not None:
+        _write_json(wishes.json, {"clusters": [_cluster(tuned, each, tokens) for each in results]}, console)
+
+    of_devices = wishes.objective == "tokens_per_gpu"
+    return min(found, key=lambda each: each.seconds * (each.plan.num_devices if of_devices else 1))
+
+
+def _sizes(text: str, node: int) -> list[int]:
+    """Return the cluster sizes of the option `--devices`."""
+    sizes = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if any(size < 1 or (size > node and size % node) for size in sizes):
+        raise ValueError(
+            f"--devices {text}: must be numbers of devices, such as 8,16,32, and whole nodes of {node} "
+            "if they are more than one node"
+        )
+    return sizes
+
+
+def _cluster(tuned: Tuned, result: ClusterResult, tokens: float) -> dict[str, Any]:
+    values: dict[str, Any] = {"num_devices": result.num_devices, "max_staleness": result.max_staleness}
+    if result.solution is None:
+        return {**values, "problem": result.problem}
+    return {
+        **values,
+        "step_s": result.solution.seconds,
+        "tokens_per_device_s": tokens / result.solution.seconds / result.num_devices,
+        "overrides": chosen_values(tuned.config, result.solution),
+    }
+
+
+def _write_json(path: str, values: Mapping[str, Any], console: Console) -> None:
+    write_whole(Path(path), json.dumps(values, indent=2) + "\n")
+    print_line(console, f"results written to {path}")
+
+
+def _finish(tuned: Tuned, best: Solution, wishes: Wishes, console: Console) -> None:
+    """Print the best configuration's keys, or write them to a file that is checked as `megarl check` does."""
+    if wishes.output is None:
+        overrides = " ".join(as_overrides(chosen_values(tuned.config, best)))
+        print_line(
+            console, f"overrides of the best configuration: {overrides or 'none, the file has its values'}"
+        )
+        return
+    write_overrides(Path(wishes.output), tuned.path, tuned.config, tuned.given, best)
+    load_checked_anywhere(PPOConfig, wishes.output)
+    print_line(console, f"{wishes.output}: the best configuration, for `megarl check` and `train`")

@@ -1,0 +1,131 @@
+"""The results of a search as tables. This module does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.cli.tables.console import print_line, table
+from megarl.placement.dataflow import phases_of
+from megarl.search.cluster_sizes import ClusterResult
+from megarl.search.engines import EngineChoice
+from megarl.search.rejections import Reason, Rejections
+from megarl.search.search import Found, Solution
+from megarl.search.space import Space
+from megarl.search.variants import describe
+
+_GIB = 2**30
+_LEVELS = ("placements", "layouts", "variants", "engines", "configurations")
+
+
+def results_table(space: Space, found: Found) -> Table:
+    """Return a table of the best configurations, and of the phase in which each loses against the first."""
+    size = f"{space.num_nodes} x {space.devices_per_node} devices"
+    drawn = table(
+        f"Fastest predicted configurations on {size}",
+        *("", "step, s", "pools", "models", "engines", "GiB", "phases, s", "slower than the first in"),
+        wraps="models",
+    )
+    best = found.solutions[0]
+    for number, each in enumerate(found.solutions, 1):
+        drawn.add_row(
+            str(number),
+            f"{each.seconds:,.4g}",
+            _pools(each),
+            "; ".join(f"{name}: {describe(choice)}" for name, choice in each.choices.items()),
+            _engines(each.engines),
+            f"{max(device.peak for device in each.memory) / _GIB:,.1f}",
+            ", ".join(f"{name} {time.seconds:,.4g}" for name, time in each.step.phases.items()),
+            "" if each is best else slower_in(each, best),
+        )
+    drawn.caption = (
+        "GiB: the fullest device in its fullest phase; k: rollout.max_staleness; "
+        "TP, PP, VPP, CP, EP, ETP, DP: tensor, pipeline, virtual pipeline, context, expert, expert tensor "
+        "and data parallel sizes"
+    )
+    return drawn
+
+
+def _pools(solution: Solution) -> str:
+    pools = ", ".join(f"{' + '.join(pool.units)} {pool.num_devices:,}" for pool in solution.pools)
+    return f"{solution.config.placement.strategy.value}: {pools}"
+
+
+def _engines(choice: EngineChoice) -> str:
+    expert = f", EP {choice.expert}" if choice.expert > 1 else ""
+    memory = "" if choice.fraction is None else f", {choice.fraction:.0%} of the memory"
+    ahead = f", k {choice.max_staleness}" if choice.max_staleness else ""
+    sizes = f"{choice.num_replicas:,} x TP {choice.tensor}{expert}"
+    return f"{sizes}, {choice.concurrency:,} sequences{memory}{ahead}"
+
+
+def slower_in(solution: Solution, best: Solution) -> str:
+    """Name the phase in which a configuration loses most against the best one, with the part of it."""
+    names = [phase.name for phase in phases_of(solution.plan.roles)]
+    ours, theirs = solution.step.phases, best.step.phases
+    lost = {
+        name: ours[name].seconds - theirs[name].seconds for name in names if name in ours and name in theirs
+    }
+    phase = max(lost, key=lambda name: lost[name])
+    if lost[phase] <= 0:
+        return "no phase, but phases follow each other"
+    parts = {
+        name: seconds - theirs[phase].parts.get(name, 0.0) for name, seconds in ours[phase].parts.items()
+    }
+    part = max(parts, key=lambda name: parts[name])
+    return f"{phase} +{lost[phase]:,.3g} s ({part} +{parts[part]:,.3g})"
+
+
+def print_rejections(rejections: Rejections, console: Console) -> None:
+    """Print what was considered at each level, and why the rest was left out."""
+    drawn = table("Considered and left out", "level", "considered", "kept", "reason", "number", "for example")
+    for level in _LEVELS:
+        considered = rejections.considered.get(level, 0)
+        first = (level, f"{considered:,}", f"{rejections.kept(level):,}")
+        reasons = [(reason, count) for (name, reason), count in rejections.rejected.items() if name == level]
+        for reason, count in sorted(reasons, key=lambda each: -each[1]) or [(None, 0)]:
+            example = "" if reason is None else rejections.example(level, reason)
+            drawn.add_row(*first, *_reason(reason, count), example)
+            first = ("", "", "")
+    console.print(drawn)
+
+
+def _reason(reason: Reason | None, count: int) -> tuple[str, str]:
+    return ("", "") if reason is None else (reason.value, f"{count:,}")
+
+
+def clusters_table(results: Sequence[ClusterResult], tokens: float) -> Table:
+    """Return the step time and the throughput of each cluster.
+
+    Args:
+        results: The results.
+        tokens: The prompt and response tokens of a step.
+    """
+    drawn = table(
+        "Predicted step by cluster size", "devices", "k", "step, s", "tokens/s per device", "pools", "engines"
+    )
+    for each in results:
+        first = (f"{each.num_devices:,}", str(each.max_staleness))
+        if each.solution is None:
+            drawn.add_row(*first, "-", "-", "no valid configuration", "")
+            continue
+        rate = tokens / each.solution.seconds / each.num_devices
+        drawn.add_row(
+            *first,
+            f"{each.solution.seconds:,.4g}",
+            f"{rate:,.0f}",
+            _pools(each.solution),
+            _engines(each.solution.engines),
+        )
+    drawn.caption = "k: rollout.max_staleness"
+    return drawn
+
+
+def print_problems(results: Sequence[ClusterResult], console: Console) -> None:
+    """Print why clusters have no valid configuration."""
+    for each in results:
+        if each.problem:
+            where = f"{each.num_devices:,} devices, max_staleness {each.max_staleness}"
+            print_line(console, f"{where}: {each.problem}", style="yellow")

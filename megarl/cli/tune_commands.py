@@ -1,0 +1,79 @@
+"""The options of `megarl tune`."""
+
+from __future__ import annotations
+
+import argparse
+
+from megarl.cli.parser_parts import Commands, add_run_command, run_of
+from megarl.config.load import schema_of
+
+
+def add_tune(commands: Commands) -> None:
+    summary = "choose placement, layouts and engines of a run for the shortest predicted step"
+    tune = add_run_command(commands, "tune", summary, _start_tune)
+    tune.add_argument(
+        "--device",
+        metavar="NAME",
+        help="a device file: a shipped name such as h100_80gb, or a path; by default "
+        "placement.device_profile, or else h100_80gb",
+    )
+    sizes = tune.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--nodes", metavar="N", type=int, help="number of nodes; by default placement.num_nodes"
+    )
+    sizes.add_argument(
+        "--devices",
+        metavar="N,N,...",
+        help="compare clusters of these numbers of devices, for each max_staleness up to the limit",
+    )
+    tune.add_argument(
+        "--max-staleness",
+        metavar="K",
+        type=int,
+        default=0,
+        help="the highest rollout.max_staleness to consider (0 by default: no asynchronous training)",
+    )
+    tune.add_argument(
+        "--objective",
+        choices=("step_s", "tokens_per_gpu"),
+        default="step_s",
+        help="with --devices: choose the cluster by its step time, or by its tokens/s per device",
+    )
+    tune.add_argument(
+        "--lengths",
+        metavar="PROMPT,RESPONSE",
+        help="mean tokens of a prompt and of a response; by default a quarter and half of the longest",
+    )
+    tune.add_argument(
+        "--pin",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="keep a key or a section as in CONFIG; can be repeated. Overrides are kept too",
+    )
+    tune.add_argument(
+        "--top", metavar="K", type=int, default=5, help="number of results to print (5 by default)"
+    )
+    tune.add_argument(
+        "--output", metavar="FILE", help="write the best result to a YAML file that inherits CONFIG"
+    )
+    tune.add_argument("--json", metavar="FILE", help="write all results to a JSON file")
+    tune.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw the predicted step, or with --devices its time on each cluster, to a .svg or .png file",
+    )
+
+
+def _start_tune(parsed: argparse.Namespace) -> int:
+    module = run_of("inspect.tune")
+    schema = schema_of(parsed.config, parsed.overrides)
+    return module(parsed.config, parsed.overrides, schema, _wishes(parsed))
+
+
+def _wishes(parsed: argparse.Namespace) -> dict[str, object]:
+    names = (
+        *("device", "nodes", "devices", "max_staleness", "objective", "lengths"),
+        *("pin", "top", "output", "json", "plot"),
+    )
+    return {name: getattr(parsed, name) for name in names}

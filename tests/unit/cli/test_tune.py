@@ -1,0 +1,120 @@
+"""`megarl tune`: its tables and files, cluster sizes, and options that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl.cli.main import main
+from megarl.config.load import load_config
+from megarl.config.schema import PPOConfig
+from tests.unit.cli.test_shipped_configs import ROOT
+
+RUN = "configs/qwen2.5_7b_grpo.yaml"
+# Most of the space is pinned, so that a search takes a second.
+PINS = [
+    *("--pin", "actor.micro_batch", "--pin", "reference", "--pin", "actor.parallel.context_parallel_size"),
+    *("--pin", "rollout.max_concurrency", "--pin", "rollout.sglang.server_args.mem_fraction_static"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def test_the_best_configuration_is_written_and_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: tmp_path / name for name in ("tuned.yaml", "results.json", "step.svg")}
+    arguments = [*PINS, "--top", "2", "--lengths", "200,1000", "data.max_prompt_length=768"]
+    outputs = [
+        *("--output", str(files["tuned.yaml"]), "--json", str(files["results.json"])),
+        *("--plot", str(files["step.svg"])),
+    ]
+    assert main(["tune", RUN, *arguments, *outputs]) == 0
+    out = capsys.readouterr().out
+    assert "Fastest predicted configurations on 1 x 8 devices" in out
+    assert "Considered and left out" in out
+    assert "prompts of 200 and responses of 1,000 tokens on average" in out
+
+    # Both results, and the phase in which the second one loses
+    first, second = json.loads(files["results.json"].read_text())["results"]
+    assert first["step_s"] < second["step_s"]
+    assert first["step_s"] == pytest.approx(
+        sum(phase["seconds"] for phase in first["phases"].values()), rel=0.2
+    )
+    row = next(line for line in out.splitlines() if line.strip().startswith("2 "))
+    assert " s (" in row
+
+    # The file inherits the shipped one, and keeps the override of the command line.
+    written = yaml.safe_load(files["tuned.yaml"].read_text())
+    assert written["base"] == RUN
+    assert written["data"] == {"max_prompt_length": 768}
+    config = load_config(PPOConfig, files["tuned.yaml"])
+    assert config.data.max_prompt_length == 768
+    assert config.actor.micro_batch == load_config(PPOConfig, RUN).actor.micro_batch
+    for key, value in first["overrides"].items():
+        section = written
+        for name in key.split("."):
+            section = section[name]
+        assert section == value
+    assert main(["check", "--fast", str(files["tuned.yaml"])]) == 0
+    assert "hybrid" in files["step.svg"].read_text() or "actor" in files["step.svg"].read_text()
+
+
+def test_clusters_are_compared_by_size_and_staleness(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawing = tmp_path / "sizes.svg"
+    arguments = ["algorithm=async_grpo", "--pin", "actor.recompute", "--plot", str(drawing), *PINS]
+    assert main(["tune", RUN, *arguments, "--devices", "8,16", "--max-staleness", "1"]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split()[:3] for line in out.splitlines() if line.strip()[:2] in ("8 ", "16")]
+    assert [(devices, staleness) for devices, staleness, _ in rows] == [
+        ("8", "0"),
+        ("8", "1"),
+        ("16", "0"),
+        ("16", "1"),
+    ]
+    # Twice the devices take more than half of the time.
+    one_node, _, two_nodes, _ = (float(seconds) for _, _, seconds in rows)
+    assert 0.5 * one_node < two_nodes < one_node
+    assert "max_staleness 1" in drawing.read_text()
+    assert "placement.num_nodes=2" in out.splitlines()[-1]
+
+    # One node has more tokens per second and device.
+    assert main(["tune", RUN, *PINS, "--devices", "8,16", "--objective", "tokens_per_gpu"]) == 0
+    assert "placement.num_nodes" not in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lengths", "500"], "--lengths 500: must be PROMPT,RESPONSE in mean tokens"),
+        (["--lengths", "5,9000"], "9000"),
+        (["--top", "0"], "--top 0: must be at least 1"),
+        (["--max-staleness", "-1"], "--max-staleness -1: must be at least 0"),
+        (["--devices", "12"], "whole nodes of 8"),
+        (["--devices", "8,x"], "--devices 8,x: must be numbers of devices"),
+        (["--plot", "step.txt"], "--plot step.txt: the file name must end in .svg or .png"),
+        (["--device", "h900"], "h900"),
+        (["--pin", "actor.optim.lr"], "--pin actor.optim.lr: the search does not choose this key"),
+        (["rollout.temperature=0"], "is 0 (greedy)"),
+        (["no.such=1"], "no"),
+    ],
+)
+def test_wrong_options_are_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", RUN, *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_supervised_runs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "configs/quickstart_sft.yaml"]) == 2
+    assert "supervised fine-tuning is not searched" in capsys.readouterr().err
