@@ -140,6 +140,21 @@ def _nothing_fits(space: Space, rejections: Rejections) -> str:
     )
 
 
+def configured_step(space: Space, costs: StepCosts) -> StepTime | None:
+    """Return the predicted step of a run as its file has it, None if that is not valid on these devices."""
+    config = space.config
+    architectures, _ = read_architectures(config)
+    if validate(config):
+        return None
+    try:
+        plan = plan_placement(config)
+    except ConfigError:
+        return None
+    if budget_problems(config, plan_memory(config, plan, architectures)):
+        return None
+    return costs.predict_step(config, plan, architectures)
+
+
 class _Split(NamedTuple):
     """A division of the devices into the pools of a partition, with a rough bound of its time."""
 

@@ -53,6 +53,13 @@ _EPISODES = "tests/unit/cli/test_episodes.py"
 _EVAL = "tests/integration/test_eval.py"
 _CALIBRATE = "tests/unit/cli/test_calibrate.py::test_a_machine_without_a_gpu_is_measured"
 _PREFERENCES = "tests/integration/test_preferences.py"
+_TUNE = "tests/unit/cli/test_tune.py::test_the_best_configuration_is_written_and_checked"
+_TUNE_CLUSTERS = "tests/unit/cli/test_tune.py::test_clusters_are_compared_by_size_and_staleness"
+_TUNE_32B = "megarl tune configs/qwen3_32b_grpo.yaml data.max_prompt_length=2048 --nodes 4 --top 3 --output tuned.yaml"
+_TUNE_SIZES = (
+    "megarl tune configs/qwen3_32b_grpo.yaml algorithm=async_grpo --devices 32,64,128,256 --max-staleness 2 "
+    "--plot sizes.svg"
+)
 _DOCTOR = "tests/integration/test_doctor.py::test_the_quickstart_is_good_on_this_machine"
 _LAUNCH = "tests/integration/test_launch.py"
 _INSTALLS = (
@@ -165,6 +172,10 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     f"{_GRPO} algorithm.dynamic_sampling.enabled=true algorithm.overlong.buffer_share=0.2": SAME_FILES,
     f"{_GRPO} algorithm.rollout_correction.level=token": SAME_FILES,
     "megarl rehearse configs/quickstart.yaml device=cuda --ranks all --json outputs/rehearsal.json": Executed(),
+    _TUNE_32B: InTest(_TUNE, ("--top", "--output", "data.max_prompt_length")),
+    _TUNE_SIZES: InTest(_TUNE_CLUSTERS, ("algorithm=async_grpo", "--devices", "--max-staleness", "--plot")),
+    "megarl check tuned.yaml": InTest(_TUNE, ('main(["check"',)),
+    "megarl plan tuned.yaml": InTest(_TUNE, ('main(["plan"',)),
     "megarl calibrate --output my_device.yaml": InTest(_CALIBRATE, ('"calibrate"', "--output")),
     "megarl calibrate run.yaml --output my_device.yaml": InTest(_CALIBRATE, ('"calibrate"', "--output")),
     f"megarl rehearse configs/llama3_70b_ppo.yaml {_70B_ON_192}": InTest(

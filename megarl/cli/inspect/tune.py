@@ -13,7 +13,13 @@ from rich.console import Console
 from megarl.cli.inspect.plan import check_drawing
 from megarl.cli.tables.console import output_console, print_line
 from megarl.cli.tables.placement import print_absent
-from megarl.cli.tables.tuning import clusters_table, print_problems, print_rejections, results_table
+from megarl.cli.tables.tuning import (
+    clusters_table,
+    print_configured,
+    print_problems,
+    print_rejections,
+    print_results,
+)
 from megarl.config.load import read_config
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.doctor.checked_config import find_inputs, load_checked_anywhere, refuse
@@ -22,7 +28,7 @@ from megarl.machine.files import write_whole
 from megarl.search.cluster_sizes import ClusterResult, search_clusters
 from megarl.search.predicted_costs import PredictedCosts
 from megarl.search.result import as_overrides, chosen_values, document, write_overrides
-from megarl.search.search import Found, Solution, search
+from megarl.search.search import Solution, configured_step, search
 from megarl.search.space import Space, pinned_keys
 from megarl.step_time.device import DeviceProfile
 from megarl.step_time.device_files import assumed_profile
@@ -34,7 +40,7 @@ _USABLE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class TuneOptions:
     """The options of the command, named as on the command line."""
 
     device: str | None = None
@@ -77,7 +83,7 @@ def run(
         ConfigError: The run has errors that the search cannot change, or no configuration is valid.
         ValueError: An option is wrong.
     """
-    wishes = Wishes(**options)
+    wishes = TuneOptions(**options)
     check_drawing(wishes.plot, "--plot")
     if schema is not PPOConfig:
         raise ValueError("tune: supervised fine-tuning is not searched; give the configuration of an RL run")
@@ -102,6 +108,13 @@ def run(
         best = _tune(tuned, _space(config, device, wishes, wishes.nodes), wishes, console)
     else:
         best = _compare(tuned, config, wishes, console)
+    lengths = tuned.lengths
+    print_line(
+        console,
+        f"assuming {device.name} with {config.placement.device_memory_gb:g} GiB for the plan, prompts of "
+        f"{lengths.prompt:,} and responses of {lengths.response:,.0f} tokens on average",
+        style="dim",
+    )
     _finish(tuned, best, wishes, console)
     return 0
 
@@ -134,7 +147,11 @@ def _lengths(config: PPOConfig, text: str | None) -> Lengths:
 
 
 def _space(
-    config: PPOConfig, device: DeviceProfile, wishes: Wishes, nodes: int | None, per_node: int | None = None
+    config: PPOConfig,
+    device: DeviceProfile,
+    wishes: TuneOptions,
+    nodes: int | None,
+    per_node: int | None = None,
 ) -> Space:
     placement = config.placement
     size = per_node or placement.devices_per_node or device.devices_per_node
@@ -154,11 +171,14 @@ def _pinned(space: Space, tuned: Tuned) -> Space:
     return replace(space, pinned=space.pinned | pinned_keys(space.config, (), overridden))
 
 
-def _tune(tuned: Tuned, space: Space, wishes: Wishes, console: Console) -> Solution:
+def _tune(tuned: Tuned, space: Space, wishes: TuneOptions, console: Console) -> Solution:
     """Search one cluster and print its results."""
     space = _pinned(space, tuned)
-    found = search(space, PredictedCosts(tuned.device, tuned.lengths), wishes.top)
-    print_results(tuned, space, found, console)
+    costs = PredictedCosts(tuned.device, tuned.lengths)
+    found = search(space, costs, wishes.top)
+    print_results(space, found, console)
+    print_configured(configured_step(space, costs), found, console)
+    print_rejections(found.rejections, console)
     if wishes.json is not None:
         _write_json(wishes.json, document(space, tuned.config, found), console)
     if wishes.plot is not None:
@@ -172,21 +192,7 @@ def _tune(tuned: Tuned, space: Space, wishes: Wishes, console: Console) -> Solut
     return found.solutions[0]
 
 
-def print_results(tuned: Tuned, space: Space, found: Found, console: Console) -> None:
-    """Print the best configurations, and why others were left out."""
-    console.print(results_table(space, found))
-    print_rejections(found.rejections, console)
-    lengths = tuned.lengths
-    budget_gb = space.config.placement.device_memory_gb
-    print_line(
-        console,
-        f"assuming {tuned.device.name} with {budget_gb:g} GiB for the plan, prompts of {lengths.prompt:,} "
-        f"and responses of {lengths.response:,.0f} tokens on average",
-        style="dim",
-    )
-
-
-def _compare(tuned: Tuned, config: PPOConfig, wishes: Wishes, console: Console) -> Solution:
+def _compare(tuned: Tuned, config: PPOConfig, wishes: TuneOptions, console: Console) -> Solution:
     """Search clusters of several sizes, print the best configuration of each, and return the best of all.
 
     Raises:
@@ -245,7 +251,7 @@ def _write_json(path: str, values: Mapping[str, Any], console: Console) -> None:
     print_line(console, f"results written to {path}")
 
 
-def _finish(tuned: Tuned, best: Solution, wishes: Wishes, console: Console) -> None:
+def _finish(tuned: Tuned, best: Solution, wishes: TuneOptions, console: Console) -> None:
     """Print the best configuration's keys, or write them to a file that is checked as `megarl check` does."""
     if wishes.output is None:
         overrides = " ".join(as_overrides(chosen_values(tuned.config, best)))

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.tables.console import print_line, table
+from megarl.cli.tables.console import print_line, table, table_of_numbers
 from megarl.placement.dataflow import phases_of
 from megarl.search.cluster_sizes import ClusterResult
+from megarl.search.costs import StepTime
 from megarl.search.engines import EngineChoice
 from megarl.search.rejections import Reason, Rejections
 from megarl.search.search import Found, Solution
@@ -20,13 +21,19 @@ _GIB = 2**30
 _LEVELS = ("placements", "layouts", "variants", "engines", "configurations")
 
 
+def print_results(space: Space, found: Found, console: Console) -> None:
+    """Print the best configurations: their times, what was chosen, and the time of each phase."""
+    console.print(results_table(space, found))
+    console.print(choices_table(found))
+    console.print(phases_table(found))
+
+
 def results_table(space: Space, found: Found) -> Table:
     """Return a table of the best configurations, and of the phase in which each loses against the first."""
     size = f"{space.num_nodes} x {space.devices_per_node} devices"
     drawn = table(
         f"Fastest predicted configurations on {size}",
-        *("", "step, s", "pools", "models", "engines", "GiB", "phases, s", "slower than the first in"),
-        wraps="models",
+        *("", "step, s", "placement", "GiB", "slower than 1 in"),
     )
     best = found.solutions[0]
     for number, each in enumerate(found.solutions, 1):
@@ -34,18 +41,38 @@ def results_table(space: Space, found: Found) -> Table:
             str(number),
             f"{each.seconds:,.4g}",
             _pools(each),
-            "; ".join(f"{name}: {describe(choice)}" for name, choice in each.choices.items()),
-            _engines(each.engines),
             f"{max(device.peak for device in each.memory) / _GIB:,.1f}",
-            ", ".join(f"{name} {time.seconds:,.4g}" for name, time in each.step.phases.items()),
             "" if each is best else slower_in(each, best),
         )
+    drawn.caption = "GiB: the fullest device in its fullest phase"
+    return drawn
+
+
+def choices_table(found: Found) -> Table:
+    """Return a table of the layouts of the models, and of the engines."""
+    drawn = table("Chosen", "", "role", "layout")
+    for number, each in enumerate(found.solutions, 1):
+        first = str(number)
+        for name, choice in each.choices.items():
+            drawn.add_row(first, name, describe(choice))
+            first = ""
+        drawn.add_row("", "rollout", _engines(each.engines))
     drawn.caption = (
-        "GiB: the fullest device in its fullest phase; k: rollout.max_staleness; "
         "TP, PP, VPP, CP, EP, ETP, DP: tensor, pipeline, virtual pipeline, context, expert, expert tensor "
-        "and data parallel sizes"
+        "and data parallel size"
     )
     return drawn
+
+
+def phases_table(found: Found) -> Table:
+    """Return a table of the seconds of each phase."""
+    phases = [each.step.phases for each in found.solutions]
+    names = list(dict.fromkeys(name for each in phases for name in each))
+    columns = {
+        str(number): [f"{each[name].seconds:,.1f}" if name in each else "" for name in names]
+        for number, each in enumerate(phases, 1)
+    }
+    return table_of_numbers("Seconds of each phase", columns, names)
 
 
 def _pools(solution: Solution) -> str:
@@ -56,7 +83,7 @@ def _pools(solution: Solution) -> str:
 def _engines(choice: EngineChoice) -> str:
     expert = f", EP {choice.expert}" if choice.expert > 1 else ""
     memory = "" if choice.fraction is None else f", {choice.fraction:.0%} of the memory"
-    ahead = f", k {choice.max_staleness}" if choice.max_staleness else ""
+    ahead = f", max_staleness {choice.max_staleness}" if choice.max_staleness else ""
     sizes = f"{choice.num_replicas:,} x TP {choice.tensor}{expert}"
     return f"{sizes}, {choice.concurrency:,} sequences{memory}{ahead}"
 
@@ -76,6 +103,16 @@ def slower_in(solution: Solution, best: Solution) -> str:
     }
     part = max(parts, key=lambda name: parts[name])
     return f"{phase} +{lost[phase]:,.3g} s ({part} +{parts[part]:,.3g})"
+
+
+def print_configured(step: StepTime | None, found: Found, console: Console) -> None:
+    """Print how much faster the best configuration is than the file's."""
+    if step is None:
+        print_line(console, "as configured, the run is not valid on these devices")
+        return
+    best_s = found.solutions[0].seconds
+    faster = f"1 is {step.seconds / best_s:.2f} times as fast"
+    print_line(console, f"as configured, a step takes {step.seconds:,.4g} s; {faster}")
 
 
 def print_rejections(rejections: Rejections, console: Console) -> None:
@@ -104,22 +141,20 @@ def clusters_table(results: Sequence[ClusterResult], tokens: float) -> Table:
         tokens: The prompt and response tokens of a step.
     """
     drawn = table(
-        "Predicted step by cluster size", "devices", "k", "step, s", "tokens/s per device", "pools", "engines"
+        "Predicted step by cluster size",
+        "devices",
+        "max_staleness",
+        "step, s",
+        "tokens/s per device",
+        "placement",
     )
     for each in results:
         first = (f"{each.num_devices:,}", str(each.max_staleness))
         if each.solution is None:
-            drawn.add_row(*first, "-", "-", "no valid configuration", "")
+            drawn.add_row(*first, "-", "-", "no valid configuration")
             continue
         rate = tokens / each.solution.seconds / each.num_devices
-        drawn.add_row(
-            *first,
-            f"{each.solution.seconds:,.4g}",
-            f"{rate:,.0f}",
-            _pools(each.solution),
-            _engines(each.solution.engines),
-        )
-    drawn.caption = "k: rollout.max_staleness"
+        drawn.add_row(*first, f"{each.solution.seconds:,.4g}", f"{rate:,.0f}", _pools(each.solution))
     return drawn
 
 

@@ -64,7 +64,8 @@ def test_the_best_configuration_is_written_and_checked(
             section = section[name]
         assert section == value
     assert main(["check", "--fast", str(files["tuned.yaml"])]) == 0
-    assert "hybrid" in files["step.svg"].read_text() or "actor" in files["step.svg"].read_text()
+    assert main(["plan", str(files["tuned.yaml"])]) == 0
+    assert "update_actor" in files["step.svg"].read_text()
 
 
 def test_clusters_are_compared_by_size_and_staleness(
