@@ -25,6 +25,7 @@ from megarl.engine.spec import ModelSpec
 # Four layers have every kind of a model that alternates them.
 _FEW_LAYERS = 4
 _MANY_LAYERS = 8
+_DEVIATION = 0.02  # of random weights
 _TOKENS = 8  # of a row, prompt and response
 _PASSES = 30
 _MEMORY_SHARE = 0.3  # of the device, for the weights of the larger model
@@ -32,7 +33,9 @@ _MEMORY_SHARE = 0.3  # of the device, for the weights of the larger model
 
 class _UntrainedEngine(MegatronEngine):
     def _load(self, folder: str) -> None:
-        """Keep the initial weights: the time does not depend on them."""
+        """Draw the weights. Their memory may contain numbers with which a CPU computes slowly."""
+        for parameter in self.parameters().values():
+            parameter.normal_(std=_DEVIATION)
 
 
 def layer_times(request: CalibrationRequest, memory_bytes: int) -> tuple[LayerTime, ...]:
