@@ -40,6 +40,7 @@ from megarl.controller.messages import (
 )
 
 GRACE_S = 2.0  # wait after the first failure, for an earlier failure of another rank still on its way
+_GATHER_S = 0.02  # wait after the first call of many has ended, so that most of the others are taken with it
 NODE_LOOK_S = 5.0  # interval for checking the nodes of processes that have not started
 _LOG_LINES = 30
 _SHOWN_UIDS = 4
@@ -96,10 +97,14 @@ class Call:
         distinct = tuple(dict.fromkeys(str(uid) for uid in self.uids))
         return Rows(distinct[:_SHOWN_UIDS], len(distinct), len(self.uids))
 
-    def fetch(self) -> None:
-        """Read the record, which must be available, or determine why there will be none."""
+    def fetch(self, record: CallRecord | None = None) -> None:
+        """Read the record, which must be available, or determine why there will be none.
+
+        Args:
+            record: The record, if it has been read.
+        """
         try:
-            self.record = ray.get(self.record_reference)
+            self.record = record or ray.get(self.record_reference)
         except RayError as error:
             self.failure = self._failure_outside(error)
             return
@@ -292,7 +297,7 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
 
     while pending:
         # The first observed failure is often a consequence of another one that is still on its way.
-        if failures := _collect_ended(pending, next_look_s - time.monotonic()):
+        if failures := _collect_ended(pending, next_look_s - time.monotonic(), _GATHER_S):
             raise first_failure(failures + _late_failures(pending))
         # The caller's timeout ends the wait only; the calls continue.
         if pending and deadline_s is not None and time.monotonic() >= deadline_s:
@@ -322,23 +327,37 @@ def has_ended(calls: Sequence[Call]) -> bool:
     return any(call.failure is not None for call in calls) or all(call.ended for call in calls)
 
 
-def _collect_ended(pending: dict[ray.ObjectRef, Call], wait_s: float) -> list[RankFailure]:
-    """Remove the calls that have ended from `pending` after at most `wait_s`, and return their failures."""
+def _collect_ended(
+    pending: dict[ray.ObjectRef, Call], wait_s: float, gather_s: float = 0.0
+) -> list[RankFailure]:
+    """Remove the calls that have ended from `pending`, and return their failures.
+
+    Waits at most `wait_s` for the first call to end, and then at most `gather_s` for all others. Ray looks at
+    every pending call in each wait, so that a wait for each call alone would cost the square of their number.
+    """
     references = list(pending)
     if not references:
         return []
-    # Wait for the first call to end, then take all others that have ended by now.
+    # Wait for the first call to end, then take all others that end with it.
     if failures := _wait(references, pending, wait_s):
         return failures
-    ended, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+    ended, _ = ray.wait(references, num_returns=len(references), timeout=gather_s, fetch_local=False)
 
-    for reference in ended:
+    for reference, record in zip(ended, _read(ended), strict=True):
         call = pending.pop(reference)
-        call.fetch()
+        call.fetch(record)
         if call.failure is not None:
             failures.append(call.failure)
 
     return failures
+
+
+def _read(references: list[ray.ObjectRef]) -> Sequence[CallRecord | None]:
+    """Read available records at once. If one of them has an error, each call has to read its own."""
+    try:
+        return ray.get(references)
+    except RayError:
+        return [None] * len(references)
 
 
 def _wait(
