@@ -14,7 +14,7 @@ from megarl.config.roles import ModelRole, needs_sum_pi_squared, scores_in_updat
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.step_time.counts import Counts, total
-from megarl.step_time.stage_work import StageWork, chunks_of_stage, dtype_of
+from megarl.step_time.stage_passes import StagePasses, chunks_of_stage, dtype_of
 from megarl.step_time.update_work import reduction_counts, router_counts, step_counts
 
 
@@ -30,7 +30,7 @@ def scoring_counts(
         stage: The pipeline stage.
         rows: The rows of the micro-batch.
     """
-    return StageWork(config, role, architecture, stage, rows).forward(_num_scores(config, role))
+    return StagePasses(config, role, architecture, stage, rows).forward(_num_scores(config, role))
 
 
 def training_counts(
@@ -41,7 +41,7 @@ def training_counts(
     A load-balancing loss of routers has another forward pass, which only counts. The arguments are those of
     `scoring_counts`.
     """
-    work = StageWork(config, role, architecture, stage, rows)
+    work = StagePasses(config, role, architecture, stage, rows)
     num_scores = _num_trained_scores(config, role)
     passes = [work.forward(num_scores), work.backward(num_scores)]
     if architecture.experts is not None and role.experts.aux_loss_coefficient:

@@ -33,7 +33,7 @@ def chunks_of_stage(architecture: Architecture, parallel: ParallelConfig, stage:
     return tuple(range(layers[start], layers[start] + size) for start in range(0, len(layers), size))
 
 
-class StageWork:
+class StagePasses:
     """The work of a pipeline stage for a micro-batch."""
 
     def __init__(
