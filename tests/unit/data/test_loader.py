@@ -54,6 +54,17 @@ def test_order_is_a_function_of_seed_and_epoch():
     assert epochs(3) != epochs(4)
 
 
+@settings(max_examples=40, deadline=None)
+@given(size=st.integers(1, 12), before=st.integers(0, 30), ahead=st.integers(0, 30), shuffle=st.booleans())
+def test_upcoming_rows_are_those_that_follow_and_are_not_served(size, before, ahead, shuffle):
+    loader = BatchLoader(Numbers(size), 1, shuffle=shuffle, seed=2)
+    loader.take(before)
+    state = loader.state_dict()
+    upcoming = loader.upcoming(ahead)
+    assert loader.state_dict() == state
+    assert upcoming == sorted(set(rows(loader.take(ahead))))
+
+
 def test_further_rows_are_the_next_ones_and_count_as_served():
     loader, other = (BatchLoader(Numbers(10), 4, shuffle=True, seed=1) for _ in range(2))
     in_turn = rows(next(loader)) + rows(loader.take(3)) + rows(next(loader))
