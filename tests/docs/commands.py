@@ -311,10 +311,6 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl train configs/quickstart_reward_model.yaml trainer.output_dir=outputs/reward_model": InTest(
         f"{_PREFERENCES}::test_a_reward_model_scores_as_hugging_faces_class_does", ("run_pairs",)
     ),
-    "megarl train configs/quickstart.yaml 'reward.functions=[]' "
-    "reward.model.path=outputs/reward_model/huggingface": InTest(
-        f"{_PREFERENCES}::test_a_trained_reward_model_is_what_reward_model_reads", ("functions=[]",)
-    ),
     "megarl sft configs/quickstart_sft.yaml trainer.output_dir=outputs/sft": InTest(
         _STAGES, ("megarl sft configs",)
     ),

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.config.layers import has_transformer_engine_modules, simulated_layers
-from megarl.config.load import load_config
+from megarl.config.load import load_config, schema_of
 from megarl.config.published import with_published_models
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import ParallelConfig, PPOConfig, SFTConfig
+from megarl.config.schema import ParallelConfig, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.placement.fused_layers import WORKSPACE_BYTES
 from megarl.rehearsal.prediction import PredictedMemory, predicted_memory
@@ -53,7 +53,7 @@ class Case(NamedTuple):
     run: str
     role: str
     mode: str
-    config: PPOConfig | SFTConfig
+    config: RunConfig
     rank: int
 
 
@@ -77,13 +77,13 @@ def cases_of(run: str) -> Iterator[Case]:
                 yield Case(run, role.name, mode, config, rank)
 
 
-def load_case(run: str, overrides: list[str]) -> PPOConfig | SFTConfig:
+def load_case(run: str, overrides: list[str]) -> RunConfig:
     """Load a file in `configs/` with overrides, on a device without a limit and with the layers of a dry run.
 
     `{half}` in an override is half of the layers of a (virtual) stage.
     """
-    schema = SFTConfig if run.endswith("_sft") else PPOConfig
     path = str(CONFIGS / f"{run}.yaml")
+    schema = schema_of(path)
     size = ["placement.device_memory_gb=null", "device=cuda"]
 
     # Two layers. In the plan all tokens continue in the last layer; in the engine prompt tokens do not.
@@ -104,7 +104,7 @@ def _pieces(parallel: ParallelConfig) -> int:
     return parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
 
 
-def role_of(config: PPOConfig | SFTConfig, name: str) -> ModelRole:
+def role_of(config: RunConfig, name: str) -> ModelRole:
     return next(role for role in model_roles(config) if role.name == name)
 
 

@@ -52,6 +52,7 @@ SAME_LAYERS = {
     "qwen2.5_7b_ppo": "qwen2.5_7b_grpo",
     "qwen2.5_7b_ppo_split": "qwen2.5_7b_grpo",
     "qwen3_235b_a22b_grpo": "qwen3_30b_a3b_grpo",
+    "quickstart_dpo": "quickstart_sft",
 }
 # Routers over 512 experts, whose routes take long to simulate. A soak test takes them.
 SLOW = {"qwen3_next_80b_grpo"}
