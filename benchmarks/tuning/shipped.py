@@ -22,7 +22,8 @@ from megarl.config.validate import read_architectures
 from megarl.placement.memory import plan_memory
 from megarl.placement.plan import plan_placement
 from megarl.search.predicted_costs import PredictedCosts
-from megarl.search.search import Solution, search
+from megarl.search.search import search
+from megarl.search.solution import Solution
 from megarl.search.space import Space, pinned_keys
 from megarl.step_time.device import DeviceProfile
 from megarl.step_time.device_files import load_device

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from megarl.machine.errors import ConfigError
 from megarl.search.costs import StepCosts
-from megarl.search.search import Solution, search
+from megarl.search.search import search
+from megarl.search.solution import Solution
 from megarl.search.space import Space
 
 

@@ -12,11 +12,11 @@ from megarl.config.validate import PPO_MODEL_RULES
 from megarl.models.architecture import Architecture
 from megarl.placement.memory import Usage, engine_share, engine_usage, row_cache
 from megarl.placement.requests import engine_problems
+from megarl.search.choices import device_bytes
 from megarl.search.costs import StepCosts
 from megarl.search.placements import Pool
 from megarl.search.rejections import Reason, Rejections
 from megarl.search.space import Space
-from megarl.search.variants import device_bytes
 
 LEVEL = "engines"
 _MOST_TENSOR = 64

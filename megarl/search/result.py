@@ -14,7 +14,7 @@ from megarl.config.schema import PPOConfig
 from megarl.config.shipped import is_shipped
 from megarl.config.sources import BASE, GROUPS
 from megarl.machine.files import write_whole
-from megarl.search.search import Found, Solution
+from megarl.search.solution import Found, Solution
 from megarl.search.space import Space, free_keys
 
 # Keys that a search sets besides those that it chooses.

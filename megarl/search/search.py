@@ -7,18 +7,17 @@ lower bound exceeds the best complete steps, which are planned and checked as `m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
-from megarl.config.schema import PPOConfig
 from megarl.config.validate import PPO_RULES, read_architectures, validate
 from megarl.machine.errors import ConfigError
-from megarl.placement.memory import DeviceMemory, budget_problems, plan_memory
-from megarl.placement.placement_plan import PlacementPlan
+from megarl.placement.memory import budget_problems, plan_memory
 from megarl.placement.plan import plan_placement
 from megarl.search.bounds import GENERATION, StepSchedule
+from megarl.search.choices import device_bytes, with_choice
 from megarl.search.costs import StepCosts, StepTime
-from megarl.search.engines import EngineChoice, EngineShape, engines_of, with_engines
+from megarl.search.engines import EngineShape, engines_of, with_engines
 from megarl.search.layouts import layouts
 from megarl.search.placements import (
     Partition,
@@ -30,62 +29,12 @@ from megarl.search.placements import (
 )
 from megarl.search.pool_memory import MemoryShare, PoolMemory, peak_of_pool
 from megarl.search.rejections import Reason, Rejections
+from megarl.search.solution import Found, Solution
 from megarl.search.space import ROLLOUT, Space, Unit, free_keys, roles_of
 from megarl.search.variants import LEVEL as VARIANTS
-from megarl.search.variants import Choice, Variant, VariantTable, device_bytes, with_choice
+from megarl.search.variants import Variant, VariantTable
 
 LEVEL = "configurations"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Solution:
-    """A complete configuration that `megarl check` accepts, with its predicted step.
-
-    Attributes:
-        config: The configuration.
-        plan: Its placement.
-        memory: The memory of each device.
-        step: The predicted step.
-        pools: The pools.
-        choices: What is chosen for each unit, by name.
-        engines: What is chosen for the engines.
-    """
-
-    config: PPOConfig
-    plan: PlacementPlan
-    memory: Sequence[DeviceMemory]
-    step: StepTime
-    pools: tuple[Pool, ...]
-    choices: Mapping[str, Choice]
-    engines: EngineChoice
-
-    @property
-    def seconds(self) -> float:
-        return self.step.seconds
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """The pools and parallel sizes, which distinguish it in a list of results."""
-        return (
-            self.pools,
-            tuple(
-                replace(each.parallel, virtual_pipeline_parallel_size=None) for each in self.choices.values()
-            ),
-            (self.engines.num_replicas, self.engines.tensor),
-            self.engines.max_staleness > 0,
-        )
-
-
-class Found(NamedTuple):
-    """The result of a search.
-
-    Attributes:
-        solutions: The best solutions, each of another kind, from fast to slow.
-        rejections: What was considered, and why the rest was left out.
-    """
-
-    solutions: tuple[Solution, ...]
-    rejections: Rejections
 
 
 def search(space: Space, costs: StepCosts, num_results: int = 1) -> Found:

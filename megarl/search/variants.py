@@ -10,19 +10,16 @@ from math import log2
 from typing import NamedTuple
 
 from megarl.config.batch_arithmetic import room_of_longest_row
-from megarl.config.roles import ModelRole
 from megarl.config.rules import models
 from megarl.config.schema import (
-    MicroBatchConfig,
     ParallelConfig,
-    PPOConfig,
     Recomputation,
     Recompute,
     RecomputeModule,
 )
 from megarl.models.architecture import Architecture
-from megarl.placement.expert_activations import layers_of_stage
-from megarl.placement.memory import RoleMemory, model_state, role_memory
+from megarl.placement.memory import RoleMemory, model_state
+from megarl.search.choices import Choice, describe, device_bytes, memory_by_stage, with_choice
 from megarl.search.costs import StepCosts
 from megarl.search.pool_memory import least_bytes
 from megarl.search.rejections import Reason, Rejections
@@ -42,21 +39,6 @@ _RECOMPUTATIONS = (
 )
 
 
-class Choice(NamedTuple):
-    """The values that are chosen for a unit.
-
-    Attributes:
-        max_tokens: The tokens of a micro-batch, None if the run limits its micro-batches by rows.
-        recomputation: None for a unit that does not train.
-        reference_tokens: The tokens of the reference's micro-batch, None if it stays as configured.
-    """
-
-    parallel: ParallelConfig
-    max_tokens: int | None
-    recomputation: Recomputation | None
-    reference_tokens: int | None = None
-
-
 class Variant(NamedTuple):
     """A choice for a unit, with its times and its memory.
 
@@ -74,37 +56,6 @@ class Variant(NamedTuple):
     @property
     def per_stage(self) -> int:
         return self.choice.parallel.stage_size
-
-
-def with_choice(config: PPOConfig, unit: Unit, choice: Choice) -> PPOConfig:
-    """Return the configuration with what is chosen for a unit."""
-    for role in roles_of(config, unit):
-        if role.name == "reference":
-            limit = _limited(config.reference.micro_batch, choice.reference_tokens)
-            config = config.with_sections(reference=replace(config.reference, micro_batch=limit))
-        elif choice.recomputation is None:
-            model = replace(config.reward.model, parallel=choice.parallel)
-            config = config.with_sections(reward=replace(config.reward, model=model))
-        else:
-            how, modules, num_layers = choice.recomputation
-            section = replace(
-                config.trained_models[role.name],
-                parallel=choice.parallel,
-                micro_batch=_limited(role.micro_batch, choice.max_tokens),
-                recompute=how,
-                recompute_modules=list(modules),
-                recompute_num_layers=num_layers,
-            )
-            config = config.with_sections(**{role.name: section})
-    return config
-
-
-def _limited(micro_batch: MicroBatchConfig, max_tokens: int | None) -> MicroBatchConfig:
-    return (
-        micro_batch
-        if max_tokens is None or micro_batch.max_tokens is None
-        else MicroBatchConfig(max_tokens=max_tokens)
-    )
 
 
 class _Waiting(NamedTuple):
@@ -361,59 +312,3 @@ def _token_limits(space: Space, unit: Unit, parallel: ParallelConfig) -> list[in
     least = -(-longest // _TOKENS_UNIT) * _TOKENS_UNIT
     limits = {least * factor for factor in _TOKENS_FACTORS}
     return [*sorted(limits | ({configured} if configured >= longest else set()))]
-
-
-def device_bytes(space: Space) -> float:
-    """Return the memory budget of a device in bytes."""
-    limit_gb = space.config.placement.device_memory_gb
-    assert limit_gb is not None, "the search needs a budget"
-    return limit_gb * 2**30
-
-
-def memory_by_stage(config: PPOConfig, role: ModelRole, architecture: Architecture) -> tuple[RoleMemory, ...]:
-    """Return the memory of a rank of each pipeline stage.
-
-    Of stages with the same layers, between the first and the last, only the first is computed: it has the
-    most micro-batches under way.
-    """
-    known: dict[object, RoleMemory] = {}
-    stages = role.parallel.pipeline_parallel_size
-    found = []
-    for stage in range(stages):
-        kind = (stage == 0, stage == stages - 1, _kinds_of_layers(architecture, role.parallel, stage))
-        if kind not in known:
-            known[kind] = role_memory(config, role, architecture, stage)
-        found.append(known[kind])
-    return tuple(found)
-
-
-def _kinds_of_layers(architecture: Architecture, parallel: ParallelConfig, stage: int) -> tuple[object, ...]:
-    """Return what distinguishes the layers of a stage: experts, delta nets and windows."""
-    if architecture.experts is None and not architecture.delta_layers and not architecture.windows:
-        return ()
-    sparse = frozenset(architecture.experts.layers) if architecture.experts else frozenset()
-    windows = architecture.windows
-    return tuple(
-        (layer in sparse, layer in architecture.delta_layers, windows[layer] if windows else None)
-        for layer in layers_of_stage(architecture, parallel, stage)
-    )
-
-
-def describe(choice: Choice) -> str:
-    """Return the sizes of a choice that are not 1, such as `TP 4, DP 8, micro-batches of 16,384 tokens`."""
-    parallel = choice.parallel
-    sizes = {
-        "TP": parallel.tensor_parallel_size,
-        "PP": parallel.pipeline_parallel_size,
-        "VPP": parallel.virtual_pipeline_parallel_size or 1,
-        "CP": parallel.context_parallel_size,
-        "EP": parallel.expert_parallel_size,
-        "ETP": parallel.expert_tensor_parallel_size,
-        "DP": parallel.data_parallel_size,
-    }
-    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["DP 1"]
-    if choice.max_tokens is not None:
-        parts.append(f"micro-batches of {choice.max_tokens:,} tokens")
-    if choice.recomputation is not None:
-        parts.append(f"recompute {choice.recomputation.how.value}")
-    return ", ".join(parts)

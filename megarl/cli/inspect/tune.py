@@ -28,7 +28,8 @@ from megarl.machine.files import write_whole
 from megarl.search.cluster_sizes import ClusterResult, search_clusters
 from megarl.search.predicted_costs import PredictedCosts
 from megarl.search.result import as_overrides, chosen_values, document, write_overrides
-from megarl.search.search import Solution, configured_step, search
+from megarl.search.search import configured_step, search
+from megarl.search.solution import Solution
 from megarl.search.space import Space, pinned_keys
 from megarl.step_time.device import DeviceProfile
 from megarl.step_time.device_files import assumed_profile

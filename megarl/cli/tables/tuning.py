@@ -9,13 +9,13 @@ from rich.table import Table
 
 from megarl.cli.tables.console import print_line, table, table_of_numbers
 from megarl.placement.dataflow import phases_of
+from megarl.search.choices import describe
 from megarl.search.cluster_sizes import ClusterResult
 from megarl.search.costs import StepTime
 from megarl.search.engines import EngineChoice
 from megarl.search.rejections import Reason, Rejections
-from megarl.search.search import Found, Solution
+from megarl.search.solution import Found, Solution
 from megarl.search.space import Space
-from megarl.search.variants import describe
 
 _GIB = 2**30
 _LEVELS = ("placements", "layouts", "variants", "engines", "configurations")

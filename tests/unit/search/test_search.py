@@ -21,11 +21,12 @@ from megarl.config.validate import read_architectures, validate
 from megarl.machine.errors import ConfigError
 from megarl.placement.memory import budget_problems, engine_usage, plan_memory
 from megarl.placement.plan import plan_placement
+from megarl.search.choices import memory_by_stage
 from megarl.search.pool_memory import PoolMemory, peak_of_pool
 from megarl.search.rejections import Reason
-from megarl.search.search import Solution, search
+from megarl.search.search import search
+from megarl.search.solution import Solution
 from megarl.search.space import ROLLOUT, Space
-from megarl.search.variants import memory_by_stage
 from tests.unit.search.analytic import AnalyticCosts, space_of
 
 SMALL = "qwen2.5_7b_grpo"
