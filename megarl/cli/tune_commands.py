@@ -17,6 +17,16 @@ def add_tune(commands: Commands) -> None:
         help="a device file: a shipped name such as h100_80gb, or a path; by default "
         "placement.device_profile, or else h100_80gb",
     )
+    tune.add_argument(
+        "--from-run",
+        metavar="RUN_DIR",
+        help="fit the device to the phases that a run has measured, and search with the result",
+    )
+    tune.add_argument(
+        "--device-output",
+        metavar="FILE",
+        help="with --from-run: write the fitted device, for placement.device_profile",
+    )
     sizes = tune.add_mutually_exclusive_group()
     sizes.add_argument(
         "--nodes", metavar="N", type=int, help="number of nodes; by default placement.num_nodes"
@@ -73,7 +83,7 @@ def _start_tune(parsed: argparse.Namespace) -> int:
 
 def _wishes(parsed: argparse.Namespace) -> dict[str, object]:
     names = (
-        *("device", "nodes", "devices", "max_staleness", "objective", "lengths"),
+        *("device", "from_run", "device_output", "nodes", "devices", "max_staleness", "objective", "lengths"),
         *("pin", "top", "output", "json", "plot"),
     )
     return {name: getattr(parsed, name) for name in names}

@@ -145,6 +145,11 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl plan configs/quickstart.yaml --output outputs/plan.svg": Executed(),
     "megarl plan configs/quickstart.yaml placement.strategy=hybrid --output outputs/plan.svg": Executed(),
     "megarl plan configs/qwen2.5_7b_grpo.yaml actor.recompute=none": Executed(),
+    "megarl tune run.yaml --from-run outputs/run --device-output my_cluster.yaml": InTest(
+        "tests/unit/cli/test_tune.py::test_the_device_is_fitted_to_a_run", ("--from-run", "--device-output")
+    ),
+    "megarl tune configs/qwen2.5_7b_async_grpo.yaml data.max_response_length=8192 "
+    "--devices 8,16,32,64,128,256 --max-staleness 2 --plot sizes.svg": InTest(_TUNE_CLUSTERS, ("--devices",)),
     "megarl plan configs/qwen3_32b_grpo.yaml": InTest(
         "tests/unit/cli/test_placements.py::test_a_plan_predicts_the_step", ("plan", "qwen3_32b_grpo")
     ),

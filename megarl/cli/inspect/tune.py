@@ -13,6 +13,7 @@ from rich.console import Console
 from megarl.cli.inspect.plan import check_drawing
 from megarl.cli.tables.console import output_console, print_line
 from megarl.cli.tables.placement import print_absent
+from megarl.cli.tables.step_time import fit_table
 from megarl.cli.tables.tuning import (
     clusters_table,
     print_configured,
@@ -32,8 +33,9 @@ from megarl.search.search import configured_step, search
 from megarl.search.solution import Solution
 from megarl.search.space import Space, pinned_keys
 from megarl.step_time.device import DeviceProfile
-from megarl.step_time.device_files import assumed_profile
+from megarl.step_time.device_files import assumed_profile, dump_device
 from megarl.step_time.lengths import Lengths, expected_lengths
+from megarl.step_time.measured_run import fit_run
 from megarl.step_time.step import PredictedStep
 
 # The share of a device that a plan may use. CUDA graphs, NCCL and fragmentation need the rest.
@@ -45,6 +47,8 @@ class TuneOptions:
     """The options of the command, named as on the command line."""
 
     device: str | None = None
+    from_run: str | None = None
+    device_output: str | None = None
     nodes: int | None = None
     devices: str | None = None
     max_staleness: int = 0
@@ -99,11 +103,11 @@ def run(
     inputs = find_inputs(read_config(PPOConfig, config_path, overrides))
     refuse(config_path, inputs.partial.problems)
     config = _with_device(inputs.partial.config, wishes.device)
-    device = assumed_profile(config)
+    console = output_console()
+    device = _device(config, wishes, console)
     tuned = Tuned(config_path, overrides, inputs.partial.config, device, _lengths(config, wishes.lengths))
     config = _with_budget(config, device)
 
-    console = output_console()
     print_absent(inputs.substituted, console)
     if wishes.devices is None:
         best = _tune(tuned, _space(config, device, wishes, wishes.nodes), wishes, console)
@@ -124,6 +128,22 @@ def _with_device(config: PPOConfig, device: str | None) -> PPOConfig:
     if device is None:
         return config
     return config.with_sections(placement=replace(config.placement, device_profile=device))
+
+
+def _device(config: PPOConfig, wishes: TuneOptions, console: Console) -> DeviceProfile:
+    """Return the kind of device, fitted to a measured run if one is given."""
+    device = assumed_profile(config)
+    if wishes.from_run is None:
+        if wishes.device_output is not None:
+            raise ValueError(f"--device-output {wishes.device_output} requires --from-run")
+        return device
+
+    fit = fit_run(Path(wishes.from_run), device)
+    console.print(fit_table(wishes.from_run, fit))
+    if wishes.device_output is not None:
+        dump_device(fit.device, Path(wishes.device_output))
+        print_line(console, f"{wishes.device_output}: the fitted device, for placement.device_profile")
+    return fit.device
 
 
 def _with_budget(config: PPOConfig, device: DeviceProfile) -> PPOConfig:

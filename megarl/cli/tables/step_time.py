@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.tables.console import print_line, table
 from megarl.step_time.device import DeviceProfile
 from megarl.step_time.lengths import Lengths
+from megarl.step_time.measured_run import RunFit
 from megarl.step_time.phase_time import PhaseTime
 from megarl.step_time.step import PredictedStep
 
@@ -45,6 +48,22 @@ def step_table(step: PredictedStep) -> Table:
     end_s = max(phase.end_s for phase in step.schedule)
     drawn.caption = (
         f"and {step.seconds - end_s:,.1f} s of the driver: requests, scoring and metrics of samples"
+    )
+    return drawn
+
+
+def fit_table(run_dir: str, fit: RunFit) -> Table:
+    """Return the measured phases of a run with their predictions before and after the fit."""
+    drawn = table(f"Phases of {run_dir}, s", "phase", "measured", "predicted before", "predicted after")
+    for phase in fit.phases:
+        drawn.add_row(
+            phase.name, *(f"{each:,.4g}" for each in (phase.measured_s, phase.before_s, phase.after_s))
+        )
+    constants = {**asdict(fit.device.efficiency), "sample_ms": fit.device.sample_ms}
+    fitted = ", ".join(f"{name} {value:.3g}" for name, value in constants.items())
+    drawn.caption = (
+        f"medians of the last steps, prompts of {fit.lengths.prompt:,} and responses of "
+        f"{fit.lengths.response:,.0f} tokens on average\nfitted: {fitted}"
     )
     return drawn
 

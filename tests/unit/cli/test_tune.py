@@ -11,7 +11,9 @@ import yaml
 from megarl.cli.main import main
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
+from megarl.step_time.device_files import load_device
 from tests.unit.cli.test_shipped_configs import ROOT
+from tests.unit.step_time.test_measured_run import TRUTH, write_run
 
 RUN = "configs/qwen2.5_7b_grpo.yaml"
 # Most of the space is pinned, so that a search takes a second.
@@ -114,6 +116,19 @@ def test_wrong_options_are_refused(
 ) -> None:
     assert main(["tune", RUN, *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_device_is_fitted_to_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, "qwen2.5_7b_grpo", TRUTH)
+    fitted = tmp_path / "fitted.yaml"
+    options = ["--from-run", str(tmp_path), "--device-output", str(fitted), "--top", "1"]
+    assert main(["tune", RUN, *PINS, *options]) == 0
+    out = capsys.readouterr().out
+    row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["update_actor"])
+    measured, before, after = (float(each.replace(",", "")) for each in row[1:4])
+    assert before < 0.8 * measured
+    assert after == pytest.approx(measured, rel=0.05)
+    assert load_device(fitted).efficiency.gemm == pytest.approx(TRUTH.efficiency.gemm, rel=0.1)
 
 
 def test_supervised_runs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
