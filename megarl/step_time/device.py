@@ -44,6 +44,8 @@ class DeviceProfile:
 
     name: str = MISSING  # what the device is called, such as H100 80 GB SXM
     peak_tflops: PeakRates = field(default_factory=PeakRates)
+    # whether the device launches its own work, as a CPU does; otherwise a host runs ahead of it
+    is_host: bool = False
     memory_gb: float = ranged(80.0, above=0)  # device memory, in 2**30 bytes
     memory_gb_s: float = ranged(1000.0, above=0)  # bandwidth of device memory, in 10**9 bytes per second
     devices_per_node: int = ranged(8, at_least=1, at_most=128)

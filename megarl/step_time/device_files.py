@@ -21,7 +21,7 @@ from megarl.step_time.device import DeviceProfile
 DEVICES_DIR = CONFIGS_DIR / "devices"
 _SUFFIX = ".yaml"
 # Keys without a measured or published value.
-_WITHOUT_SOURCE = ("name", "sources")
+_WITHOUT_SOURCE = ("name", "is_host", "sources")
 
 
 def shipped_devices() -> list[str]:

@@ -89,9 +89,10 @@ def _stage_time(work: StageWork, rates: _Rates) -> PhaseTime:
         collectives=sum(_collective_s(each, rates) for each in counts.collectives),
         memory=work.nbytes / rates.memory,
     )
-    # The host launches ahead of the device, so only the excess counts.
+    # A host launches ahead of its device, so only the excess counts.
     launches_s = work.num_launches * rates.device.efficiency.training_layer_us * 1e-6
-    return time.plus(PhaseTime.of(launches=launches_s - time.seconds))
+    hidden_s = 0.0 if rates.device.is_host else time.seconds
+    return time.plus(PhaseTime.of(launches=launches_s - hidden_s))
 
 
 def _product_s(product: Product, rates: _Rates) -> float:
