@@ -12,7 +12,7 @@ from operator import attrgetter
 import pytest
 
 from megarl.config.roles import model_roles
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig
 from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import distinct_ranks
 from megarl.rehearsal.record import RankRequest
@@ -22,7 +22,7 @@ from tests.unit.step_time.comparison import Compared, compare, differences
 RUNS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 
 
-def _requests(config: PPOConfig | SFTConfig) -> Iterator[RankRequest]:
+def _requests(config: RunConfig) -> Iterator[RankRequest]:
     for role in model_roles(config):
         for rank in distinct_ranks(role.parallel):
             yield RankRequest(config, role.name, rank, max(2, role.parallel.pipeline_parallel_size))
