@@ -32,6 +32,7 @@ class OffloadPlan:
     def __init__(self, plan: PlacementPlan) -> None:
         self._plan = plan
         self._phases = {phase.name: _of_owners(phase, dict(plan.bases)) for phase in phases_of(plan.roles)}
+        self._sharing = {role: frozenset(plan.on_same_devices(role)) for role in plan.roles}
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -62,7 +63,7 @@ class OffloadPlan:
     def leaving(self, name: str) -> frozenset[Item]:
         """Return the parts that are offloaded, if they are in memory, when the phase begins."""
         phase = self._phases[name]
-        near = {role for own in phase.roles for role in (own, *self._plan.on_same_devices(own))}
+        near = {role for own in phase.roles for role in (own, *self._sharing[own])}
         return frozenset(
             item
             for item in self.offloadable - phase.needs
@@ -138,9 +139,7 @@ class OffloadPlan:
             return False
         # Only roles on the same devices compete for memory.
         others = [
-            need
-            for need in phase.needs
-            if need.role != item.role and self._plan.share_devices(need.role, item.role)
+            need for need in phase.needs if need.role != item.role and need.role in self._sharing[item.role]
         ]
         if item.part == ENGINE or any(need.part == ENGINE for need in others):
             return bool(others)

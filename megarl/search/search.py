@@ -35,6 +35,8 @@ from megarl.search.variants import LEVEL as VARIANTS
 from megarl.search.variants import Variant, VariantTable
 
 LEVEL = "configurations"
+# The most configurations with the same pools that are planned. More of them differ by less than the bounds.
+_MOST_PLANNED = 400
 
 
 def search(space: Space, costs: StepCosts, num_results: int = 1) -> Found:
@@ -301,6 +303,7 @@ class _Branch:
         self._variants: list[VariantTable] = []
         self._engines: list[EngineShape] = []
         self._fastest: list[float] = []
+        self._num_planned = 0
 
     def explore(self) -> None:
         """Search the branch, or reject its pools if a unit or the engines do not fit in theirs."""
@@ -346,7 +349,10 @@ class _Branch:
             slower = variant.seconds - self._fastest[index]
             sums = [each + slower * (number == pool) for number, each in enumerate(of_pools)]
             # Variants are sorted, so the following ones are slower too.
-            if self._schedule.least(sums, self._engines[0].seconds) >= parent.bound_of_phases_s:
+            if (
+                self._num_planned >= _MOST_PLANNED
+                or self._schedule.least(sums, self._engines[0].seconds) >= parent.bound_of_phases_s
+            ):
                 return
             share = self._share(unit, variant)
             of_pool = [*shares[pool], share]
@@ -371,7 +377,10 @@ class _Branch:
         pool = self._pool_of(ROLLOUT)
 
         for engines in self._engines:
-            if self._schedule.least(of_pools, engines.seconds) >= parent.bound_of_phases_s:
+            if (
+                self._num_planned >= _MOST_PLANNED
+                or self._schedule.least(of_pools, engines.seconds) >= parent.bound_of_phases_s
+            ):
                 return
             parent.rejections.consider(LEVEL)
             if self._schedule.seconds({**times, GENERATION: engines.seconds}) >= parent.bound_of_phases_s:
@@ -381,4 +390,5 @@ class _Branch:
             if peak_of_pool([*shares[pool], share]) > self._limit:
                 parent.rejections.reject(LEVEL, Reason.memory, "the engines in a pool with others")
                 continue
+            self._num_planned += 1
             parent.complete(self._pools, chosen, engines)
