@@ -289,6 +289,11 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl eval outputs/quickstart": InTest(
         f"{_EVAL}::test_a_checkpoint_has_the_score_that_validation_found", ("eval",)
     ),
+    "megarl eval outputs/dpo/huggingface --data outputs/quickstart/data/validation.parquet "
+    "--reward megarl/recipes/quickstart/reward.py:compute_score --temperature 1": InTest(
+        f"{_EVAL}::test_a_model_of_no_run_is_sampled_alike",
+        ("--data", "--reward", ":compute_score", "--temperature"),
+    ),
     "megarl eval HF_DIR --data test.parquet --reward reward.py:compute_score --n 8 --temperature 0.7 "
     "--max-tokens 512": InTest(
         f"{_EVAL}::test_a_model_of_no_run_is_sampled_alike",
