@@ -7,8 +7,8 @@ need, with 32 samples per replica of the trainer. `placement` and `weight sync` 
 `micro-batches` and `parts` are made in every step, for a scoring pass and four mini-batches: the plan of
 micro-batches of all replicas, and one part of the batch for each of them. `calls` are the remote calls of a
 step, two for scoring, four for updates, and eight that move state, prepare the weight sync and send weights.
-Their cost per rank is measured with empty workers in real processes, for several numbers of ranks, and
-multiplied. Samples are short: `python -m benchmarks.scale` measures what their bytes cost.
+Their cost is measured with empty workers in 2 to 16 real processes, and extrapolated by a straight line.
+Samples are short: `python -m benchmarks.scale` measures what their bytes cost.
 
 All numbers are seconds of processor time of the driver process. The limit is 2 s per step at 1,024 ranks.
 """
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import correlation, linear_regression
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ from megarl.roles.megatron_role import MegatronRole
 from megarl.roles.weights.forecast import forecast_weights
 
 RANKS = (64, 256, 1024, 4096)
+CALLED_RANKS = (2, 4, 8, 16)
 JUDGED_RANKS = 1024
 LIMIT_S = 2.0
 SAMPLES_PER_REPLICA = 32
@@ -66,8 +68,8 @@ def processor_s(work: Callable[[], object]) -> float:
     return time.process_time() - began_s
 
 
-def call_s_per_rank(num_ranks: int) -> float:
-    """Return the driver's time for a call and the collection of its result, by a worker of one rank."""
+def call_s(num_ranks: int) -> float:
+    """Return the driver's time for a call of empty workers and the collection of their results."""
     pool = RayResourcePool([num_ranks], use_gpu=False, name=f"empty{num_ranks}")
     group = RayWorkerGroup(pool, RayClassWithInitArgs(EmptyWorker), role="empty")
     for _ in range(5):
@@ -77,8 +79,9 @@ def call_s_per_rank(num_ranks: int) -> float:
         for _ in range(_NUM_CALLS):
             group.call(EmptyWorker.nothing)
 
-    seconds = processor_s(calls) / _NUM_CALLS / num_ranks
+    seconds = processor_s(calls) / _NUM_CALLS
     group.shutdown()
+    pool.release()
     return seconds
 
 
@@ -130,12 +133,18 @@ def step_s(config: PPOConfig) -> tuple[float, float]:
 
 def print_table(all_ranks: Sequence[int], console: Console) -> float:
     """Print the table, and return the seconds of a step at the judged number of ranks."""
-    start_ray(num_cpus=8)
-    per_rank_s = {count: call_s_per_rank(count) for count in (1, 2, 4)}
+    start_ray(num_cpus=max(CALLED_RANKS))
+    seconds_of_call = [call_s(count) for count in CALLED_RANKS]
     shutdown()
-    call_s = max(per_rank_s[2], per_rank_s[4])
-    shown = ", ".join(f"{1e6 * seconds:.0f} us at {count}" for count, seconds in per_rank_s.items())
-    console.print(f"driver time of a call per rank: {shown}; the larger of the last two is used\n")
+    slope_s, start_s = linear_regression(CALLED_RANKS, seconds_of_call)
+    shown = ", ".join(
+        f"{1e3 * seconds:.1f} ms of {count}"
+        for count, seconds in zip(CALLED_RANKS, seconds_of_call, strict=True)
+    )
+    console.print(
+        f"driver time of a call by ranks: {shown}; correlation {correlation(CALLED_RANKS, seconds_of_call):.3f}, "
+        f"{1e3 * slope_s:.2f} ms per rank\n"
+    )
 
     table = Table(
         "ranks", "samples", "placement s", "weight sync s", "micro-batches s", "parts s", "calls s", "step s"
@@ -148,7 +157,7 @@ def print_table(all_ranks: Sequence[int], console: Console) -> float:
         plan = plan_placement(config)
         push_s = processor_s(partial(forecast_weights, config, plan, policy))
         plan_s, parts_s = step_s(config)
-        calls_s = (SCORING_CALLS + UPDATE_CALLS + OTHER_CALLS) * num_ranks * call_s
+        calls_s = (SCORING_CALLS + UPDATE_CALLS + OTHER_CALLS) * (start_s + num_ranks * slope_s)
         whole_s = plan_s + parts_s + calls_s
         if num_ranks == JUDGED_RANKS:
             judged_s = whole_s
