@@ -25,6 +25,9 @@ ANSWERS = {
     "data and reward": "megarl init my_run --model MODEL_DIR --data FILE",
     "verl": "megarl check",
     "fits in memory": "megarl check configs/qwen2.5_7b_grpo.yaml",
+    "a step will take": "megarl plan configs/qwen3_32b_grpo.yaml",
+    "fastest layout": "megarl tune",
+    "DPO": "megarl train configs/quickstart_dpo.yaml",
     "resume": "megarl train configs/qwen2.5_7b_grpo.yaml",
     "Hugging Face": "megarl convert megatron-to-hf",
 }
