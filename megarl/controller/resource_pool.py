@@ -156,9 +156,10 @@ class RayResourcePool:
         self._node_ids = list(node_ids)
 
     def lost_nodes(self) -> dict[int, str]:
-        """Return the ranks whose node has left the cluster and cannot be replaced, with its address.
+        """Return the ranks whose node has left the cluster, with its address.
 
-        A planned pool stays on its reserved nodes. Ray moves another pool to any node with free resources.
+        A planned pool stays on its reserved nodes until `move_from_lost_nodes`. Ray moves another pool to any
+        node with free resources.
         """
         # A pool that is not pinned can move, so nothing is lost while other nodes have free resources.
         if self._node_ids is None and fits(node_demands([self]), living_nodes()):
@@ -171,6 +172,36 @@ class RayResourcePool:
         ]
 
         return {rank: gone[node] for rank, node in enumerate(node_of) if node in gone}
+
+    def move_from_lost_nodes(self) -> dict[int, str]:
+        """Reserve the bundles of lost nodes on other nodes with free resources, such as spare ones.
+
+        Living nodes of the pool keep their bundles and processes.
+
+        Returns:
+            The ranks that no other node can hold, with the address of their node; see `lost_nodes`.
+        """
+        if not (lost := self.lost_nodes()) or self._node_ids is None:
+            return lost
+        living = {node.identity for node in living_nodes()}
+        indices = [index for index, node in enumerate(self._reserved_on) if node not in living]
+        spare = [node for node in free_nodes() if node.identity not in self._node_ids]
+        demands = [_demand(self, self.process_on_nodes[index]) for index in indices]
+        if (chosen := match(demands, spare, apart=True)) is None:
+            return lost
+
+        for index, number in zip(indices, chosen, strict=True):
+            remove_placement_group(self._groups[index])
+            node = spare[number]
+            self._groups[index] = _group_on_node(
+                self.resources_per_process(), self.process_on_nodes[index], node.identity
+            )
+            self._node_ids[index] = self._reserved_on[index] = node.identity
+        deadline_s = time.monotonic() + self.wait_limit_s
+        moved = [self._groups[index] for index in indices]
+        if not all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in moved):
+            return lost  # another run has taken the node in the meantime
+        return {}
 
     def release(self) -> None:
         """Release the devices. This ends the processes that still use them."""
@@ -208,8 +239,13 @@ class _PoolPart(RayResourcePool):
         ]
 
     def lost_nodes(self) -> dict[int, str]:
-        # Translate ranks of the whole pool into ranks of this part.
-        lost = self._whole.lost_nodes()
+        return self._own(self._whole.lost_nodes())
+
+    def move_from_lost_nodes(self) -> dict[int, str]:
+        return self._own(self._whole.move_from_lost_nodes())
+
+    def _own(self, lost: Mapping[int, str]) -> dict[int, str]:
+        """Translate ranks of the whole pool into ranks of this part."""
         return {index: lost[rank] for index, rank in enumerate(self.ranks) if rank in lost}
 
     def release(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import batched
 
@@ -47,17 +48,27 @@ def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManag
 
     # Ray shows a process only the GPUs of its own bundle, so an engine that spans several bundles needs all
     # names.
-    gpus = visible_gpus(pool)
+    gpus = dict(enumerate(visible_gpus(pool)))
 
     return [
-        ReplicaPlace(
-            part,
-            tuple(
-                {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number] for number in numbers)} for numbers in engine
-            ),
-        )
+        ReplicaPlace(part, _environments(gpus, engine), partial(_find_environments, pool, engine))
         for part, engine in zip(parts, engines, strict=True)
     ]
+
+
+def _find_environments(pool: RayResourcePool, engine: Sequence[tuple[int, ...]]) -> list[dict[str, str]]:
+    numbers = [number for on_node in engine for number in on_node]
+    return _environments(dict(zip(numbers, visible_gpus(pool.part(numbers)), strict=True)), engine)
+
+
+def _environments(gpus: Mapping[int, str], engine: Sequence[tuple[int, ...]]) -> list[dict[str, str]]:
+    """Return the variables of an engine's process on each node.
+
+    Args:
+        gpus: The name of the GPU of each bundle.
+        engine: The numbers of the engine's bundles on each node.
+    """
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[number] for number in on_node)} for on_node in engine]
 
 
 def visible_gpus(pool: RayResourcePool) -> list[str]:
@@ -101,6 +112,7 @@ def start_replicas(
         replica_places(plan, device, pools),
         partial(build_engine, spec),
         restart_limit=config.rollout.restart_limit,
+        restart_window_s=config.rollout.restart_window_s,
         phase_time_limit_s=limit_s,
         at_work=at_work(plan),
     )
@@ -164,6 +176,7 @@ def start_rollout(
             EnvironmentWorker, agent, config.model.path, config.model.trust_remote_code, rules.chat_time
         ),
         restart_limit=config.rollout.restart_limit,
+        restart_window_s=config.rollout.restart_window_s,
         hang_limit_s=agent.time_limit_s + _ANSWER_GRACE_S,
         phase_time_limit_s=config.trainer.phase_time_limit_s,
     )

@@ -87,7 +87,8 @@ class RolloutConfig:
     late: Late = Late.wait  # how to handle prompts that are not finished when their step begins
     # fraction of a step's prompts that may be dropped and replaced if an engine cannot generate their samples
     max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
-    restart_limit: int = ranged(3, at_least=0)  # replica restarts allowed in one run
+    restart_limit: int = ranged(3, at_least=0)  # replica restarts allowed within restart_window_s
+    restart_window_s: float = ranged(86_400.0, above=0)  # seconds in which restarts are counted
     # seconds without progress after which an engine is considered hung
     health_limit_s: float = ranged(120.0, at_least=1)
     validation: SamplingConfig = field(default_factory=SamplingConfig)

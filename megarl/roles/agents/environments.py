@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,10 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import RemoteFuture, WorkerFuture, wait_for_any
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.machine.errors import RunError
-from megarl.roles.rollout.replicas import is_dead
+from megarl.roles.rollout.replicas import NodeLostError, is_dead
 from megarl.tracking.timeline import Span
 from megarl.workers.environment import EnvironmentWorker, TurnOrder, TurnReport
 
@@ -60,7 +62,8 @@ class Environments:
     Args:
         pools: Pool of each process.
         worker: Worker class to start there.
-        restart_limit: Number of restarts after which the run ends.
+        restart_limit: Number of restarts within `restart_window_s` after which the run ends.
+        restart_window_s: The length of this window in seconds.
         hang_limit_s: A process that has unanswered turns and reports none for this long is restarted.
         phase_time_limit_s: Time limit of a call.
         wait: Has the semantics of wait_for_any.
@@ -72,6 +75,7 @@ class Environments:
         worker: RayClassWithInitArgs,
         *,
         restart_limit: int,
+        restart_window_s: float = math.inf,
         hang_limit_s: float,
         phase_time_limit_s: float,
         wait: Callable[[Sequence[RemoteFuture[Any]], float], list[RemoteFuture[Any]]] = wait_for_any,
@@ -79,17 +83,20 @@ class Environments:
         self._pools = tuple(pools)
         self._worker = worker
         self._wait = wait
-        self._restart_limit = restart_limit
+        self._budget = RestartBudget(restart_limit, restart_window_s)
         self._hang_limit_s = hang_limit_s
         self._phase_time_limit_s = phase_time_limit_s
         self._spans: list[Span] = []
-        self.num_restarts = 0
         self._processes = [_Process(self._start(number), 0.0) for number in range(len(self._pools))]
 
     def _start(self, number: int) -> RoleGroup:
         return RayWorkerGroup(
             self._pools[number], self._worker, role=ENVIRONMENT, phase_time_limit_s=self._phase_time_limit_s
         )
+
+    @property
+    def num_restarts(self) -> int:
+        return self._budget.num_restarts
 
     @property
     def groups(self) -> list[RoleGroup]:
@@ -196,14 +203,19 @@ class Environments:
         process.group.shutdown()
 
         # The limit is checked after the shutdown, so that no process remains if the run ends here.
-        if self.num_restarts == self._restart_limit:
-            limit = f"rollout.restart_limit: {self._restart_limit} restarts of such processes are used up"
+        if not self._budget.left:
             raise EnvironmentLimitError(
-                f"{last_words}\n\n{limit}. The cause is in the output above; if it is intermittent, allow "
-                f"more"
+                f"{last_words}\n\nrollout.restart_limit: {self._budget} of such processes are used up. The "
+                f"cause is in the output above; if it is intermittent, allow more"
             )
 
-        self.num_restarts += 1
+        if lost := self._pools[number].move_from_lost_nodes():
+            raise NodeLostError(
+                f"node {', '.join(dict.fromkeys(lost.values()))} is lost, and no other node of the cluster "
+                f"has free resources for this process\n\n{last_words}"
+            )
+
+        self._budget.spend()
         _log.warning("%s\nit is restarted, and its episodes start over", last_words)
         self._processes[number] = _Process(self._start(number), time.monotonic())
 

@@ -6,6 +6,7 @@ They are started one by one, given weights together, and restarted when they die
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -15,6 +16,7 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind, qualified_name
+from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.worker import RayClassWithInitArgs, RemoteMethod
 from megarl.machine.errors import RunError
 from megarl.placement.cores import NO_LIMITS, AtWork
@@ -53,10 +55,18 @@ class NodeLostError(RunError):
 
 
 class ReplicaPlace(NamedTuple):
-    """Location of a replica: a pool of one process on each of its nodes, and their environment variables."""
+    """Location of a replica.
+
+    Attributes:
+        pool: One process on each of its nodes.
+        environments: Their environment variables.
+        environments_again: Finds the variables after the pool has moved; None if they are the same on every
+            node.
+    """
 
     pool: RayResourcePool
     environments: Sequence[Mapping[str, str]] = ()
+    environments_again: Callable[[], Sequence[Mapping[str, str]]] | None = None
 
 
 class Replicas:
@@ -68,7 +78,8 @@ class Replicas:
     Args:
         places: Location of each replica.
         build_engine: Builds the engine in the process of a replica; see `RolloutWorker`.
-        restart_limit: Number of restarts after which the run ends.
+        restart_limit: Number of restarts within `restart_window_s` after which the run ends.
+        restart_window_s: The length of this window in seconds.
         phase_time_limit_s: Time limit of a call.
         at_work: Groups that work concurrently.
     """
@@ -79,6 +90,7 @@ class Replicas:
         build_engine: Callable[..., EnginePart],
         *,
         restart_limit: int,
+        restart_window_s: float = math.inf,
         phase_time_limit_s: float,
         at_work: AtWork = NO_LIMITS,
     ) -> None:
@@ -86,9 +98,8 @@ class Replicas:
         self._worker = RayClassWithInitArgs(RolloutWorker, build_engine)
         self._phase_time_limit_s = phase_time_limit_s
         self._at_work = at_work
-        self._restart_limit = restart_limit
+        self._budget = RestartBudget(restart_limit, restart_window_s)
         self._spans: list[Span] = []
-        self.num_restarts = 0
 
         # The generation thread replaces this, so that other threads can take over the replicas.
         self.exclusive: ExclusiveAccess = unshared
@@ -103,8 +114,12 @@ class Replicas:
     def places(self) -> tuple[ReplicaPlace, ...]:
         return self._places
 
+    @property
+    def num_restarts(self) -> int:
+        return self._budget.num_restarts
+
     def _start(self, number: int) -> RoleGroup:
-        pool, environments = self._places[number]
+        pool, environments, _ = self._places[number]
         limit_s = self._phase_time_limit_s
         at_work = self._at_work
 
@@ -158,32 +173,40 @@ class Replicas:
 
         Raises:
             RestartLimitError: All restarts are used up.
-            NodeLostError: The node of the replica has left the cluster.
+            NodeLostError: The node of the replica has left the cluster, and no other one can take its place.
         """
         last_words = f"rollout replica {number} of {len(self.groups)} ended or hung: {why}"
         self.kill(number)
 
-        # The placement has no other location for this replica, so a restart cannot succeed.
-        if lost := self._places[number].pool.lost_nodes():
-            raise NodeLostError(
-                f"node {', '.join(dict.fromkeys(lost.values()))} is lost: rollout replica {number} of "
-                f"{len(self.groups)} ran there, and "
-                f"this run's placement has no other location for it\n\n{last_words}"
+        if not self._budget.left:
+            raise RestartLimitError(
+                f"{last_words}\n\nrollout.restart_limit: {self._budget} are used up. The cause is in the "
+                f"output above; if it is intermittent, allow more"
             )
 
-        if self.num_restarts == self._restart_limit:
-            raise RestartLimitError(
-                f"{last_words}\n\nrollout.restart_limit: {self._restart_limit} restarts are used up. The "
-                f"cause is in the output above; "
-                "if it is intermittent, allow more"
-            )
+        if lost := self._places[number].pool.lost_nodes():
+            last_words += self._move(number, ", ".join(dict.fromkeys(lost.values())), last_words)
 
         # The new process starts while the others generate; it has no weights until it is readmitted.
-        self.num_restarts += 1
-        left = self._restart_limit - self.num_restarts
+        self._budget.spend()
+        left = self._budget.left
         _log.warning("%s\nrollout replica %d is restarted; restarts left: %d", last_words, number, left)
         self.groups[number] = self._start(number)
         self.starting.add(number)
+
+    def _move(self, number: int, address: str, last_words: str) -> str:
+        """Move a replica from a lost node to another one, and return what is reported about it."""
+        place = self._places[number]
+        if place.pool.move_from_lost_nodes():
+            raise NodeLostError(
+                f"node {address} is lost: rollout replica {number} of {len(self.groups)} ran there, and no "
+                f"other node of the cluster has free resources for it\n\n{last_words}"
+            )
+
+        if place.environments_again is not None:
+            moved = place._replace(environments=place.environments_again())
+            self._places = (*self._places[:number], moved, *self._places[number + 1 :])
+        return f"\nnode {address} is lost; another node takes its place"
 
     def replace(self, lost: Mapping[int, Exception]) -> None:
         """Restarts lost replicas.
