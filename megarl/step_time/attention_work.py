@@ -70,8 +70,8 @@ def core(
     product = 2 * architecture.num_attention_heads // parallel.tensor_parallel_size * architecture.head_dim
     forward = 2 * product
     backward = (4 if dtype == "float32" else 5) * product
-    pairs = sum(each.queries * each.keys for each in batch.attention)
-    masked = sum(each.pairs(window) for each in batch.attention)
+    pairs = batch.share * sum(each.queries * each.keys for each in batch.attention)
+    masked = batch.share * sum(each.pairs(window) for each in batch.attention)
 
     return joined(
         (

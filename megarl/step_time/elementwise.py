@@ -6,14 +6,12 @@ and the permutation of tokens to experts. A backward pass moves twice as much as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from megarl.config.batch_arithmetic import Row, micro_batch_tokens
 from megarl.config.roles import ModelRole
 from megarl.config.schema import Recompute, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.placement.expert_activations import layers_of_stage
 from megarl.placement.memory import weight_bytes
+from megarl.step_time.packed_batch import PackedBatch
 
 _HIDDEN_PASSES = 10  # two norms and two residual additions: reads and writes of the hidden state
 _HEAD_PASSES = 4  # rotation and norms of queries, keys and values
@@ -28,15 +26,13 @@ def elementwise_bytes(
     role: ModelRole,
     architecture: Architecture,
     stage: int,
-    rows: Sequence[Row],
+    batch: PackedBatch,
     *,
     trains: bool,
 ) -> float:
     """Return the bytes that one rank moves for a micro-batch."""
     parallel = role.parallel
     size = parallel.tensor_parallel_size
-    context = parallel.context_parallel_size
-    tokens = micro_batch_tokens(rows, context) / context
     layers = layers_of_stage(architecture, parallel, stage)
     sparse = len(set(layers) & set(architecture.sparse_layers))
 
@@ -46,10 +42,10 @@ def elementwise_bytes(
     layer = len(layers) * (hidden + _HEAD_PASSES * heads / size)
     layer += (len(layers) - sparse) * _ACTIVATION_PASSES * architecture.intermediate_size / size
     layer += sparse * _sparse_elements(architecture) / size
-    moved = tokens * layer * weight_bytes(config.model.dtype) * _passes(role, trains)
+    moved = batch.tokens * layer * weight_bytes(config.model.dtype) * _passes(role, trains)
 
     if stage == parallel.pipeline_parallel_size - 1 and not role.with_value_head:
-        responses = sum(row.response for row in rows) / context
+        responses = batch.responses / parallel.context_parallel_size
         moved += responses * architecture.vocab_size / size * _LOGIT_BYTES * (1 + _OF_BACKWARD * trains)
     return moved
 

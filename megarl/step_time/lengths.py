@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from statistics import NormalDist, fmean
+from itertools import accumulate, pairwise
+from statistics import NormalDist, fmean, pstdev
 from typing import NamedTuple
 
 from megarl.config.schema import RunConfig
@@ -47,6 +48,13 @@ class Lengths(NamedTuple):
         """
         return _spread(self.responses, count, parts)
 
+    def sample(self, count: int) -> tuple[int, ...]:
+        """Return `count` response lengths with the mean and, if there are several, the mean square of all.
+
+        Longer rows cost more than their share of attention, which grows with the square of the length.
+        """
+        return _sample(self.responses, count)
+
 
 @lru_cache(maxsize=256)
 def _spread(responses: tuple[int, ...], count: int, parts: int) -> tuple[int, ...]:
@@ -60,6 +68,20 @@ def _spread(responses: tuple[int, ...], count: int, parts: int) -> tuple[int, ..
         above = responses[min(last, int(place) + 1)]
         spread.append(round(below + place % 1 * (above - below)))
     return tuple(spread)
+
+
+@lru_cache(maxsize=256)
+def _sample(responses: tuple[int, ...], count: int) -> tuple[int, ...]:
+    # Quantiles have about the right moments. A shift and a factor make them exact.
+    quantiles = _spread(responses, count, 1)
+    spread = pstdev(quantiles)
+    factor = pstdev(responses) / spread if spread else 0.0
+    mean = fmean(responses)
+    center = fmean(quantiles)
+
+    # Rounding sums instead of lengths keeps the mean.
+    sums = [0, *(round(each) for each in accumulate(mean + factor * (each - center) for each in quantiles))]
+    return tuple(max(1, after - before) for before, after in pairwise(sums))
 
 
 def expected_lengths(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from math import lcm
+from math import ceil, lcm
 from typing import NamedTuple
 
 from megarl.config.batch_arithmetic import Row, padded_length, rows_of_prompt
@@ -58,8 +58,11 @@ class PackedBatch(NamedTuple):
         responses: The response tokens of all context-parallel ranks.
         tokens_with_prompts: The tokens of all context-parallel ranks, with the prompt before each response
             that shares one.
+        prompts: The tokens of each distinct prompt.
         attention: The attention calls of a layer.
         key_exchange: How context-parallel ranks exchange keys and values.
+        share: The share of `prompts` and of `attention` that the micro-batch has; below 1 for the mean of
+            several micro-batches.
     """
 
     tokens: int
@@ -67,8 +70,27 @@ class PackedBatch(NamedTuple):
     scored: int
     responses: int
     tokens_with_prompts: int
+    prompts: tuple[int, ...]
     attention: tuple[Rectangle, ...]
     key_exchange: KeyExchange
+    share: float = 1.0
+
+    def scaled(self, share: float, multiple: int) -> PackedBatch:
+        """Return the mean micro-batch of those among which this one's rows are distributed.
+
+        Args:
+            share: The share of the rows that a micro-batch has on average. Above 1 if it has more.
+            multiple: The tokens of a rank are padded to a multiple of this.
+        """
+        tokens = _padded(self.tokens * share, multiple)
+        return self._replace(
+            tokens=tokens,
+            kept=min(tokens, _padded(self.kept * share, multiple)),
+            scored=round(self.scored * share),
+            responses=round(self.responses * share),
+            tokens_with_prompts=round(self.tokens_with_prompts * share),
+            share=share,
+        )
 
 
 class _Sequence(NamedTuple):
@@ -89,23 +111,29 @@ class _Sequence(NamedTuple):
 
 def pack(config: RunConfig, role: ModelRole, architecture: Architecture, rows: Sequence[Row]) -> PackedBatch:
     """Lay out the rows of a micro-batch on the first rank of a stage."""
-    parallel = role.parallel
-    parts = parallel.tensor_parallel_size if parallel.sequence_parallel else 1
-    unit = parts * token_multiple(role.megatron)
+    size = role.parallel.context_parallel_size
+    parts = _num_parts(role)
+    multiple = rank_multiple(role)
     responses = sum(row.response for row in rows)
 
     # Without packing, every row is padded to the longest one, and no token is dropped.
     if not config.engine.packing:
-        length = -(-max(row.tokens for row in rows) // unit) * unit
+        length = _padded(max(row.tokens for row in rows), multiple)
         tokens = len(rows) * length
-        rectangles = (Rectangle(length, length),) * len(rows)
-        return PackedBatch(tokens, tokens, responses, responses, tokens, rectangles, KeyExchange.gather)
+        return PackedBatch(
+            tokens=tokens,
+            kept=tokens,
+            scored=responses,
+            responses=responses,
+            tokens_with_prompts=tokens,
+            prompts=tuple(row.prompt for row in rows),
+            attention=(Rectangle(length, length),) * len(rows),
+            key_exchange=KeyExchange.gather,
+        )
 
-    size = parallel.context_parallel_size
     sequences = list(_sequences(rows, rows_of_prompt(config, role) > 1, size))
     num_tokens = sum(sequence.length for sequence in sequences)
-    multiple = unit if size == 1 else size * lcm(2, unit)
-    padding = -num_tokens % multiple
+    padding = -num_tokens % (size * multiple)
     sequences += [_Sequence(padding)] if padding else []
     tokens = (num_tokens + padding) // size
     chosen, scored = _predictors(sequences, size)
@@ -121,6 +149,7 @@ def pack(config: RunConfig, role: ModelRole, architecture: Architecture, rows: S
         scored=scored,
         responses=responses,
         tokens_with_prompts=num_tokens + padding + sum(prompts),
+        prompts=tuple({row.prompt_number: row.prompt for row in rows}.values()),
         attention=tuple(
             _ring_rectangles(sequences, size)
             if is_ring
@@ -128,6 +157,20 @@ def pack(config: RunConfig, role: ModelRole, architecture: Architecture, rows: S
         ),
         key_exchange=exchange,
     )
+
+
+def rank_multiple(role: ModelRole) -> int:
+    """Return the number to a multiple of which the tokens of a context-parallel rank are padded."""
+    unit = _num_parts(role) * token_multiple(role.megatron)
+    return unit if role.parallel.context_parallel_size == 1 else lcm(2, unit)
+
+
+def _num_parts(role: ModelRole) -> int:
+    return role.parallel.tensor_parallel_size if role.parallel.sequence_parallel else 1
+
+
+def _padded(tokens: float, multiple: int) -> int:
+    return ceil(tokens / multiple) * multiple
 
 
 def _gathers(config: RunConfig, architecture: Architecture) -> bool:
@@ -195,7 +238,7 @@ def _kept(chosen: Sequence[range], part: int, parts: int, multiple: int) -> int:
     for start in range(0, part * parts, part):
         held = sum(max(0, min(each.stop, start + part) - max(each.start, start)) for each in chosen)
         most = max(most, held)
-    return -(-most // multiple) * multiple
+    return _padded(most, multiple)
 
 
 def _two_calls(sequences: Sequence[_Sequence]) -> Iterator[Rectangle]:

@@ -7,19 +7,17 @@ every run in configs/.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from megarl.config.batch_arithmetic import Row
 from megarl.config.roles import ModelRole, needs_sum_pi_squared, scores_in_update
 from megarl.config.schema import PPOConfig, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.step_time.counts import Counts, total
+from megarl.step_time.packed_batch import PackedBatch
 from megarl.step_time.stage_passes import StagePasses, chunks_of_stage, dtype_of
 from megarl.step_time.update_work import reduction_counts, router_counts, step_counts
 
 
 def scoring_counts(
-    config: RunConfig, role: ModelRole, architecture: Architecture, stage: int, rows: Sequence[Row]
+    config: RunConfig, role: ModelRole, architecture: Architecture, stage: int, batch: PackedBatch
 ) -> Counts:
     """Return what it costs to score a micro-batch.
 
@@ -28,20 +26,20 @@ def scoring_counts(
         role: The role of the model.
         architecture: The model.
         stage: The pipeline stage.
-        rows: The rows of the micro-batch.
+        batch: The micro-batch.
     """
-    return StagePasses(config, role, architecture, stage, rows).forward(_num_scores(config, role))
+    return StagePasses(config, role, architecture, stage, batch).forward(_num_scores(config, role))
 
 
 def training_counts(
-    config: RunConfig, role: ModelRole, architecture: Architecture, stage: int, rows: Sequence[Row]
+    config: RunConfig, role: ModelRole, architecture: Architecture, stage: int, batch: PackedBatch
 ) -> Counts:
     """Return what the forward and backward pass of a micro-batch cost, with recomputation.
 
     A load-balancing loss of routers has another forward pass, which only counts. The arguments are those of
     `scoring_counts`.
     """
-    work = StagePasses(config, role, architecture, stage, rows)
+    work = StagePasses(config, role, architecture, stage, batch)
     num_scores = _num_trained_scores(config, role)
     passes = [work.forward(num_scores), work.backward(num_scores)]
     if architecture.experts is not None and role.experts.aux_loss_coefficient:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megarl.config.batch_arithmetic import Row, optimizer_steps_per_step
+from megarl.config.batch_arithmetic import optimizer_steps_per_step
 from megarl.config.roles import ModelRole, RolePhase, scores_in_update
 from megarl.config.schema import DType, PPOConfig, RunConfig
 from megarl.models.architecture import Architecture
@@ -13,7 +13,8 @@ from megarl.placement.memory import model_state
 from megarl.step_time.counts import CollectiveCount, Counts
 from megarl.step_time.elementwise import elementwise_bytes
 from megarl.step_time.lengths import Lengths
-from megarl.step_time.micro_batches import MicroBatches, micro_batches_of
+from megarl.step_time.micro_batches import micro_batches_of
+from megarl.step_time.packed_batch import PackedBatch
 from megarl.step_time.role_counts import (
     gradient_counts,
     optimizer_counts,
@@ -109,11 +110,11 @@ def _pass(
     config: RunConfig, role: ModelRole, phase: RolePhase, architecture: Architecture, lengths: Lengths
 ) -> PassWork:
     parallel = role.parallel
-    micro_batches = micro_batches_of(config, role, lengths, trains=phase.trains)
+    micro_batches = micro_batches_of(config, role, architecture, lengths, trains=phase.trains)
     last = parallel.pipeline_parallel_size - 1
     return PassWork(
         stages=tuple(
-            _stage(config, role, architecture, stage, micro_batches, phase.trains)
+            _stage(config, role, architecture, stage, micro_batches.typical, phase.trains)
             for stage in dict.fromkeys((0, min(1, last), last))
         ),
         num_stages=parallel.pipeline_parallel_size,
@@ -142,17 +143,16 @@ def _stage(
     role: ModelRole,
     architecture: Architecture,
     stage: int,
-    micro_batches: MicroBatches,
+    batch: PackedBatch,
     trains: bool,
 ) -> StageWork:
-    rows: tuple[Row, ...] = micro_batches.rows
     count = training_counts if trains else scoring_counts
     layers = layers_of_stage(architecture, role.parallel, stage)
     sparse = len(set(layers) & set(architecture.sparse_layers))
     launched = len(layers) + (_LAUNCHES_OF_SPARSE - 1) * sparse
     return StageWork(
-        counts=count(config, role, architecture, stage, rows),
-        nbytes=elementwise_bytes(config, role, architecture, stage, rows, trains=trains),
+        counts=count(config, role, architecture, stage, batch),
+        nbytes=elementwise_bytes(config, role, architecture, stage, batch, trains=trains),
         num_launches=launched * (1 + _LAUNCHES_OF_BACKWARD * trains),
     )
 

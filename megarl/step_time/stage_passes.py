@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
-from megarl.config.batch_arithmetic import Row
 from megarl.config.roles import ModelRole
 from megarl.config.schema import DType, ParallelConfig, Recompute, RecomputeModule, RunConfig
 from megarl.models.architecture import Architecture
@@ -15,7 +14,7 @@ from megarl.step_time.collectives import call
 from megarl.step_time.counts import NOTHING, Counts, total
 from megarl.step_time.head_work import embedding_work, head_work
 from megarl.step_time.layer_work import LayerTraits, LayerWork, layer_work, traits_of
-from megarl.step_time.packed_batch import pack
+from megarl.step_time.packed_batch import PackedBatch
 from megarl.step_time.vision_work import tower_work
 from megarl.step_time.work import IDLE, Edge, PassCounts
 
@@ -42,7 +41,7 @@ class StagePasses:
         role: ModelRole,
         architecture: Architecture,
         stage: int,
-        rows: Sequence[Row],
+        batch: PackedBatch,
     ) -> None:
         self._config = config
         self._role = role
@@ -50,7 +49,7 @@ class StagePasses:
         self._is_first = stage == 0
         self._is_last = stage == role.parallel.pipeline_parallel_size - 1
         self._chunks = chunks_of_stage(architecture, role.parallel, stage)
-        self._batch = pack(config, role, architecture, rows)
+        self._batch = batch
         dtype = dtype_of(config)
         self._edge = Edge(role.parallel, self._batch.tokens, architecture.hidden_size, dtype)
         self._numbers = _traits_of_chunks(architecture, self._chunks)
@@ -61,7 +60,7 @@ class StagePasses:
         self._trains_tower = architecture.lora is None and not role.freeze_vision
         self._tower = (IDLE, IDLE)
         if architecture.vision is not None and self._is_first:
-            self._tower = tower_work(architecture, self._edge, rows, trains=self._trains_tower)
+            self._tower = tower_work(architecture, self._edge, batch, trains=self._trains_tower)
 
     def forward(self, num_scores: int) -> Counts:
         """Return the forward pass.

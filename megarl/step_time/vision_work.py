@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isqrt
 
-from megarl.config.batch_arithmetic import Row
 from megarl.models.architecture import Architecture
 from megarl.models.flops import pairs_of_block, tower_matrices
 from megarl.step_time.counts import NOTHING, Counts, product, total
+from megarl.step_time.packed_batch import PackedBatch
 from megarl.step_time.work import Edge, PassCounts, joined, linear
 
 
 def tower_work(
-    architecture: Architecture, edge: Edge, rows: Sequence[Row], *, trains: bool
+    architecture: Architecture, edge: Edge, batch: PackedBatch, *, trains: bool
 ) -> tuple[PassCounts, PassCounts]:
     """Return the work of the tower's blocks, and of what is around them.
 
@@ -22,14 +22,13 @@ def tower_work(
     Args:
         architecture: The model, which has a tower.
         edge: The hidden states of the language model.
-        rows: The rows of the micro-batch.
+        batch: The micro-batch.
         trains: Whether the tower is trained.
     """
     vision = architecture.vision
     assert vision is not None
-    prompts = {row.prompt_number: row.prompt for row in rows}
-    sides = [isqrt(prompt) for prompt in prompts.values()]
-    tokens = sum(side**2 for side in sides)
+    sides = [isqrt(prompt) for prompt in batch.prompts]
+    tokens = round(batch.share * sum(side**2 for side in sides))
     patches = tokens * vision.patches_per_token
 
     blocks = []
@@ -43,7 +42,7 @@ def tower_work(
         (blocks if matrix.in_block else around).append(work)
 
     # Two products per pair in the forward pass, and five in the backward pass.
-    pairs = sum(
+    pairs = batch.share * sum(
         pairs_of_block(vision, block, vision.spatial_merge_size * side, vision.spatial_merge_size * side)
         for block in range(vision.depth)
         for side in sides

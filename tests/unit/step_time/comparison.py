@@ -14,6 +14,7 @@ from megarl.config.validate import read_architectures
 from megarl.rehearsal.record import POINT_TO_POINT, PhaseRecord, RankRecord, RankRequest
 from megarl.step_time.collectives import AXES
 from megarl.step_time.counts import Counts, total
+from megarl.step_time.packed_batch import pack
 from megarl.step_time.role_counts import (
     gradient_counts,
     optimizer_counts,
@@ -75,11 +76,17 @@ def counts_of_phases(request: RankRequest, stage: int) -> dict[str, Counts]:
     architecture = read_architectures(config)[0][role.name]
     number = request.num_micro_batches
     scored = fullest_micro_batch(config, role, architecture, trains=False)
-    phases = {"score": scoring_counts(config, role, architecture, stage, scored).times(number)}
+    phases = {
+        "score": scoring_counts(
+            config, role, architecture, stage, pack(config, role, architecture, scored)
+        ).times(number)
+    }
 
     if role.optim is not None:
         rows = fullest_micro_batch(config, role, architecture, trains=True)
-        passes = training_counts(config, role, architecture, stage, rows).times(number)
+        passes = training_counts(
+            config, role, architecture, stage, pack(config, role, architecture, rows)
+        ).times(number)
         phases["train"] = total((passes, gradient_counts(config, role, architecture, stage)))
         phases["step"] = optimizer_counts(config, role, architecture, stage)
         phases["train again"] = phases["train"]

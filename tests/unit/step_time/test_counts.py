@@ -17,7 +17,7 @@ from megarl.config.validate import read_architectures
 from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.record import RankRequest
 from megarl.step_time.counts import CollectiveCount, Counts, Product, total
-from megarl.step_time.packed_batch import Rectangle
+from megarl.step_time.packed_batch import Rectangle, pack
 from megarl.step_time.role_counts import scoring_counts
 from tests.unit.rehearsal.runs import TINY, ppo, save_config
 from tests.unit.step_time.comparison import EXACT, differences
@@ -57,7 +57,9 @@ def test_a_micro_batch_by_hand(tmp_path_factory: pytest.TempPathFactory) -> None
     model = save_config(tmp_path_factory.mktemp("tiny") / "model", TINY)
     config = ppo(model, ParallelConfig(tensor_parallel_size=2))
     role = model_roles(config)[0]
-    counts = scoring_counts(config, role, read_architectures(config)[0]["actor"], 0, [Row(3, 5)])
+    architecture = read_architectures(config)[0]["actor"]
+    batch = pack(config, role, architecture, [Row(3, 5)])
+    counts = scoring_counts(config, role, architecture, 0, batch)
 
     assert sorted(counts.products) == sorted(
         [
