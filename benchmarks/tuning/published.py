@@ -19,7 +19,7 @@ from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
-from megarl.placement.memory import pushed_bytes
+from megarl.placement.memory import engine_weights, pushed_bytes
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.plan import plan_placement
 from megarl.step_time.device import DeviceProfile, Efficiency
@@ -31,7 +31,7 @@ from megarl.step_time.phase_time import PhaseTime
 from megarl.step_time.role_time import times_of
 from megarl.step_time.role_work import RoleWork, role_work
 from megarl.step_time.step import GENERATION, PUSH, PredictedStep, combine
-from megarl.step_time.transfers import offload_times
+from megarl.step_time.transfers import moved_items, offload_times
 
 ROWS_FILE = Path(__file__).parent / "published_steps.json"
 _FOLDERS = {
@@ -41,10 +41,16 @@ _FOLDERS = {
     "Qwen3-235B-A22B": "Qwen3-235B-A22B",
     "DeepSeek-V3": "DeepSeek-V3.1-BF16",
 }
-# Runs that recompute all layers, and the micro-batches of scoring in rows of maximum length, from the recipes
-# of the same runs.
+# Runs that recompute all layers, and the micro-batches of scoring in rows of maximum length, by staleness, from
+# the recipes of the same releases.
 _RECOMPUTED = ("Llama-3.1-8B", "Qwen3-235B-A22B", "DeepSeek-V3")
-_SCORED_ROWS = {"Llama-3.1-8B": 2, "Qwen3-32B": 4, "Qwen3-30B-A3B": 2}
+_SCORED_ROWS = {
+    ("Llama-3.1-8B", 0): 2,
+    ("Qwen3-32B", 0): 4,
+    ("Qwen3-30B-A3B", 0): 4,
+    ("Qwen3-30B-A3B", 1): 4,
+    ("DeepSeek-V3", 1): 2,
+}
 # These runs move parameters and optimizer state by Tensor.to("cpu"), which copies to pageable memory. Bytes per
 # second of such copies from all devices of a node at once, in 10**9.
 _PAGEABLE_GB_S = 6.0
@@ -127,7 +133,7 @@ def _run(row: Mapping[str, Any]) -> PublishedRun:
             "micro_batch": {"max_tokens": longest // layout.get("cp", 1)},
             "recompute": "full" if name in _RECOMPUTED else "none",
         },
-        "reference": {"micro_batch": {"max_tokens": longest * _SCORED_ROWS.get(name, 1)}},
+        "reference": {"micro_batch": {"max_tokens": longest * _SCORED_ROWS.get((name, row["staleness"]), 1)}},
         "rollout": {
             "engine": "sglang",
             "num_replicas": engines // row["gen_tp"],
@@ -163,9 +169,18 @@ def _run(row: Mapping[str, Any]) -> PublishedRun:
         config,
         plan_placement(config),
         policy,
-        tuple(role_work(config, role, stages, lengths) for role in model_roles(config)),
+        tuple(_scored_twice(role_work(config, role, stages, lengths)) for role in model_roles(config)),
         lengths,
     )
+
+
+def _scored_twice(work: RoleWork) -> RoleWork:
+    """Return the work with the log-probs before the update, which these releases compute in every step."""
+    phases = {
+        name: phase._replace(num_passes=1) if name == "old_log_prob" else phase
+        for name, phase in work.phases.items()
+    }
+    return work._replace(phases=phases)
 
 
 def _with_equal_stages(policy: Architecture, num_stages: int) -> Architecture:
@@ -180,20 +195,27 @@ def _with_equal_stages(policy: Architecture, num_stages: int) -> Architecture:
 
 def predict(run: PublishedRun, device: DeviceProfile) -> PredictedStep:
     config, plan, policy = run.config, run.plan, run.policy
+    sync = _sync_time(run, device)
     device = replace(device, host_gb_s=_PAGEABLE_GB_S)
     times = {GENERATION: generation_time(config, policy, device, run.lengths, run.staleness)}
     for work in run.work:
         times |= times_of(work, device)
-    times[PUSH] = _sync_time(run, device)
+    times[PUSH] = sync
     architectures = {role.name: policy for role in model_roles(config)}
-    moves = offload_times(config, plan, architectures, device)
+    moves = offload_times(config, moved_items(plan), architectures, device)
     return combine(config, plan, times, moves, device, run.lengths)
 
 
 def _sync_time(run: PublishedRun, device: DeviceProfile) -> PhaseTime:
-    """Return the time of a weight sync of the published runs, in which every GPU receives the whole model."""
+    """Return the time of a weight sync of the published runs, in which every GPU receives the whole model.
+
+    Engines that take turns with training sleep: vLLM's level 1 copies their weights to pinned memory and back.
+    """
     rate = device.between_nodes.gb_s * device.efficiency.links * 1e9
-    return PhaseTime.of(messages=pushed_bytes(run.config, run.policy) / rate)
+    slept = 0 if run.staleness else 2 * engine_weights(run.config, run.policy)
+    return PhaseTime.of(
+        messages=pushed_bytes(run.config, run.policy) / rate, offload=slept / (device.host_gb_s * 1e9)
+    )
 
 
 def observe(runs: Sequence[PublishedRun]) -> list[Observation]:

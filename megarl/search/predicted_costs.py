@@ -8,6 +8,7 @@ from megarl.config.roles import ModelRole, RoleKind, model_roles
 from megarl.config.schema import DType, PPOConfig
 from megarl.models.architecture import Architecture
 from megarl.models.flops import training_flops
+from megarl.placement.dataflow import Item
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.step_time.device import DeviceProfile
 from megarl.step_time.generation import generation_time
@@ -15,10 +16,10 @@ from megarl.step_time.lengths import Lengths
 from megarl.step_time.phase_time import PhaseTime, peak_flops
 from megarl.step_time.role_time import role_times
 from megarl.step_time.step import GENERATION, PUSH, PredictedStep, combine
-from megarl.step_time.transfers import offload_times, push_time
+from megarl.step_time.transfers import moved_items, offload_times, push_time
 
-# A typical micro-batch may have fewer tokens than the mean, so the bound is below the time of all tokens.
-_CAUTION = 0.5
+# The lengths of a bound are sampled, so it is taken to be below the time of all responses.
+_CAUTION = 0.95
 
 
 class PredictedCosts:
@@ -33,6 +34,7 @@ class PredictedCosts:
         self._flops: dict[str, int] = {}
         self._of_roles: dict[Hashable, Mapping[str, PhaseTime]] = {}
         self._of_engines: dict[Hashable, PhaseTime] = {}
+        self._moved: dict[Hashable, Mapping[str, frozenset[Item]]] = {}
 
     def role_times(
         self, config: PPOConfig, role: ModelRole, architecture: Architecture
@@ -77,5 +79,12 @@ class PredictedCosts:
         for role in model_roles(config):
             times |= self.role_times(config, role, architectures[role.name])
         times[PUSH] = push_time(config, plan, architectures["actor"], self._device)
-        moves = offload_times(config, plan, architectures, self._device)
+        moves = offload_times(config, self._moved_items(plan), architectures, self._device)
         return combine(config, plan, times, moves, self._device, self._lengths)
+
+    def _moved_items(self, plan: PlacementPlan) -> Mapping[str, frozenset[Item]]:
+        # What is moved depends on which roles share devices, not on their number.
+        key = tuple((role, plan.on_same_devices(role)) for role in plan.roles)
+        if key not in self._moved:
+            self._moved[key] = moved_items(plan)
+        return self._moved[key]

@@ -23,7 +23,7 @@ from megarl.step_time.phase_time import PhaseTime
 from megarl.step_time.role_time import times_of
 from megarl.step_time.role_work import RoleWork, role_work
 from megarl.step_time.step import GENERATION, PUSH, combine
-from megarl.step_time.transfers import offload_times, push_time
+from megarl.step_time.transfers import moved_items, offload_times, push_time
 from megarl.tracking.metrics_file import Points, read_metrics
 from megarl.tracking.run_files import CONFIG_FILE, METRICS_FILE
 
@@ -142,6 +142,7 @@ class _Run:
         self._architectures = architectures
         self._lengths = lengths
         self._plan: PlacementPlan = plan_placement(config)
+        self._moved = moved_items(self._plan)
         self._work: list[RoleWork] = [
             role_work(config, role, architectures[role.name], lengths) for role in model_roles(config)
         ]
@@ -162,6 +163,6 @@ class _Run:
 
     def step_s(self, device: DeviceProfile) -> float:
         """Return the time of the whole step."""
-        moves = offload_times(self._config, self._plan, self._architectures, device)
+        moves = offload_times(self._config, self._moved, self._architectures, device)
         times = self.times(device)
         return combine(self._config, self._plan, times, moves, device, self._lengths).seconds

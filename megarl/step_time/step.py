@@ -15,7 +15,7 @@ from megarl.step_time.generation import generation_time
 from megarl.step_time.lengths import Lengths
 from megarl.step_time.phase_time import PhaseTime
 from megarl.step_time.role_time import role_times
-from megarl.step_time.transfers import offload_times, push_time
+from megarl.step_time.transfers import moved_items, offload_times, push_time
 
 PUSH = "update_weights"
 GENERATION = "gen"
@@ -100,7 +100,7 @@ def predict_step(
     for role in model_roles(config):
         times |= role_times(config, role, architectures[role.name], device, lengths)
     times[PUSH] = push_time(config, plan, architectures["actor"], device)
-    moves = offload_times(config, plan, architectures, device)
+    moves = offload_times(config, moved_items(plan), architectures, device)
     return combine(config, plan, times, moves, device, lengths)
 
 
@@ -126,7 +126,11 @@ def combine(
         device: The device.
         lengths: The lengths of prompts and responses.
     """
-    whole = {name: time.plus(PhaseTime.of(offload=moves.get(name, 0.0))) for name, time in times.items()}
+    # A phase without a predicted time of its own still takes the time of its moves.
+    whole = {
+        name: times.get(name, PhaseTime.of()).plus(PhaseTime.of(offload=moves.get(name, 0.0)))
+        for name in dict.fromkeys((*times, *moves))
+    }
     is_ahead = _ahead(config) > 0
     schedule = _scheduled(plan, whole, without=(GENERATION,) if is_ahead else ())
     end_s = max(each.end_s for each in schedule)

@@ -54,27 +54,37 @@ def _fits_on_node(config: PPOConfig, plan: PlacementPlan) -> bool:
     return config.actor.parallel.replica_size <= plan.devices_per_node
 
 
+def moved_items(plan: PlacementPlan) -> dict[str, frozenset[Item]]:
+    """Return, for each phase, the parts of state that are offloaded or restored at its begin."""
+    turns = OffloadPlan(plan)
+    held = turns.held()
+    names = [phase.name for phase in turns.phases]
+    moved = {}
+    for index, name in enumerate(names):
+        before = held[names[index - 1]]
+        moved[name] = (before - held[name]) | (turns.coming(name) - before)
+    return moved
+
+
 def offload_times(
-    config: RunConfig, plan: PlacementPlan, architectures: Mapping[str, Architecture], device: DeviceProfile
+    config: RunConfig,
+    moved: Mapping[str, frozenset[Item]],
+    architectures: Mapping[str, Architecture],
+    device: DeviceProfile,
 ) -> dict[str, float]:
     """Return, for each phase, the seconds of offloading and restoring state at its begin.
 
     Gradients, and an engine's weights and cache, are dropped and allocated again without a copy.
+
+    Args:
+        config: The run.
+        moved: What is moved in its placement (`moved_items`).
+        architectures: The architecture of each model role, by its name.
+        device: The device.
     """
-    turns = OffloadPlan(plan)
-    roles = {role.name: role for role in model_roles(config)}
-    states = {name: _state(config, role, architectures[name]) for name, role in roles.items()}
-    held = turns.held()
-    names = [phase.name for phase in turns.phases]
-    seconds: dict[str, float] = {}
-
-    for index, name in enumerate(names):
-        before = held[names[index - 1]]
-        moved = sum(_copied(states, item) for item in (before - held[name]) | (turns.coming(name) - before))
-        if moved:
-            seconds[name] = moved / (device.host_gb_s * 1e9)
-
-    return seconds
+    states = {role.name: _state(config, role, architectures[role.name]) for role in model_roles(config)}
+    nbytes = {name: sum(_copied(states, item) for item in items) for name, items in moved.items()}
+    return {name: size / (device.host_gb_s * 1e9) for name, size in nbytes.items() if size}
 
 
 def _state(config: RunConfig, role: ModelRole, architecture: Architecture) -> Usage:

@@ -58,6 +58,15 @@ def test_roles_that_share_devices_take_turns() -> None:
         assert other.start_s == pytest.approx(one.end_s)
 
 
+def test_state_is_moved_in_phases_without_a_time_too() -> None:
+    config = shipped("qwen2.5_7b_ppo", "placement.strategy=fully_collocate")
+    times = {name: seconds for name, seconds in TIMES.items() if name != "ref"}
+    overhead_s = config.samples_per_step * DEVICE.sample_ms / 1e3
+    assert combined(config, times, {"ref": 7.0}).seconds == pytest.approx(
+        sum(times.values()) + 7.0 + overhead_s
+    )
+
+
 def test_roles_on_their_own_devices_work_at_the_same_time() -> None:
     config = shipped("qwen2.5_7b_ppo_split")
     step = combined(config, TIMES, {})

@@ -12,7 +12,6 @@ from megarl.step_time.fit import Observation, fit_device
 from megarl.step_time.generation import DecodeModel, decode_s
 from megarl.step_time.lengths import Lengths, assumed_lengths, measured_lengths
 from megarl.step_time.links import RankSpan, collective_s, ranks_on_node
-from megarl.step_time.micro_batches import num_bins
 from megarl.step_time.phase_time import PhaseTime, peak_flops
 from megarl.step_time.pipeline import pipeline_s
 
@@ -116,13 +115,6 @@ def test_the_pipeline_agrees_with_a_simulated_schedule(stages: list[float], num_
     simulated = one_forward_one_backward(stages, num_micro_batches)
     # Exact for equal stages. A slow first stage fills a part of its bubble with forward passes.
     assert simulated - 1e-9 <= pipeline_s(stages, num_micro_batches) <= 1.15 * simulated
-
-
-def test_best_fit_decreasing_packing() -> None:
-    assert num_bins((6, 5, 4, 3, 2), 10) == 2  # 6 + 4 and 5 + 3 + 2
-    assert num_bins((6, 6, 6), 10) == 3
-    assert num_bins((12, 10, 1), 10) == 3  # the first one does not fit, and is alone
-    assert num_bins((10,) * 7, 20) == 4
 
 
 def test_assumed_lengths_have_the_mean_and_the_limit() -> None:
