@@ -18,7 +18,7 @@ from megarl.step_time.role_time import role_times
 from megarl.step_time.step import GENERATION, PUSH, PredictedStep, combine
 from megarl.step_time.transfers import moved_items, offload_times, push_time
 
-# The lengths of a bound are sampled, so it is taken to be below the time of all responses.
+# The lengths of a bound are sampled, so the bound stays below the time of all responses.
 _CAUTION = 0.95
 
 
@@ -83,7 +83,7 @@ class PredictedCosts:
         return combine(config, plan, times, moves, self._device, self._lengths)
 
     def _moved_items(self, plan: PlacementPlan) -> Mapping[str, frozenset[Item]]:
-        # What is moved depends on which roles share devices, not on their number.
+        # Moves depend on which roles share devices, not on the number of devices.
         key = tuple((role, plan.on_same_devices(role)) for role in plan.roles)
         if key not in self._moved:
             self._moved[key] = moved_items(plan)

@@ -1,4 +1,4 @@
-"""What the variants of a unit differ in: layouts in the order to look at, micro-batches, recomputation."""
+"""Choices of a unit: layouts in the order to look at them, limits of micro-batches, and recomputation."""
 
 from __future__ import annotations
 
