@@ -26,6 +26,7 @@ _PR_SET_PDEATHSIG = 1
 _STARTERS = (
     "-m examples.resume",
     "-m torch.distributed.run",
+    "-m megarl.launch.job",
     "-m megarl.launch.ray_node",
     "-m megarl launch",
 )
