@@ -10,11 +10,12 @@ from torch import Tensor
 
 from megarl.rehearsal.ledger import Ledger, place
 from megarl.rehearsal.record import Collective, RankPush, RehearsalError
-from megarl.weights.execution import Channel, PeerTransfers, PipelinedTransfer
+from megarl.weights.execution import PipelinedTransfer
 from megarl.weights.p2p import Message, P2PGroup, PendingMessages
 from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
-from megarl.weights.schedule import Part
+from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.tensors import WeightTransferError
+from megarl.weights.transfer import Channel
 from megarl.weights.transforms import merged_shards
 
 if TYPE_CHECKING:

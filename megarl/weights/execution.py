@@ -1,89 +1,24 @@
 """Execute a transfer plan on one rank, round by round.
 
 The rank packs what it sends and collects what it receives in a receive buffer. The previous round is unpacked
-while the current one travels, so two messages are in flight in each direction. A rank that waits for a long
-time returns to its caller, which can then notice the death of a peer that the communicator of a device does
-not report.
+while the current one travels, so two messages are in flight in each direction.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import methodcaller
-from typing import NamedTuple
 
 import torch
 
-from megarl.machine.usage import Stopwatch
-from megarl.weights.p2p import Message, P2PGroup, PendingMessages
-from megarl.weights.schedule import Part, TransferSchedule
+from megarl.weights.p2p import Message
+from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
 from megarl.weights.tensors import WeightTransferError
-
-PATIENCE_S = 1.0  # the longest wait for a peer before returning to the caller
-# An engine rank returns to its caller this often, so that the caller notices if it hangs.
-TIME_SLICE_S = 10.0
+from megarl.weights.transfer import Channel, Transfer
 
 # yields the views that contain the elements of a part, in order
 Regions = Callable[[Part], Iterable[torch.Tensor]]
-
-
-class PeerTransfers:
-    """The transfer schedules between this rank and its peers, by the peers' ranks.
-
-    The messages of a round are contiguous in memory, in the order of the peers.
-    """
-
-    def __init__(self, schedules: Mapping[int, TransferSchedule]) -> None:
-        self.schedules = dict(sorted(schedules.items()))
-        self.num_rounds = next(iter(self.schedules.values())).num_rounds if self.schedules else 0
-        self._later: dict[int, PeerTransfers] = {0: self}
-
-    def after(self, first_round: int) -> PeerTransfers:
-        """Return the transfers without the rounds before `first_round`. They are made once."""
-        if first_round not in self._later:
-            self._later[first_round] = PeerTransfers(
-                {rank: schedule.after(first_round) for rank, schedule in self.schedules.items()}
-            )
-        return self._later[first_round]
-
-    def of_round(self, number: int) -> Iterator[tuple[int, TransferSchedule, slice]]:
-        """Yield each peer, its schedule, and the position of its message in the round."""
-        start = 0
-        for rank, schedule in self.schedules.items():
-            if length := schedule.length(number):
-                yield rank, schedule, slice(start, start + length)
-                start += length
-
-    def parts(self, number: int, flat: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-        """Yield the parts of a received round with their elements, shaped like the slice.
-
-        Args:
-            number: The round.
-            flat: The flat buffer that contains the round.
-        """
-        for _, schedule, where in self.of_round(number):
-            position = where.start
-            for part in schedule.message(number):
-                stop = position + part.tensor_slice.volume
-                yield part, flat[position:stop].view(part.tensor_slice.shape)
-                position = stop
-
-    def length(self, number: int) -> int:
-        """Return the number of elements in a round."""
-        return sum(schedule.length(number) for schedule in self.schedules.values())
-
-    @property
-    def largest(self) -> int:
-        """The number of elements in the largest round."""
-        return max(map(self.length, range(self.num_rounds)), default=0)
-
-    @property
-    def numel(self) -> int:
-        """The number of elements in all rounds."""
-        return sum(schedule.numel for schedule in self.schedules.values())
 
 
 class ReceiveBuffer(ABC):
@@ -132,23 +67,7 @@ class ReceiveBuffer(ABC):
         return True
 
 
-class Channel(NamedTuple):
-    """One p2p group and what this rank sends and receives through it.
-
-    Attributes:
-        p2p: The group.
-        sends: What this rank sends, by the peers' ranks in the group.
-        receives: Whether messages to the receive buffer come through this group.
-        replica: The engine on the other side. None: the transfer cannot continue without the peers.
-    """
-
-    p2p: P2PGroup
-    sends: PeerTransfers
-    receives: bool = False
-    replica: int | None = None
-
-
-class PipelinedTransfer:
+class PipelinedTransfer(Transfer):
     """Runs this rank's part of a transfer: packs and sends one round while the previous one travels.
 
     Args:
@@ -160,11 +79,6 @@ class PipelinedTransfer:
         yields_regularly: Whether to return to the caller every TIME_SLICE_S even if no peer is slow.
         are_computed: Whether regions are computed when they are asked for, so that each is packed, and freed,
             before the next one. Otherwise they are views of parameters, which may be sent in place.
-
-    Attributes:
-        lost: The reason for each replica that is gone or was dropped.
-        packing: The time spent copying.
-        waiting_s: The time spent waiting for peers, in seconds.
     """
 
     def __init__(
@@ -178,49 +92,17 @@ class PipelinedTransfer:
         *,
         are_computed: bool = False,
     ) -> None:
-        self._channels = tuple(channels)
+        super().__init__(channels, buffers.device, yields_regularly)
         self._num_rounds = num_rounds
         self._buffers = buffers
         self._regions = regions
         self._are_computed = are_computed
         self._receive_buffer = receive_buffer
-        self._pending: dict[tuple[Channel, int], PendingMessages] = {}
-        self._steps = self._work()
-        self._time_slice_s = TIME_SLICE_S if yields_regularly else float("inf")
-        self._deadline_s = 0.0
-        self.lost: dict[int, str] = {}
-        self.packing = Stopwatch(buffers.device)
-        self.waiting_s = 0.0
-
-    def run(self, dropped: Collection[int] = ()) -> bool:
-        """Continue the transfer until it is complete or has not progressed for a while.
-
-        Args:
-            dropped: Replicas that are dead.
-
-        Returns:
-            True when the transfer is complete. After False, call the method again.
-
-        Raises:
-            WeightTransferError: A peer is gone without which the transfer cannot continue.
-        """
-        for replica in set(dropped) - self.lost.keys():
-            self._lose(replica, WeightTransferError("it was dropped"))
-        self._deadline_s = time.monotonic() + self._time_slice_s
-
-        with torch.no_grad():
-            # The generator yields after a long wait or a time slice; when it ends, the transfer is complete.
-            for _ in self._steps:
-                return False
-
-        return True
-
-    # ---- the work: a generator that yields after waiting for PATIENCE_S
 
     def _work(self) -> Iterator[None]:
         for number in range(self._num_rounds):
             # Return to the caller regularly, even if no peer is slow.
-            if time.monotonic() > self._deadline_s:
+            if not self._has_time:
                 yield
             # Two pack buffers alternate, so the messages of round n - 2 must have been sent by now.
             yield from self._arrival(number - 2)
@@ -234,31 +116,6 @@ class PipelinedTransfer:
         yield from self._arrival(self._num_rounds - 2)
         yield from self._delivery(self._num_rounds - 1)
         yield from self._until(self._ask_buffer(lambda receive_buffer: receive_buffer.is_taken()))
-
-    def _until(self, is_so: Callable[[], bool]) -> Iterator[None]:
-        start_s = time.perf_counter()
-        while not is_so():
-            yield
-        self.waiting_s += time.perf_counter() - start_s
-
-    def _arrival(self, number: int) -> Iterator[None]:
-        """Wait for all messages of a round."""
-        for channel in self._channels:
-            yield from self._until(partial(self._has_arrived, channel, number))
-
-    def _has_arrived(self, channel: Channel, number: int) -> bool:
-        transfer = self._pending.get((channel, number))
-        if transfer is None or (channel.replica is not None and channel.replica in self.lost):
-            return True
-
-        try:
-            if not transfer.is_done(PATIENCE_S):
-                return False
-        except WeightTransferError as error:
-            self._lose(channel.replica, error)
-
-        self._pending.pop((channel, number), None)
-        return True
 
     def _delivery(self, number: int) -> Iterator[None]:
         yield from self._arrival(number)
@@ -287,25 +144,12 @@ class PipelinedTransfer:
 
         return answer
 
-    def _lose(self, replica: int | None, error: WeightTransferError) -> None:
-        if replica is None:
-            raise error
-        self.lost[replica] = str(error)
-
-        # Only messages to and from this replica end; the transfer to the others continues.
-        for channel in self._channels:
-            if channel.replica == replica:
-                channel.p2p.abort()
-                self._pending = {
-                    key: transfer for key, transfer in self._pending.items() if key[0] is not channel
-                }
-
     # ---- one round
 
     def _start(self, number: int) -> None:
         position = 0
         for channel in self._channels:
-            if channel.replica is not None and channel.replica in self.lost:
+            if self._is_lost(channel):
                 continue
             # All messages of the round are packed consecutively in its buffer.
             sends = []
@@ -320,10 +164,7 @@ class PipelinedTransfer:
             )
             # Sends and receives start together to rule out a deadlock between two ranks.
             if sends or receives:
-                try:
-                    self._pending[channel, number] = channel.p2p.start(sends, receives, number)
-                except WeightTransferError as error:
-                    self._lose(channel.replica, error)
+                self._exchange(channel, sends, receives, number)
 
         # Data that the target receives from this same rank is copied while the messages travel.
         if (receive_buffer := self._receive_buffer) is not None and receive_buffer.own is not None:
@@ -361,17 +202,29 @@ class PipelinedTransfer:
 
     def _pack(self, regions: Iterable[torch.Tensor], flat: torch.Tensor) -> None:
         with self.packing:
-            if self._are_computed:
-                for region in regions:
-                    flat[: region.numel()].view(region.shape).copy_(region)
-                    flat = flat[region.numel() :]
-                return
+            pack(regions, flat, self._are_computed)
 
-            sources = list(regions)
-            targets = flat.split([source.numel() for source in sources])
-            copy_tensors(
-                [target.view(source.shape) for target, source in zip(targets, sources, strict=True)], sources
-            )
+
+def pack(regions: Iterable[torch.Tensor], flat: torch.Tensor, are_computed: bool) -> None:
+    """Copy regions to flat memory, one after another.
+
+    Args:
+        regions: The elements.
+        flat: Where they are copied to; it has at least as many elements.
+        are_computed: Whether regions are computed when they are asked for, so that each is freed before the
+            next one.
+    """
+    if are_computed:
+        for region in regions:
+            flat[: region.numel()].view(region.shape).copy_(region)
+            flat = flat[region.numel() :]
+        return
+
+    sources = list(regions)
+    targets = flat.split([source.numel() for source in sources])
+    copy_tensors(
+        [target.view(source.shape) for target, source in zip(targets, sources, strict=True)], sources
+    )
 
 
 def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from megarl.weights.execution import PeerTransfers
 from megarl.weights.ipc import IPCAddress
 from megarl.weights.message_words import Places, WordCounts, places_in_words, slices_in_words
 from megarl.weights.p2p import P2PAddress
 from megarl.weights.plan import TensorSlices
-from megarl.weights.schedule import Part, TransferSchedule
+from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
 from megarl.weights.tensors import TensorSlice, WeightTransferError
+from megarl.weights.transports.delta import DeltaEndpoint, DeltaReceiver
 from megarl.weights.transports.device import DeviceEndpoint, DeviceReceiver
 from megarl.weights.transports.group import GroupEndpoint, GroupReceiver
 from megarl.weights.transports.interface import DestinationViews, Receiver
@@ -26,6 +26,7 @@ from megarl.weights.transports.interface import DestinationViews, Receiver
 _TRANSPORTS: dict[str, tuple[type, type, type]] = {
     "device": (DeviceEndpoint, IPCAddress, DeviceReceiver),
     "group": (GroupEndpoint, P2PAddress, GroupReceiver),
+    "delta": (DeltaEndpoint, P2PAddress, DeltaReceiver),
 }
 
 
@@ -40,7 +41,7 @@ class EngineLink:
         words: The numbers of words of tensors with a wider dtype (see message_words.py).
     """
 
-    place: GroupEndpoint | DeviceEndpoint
+    place: GroupEndpoint | DeltaEndpoint | DeviceEndpoint
     schedules: Mapping[int, TransferSchedule]
     dtype: torch.dtype
     words: WordCounts = field(default_factory=dict)

@@ -1,13 +1,16 @@
-"""The schedule of what one rank sends to another, in rounds."""
+"""The schedules of what one rank sends to others, in rounds."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.weights.tensors import TensorSlice, range_slices
+
+if TYPE_CHECKING:  # planning must not import torch
+    import torch
 
 _LARGE = 2**18  # parts with this many elements are sent separately, which is faster than copying them
 
@@ -17,6 +20,9 @@ class Part(NamedTuple):
 
     name: str
     tensor_slice: TensorSlice
+
+
+ScheduleKey = tuple[tuple[Part, ...], tuple[int, ...]]
 
 
 class TransferSchedule:
@@ -49,6 +55,21 @@ class TransferSchedule:
             len(starts),
             [bound - bounds[0] for bound in bounds],
         )
+
+    @property
+    def key(self) -> ScheduleKey:
+        """The identity of the schedule. Equal schedules have the same elements, in the same order and rounds."""
+        return self.parts, tuple(map(self.length, range(self.num_rounds)))
+
+    def in_chunks(self, most: int) -> TransferSchedule:
+        """Return the schedule in rounds of at most `most` elements, whatever its rounds are."""
+        bounds = [*range(0, self.numel, most), self.numel]
+        return TransferSchedule(self.parts, len(bounds) - 1, bounds)
+
+    @property
+    def largest(self) -> int:
+        """The number of elements in the largest message."""
+        return max(map(self.length, range(self.num_rounds)), default=0)
 
     def length(self, number: int) -> int:
         """Return the number of elements in the message of a round."""
@@ -98,3 +119,59 @@ class TransferSchedule:
 
 
 TransferSchedules = Mapping[int, TransferSchedule]  # by the rank on the other end
+
+
+class PeerTransfers:
+    """The transfer schedules between this rank and its peers, by the peers' ranks.
+
+    The messages of a round are contiguous in memory, in the order of the peers.
+    """
+
+    def __init__(self, schedules: Mapping[int, TransferSchedule]) -> None:
+        self.schedules = dict(sorted(schedules.items()))
+        self.num_rounds = next(iter(self.schedules.values())).num_rounds if self.schedules else 0
+        self._later: dict[int, PeerTransfers] = {0: self}
+
+    def after(self, first_round: int) -> PeerTransfers:
+        """Return the transfers without the rounds before `first_round`. They are made once."""
+        if first_round not in self._later:
+            self._later[first_round] = PeerTransfers(
+                {rank: schedule.after(first_round) for rank, schedule in self.schedules.items()}
+            )
+        return self._later[first_round]
+
+    def of_round(self, number: int) -> Iterator[tuple[int, TransferSchedule, slice]]:
+        """Yield each peer, its schedule, and the position of its message in the round."""
+        start = 0
+        for rank, schedule in self.schedules.items():
+            if length := schedule.length(number):
+                yield rank, schedule, slice(start, start + length)
+                start += length
+
+    def parts(self, number: int, flat: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+        """Yield the parts of a received round with their elements, shaped like the slice.
+
+        Args:
+            number: The round.
+            flat: The flat buffer that contains the round.
+        """
+        for _, schedule, where in self.of_round(number):
+            position = where.start
+            for part in schedule.message(number):
+                stop = position + part.tensor_slice.volume
+                yield part, flat[position:stop].view(part.tensor_slice.shape)
+                position = stop
+
+    def length(self, number: int) -> int:
+        """Return the number of elements in a round."""
+        return sum(schedule.length(number) for schedule in self.schedules.values())
+
+    @property
+    def largest(self) -> int:
+        """The number of elements in the largest round."""
+        return max(map(self.length, range(self.num_rounds)), default=0)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements in all rounds."""
+        return sum(schedule.numel for schedule in self.schedules.values())

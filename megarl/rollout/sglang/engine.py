@@ -55,10 +55,10 @@ from megarl.rollout.sglang.server_args import (
     node_args,
     vocab_size,
 )
-from megarl.weights.execution import TIME_SLICE_S
 from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import ChunkMeta, Manifest, WeightTransferError
+from megarl.weights.transfer import TIME_SLICE_S
 
 T = TypeVar("T")
 

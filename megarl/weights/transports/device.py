@@ -13,18 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.weights.execution import (
-    PATIENCE_S,
-    TIME_SLICE_S,
-    Channel,
-    PeerTransfers,
-    PipelinedTransfer,
-    ReceiveBuffer,
-)
+from megarl.weights.execution import PipelinedTransfer, ReceiveBuffer
 from megarl.weights.ipc import IPCAddress, IPCReader, IPCWriter
 from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import NUM_IPC_BUFFERS, TransferPlan
-from megarl.weights.schedule import TransferSchedule
+from megarl.weights.schedule import PeerTransfers, TransferSchedule
+from megarl.weights.transfer import PATIENCE_S, TIME_SLICE_S, Channel
 from megarl.weights.transports.interface import (
     DestinationViews,
     Opened,

@@ -16,13 +16,14 @@ from pathlib import Path
 
 import torch
 
-from megarl.weights.execution import PATIENCE_S, Channel, PeerTransfers, PipelinedTransfer, ReceiveBuffer
+from megarl.weights.execution import PipelinedTransfer, ReceiveBuffer
 from megarl.weights.export_plan import RankExport, Window
 from megarl.weights.p2p import P2PGroup
 from megarl.weights.plan import MESSAGE_BYTES_ON_A_CPU
 from megarl.weights.safetensors_file import SafetensorsFile
-from megarl.weights.schedule import Part
+from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.tensors import ChunkMeta, flat_index, row_major_strides
+from megarl.weights.transfer import PATIENCE_S, Channel
 from megarl.weights.transports.interface import Opened, Sender, SentShards
 
 NUM_WINDOWS = 3  # with two, the disk is idle while the next window is filled

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.weights.execution import Channel, PeerTransfers, PipelinedTransfer, ReceiveBuffer
+from megarl.weights.execution import PipelinedTransfer, ReceiveBuffer
 from megarl.weights.p2p import P2PAddress, P2PGroup
 from megarl.weights.plan import TransferPlan
-from megarl.weights.schedule import Part, TransferSchedule
+from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
+from megarl.weights.transfer import Channel
 from megarl.weights.transports.interface import (
     DestinationViews,
     Opened,

@@ -14,12 +14,14 @@ from typing import NamedTuple
 import torch
 
 from megarl.machine.usage import PeakMemory
-from megarl.weights.execution import PeerTransfers, PipelinedTransfer, copy_tensors
+from megarl.weights.execution import copy_tensors
 from megarl.weights.message_words import Places
+from megarl.weights.patch import Change, apply_change
 from megarl.weights.quantized_shards import QuantizedShards
-from megarl.weights.schedule import Part
+from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shards import Shards
 from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
+from megarl.weights.transfer import Transfer
 
 _MAX_NAMED = 8
 
@@ -33,6 +35,7 @@ class SendReport(NamedTuple):
         packing_s: The time spent copying into messages, in seconds.
         waiting_s: The time spent waiting for peers, in seconds.
         nbytes: The bytes that this rank sent.
+        full_bytes: The bytes of the weights, of which it may have sent only what changed.
         planned_extra_bytes: The size of all buffers.
         measured_extra_bytes: The peak memory of the process above its use at the start of the pass. Buffers
             kept from the previous pass are not counted.
@@ -42,13 +45,22 @@ class SendReport(NamedTuple):
     packing_s: float
     waiting_s: float
     nbytes: int
+    full_bytes: int
     planned_extra_bytes: int
     measured_extra_bytes: int
     lost: Mapping[int, str]
 
 
 class Opened(NamedTuple):
-    transfer: PipelinedTransfer
+    """A pass that was started.
+
+    Attributes:
+        transfer: The pass.
+        nbytes: The bytes of all weights that it sends.
+        buffer_bytes: The size of all buffers.
+    """
+
+    transfer: Transfer
     nbytes: int
     buffer_bytes: int
 
@@ -98,7 +110,8 @@ class SendPass:
         return SendReport(
             packing_s=transfer.packing.seconds(),
             waiting_s=transfer.waiting_s,
-            nbytes=self._opened.nbytes,
+            nbytes=self._opened.nbytes if transfer.sent_bytes is None else transfer.sent_bytes,
+            full_bytes=self._opened.nbytes,
             planned_extra_bytes=self._opened.buffer_bytes,
             measured_extra_bytes=self._peak.extra_bytes(),
             lost=transfer.lost,
@@ -135,6 +148,9 @@ class DestinationViews:
         places: Finds the views of a part. It is called once per part, and again after `forget`, which must be
             called when the model has moved.
 
+    Attributes:
+        is_whole: Whether the memory contains all of the last weights that were received as patches.
+
     Raises:
         WeightTransferError: The schedules do not deliver each element of `needed` exactly once.
     """
@@ -154,6 +170,7 @@ class DestinationViews:
 
         # The cache must not contain views of a receive buffer: they would keep the buffer alive.
         self._targets: dict[Part, list[torch.Tensor]] = {}
+        self.is_whole = False
         self.received_bytes = 0
 
     def begin(self, first_round: int) -> None:
@@ -182,6 +199,20 @@ class DestinationViews:
         copy_tensors(targets, sources)
         self.received_bytes += self.sources.length(number) * self.dtype.itemsize
 
+    def apply(self, parts: Sequence[Part], change: Change | None) -> None:
+        """Write what changed in a chunk, which consists of `parts`, to the model.
+
+        Raises:
+            WeightTransferError: The model does not have the elements that did not change.
+        """
+        if not self.is_whole and (change is None or change.positions is not None):
+            raise WeightTransferError(
+                "only what changed since the last weights was sent, but the engine's parameters no longer "
+                "have them: restart the engine"
+            )
+        if change is not None:
+            apply_change(change, [(part.tensor_slice.volume, self._targets_of(part)) for part in parts])
+
     def _targets_of(self, part: Part) -> list[torch.Tensor]:
         if part not in self._targets:
             self._targets[part] = list(self.places_of(part))
@@ -189,6 +220,7 @@ class DestinationViews:
 
     def forget(self) -> None:
         self._targets = {}
+        self.is_whole = False
 
 
 class Receiver(ABC):

@@ -10,7 +10,6 @@ from safetensors import safe_open
 
 from megarl.models.architecture import Architecture
 from megarl.weights.checksum import checksum, shard_checksums
-from megarl.weights.execution import PeerTransfers
 from megarl.weights.export_plan import plan_export
 from megarl.weights.manifest import manifest_of
 from megarl.weights.message_words import (
@@ -20,7 +19,7 @@ from megarl.weights.message_words import (
     word_counts,
 )
 from megarl.weights.plan import RankLocation, RankSlices, plan_transfer, whole_slices
-from megarl.weights.schedule import Part
+from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shard_layout import whole_layout
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import WeightTransferError

@@ -12,15 +12,15 @@ import torch.distributed as dist
 
 from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture
-from megarl.weights.execution import PeerTransfers
 from megarl.weights.manifest import manifest_of
 from megarl.weights.p2p import BACKENDS, P2PAddress, P2PGroup, reserve_port
 from megarl.weights.plan import RankLocation, RankSlices, TransferPlan, plan_transfer
 from megarl.weights.receiver import EngineLink
-from megarl.weights.schedule import Part
+from megarl.weights.schedule import Part, PeerTransfers
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import TensorSlice
+from megarl.weights.transports.delta import DeltaEndpoint, DeltaSender
 from megarl.weights.transports.device import DeviceEndpoint, DeviceSender, device_transfers
 from megarl.weights.transports.group import GroupEndpoint, GroupSender, group_transfers
 from megarl.weights.transports.interface import DestinationViews, SendPass, SendReport
@@ -65,7 +65,9 @@ class Case(NamedTuple):
 
     Attributes:
         engines: The layout of each engine.
-        transport: group or device. With device, the engines are on the trainers' devices, in order.
+        transport: group, delta or device. With device, the engines are on the trainers' devices, in order.
+        changed_share: The share of the elements that change from one seed to the next. None: each seed is
+            another model.
     """
 
     architecture: Architecture
@@ -77,6 +79,21 @@ class Case(NamedTuple):
     message_numel: int
     backend: str = "gloo"
     padded_vocab: int = PADDED_VOCAB
+    changed_share: float | None = None
+
+    def state(self, seed: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of a model."""
+        num_layers = self.architecture.num_hidden_layers
+        first = seed if self.changed_share is None else 1
+        state = stored_state(random_model(self.family, tied=self.tied, seed=first, num_layers=num_layers))
+
+        # Each later version changes the sign of some elements.
+        for version in range(first + 1, seed + 1):
+            generator = torch.Generator().manual_seed(version)
+            for name, tensor in state.items():
+                is_changed = torch.rand(tensor.shape, generator=generator) < self.changed_share
+                state[name] = torch.where(is_changed, -tensor, tensor)
+        return state
 
     @property
     def engine_ranks(self) -> list[list[int]]:
@@ -137,19 +154,15 @@ class TrainerRank:
         self.layout = case.trainer.layouts(case.architecture, case.padded_vocab)[rank]
 
         # type: ignore[arg-type]
-        self.group = GroupSender()
+        self.group = DeltaSender() if case.transport == "delta" else GroupSender()
         self.device = DeviceSender(p2p, rank)
         self.p2p = p2p
-        self.end = self.group if case.transport == "group" else self.device
+        self.end = self.device if case.transport == "device" else self.group
         self.plan = plan
         self.sending: SendPass | None = None
 
     def shards(self, seed: int) -> Shards:
-        case = self.case
-        model = random_model(
-            case.family, tied=case.tied, seed=seed, num_layers=case.architecture.num_hidden_layers
-        )
-        parameters = shards_of(stored_state(model), case.architecture, self.layout)
+        parameters = shards_of(self.case.state(seed), self.case.architecture, self.layout)
 
         return Shards(
             parameters={name: value.contiguous() for name, value in parameters.items()},
@@ -198,11 +211,7 @@ class EngineRank:
         self.end.close()
 
     def differing(self, case: Case, seed: int) -> list[str]:
-        state = stored_state(
-            random_model(
-                case.family, tied=case.tied, seed=seed, num_layers=case.architecture.num_hidden_layers
-            )
-        )
+        state = case.state(seed)
         return [
             name
             for name, slices in self.needed.items()
@@ -222,7 +231,7 @@ def trainers_group(case: Case) -> P2PGroup | None:
     rank = dist.get_rank()
     listener = reserve_port("127.0.0.1") if rank == 0 else None
     port = gather(listener and listener.getsockname()[1])[0]
-    if rank >= case.trainer.num_ranks or case.transport == "group":
+    if rank >= case.trainer.num_ranks or case.transport != "device":
         return None
 
     return P2PGroup.join(
@@ -239,7 +248,8 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
     num_trainers = case.trainer.num_ranks
     targets = case.engine_ranks[replica]
 
-    if case.transport == "group":
+    if case.transport != "device":
+        endpoint = DeltaEndpoint if case.transport == "delta" else GroupEndpoint
         route = group_transfers(plan, targets)
         listener = reserve_port("127.0.0.1") if rank == route.senders[0] else None
         port = gather(listener and listener.getsockname()[1])[route.senders[0]]
@@ -253,7 +263,7 @@ def join(case: Case, plan: TransferPlan, own: TrainerRank | EngineRank, replica:
                 assert isinstance(own, EngineRank)
                 own.link(
                     EngineLink(
-                        GroupEndpoint(address, len(route.senders) + number),
+                        endpoint(address, len(route.senders) + number),
                         route.receives[number],
                         torch.float32,
                     )

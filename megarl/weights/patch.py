@@ -1,0 +1,189 @@
+"""Describe what changed between two versions of weights, bitwise, in as few bytes as possible.
+
+A patch describes a chunk of consecutive elements: nothing changed, some elements changed (their positions and
+values), or all elements. Elements are compared and copied as bits, so that negative zeros and NaN survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from megarl.weights.execution import copy_tensors
+from megarl.weights.positions import (
+    decode_positions,
+    encode_positions,
+    pack_bits,
+    packed_bytes,
+    positions_bytes,
+    unpack_bits,
+)
+from megarl.weights.tensors import WeightTransferError
+
+ALIGNMENT = 8  # of each section of a patch, so that it can be viewed with any dtype
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class PatchForm(IntEnum):
+    """How a patch describes the changed elements of a chunk."""
+
+    UNCHANGED = 0
+    POSITIONS = 1  # encoded positions, and values
+    BITMAP = 2  # a bit per element of the chunk, and values
+    FULL = 3  # the values of all elements
+
+
+class Patch(NamedTuple):
+    """Describes what changed in a chunk.
+
+    Attributes:
+        form: How it is described.
+        count: The number of values.
+        sections: Flat bytes: the positions, if there are some, and the values.
+    """
+
+    form: PatchForm
+    count: int
+    sections: tuple[torch.Tensor, ...] = ()
+
+
+class Change(NamedTuple):
+    """The changed elements of a chunk.
+
+    Attributes:
+        positions: Ascending positions in the chunk, int64. None: all elements.
+        values: Flat values of these elements.
+    """
+
+    positions: torch.Tensor | None
+    values: torch.Tensor
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def section_bytes(form: PatchForm, count: int, numel: int, itemsize: int) -> tuple[int, ...]:
+    """Return the bytes of the sections of a patch for a chunk of `numel` elements, without alignment."""
+    values = count * itemsize
+    if form is PatchForm.UNCHANGED:
+        return ()
+    if form is PatchForm.POSITIONS:
+        return positions_bytes(count, numel), values
+    if form is PatchForm.BITMAP:
+        return packed_bytes(numel), values
+    return (values,)
+
+
+def patch_bytes(form: PatchForm, count: int, numel: int, itemsize: int) -> int:
+    """Return the bytes that a patch takes in a message."""
+    return sum(map(aligned, section_bytes(form, count, numel, itemsize)))
+
+
+def smallest_form(count: int, numel: int, itemsize: int) -> PatchForm:
+    """Return the form in which `count` changed elements of `numel` take the fewest bytes."""
+    if count == 0:
+        return PatchForm.UNCHANGED
+    forms = (PatchForm.POSITIONS, PatchForm.BITMAP)
+    best = min(forms, key=lambda form: patch_bytes(form, count, numel, itemsize))
+    is_smaller = patch_bytes(best, count, numel, itemsize) < patch_bytes(
+        PatchForm.FULL, numel, numel, itemsize
+    )
+    return best if is_smaller else PatchForm.FULL
+
+
+def full_patch(values: torch.Tensor) -> Patch:
+    """Return the patch that replaces all elements of a chunk by `values` (flat, contiguous)."""
+    return Patch(PatchForm.FULL, len(values), (values.view(torch.uint8),))
+
+
+def make_patch(old: torch.Tensor, new: torch.Tensor) -> Patch:
+    """Return the smallest patch that turns the bits of `old` into those of `new`. Both are flat chunks."""
+    bits = _BITS[new.dtype.itemsize]
+    changed = old.view(bits) != new.view(bits)
+    count = int(changed.count_nonzero())
+    form = smallest_form(count, len(new), new.dtype.itemsize)
+
+    if form is PatchForm.UNCHANGED:
+        return Patch(form, 0)
+    if form is PatchForm.FULL:
+        return full_patch(new)
+    positions = changed.nonzero().view(-1)
+    where = encode_positions(positions, len(new)) if form is PatchForm.POSITIONS else pack_bits(changed)
+    return Patch(form, count, (where, new[positions].view(torch.uint8)))
+
+
+def read_patch(
+    form: PatchForm, count: int, sections: Sequence[torch.Tensor], numel: int, dtype: torch.dtype
+) -> Change | None:
+    """Return the change that a received patch describes; None if nothing changed.
+
+    Args:
+        form: The form of the patch.
+        count: The number of its values.
+        sections: The sections, whose lengths are `section_bytes`.
+        numel: The number of elements of the chunk.
+        dtype: The dtype of the chunk.
+
+    Raises:
+        WeightTransferError: The patch is not one of such a chunk.
+    """
+    if form is PatchForm.UNCHANGED:
+        return None
+    *where, values = sections
+    if form is PatchForm.FULL:
+        positions = None
+        is_consistent = count == numel
+    else:
+        positions = (
+            decode_positions(where[0], count, numel)
+            if form is PatchForm.POSITIONS
+            else unpack_bits(where[0], numel).nonzero().view(-1)
+        )
+        is_consistent = len(positions) == count > 0 and int(positions[-1]) < numel
+
+    if not is_consistent:
+        raise WeightTransferError(
+            f"a patch of {count} values in the form {form.name} does not describe a chunk of {numel} elements"
+        )
+    return Change(positions, values.view(dtype))
+
+
+def apply_change(change: Change, places: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
+    """Write changed elements to where they are stored.
+
+    Args:
+        change: The change of a chunk.
+        places: For each part of the chunk, its number of elements, and the views that contain them.
+    """
+    ends = list(accumulate((volume for volume, _ in places), initial=0))
+    if change.positions is None:
+        pairs = [
+            (target, change.values[start : start + volume].view(target.shape))
+            for start, (volume, targets) in zip(ends, places, strict=False)
+            for target in targets
+        ]
+        copy_tensors([target for target, _ in pairs], [source for _, source in pairs])
+        return
+
+    # The changed elements of each part, by one search for the ends of all parts.
+    bounds = torch.tensor(ends, device=change.positions.device)
+    cuts = (
+        torch.searchsorted(change.positions, bounds).tolist() if len(places) > 1 else [0, len(change.values)]
+    )
+    for (_, targets), first, start, stop in zip(places, ends, cuts, cuts[1:], strict=False):
+        if start < stop:
+            for target in targets:
+                _write(target, change.positions[start:stop] - first, change.values[start:stop])
+
+
+def _write(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
+    values = values.to(target.dtype)
+    if target.is_contiguous():
+        target.view(-1)[positions] = values
+    else:
+        target[torch.unravel_index(positions, target.shape)] = values

@@ -1,0 +1,279 @@
+"""The transport `group` with patches: only what changed since an engine's last weights is sent.
+
+The messages have no planned size. Each is announced by a header with its bytes and its number of patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from megarl.weights.acknowledged import (
+    AcknowledgedWeights,
+    PatchMessage,
+    most_message_bytes,
+    patch_chunks,
+    read_message,
+)
+from megarl.weights.p2p import P2PAddress, P2PGroup
+from megarl.weights.schedule import PeerTransfers, ScheduleKey, TransferSchedule
+from megarl.weights.tensors import WeightTransferError
+from megarl.weights.transfer import Channel, Transfer
+from megarl.weights.transports.group import GroupSender
+from megarl.weights.transports.interface import DestinationViews, Opened, Receiver, SentShards
+
+_HEADER_BYTES = 16
+
+
+class DeltaEndpoint(NamedTuple):
+    """A rank's number in the group of one engine, like that of a GroupEndpoint."""
+
+    address: P2PAddress
+    rank: int
+
+
+class DeltaSender(GroupSender):
+    """Sends patches to replicas that acknowledged earlier weights, and everything to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._schedules: dict[int, dict[int, ScheduleKey]] = {}  # by replica and peer
+        self._acknowledged: dict[ScheduleKey, AcknowledgedWeights] = {}
+        self._message_buffers: dict[ScheduleKey, torch.Tensor] = {}
+
+    def join(self, replica: int, p2p: P2PGroup, schedules: Mapping[int, TransferSchedule]) -> None:
+        super().join(replica, p2p, schedules)
+        self._schedules[replica] = {peer: schedule.key for peer, schedule in schedules.items()}
+
+    def forget_weights(self, replica: int) -> None:
+        """Send everything to the replica the next time, since it no longer has what it acknowledged."""
+        for key in self._schedules.get(replica, {}).values():
+            if key in self._acknowledged:
+                self._acknowledged[key].forget(replica)
+
+    def open(self, shards: SentShards, replicas: Collection[int], first_round: int = 0) -> Opened:
+        assert first_round == 0, "patches are for models that change as a whole"
+        channels = [channel for replica, channel in sorted(self._channels.items()) if replica in replicas]
+        users: dict[ScheduleKey, list[int]] = {}
+        num_bytes = 0
+
+        # Replicas with equal schedules get the same messages.
+        for channel in channels:
+            assert channel.replica is not None
+            for peer, schedule in channel.sends.schedules.items():
+                key = self._schedules[channel.replica][peer]
+                users.setdefault(key, []).append(channel.replica)
+                if key not in self._acknowledged:
+                    self._acknowledged[key] = AcknowledgedWeights(schedule, shards.dtype)
+                num_bytes += self._acknowledged[key].num_bytes
+
+        for key, listed in users.items():
+            weights = self._acknowledged[key]
+            weights.begin(listed)
+            if key not in self._message_buffers:
+                self._message_buffers[key] = torch.empty(
+                    2, weights.capacity, dtype=torch.uint8, device=shards.device
+                )
+
+        streams = {
+            key: _Stream(self._acknowledged[key], self._message_buffers[key], tuple(listed))
+            for key, listed in users.items()
+        }
+        peers = {
+            channel: {peer: streams[key] for peer, key in self._schedules[channel.replica].items()}
+            for channel in channels
+            if channel.replica is not None
+        }
+        buffer_bytes = sum(self._message_buffers[key].nbytes for key in users)
+        return Opened(_PatchSends(peers, list(streams.values()), shards), num_bytes, buffer_bytes)
+
+    def leave(self, replica: int) -> None:
+        self.forget_weights(replica)
+        self._schedules.pop(replica, None)
+        super().leave(replica)
+
+        # The copies that no replica needs any more.
+        needed = {key for schedules in self._schedules.values() for key in schedules.values()}
+        for key in self._acknowledged.keys() - needed:
+            del self._acknowledged[key]
+            self._message_buffers.pop(key, None)
+
+    def release(self) -> None:
+        super().release()
+        self._message_buffers = {}
+
+    def close(self) -> None:
+        super().close()
+        self._schedules = {}
+        self._acknowledged = {}
+
+
+class _Stream(NamedTuple):
+    """The messages of a pass to all peers with one schedule."""
+
+    weights: AcknowledgedWeights
+    buffers: torch.Tensor
+    replicas: tuple[int, ...]
+
+
+class _PatchSends(Transfer):
+    """Sends each stream's messages to its peers. One message is made while the previous one travels.
+
+    Args:
+        peers: By channel, the stream that each peer gets.
+        streams: All streams.
+        shards: The current weights.
+    """
+
+    def __init__(
+        self, peers: Mapping[Channel, Mapping[int, _Stream]], streams: list[_Stream], shards: SentShards
+    ) -> None:
+        super().__init__(list(peers), shards.device)
+        self._peers = peers
+        self._streams = streams
+        self._shards = shards
+        self.sent_bytes = 0
+
+    def _work(self) -> Iterator[None]:
+        number = 0
+        while unfinished := [stream for stream in self._streams if not stream.weights.is_complete]:
+            yield from self._arrival(number - 2)
+            self._send({stream.weights: self._message(stream, number) for stream in unfinished}, number)
+            number += 1
+
+        yield from self._arrival(number - 2)
+        yield from self._arrival(number - 1)
+        for weights, _, replicas in self._streams:
+            weights.end([replica for replica in replicas if replica not in self.lost])
+
+    def _message(self, stream: _Stream, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the header and the data of a stream's next message."""
+        with self.packing:
+            data, num_patches = stream.weights.next_message(
+                stream.buffers[number % 2], self._shards.regions, self._shards.are_computed
+            )
+        return torch.tensor([len(data), num_patches], device=data.device), data
+
+    def _send(
+        self, messages: Mapping[AcknowledgedWeights, tuple[torch.Tensor, torch.Tensor]], number: int
+    ) -> None:
+        for channel, streams in self._peers.items():
+            if self._is_lost(channel):
+                continue
+            sends = [
+                (peer, tensor)
+                for peer, stream in streams.items()
+                for tensor in messages.get(stream.weights, ())
+            ]
+            if sends:
+                self.sent_bytes = (self.sent_bytes or 0) + sum(tensor.nbytes for _, tensor in sends)
+                self._exchange(channel, sends, [], number)
+
+
+class DeltaReceiver(Receiver):
+    def __init__(self, place: DeltaEndpoint, device: torch.device) -> None:
+        self._device = device
+        self._p2p = P2PGroup.join(place.address, place.rank, device)
+        self._transfer: _PatchReceives | None = None
+
+    def receive(self, destinations: DestinationViews) -> bool:
+        if self._transfer is None:
+            self._transfer = _PatchReceives(Channel(self._p2p, PeerTransfers({})), destinations, self._device)
+        if not self._transfer.run():
+            return False
+        self._transfer = None
+        return True
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._transfer is not None
+
+    def close(self) -> None:
+        if self._transfer is None:
+            self._p2p.close()
+        else:
+            self._p2p.abort()
+
+
+class _Source:
+    """A trainer rank that sends to this engine rank, and how far it is."""
+
+    def __init__(
+        self, rank: int, schedule: TransferSchedule, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.rank = rank
+        self.chunks = patch_chunks(schedule)
+        self.next_chunk = 0
+        self.buffers = torch.empty(
+            2, most_message_bytes(schedule, dtype.itemsize), dtype=torch.uint8, device=device
+        )
+
+    @property
+    def has_more(self) -> bool:
+        return self.next_chunk < self.chunks.num_rounds
+
+
+class _PatchReceives(Transfer):
+    """Receives the messages of one pass. A message is applied while the next one travels."""
+
+    def __init__(self, channel: Channel, destinations: DestinationViews, device: torch.device) -> None:
+        super().__init__([channel], device, yields_regularly=True)
+        self._channel = channel
+        self._destinations = destinations
+        self._device = device
+        self._sources = [
+            _Source(rank, schedule, destinations.dtype, device)
+            for rank, schedule in destinations.sources.schedules.items()
+        ]
+
+    def _work(self) -> Iterator[None]:
+        arrived: list[tuple[_Source, PatchMessage, int]] = []
+        number = 0
+
+        while sources := [source for source in self._sources if source.has_more]:
+            if not self._has_time:
+                yield
+            # The headers first, because messages can only be received in their exact size.
+            ranks = [source.rank for source in sources]
+            headers = torch.empty(len(sources), 2, dtype=torch.int64, device=self._device)
+            self._receive(list(zip(ranks, headers, strict=True)), number)
+            yield from self._arrival(number)
+            messages = [
+                (source, self._message(source, number, *header), source.next_chunk)
+                for source, header in zip(sources, headers.tolist(), strict=True)
+            ]
+            self._receive([(source.rank, message.data) for source, message, _ in messages], number)
+            for source, message, _ in messages:
+                source.next_chunk += message.num_patches
+            self._apply(arrived)
+            yield from self._arrival(number)
+            arrived = messages
+            number += 1
+
+        self._apply(arrived)
+        self._destinations.is_whole = True
+
+    def _receive(self, receives: list[tuple[int, torch.Tensor]], number: int) -> None:
+        self._exchange(self._channel, [], receives, number)
+
+    def _message(self, source: _Source, number: int, num_bytes: int, num_patches: int) -> PatchMessage:
+        buffer = source.buffers[number % 2]
+        if not 0 < num_bytes <= len(buffer) or num_patches <= 0:
+            raise WeightTransferError(
+                f"trainer rank {source.rank} announced a message of {num_bytes} bytes with {num_patches} "
+                f"patches, but the buffer has {len(buffer)} bytes"
+            )
+        return PatchMessage(buffer[:num_bytes], num_patches)
+
+    def _apply(self, arrived: list[tuple[_Source, PatchMessage, int]]) -> None:
+        destinations = self._destinations
+        with self.packing:
+            for source, message, first in arrived:
+                for chunk, change in read_message(message, source.chunks, first, destinations.dtype):
+                    destinations.apply(source.chunks.message(chunk), change)
+                destinations.received_bytes += message.data.nbytes + _HEADER_BYTES
+        if self._device.type == "cuda":
+            # The next message arrives on another CUDA stream.
+            torch.cuda.current_stream(self._device).synchronize()
