@@ -142,6 +142,7 @@ def sync_of(
     num_replicas: int = 1,
     num_ranks: int = 1,
     verify: Verify = Verify.always,
+    sends_changes: bool = False,
 ) -> WeightSync:
     """Build a sync to replicas of `num_ranks` ranks each. With the transport `device` they are on the
     trainers' devices, in order; otherwise on their own."""
@@ -158,4 +159,5 @@ def sync_of(
         scratch_dir=scratch_dir,
         config_dir=config_dir,
         limit_s=120.0,
+        sends_changes=sends_changes,
     )

@@ -228,8 +228,13 @@ class _Sizes:
         memory = self._of(role, stage)
         return replace(
             memory.usage(role, phase, held),
-            buckets=self._buffers.in_phase(phase.name, role, memory.state.parameters),
+            buckets=self._buffers.in_phase(phase.name, role, memory.state.parameters)
+            + (self._buffers.on_host(role, memory.state.parameters) if self._is_on_cpu else 0),
         )
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self._config.device is Device.cpu
 
     def _of(self, role: str, stage: int) -> RoleMemory:
         if (role, stage) not in self._known:
@@ -239,15 +244,17 @@ class _Sizes:
         return self._known[role, stage]
 
     def pinned(self, role: str, stage: int) -> int:
-        """Return the bytes of pinned host memory of a rank.
+        """Return the bytes of pinned host memory of a rank: of offloaded state, and of engines' last weights.
 
         Gradients and an engine's weights and cache are dropped when offloaded; on a CPU, offloaded state is
         written to a file.
         """
-        if role not in self._roles or self._config.device is Device.cpu:
+        if role not in self._roles or self._is_on_cpu:
             return 0
         state = self._of(role, stage).state
-        return sum(getattr(state, part) for part in self._turns.offloaded_at_first(role) if part != GRADIENTS)
+        offloaded = self._turns.offloaded_at_first(role)
+        kept = self._buffers.on_host(role, state.parameters)
+        return kept + sum(getattr(state, part) for part in offloaded if part != GRADIENTS)
 
     def _engine(self, phase: Phase) -> Usage:
         config = self._config

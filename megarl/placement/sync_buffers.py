@@ -20,11 +20,18 @@ class SyncBuffers(NamedTuple):
         buckets: The bytes of message and IPC buffers of each role, before they are limited by its weights.
         keeps: The phases in which each role has them.
         sender: The bytes of scales and temporary memory of an actor rank that quantizes.
+        copies: The bytes of host memory for the last weights of engines, relative to those of an actor rank's
+            weights; 0 without `resharding.delta`.
     """
 
     buckets: Mapping[str, int]
     keeps: Mapping[str, frozenset[str]]
     sender: int
+    copies: float = 0.0
+
+    def on_host(self, role: str, weights: int) -> int:
+        """Return the bytes of host memory of a rank with `weights` bytes of weights, at most."""
+        return int(weights * self.copies) if role == "actor" else 0
 
     def in_phase(self, phase: str, role: str, weights: int) -> int:
         """Return the bytes of a rank with `weights` bytes of weights in a phase."""
@@ -41,7 +48,18 @@ def sync_buffers(
         return SyncBuffers({}, {}, 0)
     transport = choose_transport(config, plan)
     sender = sender_bytes(architectures["actor"].base) if config.rollout.dtype is EngineDType.fp8 else 0
-    return SyncBuffers(_buckets(config, transport), _keeps_buckets(turns, transport), sender)
+    copies = _copies(config) if config.resharding.delta else 0.0
+    return SyncBuffers(_buckets(config, transport), _keeps_buckets(turns, transport), sender, copies)
+
+
+def _copies(config: PPOConfig) -> float:
+    """Return how often an actor rank's weights are kept, at most.
+
+    A rank keeps what it sends. What it sends to whole replicas is kept once; those that it shares with other
+    ranks are the first and the last of them.
+    """
+    sent = config.rollout.num_replicas / config.actor.parallel.num_copies
+    return min(sent, 1.0) if sent <= 1 or sent == int(sent) else min(sent, 3.0)
 
 
 def _buckets(config: PPOConfig, transport: Transport) -> dict[str, int]:

@@ -10,14 +10,33 @@ from megarl.machine.errors import ConfigError
 from megarl.placement.placement_plan import PlacementPlan
 
 _KEY = "resharding.transport"
+_DELTA = "resharding.delta"
+# why a transport does not send only what changed
+_SENDS_ALL = {
+    Transport.device: "weights do not leave their device with the transport device",
+    Transport.folder: "a folder has all weights",
+}
 
 
 def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
     """Return `resharding.transport`; for auto, the first of device, group and folder that works.
 
     Raises:
-        ConfigError: The configured transport cannot work in this placement, or no transport can send FP8.
+        ConfigError: The configured transport cannot work in this placement, no transport can send FP8, or the
+            transport cannot send only what changed (`resharding.delta`).
     """
+    chosen = _working_transport(config, plan)
+    if config.resharding.delta and chosen in _SENDS_ALL:
+        problem = (
+            f"{_DELTA}, {_KEY}, placement.strategy: is true, but {_SENDS_ALL[chosen]}, which is "
+            f"{'chosen' if config.resharding.transport is Transport.auto else 'configured'} in the placement "
+            f"{plan.strategy.value!r}; use {_DELTA}=false, or {_KEY}=group with engines on their own devices"
+        )
+        raise ConfigError("placement", [problem])
+    return chosen
+
+
+def _working_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
     asked = config.resharding.transport
     why_not = {
         transport: _why_not(transport, plan)

@@ -22,10 +22,12 @@ class RankPush(NamedTuple):
     Attributes:
         schedules: By engine rank.
         buffer_bytes: Memory shared with the engine rank on the same device, in bytes; 0 if there is none.
+        kept_bytes: Host memory for the last weights of engines (`resharding.delta`), in bytes.
     """
 
     schedules: Mapping[int, TransferSchedule]
     buffer_bytes: int
+    kept_bytes: int = 0
 
 
 class RankRequest(NamedTuple):

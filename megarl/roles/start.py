@@ -317,6 +317,7 @@ def _weight_sync(config: PPOConfig, source: WeightSource, plan: PlacementPlan) -
         scratch_dir=config.trainer.output_dir,
         config_dir=config.model.path,
         limit_s=config.trainer.phase_time_limit_s,
+        sends_changes=config.resharding.delta,
     )
 
 

@@ -325,6 +325,12 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow("resharding/load_s", "s", "Time until the last engine had all weights."),
         MetricRow("resharding/verify_s", "s", "Time to compare checksums."),
         MetricRow("resharding/nbytes", "bytes", "Bytes sent by all trainer ranks together."),
+        MetricRow(
+            "resharding/sent_share",
+            "",
+            "nbytes divided by those of all weights, with `resharding.delta`. 1 or a little more: everything "
+            "was sent, as in the first sync.",
+        ),
         MetricRow("resharding/extra_bytes", "bytes", "Largest additional memory of a trainer rank."),
         MetricRow("resharding/gb_per_s", "GB/s", "nbytes divided by seconds without verify_s."),
     ),

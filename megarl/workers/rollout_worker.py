@@ -35,6 +35,7 @@ class RolloutWorker(Worker):
     def __init__(self, build_engine: Callable[..., EnginePart]) -> None:
         super().__init__()
         self._joined = ""  # name of the last weight source that the engine joined
+        self._received = ""  # name of the source that the engine's weights were received from
         self._part = build_engine() if self.world_size == 1 else build_engine(node=self._engine_node())
 
     def _engine_node(self) -> EngineNode:
@@ -97,13 +98,16 @@ class RolloutWorker(Worker):
             )
 
         # Between begin and end, the engine has mixed weights and refuses to generate.
+        self._received = ""
         self._engine.begin_weight_update(manifest, first_round)
         self._engine.receive_weights()
         self._engine.end_weight_update(version)
+        self._received = name
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def load_folder(self, folder: str, manifest: Manifest, version: int) -> None:
         """Load all weights from a Hugging Face folder."""
+        self._received = ""
         self._engine.begin_weight_update(manifest)
         self._engine.load_folder(Path(folder))
         self._engine.end_weight_update(version)
@@ -121,6 +125,11 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def weight_version(self) -> int | None:
         return self._engine.weight_version
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def acknowledged_version(self, name: str) -> int | None:
+        """Return the version of the weights if they are complete and came from the source `name`."""
+        return self._engine.weight_version if self._received == name else None
 
     # ---- memory and process lifetime
 

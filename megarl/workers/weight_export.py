@@ -19,6 +19,7 @@ from megarl.weights.p2p import P2PGroup, reserve_port
 from megarl.weights.quantized_shards import QuantizedShards, maximum_over_ranks
 from megarl.weights.schedule import TransferSchedule
 from megarl.weights.shards import Shards
+from megarl.weights.transports.delta import DeltaEndpoint, DeltaSender
 from megarl.weights.transports.device import DeviceSender
 from megarl.weights.transports.folder import FolderSender
 from megarl.weights.transports.group import GroupEndpoint, GroupSender
@@ -188,7 +189,10 @@ class WeightExport(Worker):
 
     @register(blocking=False)
     def join_weight_group(
-        self, replica: int, place: GroupEndpoint, schedules: Mapping[int, TransferSchedule]
+        self,
+        replica: int,
+        place: GroupEndpoint | DeltaEndpoint,
+        schedules: Mapping[int, TransferSchedule],
     ) -> None:
         """Join the group of a replica. Returns when all members have joined.
 
@@ -196,7 +200,7 @@ class WeightExport(Worker):
             schedules: Transfer schedules by the engine ranks' numbers in the group.
         """
         if self._sender is None:
-            self._sender = GroupSender()
+            self._sender = DeltaSender() if isinstance(place, DeltaEndpoint) else GroupSender()
         assert isinstance(self._sender, GroupSender)
         listener = None
 
@@ -210,6 +214,12 @@ class WeightExport(Worker):
         self._sender.join(
             replica, P2PGroup.join(place.address, place.rank, self._shards().device, listener), schedules
         )
+
+    @register(blocking=False)
+    def forget_acknowledged_weights(self, replica: int) -> None:
+        """Send everything to the replica in the next transfer, not only what changed."""
+        assert isinstance(self._sender, DeltaSender)
+        self._sender.forget_weights(replica)
 
     # ---- weight files
 

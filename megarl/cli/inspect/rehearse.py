@@ -99,6 +99,12 @@ def run(
     print_absent(absent, console)
     _say(console, f"Layers: {layers.value} ({why}).")
     _say(console, _unseen(role.parallel, numbers, ranks))
+    if kept_bytes := max((push.kept_bytes for push in pushes.values()), default=0):
+        _say(
+            console,
+            f"Host memory: a rank keeps up to {kept_bytes / 2**20:,.2f} MiB, the last weights of the engines "
+            f"(resharding.delta=true). Simulated: a weight sync that sends everything.",
+        )
     for mistake in mistakes:
         console.print(f"error: {mistake}", style="red", soft_wrap=True, highlight=False, markup=False)
     if json_path is not None:
@@ -156,10 +162,13 @@ def _pushes(
     # Only ranks that share a device with an engine need IPC buffers.
     shared = {place.device for place in forecast.engine_places}
     buffer_bytes = NUM_IPC_BUFFERS * forecast.message_bytes
+    kept = forecast.acknowledged if config.resharding.delta else [0] * len(forecast.trainer_places)
 
     return {
-        rank: RankPush(forecast.plan.of_source(rank), buffer_bytes if place.device in shared else 0)
-        for rank, place in enumerate(forecast.trainer_places)
+        rank: RankPush(
+            forecast.plan.of_source(rank), buffer_bytes if place.device in shared else 0, kept_bytes
+        )
+        for rank, (place, kept_bytes) in enumerate(zip(forecast.trainer_places, kept, strict=True))
     }
 
 

@@ -198,7 +198,7 @@ def parts_table(memory: Sequence[DeviceMemory]) -> Table:
     rows = [kind.replace("_", " ") for kind in kinds] + (["on host"] if is_pinned else [])
     drawn = table_of_numbers("Peak memory of each role on these devices, GiB", columns, rows)
     if is_pinned:
-        drawn.caption = "on host: pinned memory of the node for offloaded data"
+        drawn.caption = "on host: pinned memory of the node for offloaded data and engines' last weights"
 
     return drawn
 
@@ -237,6 +237,12 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
             f"at most {_range([forecast.message_bytes])} per rank: "
             f"resharding.bucket_mb={resharding.bucket_mb:g}{smaller}"
         )
+        if resharding.delta:
+            drawn.add_row(
+                "kept in host memory per trainer rank",
+                _range(forecast.acknowledged),
+                "the last weights of the engines: resharding.delta=true",
+            )
         if config.rollout.dtype is EngineDType.fp8:
             drawn.add_row("dtype", "fp8, with a scale for each block of 128 x 128", "rollout.dtype=fp8")
         drawn.add_row("rounds", f"{forecast.plan.num_rounds:,}", largest)

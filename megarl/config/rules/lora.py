@@ -105,6 +105,13 @@ def served(config: PPOConfig) -> Violations:
             "engine; use merged, or resharding.transport=auto",
         )
 
+    if config.resharding.delta:
+        yield Violation(
+            (key, "resharding.delta"),
+            "is adapter, so only adapters are sent, of which every element changes; use "
+            "resharding.delta=false, or merged",
+        )
+
 
 def fit_engine(config: PPOConfig, architecture: Architecture) -> Violations:
     """Check that SGLang can apply each adapter of the actor."""

@@ -56,6 +56,15 @@ class WeightForecast:
         return [self.plan.sent(rank) * self.element_bytes for rank in range(len(self.trainer_places))]
 
     @property
+    def acknowledged(self) -> list[int]:
+        """The bytes that each trainer rank keeps with `resharding.delta`. Equal schedules share one copy."""
+        kept = []
+        for rank in range(len(self.trainer_places)):
+            schedules = {schedule.key: schedule for schedule in self.plan.of_source(rank).values()}
+            kept.append(sum(schedule.numel for schedule in schedules.values()) * self.element_bytes)
+        return kept
+
+    @property
     def sent_away(self) -> list[int]:
         away = [0] * len(self.trainer_places)
 

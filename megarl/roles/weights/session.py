@@ -31,6 +31,7 @@ from megarl.weights.plan import (
 )
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import WeightTransferError
+from megarl.weights.transports.delta import DeltaEndpoint
 from megarl.weights.transports.device import DeviceEndpoint, device_transfers
 from megarl.weights.transports.group import GroupEndpoint, group_transfers
 from megarl.workers.rollout_worker import RolloutWorker
@@ -45,6 +46,7 @@ class TransferSession:
         replica_places: Locations of the ranks of each replica.
         transport: The transport.
         limit_s: Time limit of a message.
+        sends_changes: Whether replicas are sent only what changed since their last weights.
     """
 
     def __init__(
@@ -54,12 +56,14 @@ class TransferSession:
         replica_places: Sequence[Sequence[RankLocation]],
         transport: Transport,
         limit_s: float,
+        sends_changes: bool = False,
     ) -> None:
         self._source = source
         self._trainer_places = trainer_places
         self._replica_places = replica_places
         self._transport = transport
         self._limit_s = limit_s
+        self.sends_changes = sends_changes
         ends = list(accumulate(map(len, replica_places), initial=0))
         self._targets = [list(range(start, stop)) for start, stop in zip(ends, ends[1:], strict=False)]
         self._needed: list[TensorSlices] = []  # by the ranks of a replica
@@ -67,6 +71,7 @@ class TransferSession:
         self.first_adapter_round = 0  # after the rounds of a frozen model; 0 if all tensors change
         self._joined: dict[int, RoleGroup] = {}
         self._names: dict[int, str] = {}  # of each replica's connection
+        self._acknowledged: dict[int, int] = {}  # the version of each replica's weights
 
     def make(self, replicas: Mapping[int, RoleGroup]) -> dict[int, Exception]:
         """Join all of `replicas`.
@@ -97,6 +102,8 @@ class TransferSession:
             join = {Transport.device: self._join_devices, Transport.group: self._join_groups}[self._transport]
             join(new, lost)
             self._joined |= {number: replica for number, replica in new.items() if number not in lost}
+            for number in new:
+                self._acknowledged.pop(number, None)
 
         return lost
 
@@ -104,10 +111,45 @@ class TransferSession:
         """Return the name under which the replica joined."""
         return self._names[replica]
 
+    def acknowledge(self, replicas: Collection[int], version: int) -> None:
+        """Record that these replicas have the weights of a version."""
+        self._acknowledged |= dict.fromkeys(replicas, version)
+
+    def split_by_needs(
+        self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]
+    ) -> list[dict[int, RoleGroup]]:
+        """Split joined replicas into those that need what changed, and those that need everything.
+
+        A replica that slept, or got weights from elsewhere, no longer has the weights that it acknowledged.
+        Adds lost replicas to `lost`.
+        """
+        asking = {
+            number: replica.call_rank(0, RolloutWorker.acknowledged_version, self._names[number])
+            for number, replica in replicas.items()
+        }
+        up_to_date: dict[int, RoleGroup] = {}
+        others: dict[int, RoleGroup] = {}
+
+        for number, version in results_of(asking, lost, is_lost).items():
+            known = self._acknowledged.get(number)
+            is_known = known is not None and version == known
+            (up_to_date if is_known else others)[number] = replicas[number]
+
+        gather(
+            *(
+                self._source.group.call_rank(rank, WeightExport.forget_acknowledged_weights, number)
+                for rank in self._ranks
+                for number in others.keys() & self._acknowledged.keys()
+            )
+        )
+        # What changed comes first: sending everything updates the copy that changes refer to.
+        return [part for part in (up_to_date, others) if part]
+
     def forget(self, lost: Collection[int]) -> None:
         """Remove dead replicas. A replacement has to join again; the others are not affected."""
         for number in lost:
             self._joined.pop(number, None)
+            self._acknowledged.pop(number, None)
 
         # The trainer ranks release their resources for the dead replicas.
         if lost and not self._source.group.has_ended:
@@ -123,6 +165,7 @@ class TransferSession:
         """Disconnect all replicas."""
         joined = self._joined
         self._joined = {}
+        self._acknowledged = {}
         leaving = [
             replica.call_rank(0, RolloutWorker.leave_weights)
             for replica in joined.values()
@@ -237,6 +280,7 @@ class TransferSession:
         """
         assert self._plan is not None
         call = self._source.group.call_rank
+        endpoint = DeltaEndpoint if self.sends_changes else GroupEndpoint
         joining: dict[int, WorkerFuture[None]] = {}
         meeting: dict[int, list[WorkerFuture[None]]] = {}
 
@@ -249,12 +293,12 @@ class TransferSession:
             )
             # Do not wait here: joining blocks until all members have been called.
             meeting[number] = [
-                call(rank, WeightExport.join_weight_group, number, GroupEndpoint(address, own), schedules)
+                call(rank, WeightExport.join_weight_group, number, endpoint(address, own), schedules)
                 for own, (rank, schedules) in enumerate(zip(route.senders, route.sends, strict=True))
             ]
             links = [
                 EngineLink(
-                    GroupEndpoint(address, len(route.senders) + own),
+                    endpoint(address, len(route.senders) + own),
                     schedules,
                     self._source.message_dtype,
                     self._source.words,

@@ -43,6 +43,7 @@ class PushReport(NamedTuple):
         verify_s: Time for comparing checksums.
         nbytes: Bytes sent by all trainer ranks together.
         extra_bytes: Maximum memory that a trainer rank used for the sync, planned or measured.
+        sent_share: Bytes sent relative to those of all weights. None if all weights are sent in each sync.
     """
 
     seconds: float
@@ -52,12 +53,14 @@ class PushReport(NamedTuple):
     verify_s: float
     nbytes: int
     extra_bytes: int
+    sent_share: float | None = None
 
     def metrics(self) -> dict[str, float]:
         """Return `resharding/<field>`, and `resharding/gb_per_s` of the sync without verification."""
         speed = self.nbytes / 1e9 / max(self.seconds - self.verify_s, 1e-9)
+        known = {name: value for name, value in self._asdict().items() if value is not None}
         return {
-            **{f"resharding/{name}": float(value) for name, value in self._asdict().items()},
+            **{f"resharding/{name}": float(value) for name, value in known.items()},
             "resharding/gb_per_s": speed,
         }
 
@@ -76,6 +79,8 @@ class WeightSync:
         scratch_dir: Parent of the folder of the transport `folder`, visible to all nodes.
         config_dir: Hugging Face folder of the model, whose configuration accompanies the weights.
         limit_s: Time limit of a message.
+        sends_changes: Whether replicas are sent only what changed since their last weights, with the
+            transport `group`.
     """
 
     def __init__(
@@ -89,9 +94,12 @@ class WeightSync:
         scratch_dir: str | Path,
         config_dir: str | Path,
         limit_s: float,
+        sends_changes: bool = False,
     ) -> None:
         if transport is Transport.auto:
             raise ValueError("transport auto must be resolved from the placement before weights are sent")
+        if sends_changes and transport is not Transport.group:
+            raise ValueError(f"only the transport group sends what changed, not {transport.value}")
         self._source = source
         self._trainer_places = trainer_places
         self._limit_s = limit_s
@@ -99,7 +107,8 @@ class WeightSync:
         self._verify = verify
         self._scratch_dir = Path(scratch_dir)
         self._config_dir = Path(config_dir)
-        self._session = TransferSession(source, trainer_places, replica_places, transport, limit_s)
+        self._sends_changes = sends_changes
+        self._session = self._new_session(replica_places)
         self._verified: list[RoleGroup] = []
 
     def push(
@@ -107,8 +116,9 @@ class WeightSync:
     ) -> tuple[PushReport | None, dict[int, Exception]]:
         """Send all weights, stamped `version`, to every replica (by number).
 
-        A replica with complete weights is sent only what changes, which with adapters is not the model. A
-        replica refuses to generate from the first message to the last.
+        A replica with complete weights is sent only what changes: with adapters not the model, and with
+        `sends_changes` only elements whose bits changed. A replica refuses to generate from the first message
+        to the last.
 
         Returns:
             The report (None if no replica is left), and the lost replicas with the reason: they died or hang,
@@ -132,7 +142,7 @@ class WeightSync:
                 self._session.forget(lost)
                 return None, lost
             reports = []
-            for first_round, part in self._by_first_round(to, lost).items():
+            for first_round, part in self._passes(to, lost):
                 reports += self._between_ranks(part, version, lost, first_round)
 
         # The replicas have all weights. Compare checksums if configured.
@@ -141,20 +151,24 @@ class WeightSync:
             {number: replica for number, replica in replicas.items() if number not in lost}, lost
         )
         self._session.forget(lost)
+        self._session.acknowledge(replicas.keys() - lost.keys(), version)
         if len(lost) == len(replicas):
             return None, lost
 
         # The slowest rank determines the time of the sync, so take the maximum over the ranks.
+        nbytes = sum(report.nbytes for report in reports)
+        full_bytes = sum(report.full_bytes for report in reports)
         report = PushReport(
             seconds=time.perf_counter() - start_s,
             packing_s=max(report.packing_s for report in reports),
             waiting_s=max(report.waiting_s for report in reports),
             load_s=load_s,
             verify_s=verify_s,
-            nbytes=sum(report.nbytes for report in reports),
+            nbytes=nbytes,
             extra_bytes=max(
                 max(report.planned_extra_bytes, report.measured_extra_bytes) for report in reports
             ),
+            sent_share=nbytes / full_bytes if self._sends_changes else None,
         )
 
         return report, lost
@@ -162,23 +176,33 @@ class WeightSync:
     def send_to(self, replica_places: Sequence[Sequence[RankLocation]]) -> None:
         """Register new replicas. The next sync makes a new plan and joins all of them again."""
         self._session.close()
-        self._session = TransferSession(
-            self._source, self._trainer_places, replica_places, self._transport, self._limit_s
+        self._session = self._new_session(replica_places)
+
+    def _new_session(self, replica_places: Sequence[Sequence[RankLocation]]) -> TransferSession:
+        return TransferSession(
+            self._source,
+            self._trainer_places,
+            replica_places,
+            self._transport,
+            self._limit_s,
+            self._sends_changes,
         )
 
     def close(self) -> None:
         """Disconnect all replicas and free the message buffers. The next sync joins them again."""
         self._session.close()
 
-    def _by_first_round(
+    def _passes(
         self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]
-    ) -> dict[int, dict[int, RoleGroup]]:
-        """Return the replicas by the first round that they need. Adds lost replicas to `lost`.
+    ) -> list[tuple[int, dict[int, RoleGroup]]]:
+        """Return the passes of a sync: the first round that is sent, and the replicas that receive.
 
-        An engine that slept or was restarted has no complete weights.
+        Adds lost replicas to `lost`. An engine that slept or was restarted has no complete weights.
         """
+        if self._sends_changes:
+            return [(0, part) for part in self._session.split_by_needs(replicas, lost)]
         if not self._session.first_adapter_round:
-            return {0: dict(replicas)}
+            return [(0, dict(replicas))]
 
         asking = {
             number: replica.call_rank(0, RolloutWorker.weight_version) for number, replica in replicas.items()
@@ -187,7 +211,7 @@ class WeightSync:
         for number, version in results_of(asking, lost, is_lost).items():
             first_round = 0 if version is None else self._session.first_adapter_round
             parts.setdefault(first_round, {})[number] = replicas[number]
-        return parts
+        return list(parts.items())
 
     def _between_ranks(
         self,

@@ -59,9 +59,14 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     assert "replicas 1 x 1 device separate devices" in rows
     assert "OK (8 processes, 7 devices)" in out
     assert "Weight sync" not in out
-    assert main(["plan", ppo]) == 0
+    assert main(["plan", ppo, "resharding.delta=true"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert "transport group resharding.transport=auto" in rows
+    assert any(
+        row.startswith("kept in host memory per trainer rank 0.")
+        and row.endswith("the last weights of the engines: resharding.delta=true")
+        for row in rows
+    )
     layer = 2 * 48 * 48 + 2 * 48 * 24 + (48 + 2 * 24) + 3 * 48 * 96 + 2 * 48
     size = 2 * (2 * 101 * 48 + 4 * layer + 48) / 2**20
     assert f"received per engine rank {size:.2f} MiB 1 rank, only their own shards" in rows

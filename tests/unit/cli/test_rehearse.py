@@ -49,7 +49,8 @@ def test_all_ranks_are_rehearsed_and_compared(
 ) -> None:
     written = tmp_path / "out.json"
     run["device"] = "auto"  # which is no GPU here
-    assert main(["rehearse", write(tmp_path, run), "--ranks", "all", "--json", str(written)]) == 0
+    delta = "resharding.delta=true"  # whose first weight sync sends everything
+    assert main(["rehearse", write(tmp_path, run), "--ranks", "all", "--json", str(written), delta]) == 0
     out = capsys.readouterr().out
     rows = lines(out)
     parameters = (64 * 128 + 64 * 64 + 3 * 64 * 96 + 128) + 256 * 64
@@ -76,6 +77,7 @@ def test_all_ranks_are_rehearsed_and_compared(
     sent = [sum(call["nbytes"] for call in push["collectives"]) for push in pushes]
     layer = 64 * 128 + 64 * 64 + 3 * 64 * 96 + 128
     assert sent == [2 * (layer + 199 * 64), 2 * (layer + 64 + 199 * 64)]
+    assert f"Host memory: a rank keeps up to {max(sent) / 2**20:.2f} MiB, the last weights of the" in out
     assert {
         (call["kind"], call["group"], call["dtype"]) for push in pushes for call in push["collectives"]
     } == {("send", "weights", "bfloat16")}

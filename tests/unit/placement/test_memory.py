@@ -150,6 +150,29 @@ def test_what_leaves_a_gpu_is_pinned_in_the_hosts_memory() -> None:
     assert not any(plan_memory(on_cpu, plan_placement(on_cpu), EVERY_ROLE)[0].pinned.values())
 
 
+@pytest.mark.parametrize(
+    ("num_replicas", "data_parallel_size", "copies"),
+    [(1, 1, 1), (1, 2, 0.5), (4, 2, 1), (3, 2, 1.5), (9, 2, 3)],
+)
+def test_the_last_weights_of_engines_are_in_the_hosts_memory(
+    num_replicas: int, data_parallel_size: int, copies: float
+) -> None:
+    """A rank keeps what it sends, and what it sends to several replicas once."""
+    run = config(PlacementStrategy.stand_alone)
+    run = replace(
+        run,
+        actor=replace(run.actor, parallel=ParallelConfig(data_parallel_size=data_parallel_size)),
+        rollout=replace(run.rollout, num_replicas=num_replicas),
+        resharding=replace(run.resharding, delta=True),
+    )
+    pinned = [
+        device.pinned["actor"]
+        for device in plan_memory(run, plan_placement(run), EVERY_ROLE)
+        if "actor" in device.pinned
+    ]
+    assert pinned == [pytest.approx(copies * 2 * SIZE, rel=1e-3)] * data_parallel_size
+
+
 def test_a_small_step_is_not_taken_for_a_full_micro_batch() -> None:
     """A step has two rows with 1,152 tokens.
 

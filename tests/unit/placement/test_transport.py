@@ -91,6 +91,31 @@ def test_a_way_that_does_not_exist(
     assert error.value.problems[0].startswith("resharding.transport, placement.strategy: ")
 
 
+@pytest.mark.parametrize(
+    ("strategy", "transport", "said"),
+    [
+        (HYBRID, Transport.auto, "weights do not leave their device .*, which is chosen in .* 'hybrid'"),
+        (HYBRID, DEVICE, "which is configured in the placement 'hybrid'; use resharding.delta=false, or"),
+        (SPLIT, FOLDER, "a folder has all weights, which is configured in .*resharding.transport=group with"),
+    ],
+)
+def test_only_a_group_sends_what_changed(
+    strategy: PlacementStrategy, transport: Transport, said: str
+) -> None:
+    run = config(strategy, 1, transport)
+    run = replace(run, resharding=replace(run.resharding, delta=True))
+    with pytest.raises(ConfigError, match=said) as error:
+        choose_transport(run, plan_placement(run))
+    (problem,) = error.value.problems
+    assert problem.startswith("resharding.delta, resharding.transport, placement.strategy: is true, but ")
+
+
+def test_a_group_sends_what_changed() -> None:
+    run = config(SPLIT, 1, Transport.auto)
+    run = replace(run, resharding=replace(run.resharding, delta=True))
+    assert choose_transport(run, plan_placement(run)) is GROUP
+
+
 def test_fp8_is_not_sent_through_a_folder() -> None:
     # Of the three engines, two share the actor's devices and one has its own: only a folder reaches all.
     run = PPOConfig(

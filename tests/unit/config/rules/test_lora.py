@@ -66,6 +66,7 @@ def test_engines_can_get_adapters_separately(ppo: str) -> None:
         ),
         ([*SEPARATE, "rollout.engine=hf"], "is adapter, but the engine hf has no adapters; use merged"),
         ([*SEPARATE, "resharding.transport=folder"], "does not load adapters into a running engine"),
+        ([*SEPARATE, "resharding.delta=true"], "so only adapters are sent, of which every element changes"),
     ],
 )
 def test_what_is_refused(ppo: str, overrides: list[str], message: str) -> None:

@@ -178,6 +178,15 @@ def test_messages_are_small_on_a_cpu_where_memory_is_shared() -> None:
     assert forecast(on_cpu).message_bytes == 4 * 2**20
 
 
+def test_a_rank_keeps_what_it_sends_to_whole_engines_once() -> None:
+    """Each of two trainers sends to a whole engine, then each to two, and then to one and a half."""
+    parallel = ParallelConfig(data_parallel_size=2)
+    size = 2 * num_parameters(QWEN)
+    for num_replicas, kept in ((2, size), (4, size), (3, size + size // 2)):
+        found = forecast(config(PlacementStrategy.stand_alone, parallel, num_replicas, 1))
+        assert found.acknowledged == [kept, kept]
+
+
 def test_files_have_no_forecast() -> None:
     of = config(PlacementStrategy.hybrid, ParallelConfig(), num_replicas=1, engine_size=1)
     of = replace(of, resharding=ReshardingConfig(transport=Transport.folder))

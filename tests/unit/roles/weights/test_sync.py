@@ -29,7 +29,9 @@ from megarl.roles.weights.source import WeightSource
 from megarl.roles.weights.sync import WeightSync
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
+from megarl.weights import acknowledged
 from megarl.weights.checksum import WeightMismatchError, checksum
+from megarl.weights.patch import Patch, make_patch
 from megarl.weights.schedule import Part
 from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.shards import Shards
@@ -331,6 +333,23 @@ class StubTrainer(WeightExport):
     def die_in_the_next_push(self) -> None:
         self._dies = True
 
+    @register()
+    def change(self, period: int) -> None:
+        """Change the first of every `period` elements."""
+        for parameter in self._own.parameters.values():
+            parameter.view(-1)[::period] *= -1.5
+
+    @register()
+    def send_wrong_patches(self) -> None:
+        """Change an element of every patch that this process makes from now on."""
+
+        def wrong_patch(old: torch.Tensor, new: torch.Tensor) -> Patch:
+            wrong = new.clone()
+            wrong[0] += 1
+            return make_patch(old, wrong)
+
+        acknowledged.make_patch = wrong_patch
+
     def send_weights(
         self, replicas: Sequence[int], dropped: Sequence[int], is_first: bool, first_round: int = 0
     ) -> SendReport | None:
@@ -360,6 +379,58 @@ def test_a_trainer_rank_that_dies_in_a_push(
         with pytest.raises(WorkerError, match=rf"actor.*rank {rank}.*send_weights.*ended \(killed"):
             sync.push(replicas.all, 2)
         assert time.monotonic() - start_s < 60
+
+
+def test_only_what_changed_is_sent_to_those_that_have_the_rest(
+    folders: Folders, replicas_of, tmp_path: Path
+) -> None:
+    """Every sync compares the checksums of all tensors."""
+    replicas = replicas_of(good_engine(folders), 2, restart_limit=1)
+    parallel = ParallelConfig(tensor_parallel_size=2)
+    worker = RayClassWithInitArgs(StubTrainer, folders.trained, parallel)
+
+    with started("stubs", 2, {"actor": worker}) as groups:
+        source = Trainer(groups["actor"], folders.trained).source(parallel)
+        sync = sync_of(source, Transport.group, tmp_path, folders.trained, num_replicas=2, sends_changes=True)
+
+        def shares(*versions: int, to: Sequence[int] = (0, 1), period: int = 100) -> list[float]:
+            found = []
+            for version in versions:
+                if period:
+                    groups["actor"].call(StubTrainer.change, period)
+                report, lost = sync.push({number: replicas.groups[number] for number in to}, version)
+                assert lost == {}
+                found.append(report.metrics()["resharding/sent_share"])
+            return found
+
+        first, second, third = shares(1, 2, 7)  # versions may be skipped
+        assert 1 < first < 1.05
+        assert 0.01 < second < 0.05
+        assert 0.01 < third < 0.05
+        assert shares(7, period=0) < [0.01]
+
+        # An engine that slept, or was loaded from a folder, gets everything; the other one what changed.
+        replicas.groups[0].call_all(RolloutWorker.sleep).get()
+        replicas.groups[0].call_all(RolloutWorker.wake).get()
+        assert [round(share, 1) for share in shares(8, 9)] == [0.5, 0.0]
+        manifest = source.manifest
+        replicas.groups[1].call_rank(0, RolloutWorker.load_folder, str(folders.initial), manifest, 9).get()
+        assert [round(share, 1) for share in shares(10, 11)] == [0.5, 0.0]
+
+        # So does one that was restarted, before the next version or for it.
+        os.kill(replicas.groups[1].call(RolloutWorker.process_ids)[0], signal.SIGKILL)
+        report, lost = sync.push(replicas.all, 12)
+        assert list(lost) == [1]
+        replicas.replace(lost)
+        assert [round(share, 1) for share in shares(12, to=[1], period=0)] == [1.0]
+        assert [round(share, 1) for share in shares(13, 14)] == [0.0, 0.0]
+        assert [round(share, 1) for share in shares(15, to=[0])] == [0.0]
+        assert [round(share, 1) for share in shares(16, 17)] == [1.0, 0.0]  # 1 has version 14
+
+        groups["actor"].call(StubTrainer.send_wrong_patches)
+        with pytest.raises(WeightMismatchError, match="does not hold the trainer's weights"):
+            shares(18)
+        sync.close()
 
 
 def test_save_hf_by_all_stages(trainer: Trainer, folders: Folders, tmp_path: Path) -> None:
