@@ -90,5 +90,12 @@ class MeasuredTrainer(MegatronWorker):
             p2p.close()
 
     @register()
+    def change_weights(self, share: float) -> None:
+        """Change the sign of a share of all elements, at random."""
+        for parameter in self._shards().parameters.values():
+            is_changed = torch.rand(parameter.shape) < share
+            parameter.data.copy_(torch.where(is_changed, -parameter.data, parameter.data))
+
+    @register()
     def files_seconds(self, folder: str, nbytes: int, bucket_bytes: int) -> float:
         return files_seconds(Path(folder), nbytes, bucket_bytes)

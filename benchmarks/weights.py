@@ -3,6 +3,7 @@
     python benchmarks/weights.py [--repeats 5] [--bucket-mb 64] [--transports device group folder] [--tensor-parallel 1 2]
     python benchmarks/weights.py --planning    # only where tensors go
     python benchmarks/weights.py --adapters    # only syncs of a model with adapters
+    python benchmarks/weights.py --delta       # only syncs of what changed
 
 A Qwen2-style model of 100 million parameters in float32, in real Megatron-Core ranks on Ray, is sent to one
 real SGLang engine by each transport, as in a training step: pause, receive, stamp, flush, resume; without
@@ -24,6 +25,10 @@ byte, relative to one engine. The target is 1.3 at most.
 
 Then a trainer with adapters of rank 32 on every projection sends to an engine that applies them itself: a
 later sync of adapters alone (actor.lora.sync: adapter), next to syncs of merged weights by the same trainer.
+
+Then the model in bfloat16 is sent to an engine of transformers by `group` after none, 1, 10 and 100 % of its
+elements changed: everything, and only what changed (resharding.delta). Targets: the changed values and nine
+bits for each position at 1 %, six at 10 %, and a thousandth more than a full sync if everything changed.
 
 Last, the benchmark measures how long an SGLang engine takes to locate the tensors of Qwen3-30B-A3B and
 Qwen3-235B-A22B (engine_planning.py): 5 processor seconds at most in the first weight sync, and 0.2 in every
@@ -83,6 +88,8 @@ LIMITS = {Transport.device: ("copy", "own"), Transport.group: ("gloo",), Transpo
 # (transport, tensor-parallel size) -> share of the limit
 TARGETS = {(Transport.device, 1): 0.5, (Transport.group, 1): 0.7, (Transport.group, 2): 0.5}
 MOST_PER_BYTE = 1.3  # with several engines, relative to one
+# Share of changed elements -> bytes sent, relative to those of all weights.
+MOST_SENT = {0.0: 0.001, 0.01: 0.01 * (1 + 9 / 16), 0.1: 0.1 * (1 + 6 / 16), 1.0: 1.001}
 
 
 def save_model(folder: Path) -> int:
@@ -129,6 +136,7 @@ def start_trainer(
     bucket_bytes: int,
     lora: LoRA | None = None,
     pushes_adapters: bool = False,
+    dtype: DType = DType.float32,
 ) -> WeightSource:
     architecture = replace(read_architecture(str(folder)), lora=lora)
     parallel = ParallelConfig(tensor_parallel_size=tensor_parallel_size)
@@ -136,7 +144,7 @@ def start_trainer(
         path=str(folder),
         architecture=architecture,
         head="lm",
-        dtype=DType.float32,
+        dtype=dtype,
         parallel=parallel,
         engine=EngineConfig(),
         device=Device.cpu,
@@ -151,7 +159,7 @@ def start_trainer(
         group=group,
         architecture=architecture if pushes_adapters else architecture.base,
         parallel=parallel,
-        dtype=DType.float32,
+        dtype=dtype,
         bucket_bytes=bucket_bytes,
     )
 
@@ -206,7 +214,12 @@ def show(
 
 
 def sync_of(
-    source: WeightSource, transport: Transport, num_replicas: int, scratch: Path, folder: Path
+    source: WeightSource,
+    transport: Transport,
+    num_replicas: int,
+    scratch: Path,
+    folder: Path,
+    sends_changes: bool = False,
 ) -> WeightSync:
     """Start a weight sync. With `device`, the engines are on the devices of the first trainer ranks, else on their own."""
     name = "device" if transport is Transport.device else "engine"
@@ -219,6 +232,7 @@ def sync_of(
         scratch_dir=scratch,
         config_dir=folder,
         limit_s=600.0,
+        sends_changes=sends_changes,
     )
 
 
@@ -321,11 +335,49 @@ def measure_adapters(folder: Path, repeats: int, bucket_bytes: int) -> None:
         engine.shutdown()
 
 
+def measure_delta(folder: Path, repeats: int, bucket_bytes: int) -> bool:
+    """Print bytes and seconds of syncs of everything and of what changed. Returns whether targets are met."""
+    spec = RolloutEngineSpec(
+        model=ModelConfig(path=str(folder), dtype=DType.bfloat16),
+        rollout=RolloutConfig(max_concurrency=4),
+        device=Device.cpu,
+    )
+    worker = RayClassWithInitArgs(RolloutWorker, partial(build_engine, spec))
+    engine = start_group("hf-delta", 1, worker)
+    source = start_trainer(folder, 1, bucket_bytes, dtype=DType.bfloat16)
+    met = []
+
+    for sends_changes in (False, True):
+        sync = sync_of(source, Transport.group, 1, folder.parent / "scratch", folder, sends_changes)
+        push(sync, [engine], 0)
+        for share in MOST_SENT if sends_changes else (1.0,):
+            reports = []
+            for version in range(repeats):
+                source.group.call_rank(0, MeasuredTrainer.change_weights, share).get()
+                reports.append(push(sync, [engine], version))
+            fastest = min(reports, key=lambda report: report.seconds)
+            sent = max(report.sent_share or 1.0 for report in reports)
+            name = f"{share:.0%} changed" if sends_changes else "everything"
+            print(
+                f"{name:<13} {fastest.nbytes / 1e6:7.2f} MB {sent:8.3%} {fastest.seconds:6.3f} s, packing "
+                f"{fastest.packing_s:.3f} s",
+                flush=True,
+            )
+            met.append(not sends_changes or sent <= MOST_SENT[share])
+        sync.close()
+
+    source.group.shutdown()
+    engine.shutdown()
+    return all(met)
+
+
 def _measure_all(arguments: argparse.Namespace) -> bool:
     with tempfile.TemporaryDirectory() as scratch:
         num_parameters = save_model(Path(scratch) / "model")
         print(f"{num_parameters / 1e6:.1f} million parameters", flush=True)
         bucket_bytes = int(arguments.bucket_mb * 2**20)
+        if arguments.delta:
+            return measure_delta(Path(scratch) / "model", arguments.repeats, bucket_bytes)
         met = arguments.adapters or measure(
             Path(scratch) / "model",
             arguments.tensor_parallel,
@@ -336,6 +388,7 @@ def _measure_all(arguments: argparse.Namespace) -> bool:
         measure_adapters(Path(scratch) / "model", arguments.repeats, bucket_bytes)
         if arguments.adapters:
             return True
+        met = measure_delta(Path(scratch) / "model", arguments.repeats, bucket_bytes) and met
     return measure_planning() and met
 
 
@@ -357,6 +410,7 @@ def main() -> int:
         "--planning", action="store_true", help="measure only how long it takes to locate tensors"
     )
     parser.add_argument("--adapters", action="store_true", help="measure only a model with adapters")
+    parser.add_argument("--delta", action="store_true", help="measure only syncs of what changed")
     arguments = parser.parse_args()
     disable_progress_bar()
     load = os.getloadavg()[0]
