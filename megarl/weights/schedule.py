@@ -58,7 +58,7 @@ class TransferSchedule:
 
     @property
     def key(self) -> ScheduleKey:
-        """The identity of the schedule. Equal schedules have the same elements, in the same order and rounds."""
+        """The identity of the schedule. Equal schedules have the same elements, in order, and rounds."""
         return self.parts, tuple(map(self.length, range(self.num_rounds)))
 
     def in_chunks(self, most: int) -> TransferSchedule:

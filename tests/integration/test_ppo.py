@@ -366,8 +366,28 @@ def without_times(finished: Finished) -> list[dict[str, float]]:
     ]
 
 
-def test_the_same_seed_gives_the_same_run(finished: Finished, inputs: Path, tmp_path: Path) -> None:
-    assert without_times(run_ppo(split_collocate(inputs, tmp_path))) == without_times(finished)
+def sampled(finished: Finished) -> list[dict[str, list[Any]]]:
+    columns = ["response_ids", "advantages", "log_probs", "rollout_log_probs", "score"]
+    return [
+        read_samples(path)[0].select(columns).to_pydict()
+        for path in sample_files(finished.output_dir).values()
+    ]
+
+
+def test_the_same_seed_gives_the_same_run_if_only_what_changed_is_sent(
+    finished: Finished, inputs: Path, tmp_path: Path
+) -> None:
+    given = split_collocate(inputs, tmp_path)
+    again = run_ppo(replace(given, resharding=replace(given.resharding, delta=True)))
+    assert without_times(again) == without_times(finished)
+    assert sampled(again) == sampled(finished)
+    policy, same = (load_file(run.policy / "model.safetensors") for run in (finished, again))
+    assert all(torch.equal(same[name], weight) for name, weight in policy.items())
+
+    # The first sync sends everything; later ones send almost everything, since all of float32 changes.
+    shares = [line["resharding/sent_share"] for line in again.metrics if "resharding/sent_share" in line]
+    assert 1 < shares[0] < 1.05
+    assert max(shares[1:]) <= 1.05
 
 
 def test_grpo_runs_without_critic_and_reference(inputs: Path, tmp_path: Path) -> None:

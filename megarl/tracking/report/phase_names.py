@@ -37,6 +37,7 @@ PHASE_NAMES = {
     "send_weights": "send weights",
     "write_weight_files": "write weights",
     "weight_checksums": "checksum weights",
+    "forget_acknowledged_weights": "plan weight sync",
     "leave_weights": "disconnect weight sync",
     "end_weights": "disconnect weight sync",
     # Engines.
@@ -52,6 +53,7 @@ PHASE_NAMES = {
     "load_folder": "load weights",
     "checksums": "checksum weights",
     "weight_version": "check weight version",
+    "acknowledged_version": "check weight version",
     "process_ids": "list processes",
     # Reward functions.
     "score": "score",

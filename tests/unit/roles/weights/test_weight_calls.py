@@ -29,7 +29,13 @@ ANSWERS: dict[str, Any] = {
     "reserve_weight_group": MeetingPoint("node", 1, "gloo"),
     "serve_weights": IPCAddress("device-0", True, "", 1, 4, "", ""),
     "send_weights": SendReport(
-        packing_s=0.0, waiting_s=0.0, nbytes=1, planned_extra_bytes=0, measured_extra_bytes=0, lost={}
+        packing_s=0.0,
+        waiting_s=0.0,
+        nbytes=1,
+        full_bytes=1,
+        planned_extra_bytes=0,
+        measured_extra_bytes=0,
+        lost={},
     ),
     "weights_are_on_cuda": True,
 }
