@@ -45,6 +45,7 @@ class RoleGroup:
         self._worker_class: type[Worker] | None = worker.cls
         self.mesh: Mesh = worker.mesh(actors.world_size)
         self._spans: list[Span] = []
+        self._processes: RayWorkerGroup | None = None
 
     @property
     def world_size(self) -> int:
@@ -71,6 +72,12 @@ class RoleGroup:
     @phase_time_limit_s.setter
     def phase_time_limit_s(self, seconds: float) -> None:
         self._actors.phase_time_limit_s = seconds
+
+    @property
+    def processes(self) -> RayWorkerGroup:
+        """The processes of the group, which several roles may share."""
+        assert self._processes is not None
+        return self._processes
 
     # ---- calls
 
@@ -217,9 +224,12 @@ class RayWorkerGroup(RoleGroup):
         of_ranks = rank_environments or [NO_ENVIRONMENT] * resource_pool.world_size
         environments = [{**given, **own} for own in of_ranks]
         shares = {role: dict(methods) for role, methods in at_work.items()}
-        actors = ActorSet(
+        self.pool = resource_pool
+        self._start = lambda: ActorSet(
             resource_pool, self._roles, environments, phase_time_limit_s, self._record_spans, shares
         )
+        self._spawned: list[RoleGroup] = []
+        actors = self._start()
 
         if isinstance(ray_cls_with_init, RayClassWithInitArgs):
             super().__init__(actors, role, ray_cls_with_init)
@@ -229,10 +239,33 @@ class RayWorkerGroup(RoleGroup):
             self.role = ""
             self._worker_class = None
             self._spans = []
+        self._processes = self
 
     def spawn(self) -> dict[str, RoleGroup]:
         """Return one group per role, on the same processes."""
-        return {role: self._role_group(self._actors, role, spec) for role, spec in self._roles.items()}
+        groups = {role: self._role_group(self._actors, role, spec) for role, spec in self._roles.items()}
+        for group in groups.values():
+            group._processes = self
+        self._spawned += groups.values()
+        return groups
+
+    @property
+    def roles(self) -> list[str]:
+        return list(self._roles)
+
+    def lost_ranks(self) -> list[RankReport]:
+        """Return the reports of ranks that do not answer, because they died or hang. Takes at most a few seconds."""
+        return [report for report in self._actors.reports() if report.activity is None]
+
+    def restart(self) -> None:
+        """End all processes and start new ones on the same pool, without waiting for them.
+
+        All groups that `spawn` returned use the new processes. Futures of earlier calls fail.
+        """
+        self._actors.end()
+        self._actors = self._start()
+        for group in self._spawned:
+            group._actors = self._actors
 
 
 def _check_layout(role: str, worker: RayClassWithInitArgs, pool: RayResourcePool) -> None:

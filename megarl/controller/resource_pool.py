@@ -165,13 +165,17 @@ class RayResourcePool:
         if self._node_ids is None and fits(node_demands([self]), living_nodes()):
             return {}
         gone = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if not node["Alive"]}
-        node_of = [
+        return {rank: gone[node] for rank, node in enumerate(self.node_ids()) if node in gone}
+
+    def node_ids(self) -> list[str]:
+        """Return Ray's id of the node of each process, in rank order. The pool must be reserved."""
+        return [
             node
             for node, count in zip(self._reserved_on, self.process_on_nodes, strict=True)
             for _ in range(count)
         ]
 
-        return {rank: gone[node] for rank, node in enumerate(node_of) if node in gone}
+        return {rank: gone[node] for rank, node in enumerate(self.node_ids()) if node in gone}
 
     def move_from_lost_nodes(self) -> dict[int, str]:
         """Reserve the bundles of lost nodes on other nodes with free resources, such as spare ones.
@@ -237,6 +241,10 @@ class _PoolPart(RayResourcePool):
             whole[rank]._replace(local_rank=local_rank)
             for rank, local_rank in zip(self.ranks, self._local_ranks, strict=True)
         ]
+
+    def node_ids(self) -> list[str]:
+        whole = self._whole.node_ids()
+        return [whole[rank] for rank in self.ranks]
 
     def lost_nodes(self) -> dict[int, str]:
         return self._own(self._whole.lost_nodes())

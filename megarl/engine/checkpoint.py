@@ -216,8 +216,7 @@ def load(engine: MegatronEngine, folder: Path) -> None:
 
     # Compare the folder with the model before anything is overwritten.
     index = _on_all_ranks(lambda: _checked_index(folder), folder, "read")
-    sharding = sharding_of(state.models, state.groups)
-    shards = [*sharding.of_parameters(), *sharding.of_optimizer(state.optimizer.slices())]
+    shards = trained_shards(state)
     _on_all_ranks(lambda: _check_shards(index, shards, state.vocab_size), folder, "read")
     _check_complete(index, shards)
     base = base_checksum(engine)
@@ -236,6 +235,12 @@ def load(engine: MegatronEngine, folder: Path) -> None:
     state.optimizer.set_counts(StepCounts(**common["step_counts"]))
     _load_random_state(index, state.groups)
     engine.offload(*offloaded)
+
+
+def trained_shards(state: TrainingState) -> list[Shard]:
+    """Return everything that a checkpoint restores in this rank's memory: parameters and optimizer state."""
+    sharding = sharding_of(state.models, state.groups)
+    return [*sharding.of_parameters(), *sharding.of_optimizer(state.optimizer.slices())]
 
 
 def _checked_index(folder: Path) -> TorchDistIndex:

@@ -14,7 +14,7 @@ placement/offload_plan.py plans what is loaded and offloaded in each phase:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from megarl.controller.futures import RemoteFuture, gather
@@ -156,6 +156,35 @@ class OffloadSchedule:
         If this fails, they stay loaded, so that the caller can fix the cause and retry.
         """
         gather(*self._take_out({_ACTOR}))
+
+    # ---- recovery
+
+    def make_room(self, roles: Collection[str]) -> None:
+        """Forget all calls in progress, and offload what other roles hold on the devices of `roles`.
+
+        Call this before the processes of `roles` are started again.
+        """
+        self._running.clear()
+        self._actor_came_in = False
+        if self._plan is None:
+            return
+        others = {other for role in roles for other in self._plan.takes_turns_with(role)} - set(roles)
+        leaving = {item for item in self._held if item.role in others}
+
+        # The engines lose their weights, and get them again before they generate.
+        if _ENGINES in leaving:
+            assert self._engines is not None
+            self._engines.sleep()
+            self._held.discard(_ENGINES)
+        gather(*self._take_out(leaving - {_ENGINES}))
+
+    def restarted(self, roles: Collection[str]) -> None:
+        """Record that the processes of `roles` are new, with everything that can be offloaded offloaded."""
+        self._held = {item for item in self._held if item.role not in roles}
+
+    def takes_turns(self, role: str, other: str) -> bool:
+        """Return whether two roles share devices from different processes."""
+        return self._plan is not None and other in self._plan.takes_turns_with(role)
 
     # ---- moves
 

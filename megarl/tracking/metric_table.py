@@ -334,6 +334,14 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow("resharding/extra_bytes", "bytes", "Largest additional memory of a trainer rank."),
         MetricRow("resharding/gb_per_s", "GB/s", "nbytes divided by seconds without verify_s."),
     ),
+    "Recovery": (
+        MetricRow(
+            "recovery/num_recoveries",
+            "recoveries",
+            "Times that lost trainer processes were restarted in the step, if `recovery.enabled`.",
+        ),
+        MetricRow("recovery/lost_s", "s", "Time to restart, restore and repeat earlier steps."),
+    ),
     "Time, speed and memory": (
         MetricRow(
             "timing_s/<phase>",

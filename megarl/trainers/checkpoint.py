@@ -95,10 +95,12 @@ class Checkpointer:
         is_told_to_end: Callable[[], bool] = lambda: False,
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
+        retry: Callable[[Callable[[], None]], None] = lambda action: action(),
     ) -> None:
         """Create a checkpointer.
 
         Args:
+            retry: Runs an action between two steps, again if a process of a model was lost and restarted.
             resumed: Contents of the `trainer.json` of the checkpoint that is resumed.
             clock: Monotonic seconds since any origin; it must not follow the wall clock, which may be
                 changed.
@@ -110,6 +112,7 @@ class Checkpointer:
         self._is_told_to_end = is_told_to_end
         self._say = say
         self._clock = clock
+        self._retry = retry
 
         # Continue the counts of the resumed run: steps, time, and the validations so far.
         resumed = resumed or {"step": 0, "seconds": 0.0}
@@ -125,6 +128,8 @@ class Checkpointer:
                 each.load_state_dict(resumed.get(name))
 
         self._under_way: _Save | None = None
+        self._sources: tuple[Callable[[], State], Callable[[], Mapping[str, bytes]]] | None = None
+        self._is_lost = False  # whether the last save failed, so that it is due again if the run continues
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.stopped_after: int | None = None  # the step after which the run was told to end
 
@@ -167,8 +172,15 @@ class Checkpointer:
             yield step
             self.last_step = step
             # The metrics of this step are complete now, so its checkpoint may be committed.
-            self.advance_save(wait=not self._config.checkpoint.asynchronous)
-        self.advance_save(wait=True)
+            self._retry(self._continue_save)
+        self._retry(lambda: self._continue_save(at_end=True))
+
+    def _continue_save(self, at_end: bool = False) -> None:
+        """Advance the save in progress between two steps. One that was lost with a process begins again."""
+        if self._is_lost and self._sources is not None:
+            state, files = self._sources
+            self._begin(self.last_step, state(), files())
+        self.advance_save(wait=at_end or not self._config.checkpoint.asynchronous)
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the validation after `step`. Call this within the step, before `save`."""
@@ -189,6 +201,7 @@ class Checkpointer:
         Raises:
             CheckpointError: This save or the previous one failed. The files of the failed save are removed.
         """
+        self._sources = (state, files)
         # A run that is told to stop saves at once, whether or not this step is due.
         if self._is_told_to_end():
             self.stopped_after = step
@@ -213,13 +226,15 @@ class Checkpointer:
         minutes = (self._clock() - self._saved_s) / 60
 
         return (
-            (checkpoint.at_end and is_last)
+            self._is_lost
+            or (checkpoint.at_end and is_last)
             or (checkpoint.every_steps > 0 and step % checkpoint.every_steps == 0)
             or 0 < checkpoint.every_minutes <= minutes
             or (self._best is not None and self._best.step == step)
         )
 
     def _begin(self, step: int, state: State, files: Mapping[str, bytes]) -> None:
+        self._is_lost = False
         save = _Save(step, self._folder.path, self._clock(), self.best)
         self._saved_s = save.started_s
 
@@ -293,6 +308,7 @@ class Checkpointer:
         except (RunError, OSError) as error:
             # Remove what was written, and report the file or folder that caused the error.
             self._under_way = None
+            self._is_lost = True
             self._folder.abandon(save.step)
             # A rank that hangs is also a TimeoutError, which is an OSError.
             is_file_error = isinstance(error, OSError) and not isinstance(error, RunError)

@@ -142,6 +142,16 @@ class Monitor:
         position.spent_s[name] = position.spent_s.get(name, 0.0) + end_s - began.start_s
         self._spans.append(Span(_DRIVER, _DRIVER, 0, name, began.start_s, end_s))
 
+    @property
+    def depth(self) -> int:
+        """The number of phases that have begun and not ended."""
+        return len(self.position.phases)
+
+    def rewind(self, depth: int) -> None:
+        """Leave the phases that an error interrupted, down to `depth`, because their work is repeated."""
+        del self.position.phases[depth:]
+        del self.position.begun[depth:]
+
     @contextmanager
     def testing(self) -> Generator[None]:
         """Record a validation.

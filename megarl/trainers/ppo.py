@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from megarl.trainers.advantages import AdvantageStep, Metrics, correct_rollout, 
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
+from megarl.trainers.recovery import NoRecovery, StepRecovery
 from megarl.trainers.run_status import StatusOfRun
 from megarl.trainers.samples import SampleRows
 from megarl.trainers.sampling import Sampling, group_rules
@@ -64,10 +66,12 @@ class PPOTrainer:
         checkpoints: Checkpointer,
         *,
         own_loop: bool = False,
+        recovery: StepRecovery | NoRecovery | None = None,
     ) -> None:
         """Create a trainer.
 
         Args:
+            recovery: Repeats steps that lost processes interrupted. None: such a loss ends the run.
             own_loop: Whether a user's own loop runs the steps. It scores the samples, computes baselines and
                 syncs weights itself.
         """
@@ -81,6 +85,7 @@ class PPOTrainer:
         self.evaluation = evaluation
         self.monitor = monitor
         self.checkpoints = checkpoints
+        self.recovery = recovery or NoRecovery()
         self._status = StatusOfRun(config, roles, monitor, self.prompts)
         self._rows = SampleRows(config)
         self._sample = Sampling(self.prompts, roles.reward, rules)
@@ -107,10 +112,23 @@ class PPOTrainer:
         try:
             for step in self.steps():
                 with self.monitor.phase("gen"):  # the trainer waits for the samples of the step
-                    prompts = next(self.prompts)
-                self.monitor.record(self.train_step(prompts, step))
+                    prompts = self.recovery.retry(partial(next, self.prompts))
+                self.monitor.record(self.recovery.run(step, self._repeatable(prompts, step)))
         finally:
             self.prompts.close()
+
+    def _repeatable(self, prompts: DataProto, step: int) -> Callable[[], Metrics]:
+        """Return a step that has its samples as a function. Each call begins with what the driver knows now."""
+        groups = self.prompts.taken
+        controller = self._advantages.kl_controller
+        before = controller.state_dict()
+
+        def train() -> Metrics:
+            self.prompts.taken = groups
+            controller.load_state_dict(before)
+            return self.train_step(prompts, step)
+
+        return train
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining step numbers. The caller runs one training step per yielded number.
@@ -121,10 +139,11 @@ class PPOTrainer:
         trainer = self.config.trainer
         self.roles.weights.push()
         self.roles.drain_metrics()  # metrics of the first sync include process startup
+        self.recovery.begin()
 
         # A resumed run has already had this validation.
         if trainer.validate_before and self.checkpoints.is_at_start:
-            self._validate(0)
+            self.recovery.retry(lambda: self._validate(0))
 
         for step in self.checkpoints.steps():
             # Replicas join or leave only between two steps, when no call of the trainer needs them.
@@ -134,9 +153,9 @@ class PPOTrainer:
                 if step == trainer.total_steps or (
                     trainer.validate_every_steps and step % trainer.validate_every_steps == 0
                 ):
-                    self.checkpoints.validated(step, self._validate(step))
+                    self.checkpoints.validated(step, self.recovery.retry(partial(self._validate, step)))
                 # Save last: a checkpoint may be due because this validation is the best.
-                self.checkpoints.save(step, self.state_dict, self._files)
+                self.recovery.retry(partial(self.checkpoints.save, step, self.state_dict, self._files))
 
     def _scale(self) -> None:
         """Apply a pending request of `megarl scale`.

@@ -13,6 +13,7 @@ from megarl.roles.models import valid_token_count
 from megarl.roles.preferences import PairModel
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.monitor import Monitor
+from megarl.trainers.recovery import NoRecovery, StepRecovery
 
 
 class PreferenceTrainer:
@@ -30,6 +31,7 @@ class PreferenceTrainer:
         validation: PairDataset | None,
         monitor: Monitor,
         checkpoints: Checkpointer,
+        recovery: StepRecovery | NoRecovery | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -37,6 +39,7 @@ class PreferenceTrainer:
         self.validation = validation
         self.monitor = monitor
         self.checkpoints = checkpoints
+        self.recovery = recovery or NoRecovery()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the driver's state between two steps, as JSON-compatible values."""
@@ -48,17 +51,21 @@ class PreferenceTrainer:
 
     def fit(self) -> None:
         trainer = self.config.trainer
+        self.recovery.begin()
         for step in self.checkpoints.steps():
             with self.monitor.step(step):
                 batch = next(self.batches)
-                metrics = self.model.update(batch).get()
+                metrics = self.recovery.run(step, partial(self._train, batch))
                 self.monitor.record({**metrics, "num_tokens": float(valid_token_count(batch))})
                 # Validate before saving, because the result may decide whether this step is saved.
                 if step == trainer.total_steps or (
                     trainer.validate_every_steps and step % trainer.validate_every_steps == 0
                 ):
-                    self.checkpoints.validated(step, self._validate())
-                self.checkpoints.save(step, self.state_dict)
+                    self.checkpoints.validated(step, self.recovery.retry(self._validate))
+                self.recovery.retry(partial(self.checkpoints.save, step, self.state_dict))
+
+    def _train(self, batch: DataProto) -> Mapping[str, float]:
+        return self.model.update(batch).get()
 
     def _validate(self) -> Mapping[str, float]:
         """Return the metrics of a validation; none without held-out pairs."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric, merge_metrics, values_of
 from megarl.config.schema import SFTConfig
 from megarl.data.loader import BatchLoader, one_pass
@@ -12,6 +14,7 @@ from megarl.data.sft import SFTDataset
 from megarl.roles.models import Actor, valid_token_count
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.monitor import Monitor
+from megarl.trainers.recovery import NoRecovery, StepRecovery
 
 
 class SFTTrainer:
@@ -28,6 +31,7 @@ class SFTTrainer:
         validation: SFTDataset | None,
         monitor: Monitor,
         checkpoints: Checkpointer,
+        recovery: StepRecovery | NoRecovery | None = None,
     ) -> None:
         self.config = config
         self.actor = actor
@@ -35,6 +39,7 @@ class SFTTrainer:
         self.validation = validation
         self.monitor = monitor
         self.checkpoints = checkpoints
+        self.recovery = recovery or NoRecovery()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the driver's state between two steps, as JSON-compatible values."""
@@ -46,17 +51,21 @@ class SFTTrainer:
 
     def fit(self) -> None:
         trainer = self.config.trainer
+        self.recovery.begin()
         for step in self.checkpoints.steps():
             with self.monitor.step(step):
                 batch = next(self.batches)
-                metrics = self.actor.update_sft(batch).get()
+                metrics = self.recovery.run(step, partial(self._train, batch))
                 self.monitor.record({**metrics, "num_tokens": float(valid_token_count(batch))})
                 # Validate before saving, because the result may decide whether this step is saved.
                 if step == trainer.total_steps or (
                     trainer.validate_every_steps and step % trainer.validate_every_steps == 0
                 ):
-                    self.checkpoints.validated(step, self._validate())
-                self.checkpoints.save(step, self.state_dict)
+                    self.checkpoints.validated(step, self.recovery.retry(self._validate))
+                self.recovery.retry(partial(self.checkpoints.save, step, self.state_dict))
+
+    def _train(self, batch: DataProto) -> Mapping[str, float]:
+        return self.actor.update_sft(batch).get()
 
     def _validate(self) -> Mapping[str, float]:
         """Return the metrics of a validation; none without held-out rows."""

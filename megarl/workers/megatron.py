@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # these modules import Megatron, which needs the platform to 
     from megarl.engine.checkpoint import PendingSave
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.groups import ParallelGroups
+    from megarl.engine.snapshot import PendingSnapshot
     from megarl.engine.vocab_parallel import Extra
 
 MICRO_BATCHES = "micro_batches"  # meta_info: row numbers of each micro-batch, planned by the driver
@@ -203,6 +204,7 @@ class MegatronWorker(WeightExport):
         # Free memory at once: the next group on these devices waits for this constructor.
         self._engine.offload(*spec.offloaded_at_first)
         self._pending_save: PendingSave | None = None
+        self._pending_snapshot: PendingSnapshot | None = None
 
         vision = spec.architecture.vision
         self._images = None if vision is None else ImageProcessor(spec.path, vision)
@@ -247,6 +249,7 @@ class MegatronWorker(WeightExport):
             (speed_metrics).
         """
         begin_s = time.monotonic()
+        self._settle_snapshot()
         rows = self._rows(part)
         arguments = (rows, part.meta_info[MICRO_BATCHES], loss, loss.extras)
         scores: Mapping[str, RaggedTensor] = {}
@@ -281,6 +284,7 @@ class MegatronWorker(WeightExport):
 
         The weight-sync buffers are released as well.
         """
+        self._settle_snapshot()
         # The buffers of the last weight sync occupy device memory that the next phase needs.
         self.release_weight_buffers()
         return self._engine.offload(*parts)
@@ -288,6 +292,7 @@ class MegatronWorker(WeightExport):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def restore_state(self, parts: tuple[StatePart, ...]) -> int:
         """Load offloaded parts back to the device."""
+        self._settle_snapshot()
         return self._engine.restore(*parts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -323,6 +328,41 @@ class MegatronWorker(WeightExport):
         from megarl.engine.checkpoint import load
 
         load(self._engine, Path(folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def begin_snapshot(self, path: str, step: int) -> None:
+        """Start to copy the model's current state to a file in memory; see engine/snapshot.py.
+
+        Calls that change or move the state wait for the copy.
+        """
+        from megarl.engine.snapshot import PendingSnapshot
+
+        self._settle_snapshot()
+        self._pending_snapshot = PendingSnapshot(path, step, self._engine.training_state())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def await_snapshot(self) -> None:
+        """Wait until the last snapshot is complete. Raises CheckpointError if it failed."""
+        self._settle_snapshot()
+
+    def _settle_snapshot(self) -> None:
+        # Cleared first, so that a failed snapshot is reported once.
+        pending = self._pending_snapshot
+        self._pending_snapshot = None
+        if pending is not None:
+            pending.wait()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def load_snapshot(self, path: str) -> None:
+        """Load the model's state from a snapshot of this rank.
+
+        A save in progress is dropped: the driver has abandoned it.
+        """
+        from megarl.engine.snapshot import load_snapshot
+
+        self._pending_save = None
+        self._settle_snapshot()
+        load_snapshot(self._engine, path)
 
     def _shards(self) -> Shards:
         spec = self._spec

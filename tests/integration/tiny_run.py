@@ -60,6 +60,7 @@ from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.families import read_architecture
 from megarl.placement.plan import plan_placement
+from megarl.roles.model_recovery import ppo_recovery
 from megarl.roles.preferences import PairPolicy
 from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.saved_models import SavedModels, pair_models, ppo_models, sft_models
@@ -76,6 +77,7 @@ from megarl.trainers.monitor import Monitor
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.preferences import PreferenceTrainer
 from megarl.trainers.reference import fill_reference
+from megarl.trainers.recovery import NoRecovery, StepRecovery, step_recovery
 from megarl.trainers.resume import Resume, checkpoint_folder, find_resume
 from megarl.trainers.sft import SFTTrainer
 
@@ -250,12 +252,29 @@ class WatchedTrainer(PPOTrainer):
             yield step
 
 
-def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda step, roles: None) -> Finished:
+class WatchedMonitor(Monitor):
+    """Monitor that calls `look` with the step and the name of each phase of the driver, when it begins."""
+
+    look: Callable[[int | None, str], None] = staticmethod(lambda step, phase: None)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with super().phase(name):
+            self.look(self.position.step, name)
+            yield
+
+
+def run_ppo(
+    config: PPOConfig,
+    look: Callable[[int, PPORoles], None] = lambda step, roles: None,
+    look_at_phase: Callable[[int | None, str, PPORoles], None] = lambda step, phase, roles: None,
+) -> Finished:
     """Train like `megarl train`, on the current Ray cluster.
 
     Args:
         look: Called with the roles before each step. Steps are counted from 1, also in a run that resumes
             from another's checkpoint (`checkpoint.resume`).
+        look_at_phase: Called with the step, the phase and the roles when a phase of the driver begins.
     """
     path = config.model.path
     data = config.data
@@ -287,8 +306,13 @@ def run_ppo(config: PPOConfig, look: Callable[[int, PPORoles], None] = lambda st
         saved = ppo_models(config, roles)
         with _ended(roles.groups):
             monitor = _monitor(config, roles.groups)
+            monitor.look = lambda step, phase: look_at_phase(step, phase, roles)
+            recovery = step_recovery(
+                config, lambda: ppo_recovery(roles, saved, 60), monitor, 0 if resume is None else resume.step
+            )
+            checkpoints = _checkpoints(config, saved, monitor, resume, recovery)
             ppo = WatchedTrainer(
-                config, roles, loader, evaluation, monitor, _checkpoints(config, saved, monitor, resume)
+                config, roles, loader, evaluation, monitor, checkpoints, recovery=recovery
             )
             ppo.look = lambda step: look(step, roles)
             if resume is not None:
@@ -398,21 +422,27 @@ def _ended(groups: list[RoleGroup]) -> Iterator[None]:
             group.shutdown()
 
 
-def _monitor(config: RunConfig, groups: list[RoleGroup]) -> Monitor:
+def _monitor(config: RunConfig, groups: list[RoleGroup]) -> WatchedMonitor:
     output_dir = Path(config.trainer.output_dir)
     progress = ProgressBar("test", config.trainer.total_steps, Console())
     tracker = Tracker(config.tracking.loggers, TrackedRun(output_dir=output_dir))
-    return Monitor(
+    return WatchedMonitor(
         groups, tracker, Timeline(output_dir), progress, num_devices=plan_placement(config).num_devices
     )
 
 
 def _checkpoints(
-    config: RunConfig, models: SavedModels, monitor: Monitor, resume: Resume | None = None
+    config: RunConfig,
+    models: SavedModels,
+    monitor: Monitor,
+    resume: Resume | None = None,
+    recovery: StepRecovery | NoRecovery | None = None,
 ) -> Checkpointer:
     folder = checkpoint_folder(config)
     folder.prepare()
-    return Checkpointer(config, folder, models, monitor, resumed=None if resume is None else resume.state)
+    resumed = None if resume is None else resume.state
+    retry = (recovery or NoRecovery()).retry
+    return Checkpointer(config, folder, models, monitor, resumed=resumed, retry=retry)
 
 
 def _finished(config: RunConfig) -> Finished:

@@ -18,11 +18,13 @@ from megarl.doctor.examined_config import load_for_run
 from megarl.machine.wording import counted
 from megarl.models.families import read_architecture
 from megarl.roles.preferences import PairPolicy
+from megarl.roles.model_recovery import single_recovery
 from megarl.roles.saved_models import pair_models
 from megarl.roles.start import start_preferences
 from megarl.tracking.run_files import writing
 from megarl.trainers.preferences import PreferenceTrainer
 from megarl.trainers.reference import FILES, fill_reference
+from megarl.trainers.recovery import step_recovery
 from megarl.trainers.resume import find_resume
 
 
@@ -76,8 +78,14 @@ def _run(config: PreferenceConfig, context: RunContext) -> int:
                 _reference(config, session, model, "data.val_files", held_out, range(len(held_out)))
         load_checkpoint(session, config, saved, resume)
         with open_monitor(session, config, [model.group], resume) as monitor:
-            checkpoints = open_checkpoints(session, config, saved, monitor, resume)
-            preferences = PreferenceTrainer(config, model, loader, held_out, monitor, checkpoints)
+            recovery = step_recovery(
+                config,
+                lambda: single_recovery(saved, trainer.phase_time_limit_s),
+                monitor,
+                0 if resume is None else resume.step,
+            )
+            checkpoints = open_checkpoints(session, config, saved, monitor, resume, recovery)
+            preferences = PreferenceTrainer(config, model, loader, held_out, monitor, checkpoints, recovery)
             if resume is not None:
                 preferences.load_state_dict(resume.state)
             preferences.fit()
@@ -87,7 +95,7 @@ def _run(config: PreferenceConfig, context: RunContext) -> int:
         if config.checkpoint.save_hf:
             folder = session.output_dir / "huggingface"
             with writing(session.output_dir):
-                model.save_hf(folder, config.model.path)
+                recovery.retry(lambda: model.save_hf(folder, config.model.path))
             session.console.print(f"the trained model is in {folder}")
         steps = checkpoints.last_step
         seconds = round(checkpoints.seconds, 1)

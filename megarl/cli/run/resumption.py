@@ -22,6 +22,7 @@ from megarl.tracking.truncate_logs import cut_after
 from megarl.trainers.best_so_far import ends_early
 from megarl.trainers.checkpoint import Checkpointer, best_checkpoint
 from megarl.trainers.monitor import Monitor
+from megarl.trainers.recovery import NoRecovery, StepRecovery
 from megarl.trainers.resume import Resume, checkpoint_folder, older_ones
 
 
@@ -112,7 +113,12 @@ def load_checkpoint(session: Session, config: RunConfig, models: SavedModels, re
 
 
 def open_checkpoints(
-    session: Session, config: RunConfig, models: SavedModels, monitor: Monitor, resume: Resume | None
+    session: Session,
+    config: RunConfig,
+    models: SavedModels,
+    monitor: Monitor,
+    resume: Resume | None,
+    recovery: StepRecovery | NoRecovery,
 ) -> Checkpointer:
     checkpoints = Checkpointer(
         config,
@@ -122,6 +128,7 @@ def open_checkpoints(
         resumed=None if resume is None else resume.state,
         is_told_to_end=lambda: session.termination.requested,
         say=lambda text: session.console.print(text, soft_wrap=True, highlight=False),
+        retry=recovery.retry,
     )
     session.at_last.callback(checkpoints.close)
     return checkpoints

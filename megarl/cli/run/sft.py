@@ -16,9 +16,11 @@ from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.examined_config import load_for_run
 from megarl.models.families import read_architecture
+from megarl.roles.model_recovery import single_recovery
 from megarl.roles.saved_models import sft_models
 from megarl.roles.start import start_sft
 from megarl.tracking.run_files import writing
+from megarl.trainers.recovery import step_recovery
 from megarl.trainers.resume import find_resume
 from megarl.trainers.sft import SFTTrainer
 
@@ -63,8 +65,14 @@ def _run(config: SFTConfig, context: RunContext) -> int:
         saved = sft_models(config, actor)
         load_checkpoint(session, config, saved, resume)
         with open_monitor(session, config, [actor.group], resume) as monitor:
-            checkpoints = open_checkpoints(session, config, saved, monitor, resume)
-            sft = SFTTrainer(config, actor, loader, held_out, monitor, checkpoints)
+            recovery = step_recovery(
+                config,
+                lambda: single_recovery(saved, trainer.phase_time_limit_s),
+                monitor,
+                0 if resume is None else resume.step,
+            )
+            checkpoints = open_checkpoints(session, config, saved, monitor, resume, recovery)
+            sft = SFTTrainer(config, actor, loader, held_out, monitor, checkpoints, recovery)
             if resume is not None:
                 sft.load_state_dict(resume.state)
             sft.fit()
@@ -74,7 +82,7 @@ def _run(config: SFTConfig, context: RunContext) -> int:
         if config.checkpoint.save_hf:
             folder = session.output_dir / "huggingface"
             with writing(session.output_dir):
-                actor.save_hf(folder, config.model.path)
+                recovery.retry(lambda: actor.save_hf(folder, config.model.path))
             session.console.print(f"the trained model is in {folder}")
         steps = checkpoints.last_step
         seconds = round(checkpoints.seconds, 1)

@@ -30,12 +30,14 @@ from megarl.doctor.examined_config import load_for_run
 from megarl.doctor.inputs import endless_turns
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
+from megarl.roles.model_recovery import ppo_recovery
 from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo
 from megarl.tracking.run_files import writing
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.ppo import PPOTrainer
+from megarl.trainers.recovery import NoRecovery, step_recovery
 from megarl.trainers.resume import Resume, find_resume
 from megarl.workers.reward_model import Reading, conversation_encoder
 
@@ -124,8 +126,21 @@ def open_ppo(
         saved = ppo_models(config, roles)
         load_checkpoint(session, config, saved, resume)
         monitor = open_monitor(session, config, roles.groups, resume)
-        checkpoints = open_checkpoints(session, config, saved, monitor, resume)
-        ppo = PPOTrainer(config, roles, loader, evaluation, monitor, checkpoints, own_loop=own_loop)
+        # A user's own loop cannot be repeated.
+        recovery = (
+            NoRecovery()
+            if own_loop
+            else step_recovery(
+                config,
+                lambda: ppo_recovery(roles, saved, trainer.phase_time_limit_s),
+                monitor,
+                0 if resume is None else resume.step,
+            )
+        )
+        checkpoints = open_checkpoints(session, config, saved, monitor, resume, recovery)
+        ppo = PPOTrainer(
+            config, roles, loader, evaluation, monitor, checkpoints, own_loop=own_loop, recovery=recovery
+        )
         if resume is not None:
             ppo.load_state_dict(resume.state, resume.checkpoint)
         yield session, ppo
@@ -162,7 +177,7 @@ def _finish(config: PPOConfig, session: Session, ppo: PPOTrainer) -> None:
 
     if config.checkpoint.save_hf:
         with writing(session.output_dir):
-            ppo.roles.actor.save_hf(folder, config.model.path)
+            ppo.recovery.retry(lambda: ppo.roles.actor.save_hf(folder, config.model.path))
 
     samples = steps * config.trainer.prompts_per_step * config.rollout.n
     scores = dict(ppo.monitor.validations)

@@ -69,6 +69,7 @@ from megarl.config.schema.models import (
 )
 from megarl.config.schema.placement import OverBudget, PlacementConfig, PlacementStrategy
 from megarl.config.schema.preferences import DPOLossConfig, DPOLossKind, RewardModelLossConfig
+from megarl.config.schema.recovery import RecoveryConfig
 from megarl.config.schema.reward import (
     OverlongConversation,
     RewardConfig,

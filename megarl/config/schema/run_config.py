@@ -25,6 +25,7 @@ from megarl.config.schema.models import (
 )
 from megarl.config.schema.placement import PlacementConfig
 from megarl.config.schema.preferences import DPOLossConfig, RewardModelLossConfig
+from megarl.config.schema.recovery import RecoveryConfig
 from megarl.config.schema.reward import RewardConfig
 from megarl.config.schema.rollout import ReshardingConfig, RolloutConfig
 from megarl.config.schema.run import (
@@ -54,6 +55,7 @@ class RunConfig(ABC):
     resharding: ReshardingConfig
     engine: EngineConfig
     checkpoint: CheckpointConfig
+    recovery: RecoveryConfig
     trainer: TrainerConfig | SFTTrainerConfig | PreferenceTrainerConfig
     tracking: TrackingConfig
     device: Device
@@ -167,6 +169,7 @@ class PPOConfig(RunConfig):
     resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     device: Device = Device.auto  # device type that the run computes on
@@ -244,6 +247,7 @@ class SFTConfig(RunConfig):
     resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     device: Device = Device.auto  # device type that the run computes on
@@ -345,6 +349,7 @@ class DPOConfig(PreferenceConfig):
     resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     trainer: PreferenceTrainerConfig = field(default_factory=PreferenceTrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     device: Device = Device.auto  # device type that the run computes on
@@ -363,6 +368,7 @@ class RewardModelRunConfig(PreferenceConfig):
     resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     trainer: PreferenceTrainerConfig = field(default_factory=PreferenceTrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     device: Device = Device.auto  # device type that the run computes on

@@ -99,7 +99,7 @@ class BufferedRollout:
         samples = [
             self.taken.samples[row][place] for row in of_prompts if row is not None for place in places
         ]
-        return self._rollout.assemble(prompts.repeat(len(places)), samples, self._weights.version)
+        return self._rollout.assemble(prompts.repeat(len(places)), samples, self._weights.actor_version)
 
     def take(self, count: int) -> DataProto:
         """Return additional prompts, without samples. A resumed run does not serve them again."""

@@ -25,12 +25,14 @@ class Pusher(Protocol):
         self, replicas: Mapping[int, RoleGroup], version: int
     ) -> tuple[PushReport | None, dict[int, Exception]]: ...
 
+    def reconnect(self) -> None: ...
+
 
 class RolloutWeights:
     """Weights of the rollout replicas.
 
     All replicas have the same `version` whenever they generate: that of the last weight sync, 0 before the
-    first.
+    first. The actor has the same version, except while a lost step is repeated from a snapshot.
     """
 
     def __init__(self, pusher: Pusher, replicas: Replicas, schedule: OffloadSchedule) -> None:
@@ -39,10 +41,23 @@ class RolloutWeights:
         self._schedule = schedule
         self._report: PushReport | None = None
         self.version = 0
+        self.actor_version = 0
 
     def resume(self, version: int) -> None:
         """Set the version of the next weight sync, which engines had before the run was resumed."""
-        self.version = version - 1
+        self.version = self.actor_version = version - 1
+
+    def rewind(self, actor_version: int, *, is_new: bool) -> None:
+        """Record that the actor has the weights of an earlier version again, after its ranks were lost.
+
+        The engines keep theirs: the steps since then are repeated, and give the same weights.
+
+        Args:
+            is_new: Whether the actor's processes are new, so that engines have to connect to them.
+        """
+        self.actor_version = actor_version
+        if is_new:
+            self._pusher.reconnect()
 
     def await_actor(self) -> None:
         """Wait for the actor's last call, and raise its error."""
@@ -63,17 +78,25 @@ class RolloutWeights:
         """
         # An update in progress would change the weights while they are sent.
         self.await_actor()
+
+        # While steps are repeated, the engines already have the weights that come next.
+        if not again and self.actor_version < self.version:
+            self.actor_version += 1
+            return
+
+        version = self.version + (0 if again else 1)
         with self._replicas.exclusive(for_weights=True):
-            self.version += 0 if again else 1
             # Make room: the actor's parameters and the engines' weights must be in memory together.
             self._schedule.before_push()
             replicas = self._replicas.all
             lost = self._replicas.wake(replicas) if self._schedule.engines_move else {}
             to = {number: replica for number, replica in replicas.items() if number not in lost}
-            self._report, lost_in_push = self._pusher.push(to, self.version)
+            self._report, lost_in_push = self._pusher.push(to, version)
             # Offload the actor before the engines allocate their caches, which need its memory.
             self._schedule.after_push()
-            self._finish(to, lost | lost_in_push)
+            self._finish(to, lost | lost_in_push, version)
+            # Set last: after an error, engines may have a mixture, and this sync counts for nothing.
+            self.version = self.actor_version = version
 
     def bring_in(self) -> None:
         """Make the engines ready to generate with the weights of the last sync. Raises the errors of `push`.
@@ -114,12 +137,14 @@ class RolloutWeights:
         # The actor was loaded only for this sync. The caches need its memory.
         if came_in:
             self._schedule.take_out_actor()
-        self._finish(replicas, lost)
+        self._finish(replicas, lost, self.version)
 
         return number not in self._replicas.starting
 
-    def _finish(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:
-        """Finish a sync to `replicas`: those that are not lost have the weights."""
+    def _finish(
+        self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception], version: int
+    ) -> None:
+        """Finish a sync to `replicas`: those that are not lost have the weights of `version`."""
         well = {number: replica for number, replica in replicas.items() if number not in lost}
         if self._schedule.engines_move:
             lost |= self._replicas.wake_cache(well)  # the actor has been offloaded
@@ -127,7 +152,7 @@ class RolloutWeights:
         # Restart the lost replicas, then let the others confirm their version.
         self._replicas.replace(lost)
         well = {number: replica for number, replica in well.items() if number not in lost}
-        self._replicas.replace(self._replicas.accept(well, self.version))
+        self._replicas.replace(self._replicas.accept(well, version))
 
     def settle(self) -> None:
         """Wait for the restarting replicas, and send them the weights if they can be readmitted now."""
@@ -172,3 +197,6 @@ class FolderWeights:
         results_of(loading, lost, is_dead_or_failed_start)
 
         return None, lost
+
+    def reconnect(self) -> None:
+        """Do nothing: no trainer is connected."""

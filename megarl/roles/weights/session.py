@@ -161,6 +161,10 @@ class TransferSession:
                 )
             )
 
+    def forget_source(self) -> None:
+        """Forget all connections, because the source's ranks are new processes. All replicas join again."""
+        self._joined = {}
+
     def close(self) -> None:
         """Disconnect all replicas."""
         joined = self._joined

@@ -188,6 +188,10 @@ class WeightSync:
             self._sends_changes,
         )
 
+    def reconnect(self) -> None:
+        """Join all replicas again in the next sync, because the source's ranks are new processes."""
+        self._session.forget_source()
+
     def close(self) -> None:
         """Disconnect all replicas and free the message buffers. The next sync joins them again."""
         self._session.close()

@@ -1,0 +1,22 @@
+"""The section of recovery from lost trainer processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.schema.keys import ranged
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryConfig:
+    """How a run continues after it loses a process of a trained model.
+
+    The lost process and its peers are started again with a snapshot in host memory, and repeat at most the steps
+    since the snapshot. The result is bitwise that of a run which lost nothing.
+    """
+
+    enabled: bool = False  # restart lost trainer processes; false: the run ends, and resumes from a checkpoint
+    # steps between snapshots of the training state in host memory; the samples of these steps are kept as well
+    snapshot_every_steps: int = ranged(1, at_least=1)
+    max_restarts: int = ranged(3, at_least=1)  # recoveries within `window_steps` steps; one more ends the run
+    window_steps: int = ranged(10, at_least=1)  # steps over which `max_restarts` counts

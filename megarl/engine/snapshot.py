@@ -1,0 +1,98 @@
+"""Copy the training state of a rank to memory that outlives its process, and load it in a rank with the same layout.
+
+The state is the one that a checkpoint stores (checkpoint.py). No rank communicates.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from megarl.checkpoints.memory_snapshot import SnapshotTensor, open_snapshot, write_snapshot
+from megarl.engine import platform
+from megarl.engine.checkpoint import random_state, set_random_state, trained_shards
+from megarl.engine.engine import MegatronEngine, TrainingState
+from megarl.engine.optimizer import StepCounts
+from megarl.engine.sharding import Shard
+from megarl.machine.errors import CheckpointError
+
+
+class PendingSnapshot:
+    """A snapshot that is copied while the model is used. It must not change before `wait` returns."""
+
+    def __init__(self, path: str, step: int, state: TrainingState) -> None:
+        # The random state changes with the next use of the model, so it is read now.
+        record = {"counts": state.optimizer.counts()._asdict(), "random": random_state()}
+        torch.save(record, buffer := io.BytesIO())
+        self._path = path
+        self._step = step
+        self._record = buffer.getvalue()
+        self._tensors = [_copied(shard, state) for shard in trained_shards(state)]
+        self._failure: str | None = None
+        self._stream = torch.cuda.Stream() if platform.current().is_cuda else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        self._thread = threading.Thread(target=self._run, name=f"snapshot of step {step}", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until everything is copied.
+
+        Raises:
+            CheckpointError: The memory of the node is exhausted.
+        """
+        self._thread.join()
+        if self._failure is not None:
+            raise CheckpointError(self._failure)
+
+    def _run(self) -> None:
+        try:
+            # Copies on a stream of their own do not wait for the model's.
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                write_snapshot(self._path, self._step, self._tensors, self._record)
+        except Exception as error:  # noqa: BLE001  (thread boundary: the waiting thread raises it)
+            self._failure = f"the snapshot of step {self._step} cannot be written: {error}"
+
+
+def _copied(shard: Shard, state: TrainingState) -> SnapshotTensor:
+    def copy_to(target: torch.Tensor) -> None:
+        if shard.tensor.untyped_storage().nbytes() == 0:  # offloaded
+            copy = state.places.host_copy(shard.tensor, shard.start, shard.place.volume)
+            target.copy_(copy.view(shard.place.shape))
+        else:
+            target.copy_(shard.view)
+
+    return SnapshotTensor(_key(shard), shard.place.shape, shard.tensor.dtype, copy_to)
+
+
+def _key(shard: Shard) -> str:
+    return f"{shard.key} {shard.place.starts}"
+
+
+def load_snapshot(engine: MegatronEngine, path: str) -> None:
+    """Load the snapshot of this rank, with its random state. Offloaded parts are offloaded again.
+
+    Raises:
+        CheckpointError: The snapshot is damaged, or of another layout.
+    """
+    snapshot = open_snapshot(path)
+    state = engine.training_state()
+
+    # Tensors are filled in place, so all of them must be in memory.
+    offloaded = state.places.offloaded
+    engine.restore(*offloaded)
+    shards = trained_shards(state)
+    if [_key(shard) for shard in shards] != snapshot.keys:
+        raise CheckpointError(f"the snapshot of step {snapshot.step} is of a rank with another layout")
+    for number, shard in enumerate(shards):
+        shard.view.copy_(snapshot.tensor(number, shard.place.shape, shard.tensor.dtype))
+
+    # The record consists of tensors, numbers and containers, so no pickled code has to run.
+    record: dict[str, Any] = torch.load(io.BytesIO(snapshot.record()), weights_only=True)
+    state.optimizer.set_counts(StepCounts(**record["counts"]))
+    set_random_state(record["random"])
+    engine.offload(*offloaded)

@@ -1,0 +1,152 @@
+"""Restart lost processes of models in their places, and bring all trained models back to a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
+from megarl.controller.futures import gather
+from megarl.controller.group import RayWorkerGroup, RoleGroup
+from megarl.controller.messages import FailureKind
+from megarl.machine.errors import RunError
+from megarl.roles.model_snapshots import ModelSnapshots
+from megarl.roles.offload_schedule import OffloadSchedule
+from megarl.roles.saved_models import SavedModels
+from megarl.roles.start import PPORoles
+from megarl.roles.weights.rollout_weights import RolloutWeights
+
+
+class Restarted(NamedTuple):
+    """What a recovery restarted.
+
+    Attributes:
+        step: The step whose state the trained models have now.
+        roles: The roles with new processes.
+        nodes: The nodes of the lost ranks.
+    """
+
+    step: int
+    roles: tuple[str, ...]
+    nodes: tuple[str, ...]
+
+
+class ModelRecovery:
+    """Recovers from the loss of processes of models: actor, critic, reference, reward model.
+
+    Args:
+        groups: The groups of all models.
+        snapshots: Snapshots of those that train.
+        schedule: The colocation schedule of their devices.
+        weights: Weight sync of the actor's engines; None if the run has none.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[RoleGroup],
+        snapshots: ModelSnapshots,
+        schedule: OffloadSchedule,
+        weights: RolloutWeights | None = None,
+    ) -> None:
+        self._groups = tuple(groups)
+        self._snapshots = snapshots
+        self._schedule = schedule
+        self._weights = weights
+        self._version_of: dict[int, int] = {}  # step -> the version of the actor's weights after it
+
+    def begin_snapshot(self, step: int) -> None:
+        """Start a snapshot of the state after `step`; see ModelSnapshots.begin."""
+        self._snapshots.begin(step)
+        if self._weights is not None:
+            self._version_of[step] = self._weights.actor_version
+
+    def newest_snapshot(self) -> int | None:
+        """Return the step of the newest complete snapshot, and forget older ones."""
+        newest = self._snapshots.newest()
+        if newest is not None:
+            self._version_of = {step: version for step, version in self._version_of.items() if step >= newest}
+        return newest
+
+    def concerns(self, error: Exception) -> bool:
+        """Return whether an error means that processes of these models are lost: they died, or hang."""
+        if not isinstance(error, (WorkerError, PhaseTimeoutError)):
+            return False
+        roles = {role for group in self._groups for role in (group.role, "+".join(group.processes.roles))}
+        if error.role not in roles:
+            return False
+        if isinstance(error, PhaseTimeoutError):
+            return True
+
+        # A rank's own exception comes first, although it may follow from the death of a peer.
+        kinds = {error.kind, *(other.failure.kind for other in error.others)}
+        return FailureKind.death in kinds or error.kind is FailureKind.communication
+
+    def recover(self, error: WorkerError | PhaseTimeoutError) -> Restarted:
+        """Restart the processes that `error` concerns, and load the newest complete snapshot in all models.
+
+        Processes of other models keep running, but their state is that of the snapshot, too.
+
+        Raises:
+            SnapshotLostError: There is no complete snapshot.
+            WorkerError: A process failed or died during the recovery.
+            RunError: A node is lost that the processes need.
+        """
+        lost, nodes = self._lost(error)
+        step = self._snapshots.newest_after_loss()
+        for processes in lost:
+            processes.shutdown()
+            if gone := processes.pool.lost_nodes():
+                raise RunError(
+                    f"node {', '.join(dict.fromkeys(gone.values()))} is lost, and this run's placement has no other "
+                    f"place for {', '.join(processes.roles)}; the same command resumes from the last checkpoint "
+                    f"when the cluster has enough nodes"
+                ) from error
+
+        # Processes on the same devices must be offloaded before the new ones allocate memory.
+        roles = [role for processes in lost for role in processes.roles]
+        self._schedule.make_room(roles)
+        for number, processes in enumerate(lost):
+            for earlier in lost[:number]:
+                if self._schedule.takes_turns(processes.roles[0], earlier.roles[0]):
+                    earlier.ready.get()
+            processes.restart()
+        gather(*(processes.ready for processes in lost))
+        self._schedule.restarted(roles)
+
+        # All models go back to the same step, whether or not they lost a process.
+        self._snapshots.load(step)
+        if self._weights is not None:
+            self._weights.rewind(self._version_of[step], is_new="actor" in roles)
+        return Restarted(step, tuple(roles), nodes)
+
+    def _lost(
+        self, error: WorkerError | PhaseTimeoutError
+    ) -> tuple[list[RayWorkerGroup], tuple[str, ...]]:
+        """Return the process groups with a lost rank, and the nodes of these ranks."""
+        lost = []
+        nodes: list[str] = [error.node] if isinstance(error, WorkerError) else []
+        for processes in dict.fromkeys(group.processes for group in self._groups):
+            reports = [] if processes.has_ended else processes.lost_ranks()
+            nodes += [report.node for report in reports]
+            named = error.role in (*processes.roles, "+".join(processes.roles))
+            if reports or processes.has_ended or named:
+                lost.append(processes)
+        return lost, tuple(dict.fromkeys(nodes))
+
+
+def ppo_recovery(roles: PPORoles, models: SavedModels, limit_s: float) -> ModelRecovery:
+    """Build the recovery of a run's models; its rollout and reward functions recover by themselves.
+
+    Args:
+        limit_s: Limit of a phase.
+    """
+    handles = (roles.actor, *roles.scorers.values(), roles.critic, roles.reward.model)
+    groups = [handle.group for handle in handles if handle]
+    snapshots = ModelSnapshots(models.models, limit_s)
+    return ModelRecovery(groups, snapshots, roles.schedule, roles.weights)
+
+
+def single_recovery(models: SavedModels, limit_s: float) -> ModelRecovery:
+    """Build the recovery of a run that only has the models it trains. `limit_s` is the limit of a phase."""
+    groups = [model.group for model in models.models]
+    return ModelRecovery(groups, ModelSnapshots(models.models, limit_s), OffloadSchedule())

@@ -1,0 +1,114 @@
+"""Test that a run which loses a trainer process in any phase ends like a run that loses none, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from megarl.config.schema import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    AlgorithmConfig,
+    CheckpointConfig,
+    KLConfig,
+    KLWhere,
+    ParallelConfig,
+    PPOConfig,
+    RecoveryConfig,
+)
+from megarl.roles.start import PPORoles
+from megarl.tracking.samples import sample_files
+from megarl.trainers.recovery import RecoveryLimitError
+from tests.integration.tiny_run import Finished, run_ppo, save_inputs, tiny_config
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+STEPS = 4
+LIMIT_S = 20.0
+# Metrics of clocks, and of the recovery itself.
+_TIMED = re.compile(r"(timing_s|perf|memory|resharding|recovery)/.*|rollout/replica_\d+/tokens_per_s")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    save_inputs(folder := tmp_path_factory.mktemp("inputs"))
+    return folder
+
+
+def grpo(inputs: Path, folder: Path, **changes: Any) -> PPOConfig:
+    return tiny_config(
+        inputs,
+        folder,
+        algorithm=AlgorithmConfig(
+            advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none)
+        ),
+        actor={"parallel": ParallelConfig(tensor_parallel_size=2)},
+        recovery=RecoveryConfig(enabled=True),
+        checkpoint=CheckpointConfig(at_end=True, asynchronous=False),
+        trainer={"total_steps": STEPS, "updates_per_step": 2, "validate_every_steps": 2},
+        **changes,
+    )
+
+
+class Outcome:
+    """What must not depend on a loss."""
+
+    def __init__(self, finished: Finished) -> None:
+        folder = finished.output_dir
+        self.metrics = [
+            {name: value for name, value in line.items() if not _TIMED.fullmatch(name)}
+            for line in finished.metrics
+        ]
+        self.samples = {step: path.read_bytes() for step, path in sample_files(folder).items()}
+        with safe_open(finished.policy / "model.safetensors", "pt") as file:
+            self.weights = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
+        self.states = {
+            path.parent.name: json.loads(path.read_text())["tensors"]
+            for path in folder.glob("checkpoints/step_*/*/manifest.json")
+        }
+
+    def check(self, other: Outcome) -> None:
+        assert self.metrics == other.metrics
+        assert self.samples == other.samples
+        assert self.weights == other.weights
+        assert self.states
+        assert self.states == other.states
+
+
+@pytest.fixture(scope="module")
+def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return Outcome(run_ppo(grpo(inputs, tmp_path_factory.mktemp("grpo"))))
+
+
+def killer(step: int, phase: str, rank: int = 0, delay_s: float = 0.0) -> Callable[[int | None, str, PPORoles], None]:
+    """Kill a rank of the actor when a phase of a step begins for the first time."""
+    left = [(step, phase)]
+
+    def look(now: int | None, begun: str, roles: PPORoles) -> None:
+        if (now, begun) in left:
+            left.clear()
+            time.sleep(delay_s)
+            os.kill(roles.actor.group.pids[rank], signal.SIGKILL)
+
+    return look
+
+
+@pytest.mark.parametrize("phase", ["gen", "adv", "update_actor", "update_weights", "testing", "save_checkpoint"])
+def test_a_run_that_loses_a_rank_ends_like_one_that_does_not(
+    phase: str, inputs: Path, undisturbed: Outcome, tmp_path: Path
+) -> None:
+    step = STEPS if phase in ("testing", "save_checkpoint") else 3
+    finished = run_ppo(grpo(inputs, tmp_path), look_at_phase=killer(step, phase, rank=1))
+    Outcome(finished).check(undisturbed)
+    lost_s = [line.get("recovery/lost_s", 0) for line in finished.metrics]
+    print(phase, lost_s)
+    assert max(lost_s) < LIMIT_S
