@@ -175,6 +175,8 @@ class _Stamp:
         )
         return None, {}
 
+    def reconnect(self) -> None: ...
+
 
 class _Rows:
     identity = RowIdentity("numbers")

@@ -1,7 +1,7 @@
 """The state of one rank in a file in memory (machine/memory_files.py).
 
-A snapshot has the tensors that a checkpoint would store of the rank, each with its checksum, and a small record
-for everything else. It is read by a rank with the same layout.
+A snapshot has the tensors that a checkpoint would store of the rank, each with its checksum, and a small
+record for everything else. It is read by a rank with the same layout.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SnapshotTensor(NamedTuple):
 
 
 def write_snapshot(path: str, step: int, tensors: Sequence[SnapshotTensor], record: bytes) -> int:
-    """Write a snapshot, in the place of an older one. Returns its size in bytes.
+    """Write a snapshot, replacing an older one. Returns its size in bytes.
 
     Raises:
         OSError: The file cannot be opened, or memory is exhausted.
@@ -53,7 +53,7 @@ def write_snapshot(path: str, step: int, tensors: Sequence[SnapshotTensor], reco
     # The positions, and so the size of the file, follow from the shapes.
     sizes = [tensor.nbytes for tensor in tensors]
     positions = _positions([*sizes, len(record)])
-    entries = [
+    entries: list[dict[str, Any]] = [
         {
             "key": tensor.key,
             "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -150,7 +150,9 @@ class MemorySnapshot:
 
     def _check(self, entry: dict[str, Any], name: str) -> None:
         if _checksum(self.memory, entry) != entry["checksum"]:
-            raise CheckpointError(f"the snapshot of step {self.step}: {name} is damaged: its checksum differs")
+            raise CheckpointError(
+                f"the snapshot of step {self.step}: {name} is damaged: its checksum differs"
+            )
 
 
 def open_snapshot(path: str) -> MemorySnapshot:

@@ -254,7 +254,7 @@ class RayWorkerGroup(RoleGroup):
         return list(self._roles)
 
     def lost_ranks(self) -> list[RankReport]:
-        """Return the reports of ranks that do not answer, because they died or hang. Takes at most a few seconds."""
+        """Return the reports of ranks that do not answer: they died, or hang. Takes at most a few seconds."""
         return [report for report in self._actors.reports() if report.activity is None]
 
     def restart(self) -> None:

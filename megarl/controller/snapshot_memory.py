@@ -1,7 +1,7 @@
 """Memory for snapshots on every node of the trainers, with a copy of each file on a second node.
 
-One small actor per node holds the files (machine/memory_files.py), so a file outlives the rank that writes it, and a
-copy outlives the node.
+One small actor per node holds the files (machine/memory_files.py), so a file outlives the rank that writes
+it, and a copy outlives the node.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class SnapshotMemory:
         self._node_of = dict(node_of)
         nodes = list(dict.fromkeys(node_of.values()))
         actor = ray.remote(SnapshotHolder)
-        self._holders = {
+        # Ray's annotations do not have the methods of an actor.
+        self._holders: dict[str, Any] = {
             node: actor.options(
                 num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
             ).remote()

@@ -1,6 +1,7 @@
-"""Copy the training state of a rank to memory that outlives its process, and load it in a rank with the same layout.
+"""Copy the training state of a rank to memory that outlives its process, and load it in a new process.
 
-The state is the one that a checkpoint stores (checkpoint.py). No rank communicates.
+The state is the one that a checkpoint stores (checkpoint.py), and the layout must be the same. No rank
+communicates.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Files in a node's memory that outlive the processes which write them.
 
-One process holds the files; others open them by path, whatever the size of /dev/shm. The memory is released when
-the holder ends, however it ends.
+One process holds the files; others open them by path, whatever the size of /dev/shm. The memory is released
+when the holder ends, however it ends.
 
-A file starts with a header that is zero while the file is written. It is set last, so a writer that dies leaves
-a file that no reader accepts.
+A file starts with a header that is zero while the file is written. It is set last, so a writer that dies
+leaves a file that no reader accepts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ class MemoryFiles:
         self._descriptors: dict[str, int] = {}
 
     def path(self, name: str) -> str:
-        """Return the path at which processes of this user on this node can open the file. It is created empty."""
+        """Return the path at which processes of this user on this node can open the file.
+
+        A new file is empty.
+        """
         if name not in self._descriptors:
             self._descriptors[name] = os.memfd_create(f"megarl-{name}", os.MFD_CLOEXEC)
         return f"/proc/{os.getpid()}/fd/{self._descriptors[name]}"

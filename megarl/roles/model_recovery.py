@@ -18,7 +18,7 @@ from megarl.roles.weights.rollout_weights import RolloutWeights
 
 
 class Restarted(NamedTuple):
-    """What a recovery restarted.
+    """Result of a recovery.
 
     Attributes:
         step: The step whose state the trained models have now.
@@ -97,9 +97,9 @@ class ModelRecovery:
             processes.shutdown()
             if gone := processes.pool.lost_nodes():
                 raise RunError(
-                    f"node {', '.join(dict.fromkeys(gone.values()))} is lost, and this run's placement has no other "
-                    f"place for {', '.join(processes.roles)}; the same command resumes from the last checkpoint "
-                    f"when the cluster has enough nodes"
+                    f"node {', '.join(dict.fromkeys(gone.values()))} is lost, and this run has no "
+                    f"other place for {', '.join(processes.roles)}; the same command resumes from the last "
+                    f"checkpoint when the cluster has enough nodes"
                 ) from error
 
         # Processes on the same devices must be offloaded before the new ones allocate memory.
@@ -119,9 +119,7 @@ class ModelRecovery:
             self._weights.rewind(self._version_of[step], is_new="actor" in roles)
         return Restarted(step, tuple(roles), nodes)
 
-    def _lost(
-        self, error: WorkerError | PhaseTimeoutError
-    ) -> tuple[list[RayWorkerGroup], tuple[str, ...]]:
+    def _lost(self, error: WorkerError | PhaseTimeoutError) -> tuple[list[RayWorkerGroup], tuple[str, ...]]:
         """Return the process groups with a lost rank, and the nodes of these ranks."""
         lost = []
         nodes: list[str] = [error.node] if isinstance(error, WorkerError) else []

@@ -1,7 +1,7 @@
 """Snapshots of all trained models in host memory: every rank copies its state to a file on its node.
 
-A snapshot is complete when every rank's file is. Two are kept: the older one is overwritten only when the newer one
-is complete, with its copies.
+A snapshot is complete when every rank's file is. Two are kept: the older one is overwritten only when the
+newer one is complete, with its copies.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ModelSnapshots:
         """
         newest = self.newest(_SETTLE_S)
         if newest is None:
-            raise SnapshotLostError("no complete snapshot of the trained models is left in the memory of a node")
+            raise SnapshotLostError("no complete snapshot of the trained models is left in memory")
         return newest
 
     def load(self, step: int) -> None:
@@ -136,7 +136,7 @@ class ModelSnapshots:
         self._copying = []
 
     def _opened(self) -> SnapshotMemory:
-        """Start the holders when the first snapshot is taken, because the ranks' nodes are known only then."""
+        """Start the holders when the first snapshot is taken, when the ranks' nodes are known."""
         if self._memory is None:
             node_of = {
                 _name(model, rank, slot): node
@@ -150,9 +150,7 @@ class ModelSnapshots:
 
     def _names(self, step: int) -> list[str]:
         slot = self._slot_of[step]
-        return [
-            _name(model, rank, slot) for model in self._models for rank in range(model.group.world_size)
-        ]
+        return [_name(model, rank, slot) for model in self._models for rank in range(model.group.world_size)]
 
     def _on_each_rank(self, call: Callable[[SavedModel, int], WorkerFuture]) -> list[WorkerFuture]:
         return [call(model, rank) for model in self._models for rank in range(model.group.world_size)]

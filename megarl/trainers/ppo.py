@@ -118,7 +118,7 @@ class PPOTrainer:
             self.prompts.close()
 
     def _repeatable(self, prompts: DataProto, step: int) -> Callable[[], Metrics]:
-        """Return a step that has its samples as a function. Each call begins with what the driver knows now."""
+        """Return a step that has its samples as a function. Each call starts from the same state."""
         groups = self.prompts.taken
         controller = self._advantages.kl_controller
         before = controller.state_dict()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import merge_metrics, values_of
 from megarl.config.schema import PreferenceConfig
 from megarl.data.loader import BatchLoader, one_pass

@@ -1,7 +1,7 @@
 """Repeats what a lost trainer process interrupted, so that the run continues as if nothing had happened.
 
-The work of a step is a function that can be called again. After a loss, all models return to the newest snapshot,
-and the steps since then are repeated with the same samples.
+The work of a step is a function that can be called again. After a loss, all models return to the newest
+snapshot, and the steps since then are repeated with the same samples.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class RecoveryLimitError(RunError):
     """Trainer processes were lost too often within a few steps. The message lists the losses."""
 
     hint = (
-        "the same step fails again and again: look for its cause in the message and in the logs of the processes",
+        "if the same step fails again and again, look for the cause in the message and in the logs",
         "a node that is named in each line is probably bad: take it out of the cluster",
         "if the losses are unrelated, allow more: {recovery.max_restarts, recovery.window_steps}",
     )
 
 
-class Loss(NamedTuple):
+class LostRanks(NamedTuple):
     """The loss of trainer processes during a step."""
 
     step: int
@@ -43,7 +43,7 @@ class Loss(NamedTuple):
         return f"step {self.step}, node {', '.join(self.nodes) or 'not known'}: {self.cause}"
 
 
-class Watched(Protocol):
+class RewindableMonitor(Protocol):
     """The part of the monitor that recovery uses."""
 
     def record(self, metrics: Metrics) -> None: ...
@@ -71,14 +71,14 @@ class StepRecovery:
     """
 
     def __init__(
-        self, config: RecoveryConfig, models: ModelRecovery, monitor: Watched, last_step: int
+        self, config: RecoveryConfig, models: ModelRecovery, monitor: RewindableMonitor, last_step: int
     ) -> None:
         self._config = config
         self._models = models
         self._monitor = monitor
         self._step = last_step
         self._open: deque[_Step] = deque()  # steps after the newest complete snapshot
-        self._losses: list[Loss] = []
+        self._losses: list[LostRanks] = []
         self._lost_s = 0.0
         self._num_recoveries = 0  # since the metrics were recorded last
 
@@ -160,12 +160,12 @@ class StepRecovery:
     def _count(self, error: RunError) -> None:
         cause = str(error).partition("\n")[0]
         nodes = (node,) if (node := getattr(error, "node", "")) else ()
-        self._losses.append(loss := Loss(self._step, cause, nodes))
+        self._losses.append(loss := LostRanks(self._step, cause, nodes))
         recent = [each for each in self._losses if each.step > self._step - self._config.window_steps]
         if len(recent) > self._config.max_restarts:
             raise RecoveryLimitError(
-                f"trainer processes were lost {len(recent)} times within {self._config.window_steps} steps, more "
-                f"than recovery.max_restarts={self._config.max_restarts} allows:\n"
+                f"trainer processes were lost {len(recent)} times within {self._config.window_steps} steps, "
+                f"more than recovery.max_restarts={self._config.max_restarts} allows:\n"
                 + "\n".join(f"  {each.describe()}" for each in recent)
             ) from error
         _log.warning("lost: %s", loss.describe())
@@ -192,7 +192,7 @@ class NoRecovery:
 
 
 def step_recovery(
-    config: RunConfig, make_models: Callable[[], ModelRecovery], monitor: Watched, last_step: int
+    config: RunConfig, make_models: Callable[[], ModelRecovery], monitor: RewindableMonitor, last_step: int
 ) -> StepRecovery | NoRecovery:
     """Build the recovery of a run, if it is enabled.
 

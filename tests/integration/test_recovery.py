@@ -27,7 +27,6 @@ from megarl.config.schema import (
 )
 from megarl.roles.start import PPORoles
 from megarl.tracking.samples import sample_files
-from megarl.trainers.recovery import RecoveryLimitError
 from tests.integration.tiny_run import Finished, run_ppo, save_inputs, tiny_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -89,7 +88,9 @@ def undisturbed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Outco
     return Outcome(run_ppo(grpo(inputs, tmp_path_factory.mktemp("grpo"))))
 
 
-def killer(step: int, phase: str, rank: int = 0, delay_s: float = 0.0) -> Callable[[int | None, str, PPORoles], None]:
+def killer(
+    step: int, phase: str, rank: int = 0, delay_s: float = 0.0
+) -> Callable[[int | None, str, PPORoles], None]:
     """Kill a rank of the actor when a phase of a step begins for the first time."""
     left = [(step, phase)]
 
@@ -102,7 +103,9 @@ def killer(step: int, phase: str, rank: int = 0, delay_s: float = 0.0) -> Callab
     return look
 
 
-@pytest.mark.parametrize("phase", ["gen", "adv", "update_actor", "update_weights", "testing", "save_checkpoint"])
+@pytest.mark.parametrize(
+    "phase", ["gen", "adv", "update_actor", "update_weights", "testing", "save_checkpoint"]
+)
 def test_a_run_that_loses_a_rank_ends_like_one_that_does_not(
     phase: str, inputs: Path, undisturbed: Outcome, tmp_path: Path
 ) -> None:

@@ -76,8 +76,8 @@ from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.preferences import PreferenceTrainer
-from megarl.trainers.reference import fill_reference
 from megarl.trainers.recovery import NoRecovery, StepRecovery, step_recovery
+from megarl.trainers.reference import fill_reference
 from megarl.trainers.resume import Resume, checkpoint_folder, find_resume
 from megarl.trainers.sft import SFTTrainer
 
@@ -311,9 +311,7 @@ def run_ppo(
                 config, lambda: ppo_recovery(roles, saved, 60), monitor, 0 if resume is None else resume.step
             )
             checkpoints = _checkpoints(config, saved, monitor, resume, recovery)
-            ppo = WatchedTrainer(
-                config, roles, loader, evaluation, monitor, checkpoints, recovery=recovery
-            )
+            ppo = WatchedTrainer(config, roles, loader, evaluation, monitor, checkpoints, recovery=recovery)
             ppo.look = lambda step: look(step, roles)
             if resume is not None:
                 saved.load(resume.checkpoint)

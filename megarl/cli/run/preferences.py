@@ -17,14 +17,14 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.examined_config import load_for_run
 from megarl.machine.wording import counted
 from megarl.models.families import read_architecture
-from megarl.roles.preferences import PairPolicy
 from megarl.roles.model_recovery import single_recovery
+from megarl.roles.preferences import PairPolicy
 from megarl.roles.saved_models import pair_models
 from megarl.roles.start import start_preferences
 from megarl.tracking.run_files import writing
 from megarl.trainers.preferences import PreferenceTrainer
-from megarl.trainers.reference import FILES, fill_reference
 from megarl.trainers.recovery import step_recovery
+from megarl.trainers.reference import FILES, fill_reference
 from megarl.trainers.resume import find_resume
 
 

@@ -11,12 +11,13 @@ from megarl.config.schema.keys import ranged
 class RecoveryConfig:
     """How a run continues after it loses a process of a trained model.
 
-    The lost process and its peers are started again with a snapshot in host memory, and repeat at most the steps
-    since the snapshot. The result is bitwise that of a run which lost nothing.
+    The lost process and its peers are started again with a snapshot in host memory, and repeat the steps
+    since then. The result is bitwise identical to that of a run which lost nothing.
     """
 
-    enabled: bool = False  # restart lost trainer processes; false: the run ends, and resumes from a checkpoint
-    # steps between snapshots of the training state in host memory; the samples of these steps are kept as well
+    # restart lost trainer processes; false: the run ends, and the same command resumes from a checkpoint
+    enabled: bool = False
+    # steps between snapshots of the training state in host memory; the samples of these steps are kept, too
     snapshot_every_steps: int = ranged(1, at_least=1)
     max_restarts: int = ranged(3, at_least=1)  # recoveries within `window_steps` steps; one more ends the run
     window_steps: int = ranged(10, at_least=1)  # steps over which `max_restarts` counts

@@ -141,9 +141,7 @@ class RolloutWeights:
 
         return number not in self._replicas.starting
 
-    def _finish(
-        self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception], version: int
-    ) -> None:
+    def _finish(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception], version: int) -> None:
         """Finish a sync to `replicas`: those that are not lost have the weights of `version`."""
         well = {number: replica for number, replica in replicas.items() if number not in lost}
         if self._schedule.engines_move:
