@@ -67,6 +67,7 @@ class GenerationThread:
         self._failure: BaseException | None = None
         self._has_ended = False
         self._num_pauses = 0  # nested uses of `exclusive` by the trainer's thread
+        self._is_held = False  # whether a failed weight sync keeps this thread paused
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._thread.start()
 
@@ -83,25 +84,31 @@ class GenerationThread:
     def exclusive(self, for_weights: bool = False) -> Generator[None]:
         """Give the calling thread exclusive access to the replicas, with no call in progress at any of them.
 
-        After a failure of this thread, access is free.
+        After a failure of this thread, access is free. After a failed weight sync, engines may have a mixture
+        of weights, so this thread stays paused until the next sync succeeds.
 
         Args:
             for_weights: Whether the caller syncs weights. With `drain`, requests in flight finish first.
         """
-        if self._num_pauses == 0:
+        if self._num_pauses == 0 and not self._is_held:
             drains = for_weights and self._on_update is OnUpdate.drain
             self._ask(_Command.drain if drains else _Command.pause)
 
         self._num_pauses += 1
+        self._is_held = self._is_held or for_weights
         try:
             yield
+            if for_weights:
+                self._is_held = False
         finally:
             self._num_pauses -= 1
-            if self._num_pauses == 0:
+            if self._num_pauses == 0 and not self._is_held:
                 self._orders.put(_Order(_Command.resume))
 
     def stop(self) -> None:
         """Stop the thread. Requests in flight end with the replicas."""
+        if self._is_held:
+            self._orders.put(_Order(_Command.resume))
         self._orders.put(_Order(_Command.stop))
         self._thread.join(_END_S)
 

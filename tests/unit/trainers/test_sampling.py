@@ -172,7 +172,7 @@ class Scene:
         self.loader = BatchLoader(Rows(size), 4, shuffle=False, seed=0)
         if served is not None:
             self.loader.load_state_dict(served)
-        weights = SimpleNamespace(version=1, bring_in=lambda: None)
+        weights = SimpleNamespace(version=1, actor_version=1, bring_in=lambda: None)
         self._buffered = BufferedRollout(
             self.rollout,  # type: ignore[arg-type]
             weights,  # type: ignore[arg-type]

@@ -61,6 +61,10 @@ class MadeUpWeights:
         self._engines = engines
         self.version = version
 
+    @property
+    def actor_version(self) -> int:
+        return self.version
+
     def bring_in(self) -> None: ...
 
     def can_readmit(self) -> bool:
