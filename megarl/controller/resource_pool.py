@@ -175,8 +175,6 @@ class RayResourcePool:
             for _ in range(count)
         ]
 
-        return {rank: gone[node] for rank, node in enumerate(self.node_ids()) if node in gone}
-
     def move_from_lost_nodes(self) -> dict[int, str]:
         """Reserve the bundles of lost nodes on other nodes with free resources, such as spare ones.
 
