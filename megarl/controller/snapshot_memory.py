@@ -6,6 +6,7 @@ it, and a copy outlives the node.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,9 @@ class SnapshotHolder:
     def __init__(self) -> None:
         self._files = MemoryFiles()
         self._copied: dict[str, Header] = {}  # the files that the buddy has
+        self._buddy: Any = None
+        self._names: list[str] = []  # the files that are copied to it
+        self._thread = threading.Thread(target=self._copy_forever, daemon=True)
 
     def paths(self, names: Sequence[str]) -> list[str]:
         return [self._files.path(name) for name in names]
@@ -46,18 +50,22 @@ class SnapshotHolder:
         self._files.write(name, start, data)
 
     def copy_to(self, buddy: Any, names: Sequence[str]) -> None:
-        """Copy these files to another holder whenever one of them is complete, in a thread."""
-        threading.Thread(target=self._copy_forever, args=(buddy, list(names)), daemon=True).start()
+        """Copy these files to another holder, now and whenever one of them is complete again, in a thread."""
+        self._copied = {}
+        self._names = list(names)
+        self._buddy = buddy
+        if not self._thread.is_alive():
+            self._thread.start()
 
-    def _copy_forever(self, buddy: Any, names: Sequence[str]) -> None:
+    def _copy_forever(self) -> None:
         while True:
+            buddy = self._buddy
             complete = self._files.complete()
-            for name in names:
+            for name in self._names:
                 if name in complete and self._copied.get(name) != complete[name]:
-                    try:
+                    # If the buddy's node is lost, the driver gives this holder another one.
+                    with contextlib.suppress(RayError):
                         self._copy(buddy, name, complete[name])
-                    except RayError:
-                        return  # the buddy's node is lost; the driver looks for another one
             time.sleep(_LOOK_S)
 
     def _copy(self, buddy: Any, name: str, header: Header) -> None:
@@ -70,7 +78,8 @@ class SnapshotHolder:
         # A file that was written again in the meantime gave a mixture, which gets no header.
         if self._files.complete().get(name) == header:
             ray.get(buddy.write.remote(name, 0, header.encode()))
-            self._copied[name] = header
+            if buddy is self._buddy:
+                self._copied[name] = header
 
 
 class SnapshotMemory:
@@ -81,12 +90,18 @@ class SnapshotMemory:
     """
 
     def __init__(self, node_of: Mapping[str, str]) -> None:
+        self._node_of: dict[str, str] = {}
+        self._holders: dict[str, Any] = {}  # by node; Ray's annotations do not have the methods of an actor
+        self.place(node_of)
+
+    def place(self, node_of: Mapping[str, str]) -> None:
+        """Use other nodes, after some were lost. Files on nodes that stay are kept."""
         self._node_of = dict(node_of)
         nodes = list(dict.fromkeys(node_of.values()))
         actor = ray.remote(SnapshotHolder)
-        # Ray's annotations do not have the methods of an actor.
-        self._holders: dict[str, Any] = {
-            node: actor.options(
+        self._holders = {
+            node: self._holders.get(node)
+            or actor.options(
                 num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
             ).remote()
             for node in nodes

@@ -26,6 +26,7 @@ from megarl.machine.sandbox_levels import Level
 from megarl.machine.wording import counted
 from megarl.placement.cores import at_work
 from megarl.placement.memory import plan_memory
+from megarl.placement.snapshots import snapshot_bytes
 
 # Shared memory per process for NCCL buffers between GPUs without NVLink.
 _NCCL_BYTES = 64 * 2**20
@@ -143,6 +144,8 @@ def _planned(subject: ExaminedRun) -> int:
     of_nodes: dict[int, int] = defaultdict(int)
     for device in plan_memory(config, plan, subject.architectures):
         of_nodes[device.node] += sum(device.pinned.values()) if subject.use_gpu else device.peak
+    for node, nbytes in snapshot_bytes(config, plan, subject.architectures).items():
+        of_nodes[node] += nbytes
 
     return processes + max(of_nodes.values())
 

@@ -9,9 +9,9 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind
-from megarl.machine.errors import RunError
 from megarl.roles.model_snapshots import ModelSnapshots
 from megarl.roles.offload_schedule import OffloadSchedule
+from megarl.roles.rollout.replicas import NodeLostError
 from megarl.roles.saved_models import SavedModels
 from megarl.roles.start import PPORoles
 from megarl.roles.weights.rollout_weights import RolloutWeights
@@ -89,17 +89,17 @@ class ModelRecovery:
         Raises:
             SnapshotLostError: There is no complete snapshot.
             WorkerError: A process failed or died during the recovery.
-            RunError: A node is lost that the processes need.
+            NodeLostError: A node is lost, and no other node is free.
         """
         lost, nodes = self._lost(error)
         step = self._snapshots.newest_after_loss()
         for processes in lost:
             processes.shutdown()
-            if gone := processes.pool.lost_nodes():
-                raise RunError(
-                    f"node {', '.join(dict.fromkeys(gone.values()))} is lost, and this run has no "
-                    f"other place for {', '.join(processes.roles)}; the same command resumes from the last "
-                    f"checkpoint when the cluster has enough nodes"
+            if gone := processes.pool.move_from_lost_nodes():
+                raise NodeLostError(
+                    f"node {', '.join(dict.fromkeys(gone.values()))} is lost, and no other node of the "
+                    f"cluster has free resources for {', '.join(processes.roles)}; the same command "
+                    f"resumes from the last checkpoint when the cluster has enough nodes"
                 ) from error
 
         # Processes on the same devices must be offloaded before the new ones allocate memory.

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.snapshot_memory import SnapshotMemory
 from megarl.machine.errors import RunError
+from megarl.placement.snapshots import NUM_KEPT
 from megarl.roles.saved_models import SavedModel
 from megarl.workers.megatron import MegatronWorker
 
-_NUM_KEPT = 2
 _LOOK_S = 0.02
 _SETTLE_S = 2.0  # how long ranks that still run may take to complete a snapshot after another one died
 
@@ -50,7 +50,7 @@ class ModelSnapshots:
         memory = self._opened()
         self.finish()
         newest = max(self._slot_of, default=None)
-        slot = 0 if newest is None else (self._slot_of[newest] + 1) % _NUM_KEPT
+        slot = 0 if newest is None else (self._slot_of[newest] + 1) % NUM_KEPT
 
         # The step of an overwritten snapshot is forgotten before its first file changes.
         self._slot_of = {other: used for other, used in self._slot_of.items() if used != slot} | {step: slot}
@@ -121,7 +121,10 @@ class ModelSnapshots:
             WorkerError: A rank failed or died, or its snapshot is damaged.
             RunError: A file is lost.
         """
-        paths = self._opened().bring_home(self._names(step), step)
+        memory = self._opened()
+        memory.place(self._node_of())  # ranks of a lost node are on another one now
+        self._paths = memory.paths()
+        paths = memory.bring_home(self._names(step), step)
         slot = self._slot_of[step]
         gather(
             *self._on_each_rank(
@@ -138,15 +141,18 @@ class ModelSnapshots:
     def _opened(self) -> SnapshotMemory:
         """Start the holders when the first snapshot is taken, when the ranks' nodes are known."""
         if self._memory is None:
-            node_of = {
-                _name(model, rank, slot): node
-                for model in self._models
-                for rank, node in enumerate(model.group.processes.pool.node_ids())
-                for slot in range(_NUM_KEPT)
-            }
-            self._memory = SnapshotMemory(node_of)
+            self._memory = SnapshotMemory(self._node_of())
             self._paths = self._memory.paths()
         return self._memory
+
+    def _node_of(self) -> dict[str, str]:
+        """Return Ray's id of the node of each file, which is that of its rank."""
+        return {
+            _name(model, rank, slot): node
+            for model in self._models
+            for rank, node in enumerate(model.group.processes.pool.node_ids())
+            for slot in range(NUM_KEPT)
+        }
 
     def _names(self, step: int) -> list[str]:
         slot = self._slot_of[step]

@@ -78,6 +78,7 @@ class RunStatus:
         oldest: At most ten incomplete prompts.
         tokens_per_s: Average over about the last minute, as are trainer_idle and engines_idle (shares of
             time).
+        num_recoveries: Number of times that lost trainer processes were restarted.
         stalled: Description of what has made no progress for a long time; None if nothing is stalled.
     """
 
@@ -92,6 +93,7 @@ class RunStatus:
     oldest: list[GroupStatus]
     replicas: list[ReplicaStatus]
     num_restarts: int
+    num_recoveries: int
     tokens_per_s: float
     trainer_idle: float
     engines_idle: float

@@ -86,7 +86,7 @@ class PPOTrainer:
         self.monitor = monitor
         self.checkpoints = checkpoints
         self.recovery = recovery or NoRecovery()
-        self._status = StatusOfRun(config, roles, monitor, self.prompts)
+        self._status = StatusOfRun(config, roles, monitor, self.prompts, self.recovery)
         self._rows = SampleRows(config)
         self._sample = Sampling(self.prompts, roles.reward, rules)
         self._advantages = AdvantageStep(

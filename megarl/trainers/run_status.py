@@ -13,6 +13,7 @@ from megarl.roles.rollout.scheduler_state import ReplicaState, RequestState, Sch
 from megarl.roles.start import PPORoles
 from megarl.tracking.status import EVERY_S, RUNNING, GroupStatus, ReplicaStatus, RunStatus
 from megarl.trainers.monitor import WAIT, Monitor
+from megarl.trainers.recovery import NoRecovery, StepRecovery
 
 _MOST_SHOWN = 10
 _WINDOW = round(60 / EVERY_S)  # number of samples over which shares and rates are averaged
@@ -33,12 +34,18 @@ class StatusOfRun:
     """
 
     def __init__(
-        self, config: PPOConfig, roles: PPORoles, monitor: Monitor, prompts: BufferedRollout
+        self,
+        config: PPOConfig,
+        roles: PPORoles,
+        monitor: Monitor,
+        prompts: BufferedRollout,
+        recovery: StepRecovery | NoRecovery,
     ) -> None:
         self._config = config
         self._roles = roles
         self._monitor = monitor
         self._prompts = prompts
+        self._recovery = recovery
         self._position = monitor.position
         self._moments: deque[_Moment] = deque([self._moment()], maxlen=_WINDOW)
 
@@ -99,6 +106,7 @@ class StatusOfRun:
                 for replica, count in zip(replicas, num_tokens, strict=False)  # some may have left
             ],
             num_restarts=rollout.num_restarts,
+            num_recoveries=self._recovery.num_recoveries,
             tokens_per_s=sum(num_tokens) / seconds,
             trainer_idle=_share(now.waited_s - first.waited_s, seconds),
             engines_idle=1 - _share(busy_s, seconds * len(replicas)),

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 
 from megarl.config.schema import (
     AdvantageConfig,
@@ -27,16 +27,16 @@ from megarl.config.schema import (
     RecoveryConfig,
 )
 from megarl.roles.start import PPORoles
-from megarl.tracking.samples import sample_files
 from megarl.trainers.recovery import RecoveryLimitError
-from tests.integration.tiny_run import Finished, run_ppo, save_inputs, tiny_config
+from tests import fork_server
+from tests.integration.run_outcome import Outcome
+from tests.integration.tiny_run import run_ppo, save_inputs, tiny_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 STEPS = 4
 LIMIT_S = 20.0
-# Metrics of clocks, and of the recovery itself.
-_TIMED = re.compile(r"(timing_s|perf|memory|resharding|recovery)/.*|rollout/replica_\d+/tokens_per_s")
+NODE_LIMIT_S = 40.0
 
 
 @pytest.fixture(scope="module")
@@ -58,31 +58,6 @@ def grpo(inputs: Path, folder: Path, **changes: Any) -> PPOConfig:
         trainer={"total_steps": STEPS, "updates_per_step": 2, "validate_every_steps": 2},
         **changes,
     )
-
-
-class Outcome:
-    """What must not depend on a loss."""
-
-    def __init__(self, finished: Finished) -> None:
-        folder = finished.output_dir
-        self.metrics = [
-            {name: value for name, value in line.items() if not _TIMED.fullmatch(name)}
-            for line in finished.metrics
-        ]
-        self.samples = {step: path.read_bytes() for step, path in sample_files(folder).items()}
-        with safe_open(finished.policy / "model.safetensors", "pt") as file:
-            self.weights = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
-        self.states = {
-            path.parent.name: json.loads(path.read_text())["tensors"]
-            for path in sorted(folder.glob("checkpoints/step_*/*/manifest.json"))
-        }
-
-    def check(self, other: Outcome) -> None:
-        assert self.metrics == other.metrics
-        assert self.samples == other.samples
-        assert self.weights == other.weights
-        assert self.states
-        assert self.states == other.states
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +86,7 @@ def test_a_run_that_loses_a_rank_ends_like_one_that_does_not(
 ) -> None:
     step = STEPS if phase == "save_checkpoint" else 3
     finished = run_ppo(grpo(inputs, tmp_path), look_at_phase=killer(step, phase, rank=1))
-    Outcome(finished).check(undisturbed)
+    assert Outcome(finished).difference(undisturbed) == []
     if step < STEPS:
         line = finished.metrics[step]  # the first line is the validation before the first step
         assert line["recovery/num_recoveries"] == 1
@@ -136,3 +111,15 @@ def test_losses_beyond_the_budget_end_the_run_and_are_listed(inputs: Path, tmp_p
     assert len(losses) == 2
     for loss in losses:
         assert re.match(r"  step 2, node 127.0.0.1: actor rank 0 \(node 127.0.0.1, pid \d+\) in ", loss)
+
+
+def test_a_lost_node_is_replaced_by_a_spare_one(forked_processes: None) -> None:
+    """Its snapshot is read from the copy on another node."""
+    command = [*fork_server.PYTHON, "-m", "tests.integration.recovered_node"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    # Ray repeats messages of the lost node's daemon on the output.
+    (found,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"num_recoveries"'))
+    assert found["difference"] == []
+    assert found["num_recoveries"] == 1
+    assert found["step_s"] < NODE_LIMIT_S

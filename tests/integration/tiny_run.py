@@ -60,7 +60,7 @@ from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.models.families import read_architecture
 from megarl.placement.plan import plan_placement
-from megarl.roles.model_recovery import ppo_recovery
+from megarl.roles.model_recovery import ppo_recovery, single_recovery
 from megarl.roles.preferences import PairPolicy
 from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.saved_models import SavedModels, pair_models, ppo_models, sft_models
@@ -337,8 +337,17 @@ def _check_samples(config: PPOConfig, first_step: int) -> None:
         )
 
 
-def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:
-    """Train like `megarl sft`. `data` is the `state_dict` at which the loader begins."""
+def run_sft(
+    config: SFTConfig,
+    data: dict[str, Any] | None = None,
+    look_at_phase: Callable[[int | None, str], None] = lambda step, phase: None,
+) -> Finished:
+    """Train like `megarl sft`.
+
+    Args:
+        data: The `state_dict` at which the loader begins.
+        look_at_phase: Called with the step and the phase when a phase of the driver begins.
+    """
     path = config.model.path
     files = (config.data.train_files, config.data.val_files)
     tokenizer = load_tokenizer(path)
@@ -352,14 +361,11 @@ def run_sft(config: SFTConfig, data: dict[str, Any] | None = None) -> Finished:
         if data is not None:
             loader.load_state_dict(data)
         with _ended([actor.group]), _monitor(config, [actor.group]) as monitor:
-            SFTTrainer(
-                config,
-                actor,
-                loader,
-                held_out,
-                monitor,
-                _checkpoints(config, sft_models(config, actor), monitor),
-            ).fit()
+            monitor.look = look_at_phase
+            saved = sft_models(config, actor)
+            recovery = step_recovery(config, lambda: single_recovery(saved, 60), monitor, 0)
+            checkpoints = _checkpoints(config, saved, monitor, recovery=recovery)
+            SFTTrainer(config, actor, loader, held_out, monitor, checkpoints, recovery).fit()
             actor.save_hf(Path(config.trainer.output_dir) / "huggingface", path)
 
     return _finished(config)

@@ -163,7 +163,9 @@ def _place(status: RunStatus) -> str:
     step = "before the first step" if status.step is None else f"step {status.step} of {status.total_steps}"
     ahead = f" (up to {counted(status.max_staleness, 'step')} ahead)" if status.max_staleness else ""
 
-    return f"{step}{phase}{ahead}"
+    recovered = f", {counted(status.num_recoveries, 'recovery')}" if status.num_recoveries else ""
+
+    return f"{step}{phase}{ahead}{recovered}"
 
 
 def _replicas(status: RunStatus) -> RenderableType:

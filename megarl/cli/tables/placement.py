@@ -29,6 +29,7 @@ from megarl.placement.memory import (
 )
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan, ProcessPlan
+from megarl.placement.snapshots import snapshot_bytes
 from megarl.placement.transport import choose_transport
 from megarl.roles.weights.forecast import forecast_weights
 
@@ -55,6 +56,9 @@ def print_placement(
     )
     console.print(memory_table(memory))
     console.print(parts_table(memory))
+    if snapshots := snapshot_bytes(config, plan, architectures):
+        columns = {"fullest node": [_gib(max(snapshots.values()))]}
+        console.print(table_of_numbers("Snapshots in host memory, GiB", columns, ["two, with copies"]))
     if with_push and isinstance(config, PPOConfig):
         console.print(push_table(config, plan, architectures["actor"]))
 

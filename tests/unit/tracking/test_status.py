@@ -37,6 +37,7 @@ STATUS = RunStatus(
     oldest=[GroupStatus(uid="prompt-7", missing=2, where="replica 0", seconds=31.0)],
     replicas=[ReplicaStatus(state="generating", in_flight=12, tokens_per_s=1234.5, silent_s=0)],
     num_restarts=0,
+    num_recoveries=0,
     tokens_per_s=1234.5,
     trainer_idle=0.25,
     engines_idle=0.0,

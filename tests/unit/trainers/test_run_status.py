@@ -15,6 +15,7 @@ from megarl.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.tracking.status import GroupStatus, RunStatus
 from megarl.trainers import run_status
 from megarl.trainers.monitor import Position
+from megarl.trainers.recovery import NoRecovery
 from megarl.trainers.run_status import StatusOfRun
 
 LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
@@ -44,7 +45,7 @@ class Scene:
             trainer=TrainerConfig(total_steps=9, prompts_per_step=4, phase_time_limit_s=400),
         )
         async_rollout: Any = SimpleNamespace(num_finished=lambda: 3)
-        self._status = StatusOfRun(config, roles, monitor, async_rollout)
+        self._status = StatusOfRun(config, roles, monitor, async_rollout, NoRecovery())
         sampling = SamplingParameters(max_new_tokens=200, seed=0)
         lengths = [(20, "a"), (30, "a"), (40, "a"), (150, "b"), (60, "b")]
         requests = [

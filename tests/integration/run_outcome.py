@@ -1,0 +1,40 @@
+"""What a run computes, for bitwise comparisons: metrics, samples, weights, and the state in its last checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from safetensors import safe_open
+
+from megarl.tracking.samples import sample_files
+from tests.integration.tiny_run import Finished
+
+# Metrics of clocks, and of the recovery itself.
+_TIMED = re.compile(r"(timing_s|perf|memory|resharding|recovery)/.*|rollout/replica_\d+/tokens_per_s")
+
+
+class Outcome:
+    """What must not depend on a lost process."""
+
+    def __init__(self, finished: Finished) -> None:
+        folder = finished.output_dir
+        self.metrics = [
+            {name: value for name, value in line.items() if not _TIMED.fullmatch(name)}
+            for line in finished.metrics
+        ]
+        self.samples = {step: path.read_bytes() for step, path in sample_files(folder).items()}
+        with safe_open(finished.policy / "model.safetensors", "pt") as file:
+            self.weights = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
+
+        # The manifest has a checksum of each tensor: weights, moments and master weights.
+        latest = (folder / "checkpoints" / "latest").read_text().strip()
+        self.states = {
+            path.parent.name: json.loads(path.read_text())["tensors"]
+            for path in (folder / "checkpoints" / latest).glob("*/manifest.json")
+        }
+        assert self.states
+
+    def difference(self, other: Outcome) -> list[str]:
+        """Return what differs."""
+        return [name for name, value in vars(self).items() if value != vars(other)[name]]

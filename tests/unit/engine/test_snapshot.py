@@ -1,0 +1,88 @@
+"""A snapshot restores the state when it began, also while the model trains on, and has the planned size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megarl.config.roles import model_roles
+from megarl.config.schema import ActorConfig, DType, ModelConfig, SFTConfig
+from megarl.machine.errors import CheckpointError
+from megarl.models.families import read_architecture
+from megarl.placement.memory import stage_of
+from megarl.placement.snapshots import rank_snapshot_bytes
+from tests.ranks import RankPool
+from tests.unit.engine.checkpoint_side import Settings, Steps, draws, open_engine, same, train
+from tests.unit.engine.models import save_model
+from tests.unit.engine.rank_side import LAYOUTS, Tensors
+
+
+class Restored(NamedTuple):
+    """What a rank computes after a snapshot, and again after it was loaded."""
+
+    first: tuple[Tensors, Steps]
+    again: tuple[Tensors, Steps]
+    nbytes: int
+    refusal: str
+
+
+def restore(settings: Settings) -> Restored:
+    """Snapshot after two steps, train, load the snapshot, and train again."""
+    from megarl.engine.offload import StatePart
+    from megarl.engine.snapshot import PendingSnapshot, load_snapshot
+    from megarl.machine.memory_files import MemoryFiles
+
+    files = MemoryFiles()
+    path = files.path("rank")
+    engine = open_engine(settings)
+    train(engine, 2)
+
+    # The state may be offloaded, and stays so.
+    engine.offload(StatePart.optimizer)
+    PendingSnapshot(path, 2, engine.training_state()).wait()
+    assert files.complete()["rank"].step == 2
+    engine.restore(StatePart.optimizer)
+    first = (draws(), train(engine, 2, first=2))
+    load_snapshot(engine, path)
+    again = (draws(), train(engine, 2, first=2))
+
+    # One damaged byte is noticed.
+    header = files.complete()["rank"]
+    files.write("rank", 1024, bytes([files.read("rank", 1024, 1)[0] ^ 1]))
+    try:
+        load_snapshot(engine, path)
+        refusal = ""
+    except CheckpointError as error:
+        refusal = str(error)
+    return Restored(first, again, header.nbytes, refusal)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("TP2", torch.float32), ("PP2xVPP2", torch.bfloat16), ("DP2", torch.bfloat16)]
+)
+def test_it_restores_the_state_and_has_the_planned_size(
+    layout: str, dtype: torch.dtype, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    save_model("qwen2", tmp_path / "model")
+    parallel = LAYOUTS[layout]
+    settings = Settings(parallel, str(tmp_path / "model"), dtype=dtype)
+    ranks = rank_pool.run(restore, world_size=parallel.world_size, settings=settings)
+
+    name = DType(str(dtype).removeprefix("torch."))
+    (role,) = model_roles(
+        SFTConfig(model=ModelConfig(path=settings.folder, dtype=name), actor=ActorConfig(parallel=parallel))
+    )
+    architecture = read_architecture(settings.folder)
+    for rank, found in enumerate(ranks):
+        (first_draws, first), (draws_again, again) = found.first, found.again
+        assert same([first_draws], [draws_again])
+        assert same([first.state], [again.state])
+        assert first.losses == again.losses
+        assert "its checksum differs" in found.refusal
+        planned = rank_snapshot_bytes(role, architecture, name, stage_of(parallel, rank))
+
+        # The index and the random states do not depend on the size of the model.
+        assert planned <= found.nbytes <= planned + 2**17
