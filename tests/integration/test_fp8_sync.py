@@ -119,6 +119,15 @@ def dequantized_copy(folder: Path, copy: Path) -> dict[str, int]:
     return sums
 
 
+def with_another_matrix(folder: Path, copy: Path) -> Path:
+    """Write the model with another matrix of keys and values."""
+    shutil.copytree(folder, copy)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.kv_b_proj.weight"].mul_(-1)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
 def load(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -159,7 +168,14 @@ def test_engines_have_the_whole_tensors_blocks(ray_cluster: None, tmp_path: Path
                 quantizes=True,
             )
             # Every checksum is compared in each sync.
-            sync = sync_of(source, case.transport, tmp_path / "scratch", folders[0], num_ranks=case.num_ranks)
+            sync = sync_of(
+                source,
+                case.transport,
+                tmp_path / "scratch",
+                folders[0],
+                num_ranks=case.num_ranks,
+                sends_changes=name == "latent attention",
+            )
             for version, folder in enumerate(folders, 1):
                 expected = dequantized_copy(folder, tmp_path / f"dequantized-{version}")
                 groups["actor"].call(ReloadingWorker.load, actor(folder))
@@ -192,6 +208,18 @@ def test_engines_have_the_whole_tensors_blocks(ray_cluster: None, tmp_path: Path
                 _, lost = sync.push(replicas.all, 4)
                 assert lost == {}
                 assert replicas.groups[0].call(RolloutWorker.checksums) == expected
+
+            if name == "latent attention":
+                # Everything is sent after the sleep, and then one matrix, whose products SGLang computes again.
+                assert sync.push(replicas.all, 3)[0].sent_share > 0.9
+                changed = with_another_matrix(folders[1], tmp_path / "changed")
+                expected = dequantized_copy(changed, tmp_path / "dequantized-4")
+                groups["actor"].call(ReloadingWorker.load, actor(changed))
+                report, _ = sync.push(replicas.all, 4)
+                assert report.sent_share < 0.1
+                assert replica.call(RolloutWorker.checksums) == expected
+                samples = generate(replica, GREEDY)
+                assert log_prob_gap(load(tmp_path / "dequantized-4"), samples, 1.0) < 1e-4
             sync.close()
     finally:
         replicas.shutdown()
