@@ -7,7 +7,8 @@ need, with 32 samples per replica of the trainer. `placement` and `weight sync` 
 `micro-batches` and `parts` are made in every step, for a scoring pass and four mini-batches: the plan of
 micro-batches of all replicas, and one part of the batch for each of them. `calls` are the remote calls of a
 step, two for scoring, four for updates, and eight that move state, prepare the weight sync and send weights.
-Their cost is measured with empty workers in 2 to 16 real processes, and extrapolated by a straight line.
+Their cost is measured with empty workers in up to 16 real processes, which 2 to 8 relays call, and extrapolated: it
+is linear in the relays and in the ranks.
 Samples are short: `python -m benchmarks.scale` measures what their bytes cost.
 
 All numbers are seconds of processor time of the driver process. The limit is 2 s per step at 1,024 ranks.
@@ -20,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import correlation, linear_regression
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import read_architectures
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.dispatch import RULES, Dispatch
-from megarl.controller.group import RayWorkerGroup
+from megarl.controller.group import RANKS_PER_RELAY, RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs, Worker, register
 from megarl.placement.plan import plan_placement
@@ -45,7 +46,8 @@ from megarl.roles.megatron_role import MegatronRole
 from megarl.roles.weights.forecast import forecast_weights
 
 RANKS = (64, 256, 1024, 4096)
-CALLED_RANKS = (2, 4, 8, 16)
+# Ranks, and ranks per relay.
+CALLED = ((4, 2), (8, 4), (8, 2), (16, 8), (16, 4), (16, 2))
 JUDGED_RANKS = 1024
 LIMIT_S = 2.0
 SAMPLES_PER_REPLICA = 32
@@ -68,10 +70,22 @@ def processor_s(work: Callable[[], object]) -> float:
     return time.process_time() - began_s
 
 
-def call_s(num_ranks: int) -> float:
+class CallCost(NamedTuple):
+    """The driver's seconds for a call: for any call, for each relay and for each rank."""
+
+    call_s: float
+    relay_s: float
+    rank_s: float
+
+    def seconds(self, num_ranks: int, per_relay: int = RANKS_PER_RELAY) -> float:
+        return self.call_s + num_ranks / per_relay * self.relay_s + num_ranks * self.rank_s
+
+
+def call_s(num_ranks: int, per_relay: int) -> float:
     """Return the driver's time for a call of empty workers and the collection of their results."""
     pool = RayResourcePool([num_ranks], use_gpu=False, name=f"empty{num_ranks}")
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(EmptyWorker), role="empty")
+    worker = RayClassWithInitArgs(EmptyWorker)
+    group = RayWorkerGroup(pool, worker, role="empty", ranks_per_relay=per_relay)
     for _ in range(5):
         group.call(EmptyWorker.nothing)
 
@@ -83,6 +97,26 @@ def call_s(num_ranks: int) -> float:
     group.shutdown()
     pool.release()
     return seconds
+
+
+def call_cost(console: Console) -> CallCost:
+    """Measure calls, print them, and fit their cost."""
+    start_ray(num_cpus=max(num_ranks for num_ranks, _ in CALLED))
+    measured = [call_s(num_ranks, per_relay) for num_ranks, per_relay in CALLED]
+    shutdown()
+    terms = np.array([(1, num_ranks / per_relay, num_ranks) for num_ranks, per_relay in CALLED])
+    fitted, *_ = np.linalg.lstsq(terms, np.array(measured), rcond=None)
+    cost = CallCost(*map(float, fitted))
+    for (num_ranks, per_relay), seconds in zip(CALLED, measured, strict=True):
+        console.print(
+            f"a call of {num_ranks} ranks by relays of {per_relay}: {1e3 * seconds:.2f} ms, "
+            f"fitted {1e3 * cost.seconds(num_ranks, per_relay):.2f} ms"
+        )
+    console.print(
+        f"each call {1e3 * cost.call_s:.2f} ms, each relay {1e3 * cost.relay_s:.2f} ms, "
+        f"each rank {1e3 * cost.rank_s:.3f} ms; relays have {RANKS_PER_RELAY} ranks\n"
+    )
+    return cost
 
 
 def configured(num_ranks: int) -> PPOConfig:
@@ -133,19 +167,7 @@ def step_s(config: PPOConfig) -> tuple[float, float]:
 
 def print_table(all_ranks: Sequence[int], console: Console) -> float:
     """Print the table, and return the seconds of a step at the judged number of ranks."""
-    start_ray(num_cpus=max(CALLED_RANKS))
-    seconds_of_call = [call_s(count) for count in CALLED_RANKS]
-    shutdown()
-    slope_s, start_s = linear_regression(CALLED_RANKS, seconds_of_call)
-    shown = ", ".join(
-        f"{1e3 * seconds:.1f} ms of {count}"
-        for count, seconds in zip(CALLED_RANKS, seconds_of_call, strict=True)
-    )
-    console.print(
-        f"driver time of a call by ranks: {shown}; correlation {correlation(CALLED_RANKS, seconds_of_call):.3f}, "
-        f"{1e3 * slope_s:.2f} ms per rank\n"
-    )
-
+    cost = call_cost(console)
     table = Table(
         "ranks", "samples", "placement s", "weight sync s", "micro-batches s", "parts s", "calls s", "step s"
     )
@@ -157,7 +179,7 @@ def print_table(all_ranks: Sequence[int], console: Console) -> float:
         plan = plan_placement(config)
         push_s = processor_s(partial(forecast_weights, config, plan, policy))
         plan_s, parts_s = step_s(config)
-        calls_s = (SCORING_CALLS + UPDATE_CALLS + OTHER_CALLS) * (start_s + num_ranks * slope_s)
+        calls_s = (SCORING_CALLS + UPDATE_CALLS + OTHER_CALLS) * cost.seconds(num_ranks)
         whole_s = plan_s + parts_s + calls_s
         if num_ranks == JUDGED_RANKS:
             judged_s = whole_s

@@ -5,23 +5,28 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import ray
 from ray import cloudpickle
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.batch.data_proto import DataProto
+from megarl.controller.call_arguments import share, uids_of
+from megarl.controller.calls import Call
 from megarl.controller.cluster import worker_owner
-from megarl.controller.dispatch import Arguments, CallPlan
+from megarl.controller.dispatch import CallPlan
 from megarl.controller.errors import PhaseTimeoutError, RankReport
-from megarl.controller.futures import NODE_LOOK_S, Call, WorkerFuture
+from megarl.controller.futures import NODE_LOOK_S, WorkerFuture
 from megarl.controller.host import WorkerHost
-from megarl.controller.messages import CONSTRUCTION, Location, OnRecord, RankIdentity
+from megarl.controller.messages import (
+    CONSTRUCTION,
+    Location,
+    OnRecord,
+    RankIdentity,
+)
+from megarl.controller.relays import Relays
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.worker import RayClassWithInitArgs
 
@@ -29,7 +34,6 @@ _VERDICT_LIMIT_S = 60.0
 VERDICT_LOOK_S = 0.5
 _MONITOR = "monitor"  # a separate thread, which answers while a call hangs
 _ANSWER_S = 5.0  # how long a process may take to report what it is doing
-_SMALL = (type(None), bool, int, float, str)
 _group_numbers = itertools.count()
 
 
@@ -44,6 +48,7 @@ class ActorSet:
         phase_time_limit_s: float,
         on_record: OnRecord,
         at_work: Mapping[str, Mapping[str, int]],
+        ranks_per_relay: int,
     ) -> None:
         self.pool_name = resource_pool.name
         self._use_gpu = resource_pool.use_gpu
@@ -81,6 +86,12 @@ class ActorSet:
         )
         self.construction = self._construct(
             ray.put(workers), [bundle.local_rank for bundle in bundles], environments, on_record, at_work
+        )
+        # Each call of an actor takes the driver half a millisecond, so a large group is called by relays.
+        self._relays = (
+            Relays(self._handles, self.construction, bundles, ranks_per_relay)
+            if len(bundles) > ranks_per_relay
+            else None
         )
 
     def _construct(
@@ -120,7 +131,10 @@ class ActorSet:
             raise self._ended_by or RuntimeError(f"{role}.{method}: the group has been ended")
         route = plan.route
         # Store values that several ranks read, then submit to all ranks before waiting for any.
-        shared = _share(plan.parts, plan.route.parts)
+        shared = share(plan.parts, route.parts, stores_all=self._relays is not None)
+        if self._relays is not None:
+            calls = self._relays.start(self, role, method, plan, shared, on_record)
+            return WorkerFuture(list(calls.values()), [calls[rank] for rank in route.results], plan.collect)
         calls = {}
 
         for rank, part in zip(route.ranks, route.parts, strict=True):
@@ -128,7 +142,7 @@ class ActorSet:
             result, record = execute.remote(
                 role, method, rank in route.results, *shared[part].positional, **shared[part].named
             )
-            calls[rank] = Call(self, role, rank, method, result, record, on_record, _uids(plan.parts[part]))
+            calls[rank] = Call(self, role, rank, method, result, record, on_record, uids_of(plan.parts[part]))
 
         return WorkerFuture(list(calls.values()), [calls[rank] for rank in route.results], plan.collect)
 
@@ -139,6 +153,20 @@ class ActorSet:
 
     def rank_of(self, actor_id: str | None, otherwise: int) -> int:
         return otherwise if actor_id is None else self._rank_of.get(actor_id, otherwise)
+
+    def errors_of(self, ranks: Sequence[int]) -> dict[int, RayError]:
+        """Return Ray's errors of those ranks whose process is gone. Takes at most a few seconds."""
+        asked = {
+            self._handles[rank].activity.options(concurrency_group=_MONITOR).remote(): rank for rank in ranks
+        }
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
+        errors = {}
+        for reference in answered:
+            try:
+                ray.get(reference)
+            except RayError as error:
+                errors[asked[reference]] = error
+        return errors
 
     def last_word(self, rank: int, error: ActorUnavailableError) -> RayError:
         """Query an unreachable process until Ray reports what happened to it, and return that error.
@@ -203,31 +231,5 @@ class ActorSet:
         self._ended_by = self._ended_by or why
         for handle in self._handles:
             ray.kill(handle, no_restart=True)
-
-
-def _uids(arguments: Arguments) -> np.ndarray | None:
-    """Return the uids (B,) of the first batch among a call's arguments that has them."""
-    batches = (value for value in arguments.values if isinstance(value, DataProto))
-    return next((batch.non_tensor_batch["uid"] for batch in batches if "uid" in batch.non_tensor_batch), None)
-
-
-def _share(parts: Sequence[Arguments], part_of_rank: Sequence[int]) -> list[Arguments]:
-    """Put values that several ranks receive into the object store once, and replace them by references."""
-    # Count by identity: the same object for several ranks is one value.
-    readers = Counter(id(value) for part in part_of_rank for value in parts[part].values)
-    stored: dict[int, Any] = {}
-
-    def sent(value: Any) -> Any:
-        # Small values, and values that only one rank reads, are sent within the call.
-        if isinstance(value, _SMALL) or readers[id(value)] == 1:
-            return value
-        if id(value) not in stored:
-            stored[id(value)] = ray.put(value)
-        return stored[id(value)]
-
-    return [
-        Arguments(
-            tuple(map(sent, part.positional)), {name: sent(value) for name, value in part.named.items()}
-        )
-        for part in parts
-    ]
+        if self._relays is not None:
+            self._relays.end()

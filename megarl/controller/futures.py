@@ -1,4 +1,4 @@
-"""Remote calls on single ranks, futures of calls on many ranks, and waiting for them.
+"""Futures of calls on many ranks, and waiting for them.
 
 The first failure, a dead process or a hang ends the wait.
 """
@@ -7,184 +7,24 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-import numpy as np
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import RayError
 
 from megarl.batch.future import DataProtoFuture
-from megarl.controller.cluster import ended_daemon, oom_kills
+from megarl.controller.calls import Call, Processes
+from megarl.controller.cluster import ended_daemon
 from megarl.controller.dispatch import Collect, collect
-from megarl.controller.errors import (
-    PhaseTimeoutError,
-    RankFailure,
-    RankReport,
-    RayEndedError,
-    WorkerError,
-    first_failure,
-)
-from megarl.controller.lost_process import LOST, node_lost, why_lost
-from megarl.controller.messages import (
-    CONSTRUCTION,
-    CallFailure,
-    CallRecord,
-    FailureKind,
-    Location,
-    OnRecord,
-    RankActivity,
-    Rows,
-)
+from megarl.controller.errors import PhaseTimeoutError, RankFailure, RayEndedError, first_failure
+from megarl.controller.messages import CONSTRUCTION, RankActivity
 
 GRACE_S = 2.0  # wait after the first failure, for an earlier failure of another rank still on its way
 _GATHER_S = 0.02  # wait after the first call of many has ended, so that most of the others are taken with it
 NODE_LOOK_S = 5.0  # interval for checking the nodes of processes that have not started
-_LOG_LINES = 30
-_SHOWN_UIDS = 4
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-class Processes(Protocol):
-    """The interface of a group's processes (actors.py) that calls use."""
-
-    phase_time_limit_s: float
-    locations: dict[int, Location]
-    construction: tuple[Call, ...]
-
-    def rank_of(self, actor_id: str | None, otherwise: int) -> int: ...
-
-    def last_word(self, rank: int, error: ActorUnavailableError) -> RayError: ...
-
-    def lost_nodes(self) -> dict[int, str]: ...
-
-    def reports(self) -> list[RankReport]: ...
-
-    def end(self, why: PhaseTimeoutError) -> None: ...
-
-
-@dataclass(eq=False)
-class Call:
-    """A call on one rank.
-
-    `result` stays in the object store until it is fetched. `uids` (B,) are those of the rows of the call's
-    batch, if any.
-    """
-
-    processes: Processes
-    role: str
-    rank: int
-    method: str
-    result: ray.ObjectRef
-    record_reference: ray.ObjectRef
-    on_record: OnRecord
-    uids: np.ndarray | None = None
-    submitted_s: float = field(default_factory=time.monotonic)
-    record: CallRecord | None = None
-    failure: RankFailure | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.record is not None or self.failure is not None
-
-    @property
-    def rows(self) -> Rows | None:
-        if self.uids is None:
-            return None
-        distinct = tuple(dict.fromkeys(str(uid) for uid in self.uids))
-        return Rows(distinct[:_SHOWN_UIDS], len(distinct), len(self.uids))
-
-    def fetch(self, record: CallRecord | None = None) -> None:
-        """Read the record, which must be available, or determine why there will be none.
-
-        Args:
-            record: The record, if it has been read.
-        """
-        try:
-            self.record = record or ray.get(self.record_reference)
-        except RayError as error:
-            self.failure = self._failure_outside(error)
-            return
-
-        # Keep the location: it identifies the node and log of the process if it dies in a later call.
-        self.processes.locations[self.rank] = self.record.location
-        self.on_record(self.role, self.rank, self.record)
-
-        if self.record.failure is not None:
-            location = self.record.location
-            self.failure = RankFailure(
-                self.role,
-                self.rank,
-                location.node,
-                location.pid,
-                self.method,
-                self.record.failure,
-                self.rows,
-                location.stderr_path,
-            )
-
-    def fetch_result(self) -> Any:
-        """Return the result of the call.
-
-        Raises:
-            WorkerError: The result was lost with the node that stored it.
-        """
-        try:
-            return ray.get(self.result)
-        except RayError as error:
-            self.failure = self._failure_outside(error)
-            raise WorkerError(self.failure) from error
-
-    def _failure_outside(self, error: RayError) -> RankFailure:
-        """Describe one of Ray's own errors: the process is gone, or a value could not be sent or received."""
-        rank = self.rank
-        if isinstance(error, RayActorError):  # may concern the process that should have produced an argument
-            rank = self.processes.rank_of(error.actor_id, self.rank)
-            if daemon := ended_daemon():
-                raise RayEndedError(daemon) from error
-
-        # A broken connection alone does not show whether the process or its node is gone.
-        if isinstance(error, ActorUnavailableError):
-            error = self.processes.last_word(rank, error)
-        location = self.processes.locations.get(rank)
-        node = location.node if location else "not known yet"
-        pid = location.pid if location else None
-        log_path = location.stderr_path if location else ""
-
-        # The process is alive, but a value could not be sent or received.
-        if not isinstance(error, LOST):
-            text = str(error)
-            summary = f"{type(error).__name__}: {text.strip().splitlines()[-1]}"
-            failure = CallFailure(FailureKind.exception, summary, text, time.time())
-        else:
-            # The process is gone: the end of its log and the node's OOM kills may explain why.
-            log = _end_of_log(log_path) if location else ""
-            loss = why_lost(error, location.node if location else None, log, oom_kills(node))
-            failure = CallFailure(
-                FailureKind.death, loss.summary, f"{error}\n{log}", time.time(), hint=loss.hint
-            )
-
-        # The rows belong to this call, so they are unrelated to a failure on another rank.
-        return RankFailure(
-            self.role,
-            rank,
-            node,
-            pid,
-            self.method,
-            failure,
-            self.rows if rank == self.rank else None,
-            log_path,
-        )
-
-    def fail_without_node(self, node: str) -> RankFailure:
-        """Record that the process will never start, as `node` left the cluster and cannot be replaced."""
-        loss = node_lost(node, f"{self.role} rank {self.rank} cannot start anywhere")
-        failure = CallFailure(FailureKind.death, loss.summary, loss.summary, time.time(), hint=loss.hint)
-        self.failure = RankFailure(self.role, self.rank, node, None, self.method, failure, self.rows)
-        return self.failure
 
 
 # ---- futures
@@ -289,10 +129,10 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
     # Failures found by an earlier wait are raised at once.
     if failures := [call.failure for call in everything if call.failure is not None]:
         raise first_failure(failures)
-    pending = {call.record_reference: call for call in everything if not call.ended}
+    pending = _pending(everything)
     if pending and (daemon := ended_daemon()):
         raise RayEndedError(daemon)  # Ray itself reports this after a minute, or never
-    look_s = dict.fromkeys((call.processes for call in pending.values()), 0.0)
+    look_s = dict.fromkeys((call.processes for calls in pending.values() for call in calls), 0.0)
     next_look_s = 0.0
 
     while pending:
@@ -301,14 +141,14 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
             raise first_failure(failures + _late_failures(pending))
         # The caller's timeout ends the wait only; the calls continue.
         if pending and deadline_s is not None and time.monotonic() >= deadline_s:
-            waiting = next(iter(pending.values()))
+            waiting = next(iter(pending.values()))[0]
             raise TimeoutError(
                 f"{waiting.role}.{waiting.method} has not finished after {timeout:g} s (rank "
                 f"{waiting.rank}); it is still running"
             )
         # A call that exceeds the limit of its group ends the group.
         for processes in look_s:
-            own = [call for call in pending.values() if call.processes is processes]
+            own = [call for calls in pending.values() for call in calls if call.processes is processes]
             look_s[processes] = _check_limit(processes, own, look_s[processes])
         # Sleep until the next limit can expire, or the caller's timeout.
         next_look_s = min([*look_s.values(), *([] if deadline_s is None else [deadline_s])])
@@ -316,20 +156,28 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
 
 def wait_for_one(calls: Sequence[Call], timeout: float) -> None:
     """Wait until one more of the calls has ended, for at most `timeout` s. Raises only RayEndedError."""
-    pending = {call.record_reference: call for call in calls if not call.ended}
-    if pending:
+    if pending := _pending(calls):
         _collect_ended(pending, timeout)
 
 
 def has_ended(calls: Sequence[Call]) -> bool:
     """Return whether all calls have succeeded, or one has failed."""
-    _collect_ended({call.record_reference: call for call in calls if not call.ended}, 0.0)
+    _collect_ended(_pending(calls), 0.0)
     return any(call.failure is not None for call in calls) or all(call.ended for call in calls)
 
 
-def _collect_ended(
-    pending: dict[ray.ObjectRef, Call], wait_s: float, gather_s: float = 0.0
-) -> list[RankFailure]:
+type _Pending = dict[ray.ObjectRef, list[Call]]  # the calls that have not ended, by what they wait for
+
+
+def _pending(calls: Sequence[Call]) -> _Pending:
+    pending: _Pending = {}
+    for call in calls:
+        if not call.ended:
+            pending.setdefault(call.reference, []).append(call)
+    return pending
+
+
+def _collect_ended(pending: _Pending, wait_s: float, gather_s: float = 0.0) -> list[RankFailure]:
     """Remove the calls that have ended from `pending`, and return their failures.
 
     Waits at most `wait_s` for the first call to end, and then at most `gather_s` for all others. Ray looks at
@@ -343,26 +191,29 @@ def _collect_ended(
         return failures
     ended, _ = ray.wait(references, num_returns=len(references), timeout=gather_s, fetch_local=False)
 
-    for reference, record in zip(ended, _read(ended), strict=True):
-        call = pending.pop(reference)
-        call.fetch(record)
-        if call.failure is not None:
-            failures.append(call.failure)
+    for reference, answer in zip(ended, _read(ended), strict=True):
+        calls = pending.pop(reference)
+        if (relayed := calls[0].relayed) is not None:
+            # Another wait may have read this answer, and with it asked for the next one.
+            if relayed.reference == reference:
+                relayed.deliver(answer)
+        else:
+            calls[0].fetch(answer)
+        failures += [call.failure for call in calls if call.failure is not None]
+        pending |= _pending(calls)
 
     return failures
 
 
-def _read(references: list[ray.ObjectRef]) -> Sequence[CallRecord | None]:
-    """Read available records at once. If one of them has an error, each call has to read its own."""
+def _read(references: list[ray.ObjectRef]) -> Sequence[Any]:
+    """Read available answers at once. If one of them has an error, each call has to read its own."""
     try:
         return ray.get(references)
     except RayError:
         return [None] * len(references)
 
 
-def _wait(
-    references: list[ray.ObjectRef], pending: dict[ray.ObjectRef, Call], wait_s: float
-) -> list[RankFailure]:
+def _wait(references: list[ray.ObjectRef], pending: _Pending, wait_s: float) -> list[RankFailure]:
     """Wait at most `wait_s` for a call to end, and return failures of processes that cannot start.
 
     Ray reports the loss of a running process. A process that is still to be placed on a lost node, it keeps
@@ -371,7 +222,9 @@ def _wait(
     end_s = time.monotonic() + wait_s
     while True:
         # Only a process that has not started can be pending forever, so its node is checked regularly.
-        starting = {reference: call for reference, call in pending.items() if call.method == CONSTRUCTION}
+        starting = {
+            reference: calls[0] for reference, calls in pending.items() if calls[0].method == CONSTRUCTION
+        }
         remaining_s = max(0.0, end_s - time.monotonic())
         ended, _ = ray.wait(
             references,
@@ -395,7 +248,7 @@ def _wait(
             return [call.fail_without_node(lost[call.processes][call.rank]) for call in unplaceable.values()]
 
 
-def _late_failures(pending: dict[ray.ObjectRef, Call]) -> list[RankFailure]:
+def _late_failures(pending: _Pending) -> list[RankFailure]:
     failures: list[RankFailure] = []
     end_s = time.monotonic() + GRACE_S
     while pending and time.monotonic() < end_s:
@@ -422,16 +275,26 @@ def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float
     reports = processes.reports()
     running = {report.rank: report.activity for report in reports}
     age_s, oldest = max(
-        ((_age_s(running[call.rank], call, now_s), call) for call in calls), key=lambda one: one[0]
+        ((_age_s(running[call.rank], call, now_s), call) for call in _unanswered(calls, running)),
+        key=lambda one: one[0],
     )
     if age_s < limit_s:
         return now_s + limit_s - age_s
-    is_idle = (activity := running[oldest.rank]) is not None and activity.method is None
-    if is_idle and ray.wait([oldest.record_reference], timeout=GRACE_S, fetch_local=False)[0]:
+    if _is_idle(running[oldest.rank]) and ray.wait([oldest.reference], timeout=GRACE_S, fetch_local=False)[0]:
         return now_s  # it has just ended, and its record is on its way
     error = PhaseTimeoutError(oldest.role, oldest.method, limit_s, reports, oldest.rows, oldest.rank)
     processes.end(error)
     raise error
+
+
+def _unanswered(calls: Sequence[Call], running: Mapping[int, RankActivity | None]) -> list[Call]:
+    """Return the calls that may still run. An idle rank has answered its relay if that waits for others."""
+    waiting = {call.relayed for call in calls if call.relayed and not _is_idle(running[call.rank])}
+    return [call for call in calls if call.relayed not in waiting or not _is_idle(running[call.rank])]
+
+
+def _is_idle(activity: RankActivity | None) -> bool:
+    return activity is not None and activity.method is None
 
 
 def _age_s(activity: RankActivity | None, call: Call, now_s: float) -> float:
@@ -439,12 +302,3 @@ def _age_s(activity: RankActivity | None, call: Call, now_s: float) -> float:
     if activity is not None and activity.method is not None:
         return activity.running_s
     return now_s - call.submitted_s
-
-
-def _end_of_log(path: str) -> str:
-    """Return the end of a dead process's log, if it ran on this machine."""
-    try:
-        lines = Path(path).read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return f"The end of its log, {path}:\n" + "\n".join(lines[-_LOG_LINES:]) if lines else ""

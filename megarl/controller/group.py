@@ -33,6 +33,7 @@ from megarl.controller.worker import (
 )
 from megarl.tracking.timeline import Span
 
+RANKS_PER_RELAY = 32
 NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
 
 
@@ -196,6 +197,7 @@ class RayWorkerGroup(RoleGroup):
         at_work: role -> method -> the number of processes that compute on a node while it runs. They share
             its cores if there is no GPU and the user has not set OMP_NUM_THREADS. Other methods keep the
             thread count of the previous one.
+        ranks_per_relay: A larger group is called by relays, one for this number of ranks (relay.py).
     """
 
     _role_group = RoleGroup  # the class of the groups that spawn() returns
@@ -210,6 +212,7 @@ class RayWorkerGroup(RoleGroup):
         environment: Mapping[str, str] = NO_ENVIRONMENT,
         rank_environments: Sequence[Mapping[str, str]] = (),
         at_work: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+        ranks_per_relay: int = RANKS_PER_RELAY,
     ) -> None:
         if isinstance(ray_cls_with_init, ColocatedWorkerClass):
             self._roles = ray_cls_with_init.roles
@@ -226,7 +229,13 @@ class RayWorkerGroup(RoleGroup):
         shares = {role: dict(methods) for role, methods in at_work.items()}
         self.pool = resource_pool
         self._start = lambda: ActorSet(
-            resource_pool, self._roles, environments, phase_time_limit_s, self._record_spans, shares
+            resource_pool,
+            self._roles,
+            environments,
+            phase_time_limit_s,
+            self._record_spans,
+            shares,
+            ranks_per_relay,
         )
         self._spawned: list[RoleGroup] = []
         actors = self._start()

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import ray
+from ray import cloudpickle
 
 from megarl.controller.environment import fill_in
 from megarl.controller.messages import (
@@ -24,6 +25,7 @@ from megarl.controller.messages import (
     Activity,
     CallFailure,
     CallRecord,
+    Ended,
     FailureKind,
     Location,
     RankActivity,
@@ -49,6 +51,9 @@ _COMMUNICATION_WORDS = (
     "Watchdog caught collective operation timeout",
     "wait timeout after",
 )
+
+# The largest result that passes a relay, in bytes; Ray sends values of this size within its own messages.
+_MOST_RELAYED = 64 * 1024
 
 
 class WorkerHost:
@@ -137,6 +142,15 @@ class WorkerHost:
         result, record = self._record(method, lambda: getattr(self._workers[role], method)(*args, **kwargs))
         return result if keep_result else None, record
 
+    def execute_relayed(
+        self, role: str, method: str, keep_result: bool, /, *args: Any, **kwargs: Any
+    ) -> Ended:
+        """Run a method for a relay. A large result stays in the object store, and does not pass the relay."""
+        result, record = self.execute(role, method, keep_result, *args, **kwargs)
+        if _num_bytes(result) <= _MOST_RELAYED:
+            return Ended(record, cloudpickle.dumps(result))
+        return Ended(record, [ray.put(result)])
+
     def _take_cores(self, processes: int | None) -> None:
         """Limit this process to its share of the node's cores, divided among `processes` processes."""
         if processes is not None:
@@ -165,6 +179,13 @@ class WorkerHost:
     def activity(self) -> RankActivity:
         """Report what this process is doing, from another thread, even if `execute` hangs."""
         return self._activity.report(self._location)
+
+
+def _num_bytes(value: Any) -> int:
+    """Return the size of a value as it is sent, without copying its arrays."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return len(pickled) + sum(buffer.raw().nbytes for buffer in buffers)
 
 
 @contextlib.contextmanager

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.machine.clock import Began
 
@@ -72,6 +72,54 @@ class CallRecord(NamedTuple):
     location: Location
     spans: tuple[PhaseSpan, ...]
     failure: CallFailure | None
+
+
+class Ended(NamedTuple):
+    """The answer of a rank to a relay.
+
+    Attributes:
+        record: How the call ended.
+        result: The pickled result, which only the driver loads; if it is large, its reference in a list.
+    """
+
+    record: CallRecord
+    result: bytes | list[Any]
+
+
+# What a relay knows of a rank's call: the answer, or in a list the reference whose value is an error.
+Outcome = Ended | list[Any]
+
+
+class RankTask(NamedTuple):
+    """The part of a relayed call that one rank runs.
+
+    Attributes:
+        rank: The rank.
+        keep_result: Whether its result counts.
+        part: The number of its arguments in `RelayedCall.parts`.
+    """
+
+    rank: int
+    keep_result: bool
+    part: int
+
+
+class RelayedCall(NamedTuple):
+    """A call on the ranks of one relay.
+
+    Attributes:
+        number: The number of the call. A relay starts calls in the order of their numbers.
+        role: The role.
+        method: The method.
+        tasks: What each rank runs.
+        parts: Positional and named arguments. References in them are resolved by the ranks.
+    """
+
+    number: int
+    role: str
+    method: str
+    tasks: tuple[RankTask, ...]
+    parts: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...]
 
 
 OnRecord = Callable[[str, int, CallRecord], None]  # called with role, rank and record

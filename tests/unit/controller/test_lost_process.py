@@ -20,7 +20,7 @@ from ray.exceptions import (
 
 from megarl.controller import actors, hints
 from megarl.controller.actors import ActorSet
-from megarl.controller.futures import Call
+from megarl.controller.calls import Call
 from megarl.controller.lost_process import UNKNOWN, why_lost
 
 DIED = "The actor died unexpectedly before finishing this task.\n\tclass_name: A\n\tip: 10.0.0.7\n"
@@ -140,8 +140,8 @@ class UnreachableSet(ActorSet):
             "actor",
             0,
             "update",
-            cast(ray.ObjectRef, None),
-            cast(ray.ObjectRef, None),
+            cast(ray.ObjectRef, object()),
+            cast(ray.ObjectRef, object()),
             lambda *arguments: None,
             np.array([]),
         )

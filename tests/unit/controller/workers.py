@@ -113,6 +113,11 @@ class EchoWorker(Worker):
         return self.rank
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def sleep_on(self, rank: int, seconds: float) -> None:
+        if self.rank == rank:
+            time.sleep(seconds)
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
     def meet(self, folder: str, number: int) -> int:
         """Return when `number` processes run this method at the same time."""
         with self.phase("waiting"):

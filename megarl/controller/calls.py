@@ -1,0 +1,279 @@
+"""Calls on single ranks: how they end, and the failure of a call that does not return."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+
+from megarl.controller.cluster import ended_daemon, oom_kills
+from megarl.controller.errors import (
+    PhaseTimeoutError,
+    RankFailure,
+    RankReport,
+    RayEndedError,
+    WorkerError,
+)
+from megarl.controller.lost_process import LOST, node_lost, relay_lost, why_lost
+from megarl.controller.messages import (
+    CallFailure,
+    CallRecord,
+    Ended,
+    FailureKind,
+    Location,
+    OnRecord,
+    Outcome,
+    Rows,
+)
+
+_LOG_LINES = 30
+_SHOWN_UIDS = 4
+
+
+class Processes(Protocol):
+    """The interface of a group's processes (actors.py) that calls use."""
+
+    phase_time_limit_s: float
+    locations: dict[int, Location]
+    construction: tuple[Call, ...]
+
+    def rank_of(self, actor_id: str | None, otherwise: int) -> int: ...
+
+    def errors_of(self, ranks: Sequence[int]) -> dict[int, RayError]: ...
+
+    def last_word(self, rank: int, error: ActorUnavailableError) -> RayError: ...
+
+    def lost_nodes(self) -> dict[int, str]: ...
+
+    def reports(self) -> list[RankReport]: ...
+
+    def end(self, why: PhaseTimeoutError) -> None: ...
+
+
+@dataclass(eq=False)
+class Call:
+    """A call on one rank.
+
+    The result stays in the object store until it is fetched. `uids` (B,) are those of the rows of the call's
+    batch, if any. A call that goes through a relay (relay.py) ends with the answer of the relay.
+    """
+
+    processes: Processes
+    role: str
+    rank: int
+    method: str
+    result: ray.ObjectRef | None
+    record_reference: ray.ObjectRef | None
+    on_record: OnRecord
+    uids: np.ndarray | None = None
+    relayed: RelayedCalls | None = None
+    answer: Ended | None = None
+    submitted_s: float = field(default_factory=time.monotonic)
+    record: CallRecord | None = None
+    failure: RankFailure | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.record is not None or self.failure is not None
+
+    @property
+    def reference(self) -> ray.ObjectRef:
+        """The object that becomes available when the call ends, or another call of the same relay fails."""
+        reference = self.relayed.reference if self.relayed is not None else self.record_reference
+        assert reference is not None
+        return reference
+
+    @property
+    def rows(self) -> Rows | None:
+        if self.uids is None:
+            return None
+        distinct = tuple(dict.fromkeys(str(uid) for uid in self.uids))
+        return Rows(distinct[:_SHOWN_UIDS], len(distinct), len(self.uids))
+
+    def fetch(self, record: CallRecord | None = None) -> None:
+        """Read the record, which must be available, or determine why there will be none.
+
+        Args:
+            record: The record, if it has been read.
+        """
+        try:
+            self.record = record or ray.get(self.reference)
+        except RayError as error:
+            self.failure = self._failure_outside(error)
+            return
+
+        # Keep the location: it identifies the node and log of the process if it dies in a later call.
+        self.processes.locations[self.rank] = self.record.location
+        self.on_record(self.role, self.rank, self.record)
+
+        if self.record.failure is not None:
+            location = self.record.location
+            self.failure = RankFailure(
+                self.role,
+                self.rank,
+                location.node,
+                location.pid,
+                self.method,
+                self.record.failure,
+                self.rows,
+                location.stderr_path,
+            )
+
+    def fetch_relayed(self, outcome: Outcome) -> None:
+        """Read how the call ended from the answer of a relay."""
+        if isinstance(outcome, Ended):
+            self.answer = outcome
+        else:
+            # The rank's own answer has an error, which has to be read from its reference.
+            try:
+                self.answer = ray.get(outcome[0])
+            except RayError as error:
+                self.failure = self._failure_outside(error)
+                return
+        self.fetch(self.answer.record)
+
+    def fetch_result(self) -> Any:
+        """Return the result of the call.
+
+        Raises:
+            WorkerError: The result was lost with the node that stored it.
+        """
+        reference = self.result
+        if self.answer is not None:
+            if isinstance(self.answer.result, bytes):
+                return pickle.loads(self.answer.result)
+            (reference,) = self.answer.result
+        assert reference is not None
+        try:
+            return ray.get(reference)
+        except RayError as error:
+            self.failure = self._failure_outside(error)
+            raise WorkerError(self.failure) from error
+
+    def _failure_outside(self, error: RayError) -> RankFailure:
+        """Describe one of Ray's own errors: the process is gone, or a value could not be sent or received."""
+        rank = self.rank
+        if isinstance(error, RayActorError):  # may concern the process that should have produced an argument
+            rank = self.processes.rank_of(error.actor_id, self.rank)
+            if daemon := ended_daemon():
+                raise RayEndedError(daemon) from error
+
+        # A broken connection alone does not show whether the process or its node is gone.
+        if isinstance(error, ActorUnavailableError):
+            error = self.processes.last_word(rank, error)
+        location = self.processes.locations.get(rank)
+        node = location.node if location else "not known yet"
+        pid = location.pid if location else None
+        log_path = location.stderr_path if location else ""
+
+        # The process is alive, but a value could not be sent or received.
+        if not isinstance(error, LOST):
+            text = str(error)
+            summary = f"{type(error).__name__}: {text.strip().splitlines()[-1]}"
+            failure = CallFailure(FailureKind.exception, summary, text, time.time())
+        else:
+            # The process is gone: the end of its log and the node's OOM kills may explain why.
+            log = _end_of_log(log_path) if location else ""
+            loss = why_lost(error, location.node if location else None, log, oom_kills(node))
+            failure = CallFailure(
+                FailureKind.death, loss.summary, f"{error}\n{log}", time.time(), hint=loss.hint
+            )
+
+        # The rows belong to this call, so they are unrelated to a failure on another rank.
+        return RankFailure(
+            self.role,
+            rank,
+            node,
+            pid,
+            self.method,
+            failure,
+            self.rows if rank == self.rank else None,
+            log_path,
+        )
+
+    def fail_with(self, error: RayError) -> None:
+        """Record that the rank's process is gone, for the reason of this error of Ray."""
+        self.failure = self._failure_outside(error)
+
+    def fail_without_relay(self, kind: FailureKind, ranks: range) -> None:
+        """Record that the process that relays calls to this rank and others is gone."""
+        loss = relay_lost(ranks)
+        location = self.processes.locations.get(self.rank)
+        self.failure = RankFailure(
+            self.role,
+            self.rank,
+            location.node if location else "not known yet",
+            location.pid if location else None,
+            self.method,
+            CallFailure(kind, loss.summary, loss.summary, time.time(), hint=loss.hint),
+            self.rows,
+        )
+
+    def fail_without_node(self, node: str) -> RankFailure:
+        """Record that the process will never start, as `node` left the cluster and cannot be replaced."""
+        loss = node_lost(node, f"{self.role} rank {self.rank} cannot start anywhere")
+        failure = CallFailure(FailureKind.death, loss.summary, loss.summary, time.time(), hint=loss.hint)
+        self.failure = RankFailure(self.role, self.rank, node, None, self.method, failure, self.rows)
+        return self.failure
+
+
+@dataclass(eq=False)
+class RelayedCalls:
+    """The calls of one method that go through the same relay.
+
+    Attributes:
+        processes: The group's processes.
+        relay: The handle of the relay.
+        number: The number of the calls at the relay.
+        reference: The next answer of the relay: all outcomes, or those that are known when a call fails.
+        ranks: The ranks of the relay.
+        running: The calls that have not ended, by rank.
+    """
+
+    processes: Processes
+    relay: Any
+    number: int
+    reference: ray.ObjectRef
+    ranks: range
+    running: dict[int, Call] = field(default_factory=dict)
+
+    def deliver(self, outcomes: Sequence[tuple[int, Outcome]] | None = None) -> None:
+        """End the calls that the relay's answer, which must be available, reports. Ask for the rest.
+
+        Args:
+            outcomes: The answer, if it has been read.
+        """
+        try:
+            for rank, outcome in outcomes or ray.get(self.reference):
+                self.running.pop(rank).fetch_relayed(outcome)
+        except RayActorError:
+            self._end_without_relay()
+        if self.running:
+            self.reference = self.relay.rest.remote(self.number)
+
+    def _end_without_relay(self) -> None:
+        """End all calls. A relay is often lost with its node, and then a rank of it is the better cause."""
+        errors = self.processes.errors_of(list(self.running))
+        kind = FailureKind.communication if errors else FailureKind.death
+        for rank, call in self.running.items():
+            if rank in errors:
+                call.fail_with(errors[rank])
+            else:
+                call.fail_without_relay(kind, self.ranks)
+        self.running.clear()
+
+
+def _end_of_log(path: str) -> str:
+    """Return the end of a dead process's log, if it ran on this machine."""
+    try:
+        lines = Path(path).read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return f"The end of its log, {path}:\n" + "\n".join(lines[-_LOG_LINES:]) if lines else ""
