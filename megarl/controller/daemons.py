@@ -29,6 +29,8 @@ AUTH_TOKEN = "RAY_AUTH_TOKEN"
 _AUTH_FILE = "RAY_AUTH_TOKEN_PATH"
 # Ray's variable for the maximum size of a node's object store.
 _STORE_BYTES = "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"
+# The raylet requires a command for the dashboard's agent, and they end with each other. This one only waits.
+_NO_AGENT = 'sh -c "exec tail --pid=$RAY_RAYLET_PID -f /dev/null"'
 _NUM_ATTEMPTS = 2
 _TIMED_OUT = "node timed out during startup"
 _SEVERE = re.compile(r"^\[[^\]]* [CE] \d+ \d+\]")  # CRITICAL and ERROR in the logs of Ray's C++ processes
@@ -41,17 +43,21 @@ class NodeStartError(RunError):
 
 
 class SmallNode(node.Node):
-    """A node of a single-run cluster without two of Ray's daemons. It does not wait for two others.
+    """A node of a single-run cluster without four of Ray's daemons. It does not wait for another one.
 
     A raylet ends the node if its agents, which are Python programs, have not written their port numbers to
     files within 15 s. On a busy machine, or with an environment on a slow shared disk, their imports alone
-    take longer. Here the ports are chosen in advance, so that the raylet starts at once and the agents when
-    they are ready. A node with a job server waits for its agents, because it reaches them at the ports that
-    they report.
+    take longer. Here the ports are chosen in advance, so that the raylet starts at once and the agent for
+    runtime environments when it is ready. A node with a job server waits for its agents, because it reaches
+    them at the ports that they report.
+
+    The dashboard and its agents need more processor time to start than all other daemons together. They are
+    started for a job server only, because a run does not use them.
     """
 
     def __init__(self, ray_params: Any, *args: Any, **kwargs: Any) -> None:
         self._options: list[str] = []  # additional options of the raylet
+        self._serves_jobs = bool(ray_params.include_dashboard)
         if ray_params.include_dashboard:
             # Any free port. Ray's default is a fixed port that the system also assigns to connections. If it
             # is in use, the agent stays alive without a server, and the node never takes a job.
@@ -77,7 +83,10 @@ class SmallNode(node.Node):
             "dashboard_agent_listen_port",
         )
         ray_params.update_if_absent(**dict(zip(names, ports, strict=True)))
-        self._options.append(f"--dashboard_agent_listen_port={ports[-1]}")
+        self._options += [
+            f"--dashboard_agent_listen_port={ports[-1]}",
+            f"--dashboard_agent_command={_NO_AGENT}",
+        ]
 
         # The agents' servers cannot listen on a port while another socket is bound to it.
         for each in held:
@@ -86,6 +95,13 @@ class SmallNode(node.Node):
     def start_raylet(self, *args: Any, **kwargs: Any) -> None:
         with _with_raylet_options(*self._options):
             super().start_raylet(*args, **kwargs)
+
+    def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+        """Start the dashboard for a job server only. Ray also starts it to send usage statistics."""
+        if self._serves_jobs:
+            super().start_api_server(include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
+        else:
+            self._webui_url = ""
 
     def start_monitor(self) -> None:
         """Start no autoscaler: the nodes of a run are fixed."""
