@@ -99,8 +99,10 @@ CASES = {
 # The other differences do not concern layers.
 OF_EXPERTS = ("policy with experts", "critic with frozen routers")
 OF_DENSE = [name for name in CASES if name not in OF_EXPERTS]
-# What a family's layers concern: a temperature, and a head that is not stored, come after them.
+# What a family's layers concern: a temperature, and a head that is not stored, come after them, so one family
+# with a tied embedding and one without show these in every layout.
 OF_LAYERS = ("policy", "critic")
+WITH_EVERY_CASE = ("qwen3-tied", "llama2")
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "mlp.router.bias")
 WITH_LOGITS = ("policy", "policy with experts")
 
@@ -267,7 +269,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Re
         save_critic(folder / "lm", folder / "critic")
         folders = {key: str(folder / key) for key in ("lm", "critic")}
         batch = weighted_batch(has_images=read_architecture(folders["lm"]).vision is not None)
-        names = OF_DENSE if family in IN_EVERY_LAYOUT else OF_LAYERS
+        names = OF_DENSE if family in WITH_EVERY_CASE else OF_LAYERS
         if family in EXPERT_FAMILIES:
             names = OF_EXPERTS
 
