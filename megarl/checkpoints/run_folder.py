@@ -34,6 +34,13 @@ _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(partial|removed)|\.(latest|best\.json)\.partial")
 
 
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a complete checkpoint, which its name contains."""
+    found = _STEP.fullmatch(checkpoint.name)
+    assert found is not None, f"{checkpoint} is not a checkpoint"
+    return int(found[1])
+
+
 class BestCheckpoint(NamedTuple):
     """The best checkpoint: `value` is the value of `metric` in the validation after `step`."""
 

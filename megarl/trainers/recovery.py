@@ -13,9 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from megarl.checkpoints.run_folder import step_of
 from megarl.config.schema import RecoveryConfig, RunConfig
 from megarl.machine.errors import RunError
 from megarl.roles.model_recovery import ModelRecovery
+from megarl.roles.model_snapshots import SnapshotLostError
+from megarl.trainers.resume import checkpoint_folder
 
 _log = logging.getLogger(__name__)
 
@@ -68,15 +71,22 @@ class StepRecovery:
         models: Restarts and restores the models.
         monitor: The monitor of the run.
         last_step: The last step that was made before.
+        saved_step: Returns the step of the newest checkpoint, None if there is none.
     """
 
     def __init__(
-        self, config: RecoveryConfig, models: ModelRecovery, monitor: RewindableMonitor, last_step: int
+        self,
+        config: RecoveryConfig,
+        models: ModelRecovery,
+        monitor: RewindableMonitor,
+        last_step: int,
+        saved_step: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._config = config
         self._models = models
         self._monitor = monitor
         self._step = last_step
+        self._saved_step = saved_step
         self._open: deque[_Step] = deque()  # steps after the newest complete snapshot
         self._losses: list[LostRanks] = []
         self._lost_s = 0.0
@@ -142,6 +152,8 @@ class StepRecovery:
                 for each in repeated:
                     each.train()
                 break
+            except SnapshotLostError as lost:
+                raise SnapshotLostError(f"{lost}; {self._cost()}") from error
             except RunError as again:
                 error = again
 
@@ -155,6 +167,16 @@ class StepRecovery:
             restarted.step,
             seconds,
             f"; repeated step {', '.join(str(each.number) for each in repeated)}" if repeated else "",
+        )
+
+    def _cost(self) -> str:
+        """Describe what it costs to resume from the newest checkpoint."""
+        saved = self._saved_step()
+        if saved is None:
+            return f"there is no checkpoint either, so the run starts over, and loses {self._step} steps"
+        return (
+            f"the same command resumes from the checkpoint of step {saved}, and repeats the steps up to "
+            f"{self._step}"
         )
 
     def _count(self, error: RunError) -> None:
@@ -202,4 +224,9 @@ def step_recovery(
     """
     if not config.recovery.enabled:
         return NoRecovery()
-    return StepRecovery(config.recovery, make_models(), monitor, last_step)
+
+    def saved_step() -> int | None:
+        latest = checkpoint_folder(config).latest()
+        return None if latest is None else step_of(latest)
+
+    return StepRecovery(config.recovery, make_models(), monitor, last_step, saved_step)

@@ -1,0 +1,136 @@
+"""Test which steps are repeated after a loss, and what ends a run, with models that only record calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import RecoveryConfig
+from megarl.machine.errors import RunError
+from megarl.roles.model_recovery import Restarted
+from megarl.roles.model_snapshots import SnapshotLostError
+from megarl.trainers.recovery import RecoveryLimitError, StepRecovery
+
+
+class LostRankError(RunError):
+    node = "10.0.0.2"
+
+
+class Models:
+    """Stub for ModelRecovery. `complete` is the step of the newest complete snapshot."""
+
+    def __init__(self) -> None:
+        self.complete: int | None = None
+        self.begun: list[int] = []
+
+    def begin_snapshot(self, step: int) -> None:
+        self.begun.append(step)
+
+    def newest_snapshot(self) -> int | None:
+        return self.complete
+
+    def concerns(self, error: Exception) -> bool:
+        return isinstance(error, LostRankError)
+
+    def recover(self, error: Exception) -> Restarted:
+        if self.complete is None:
+            raise SnapshotLostError("no snapshot is left")
+        return Restarted(self.complete, ("actor",), (LostRankError.node,))
+
+
+class Positions:
+    """Stub for the monitor."""
+
+    depth = 1
+
+    def rewind(self, depth: int) -> None: ...
+
+
+class Steps:
+    """Steps that lose a rank in some attempts, counted from 0 over all steps."""
+
+    def __init__(self, *losses: int, **recovery: Any) -> None:
+        self.models: Any = Models()
+        self.recovery = StepRecovery(
+            RecoveryConfig(enabled=True, **recovery), self.models, Positions(), 0, lambda: 4
+        )
+        self.trained: list[int] = []
+        self._losses = set(losses)
+
+    def run(self, step: int) -> dict[str, float]:
+        def train() -> dict[str, float]:
+            self.trained.append(step)
+            if len(self.trained) - 1 in self._losses:
+                raise LostRankError(f"a rank died in step {step}")
+            return {"loss": float(step)}
+
+        return dict(self.recovery.run(step, train))
+
+
+def test_the_interrupted_step_is_repeated_and_counted_once() -> None:
+    steps = Steps(1)
+    steps.models.complete = 1
+    assert steps.run(1)["recovery/num_recoveries"] == 0
+    metrics = steps.run(2)
+    assert (metrics["loss"], metrics["recovery/num_recoveries"]) == (2.0, 1.0)
+    assert steps.trained == [1, 2, 2]
+    assert steps.models.begun == [1, 2]
+
+
+def test_steps_without_a_complete_snapshot_are_repeated_first() -> None:
+    steps = Steps(2)
+    steps.models.complete = 0
+    for step in (1, 2, 3):
+        steps.run(step)
+    assert steps.trained == [1, 2, 3, 1, 2, 3]
+
+
+def test_a_step_that_a_snapshot_contains_is_forgotten() -> None:
+    steps = Steps(2)
+    steps.models.complete = 0
+    steps.run(1)
+    steps.models.complete = 2
+    steps.run(2)
+    steps.run(3)
+    assert steps.trained == [1, 2, 3, 3]
+
+
+def test_too_many_losses_within_the_window_end_the_run() -> None:
+    steps = Steps(0, 1, max_restarts=1)
+    steps.models.complete = 0
+    with pytest.raises(RecoveryLimitError) as failed:
+        steps.run(1)
+    assert str(failed.value).splitlines() == [
+        "trainer processes were lost 2 times within 10 steps, more than recovery.max_restarts=1 allows:",
+        "  step 1, node 10.0.0.2: a rank died in step 1",
+        "  step 1, node 10.0.0.2: a rank died in step 1",
+    ]
+
+
+def test_losses_outside_the_window_do_not_count() -> None:
+    steps = Steps(0, 3, max_restarts=1, window_steps=2)
+    steps.models.complete = 0
+    for step in (1, 2, 3):
+        steps.models.complete = step - 1
+        steps.run(step)
+    assert steps.trained == [1, 1, 2, 3, 3]
+
+
+def test_without_a_snapshot_the_message_names_the_checkpoint() -> None:
+    steps = Steps(0)
+    with pytest.raises(SnapshotLostError) as failed:
+        steps.run(6)
+    assert str(failed.value) == (
+        "no snapshot is left; the same command resumes from the checkpoint of step 4, and repeats the steps up to 6"
+    )
+
+
+def test_other_errors_are_raised() -> None:
+    steps = Steps()
+
+    def fail() -> dict[str, float]:
+        raise RunError("a bug")
+
+    with pytest.raises(RunError, match="a bug"):
+        steps.recovery.run(1, fail)
