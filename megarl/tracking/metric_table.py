@@ -135,12 +135,12 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "Coefficient of the KL penalty in the reward, which an adaptive controller adjusts.",
         ),
         MetricRow(
-            "{actor,critic}/moe/expert_share/max",
+            "{actor,critic,sft}/moe/expert_share/max",
             "share",
             "Largest share of a layer's tokens that was routed to one expert.",
         ),
         MetricRow(
-            "{actor,critic}/moe/{aux_loss,z_loss}",
+            "{actor,critic,sft}/moe/{aux_loss,z_loss}",
             "",
             "Load-balancing loss and router z-loss without their coefficients, mean over layers.",
         ),

@@ -1,7 +1,7 @@
 """Lose a node with a rank of a trained model, in a simulated cluster with a spare node.
 
-Ray has one cluster per process, so this is a separate program: `python -m tests.integration.recovered_node` prints
-as JSON how many recoveries the run had, how long the lost step took, and whether the run ends bitwise like one that
+Ray has one cluster per process, so this is a separate program: `python -m tests.integration.recovered_node`
+prints as JSON how many recoveries the run had, how long the lost step took, and what differs from a run that
 lost nothing.
 """
 
@@ -17,8 +17,7 @@ from ray.cluster_utils import Cluster
 from megarl.config.schema import CheckpointConfig, ParallelConfig, PlacementConfig, RecoveryConfig, SFTConfig
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.environment import daemon_settings
-from megarl.roles.start import start_sft
-from tests.integration import tiny_run
+from megarl.roles.models import Actor
 from tests.integration.lost_nodes import NOTICED_SOON
 from tests.integration.run_outcome import Outcome
 from tests.integration.tiny_run import run_sft, save_inputs, tiny_sft_config
@@ -45,18 +44,11 @@ def main() -> None:
     others = [cluster.add_node(num_cpus=3) for _ in range(2)]
     os.environ["RAY_ADDRESS"] = cluster.address
     start_ray(num_cpus=9)
-    nodes: list[str] = []
 
-    # Two of the three nodes have a rank.
-    def started(*arguments):  # noqa: ANN002, ANN202
-        actor = start_sft(*arguments)
-        nodes[:] = actor.group.processes.pool.node_ids()
-        return actor
-
-    tiny_run.start_sft = started
-
-    def look(step: int | None, phase: str) -> None:
+    def look(step: int | None, phase: str, actor: Actor) -> None:
+        # Two of the three nodes have a rank, so at least one that is not the head has.
         if (step, phase) == (LOST_AT, "step") and len(others) == 2:
+            nodes = actor.group.processes.pool.node_ids()
             lost = next(node for node in others if node.node_id in nodes)
             others.remove(lost)
             cluster.remove_node(lost, allow_graceful=False)

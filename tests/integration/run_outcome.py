@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from megarl.tracking.samples import sample_files
 from tests.integration.tiny_run import Finished
@@ -24,8 +24,12 @@ class Outcome:
             for line in finished.metrics
         ]
         self.samples = {step: path.read_bytes() for step, path in sample_files(folder).items()}
-        with safe_open(finished.policy / "model.safetensors", "pt") as file:
-            self.weights = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
+        self.weights = {
+            name: tensor.tolist()
+            for file in sorted(finished.policy.glob("*.safetensors"))
+            for name, tensor in load_file(file).items()
+        }
+        assert self.weights
 
         # The manifest has a checksum of each tensor: weights, moments and master weights.
         latest = (folder / "checkpoints" / "latest").read_text().strip()

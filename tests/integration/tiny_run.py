@@ -61,6 +61,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.models.families import read_architecture
 from megarl.placement.plan import plan_placement
 from megarl.roles.model_recovery import ppo_recovery, single_recovery
+from megarl.roles.models import Actor
 from megarl.roles.preferences import PairPolicy
 from megarl.roles.rollout.rollout import TokenRules
 from megarl.roles.saved_models import SavedModels, pair_models, ppo_models, sft_models
@@ -340,13 +341,13 @@ def _check_samples(config: PPOConfig, first_step: int) -> None:
 def run_sft(
     config: SFTConfig,
     data: dict[str, Any] | None = None,
-    look_at_phase: Callable[[int | None, str], None] = lambda step, phase: None,
+    look_at_phase: Callable[[int | None, str, Actor], None] = lambda step, phase, actor: None,
 ) -> Finished:
     """Train like `megarl sft`.
 
     Args:
         data: The `state_dict` at which the loader begins.
-        look_at_phase: Called with the step and the phase when a phase of the driver begins.
+        look_at_phase: Called with the step, the phase and the model when a phase of the driver begins.
     """
     path = config.model.path
     files = (config.data.train_files, config.data.val_files)
@@ -361,7 +362,7 @@ def run_sft(
         if data is not None:
             loader.load_state_dict(data)
         with _ended([actor.group]), _monitor(config, [actor.group]) as monitor:
-            monitor.look = look_at_phase
+            monitor.look = lambda step, phase: look_at_phase(step, phase, actor)
             saved = sft_models(config, actor)
             recovery = step_recovery(config, lambda: single_recovery(saved, 60), monitor, 0)
             checkpoints = _checkpoints(config, saved, monitor, recovery=recovery)

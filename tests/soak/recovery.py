@@ -2,7 +2,7 @@
 
 python -m tests.soak.recovery --kind tp2dp2|pp2|ep2|hybrid|ahead --faults 12 --seed 0
 
-Each fault is SIGKILL, or for some SIGSTOP, to a random rank of a random role, at a random moment of a random step. A
+Each fault is SIGKILL, or for some SIGSTOP, to a random rank of a random role, at a random moment of a step. A
 stopped rank is noticed at the time limit of a call.
 """
 
@@ -31,11 +31,21 @@ from megarl.config.schema import (
     ParallelConfig,
     PPOConfig,
     RecoveryConfig,
+    SFTConfig,
     TrackingConfig,
 )
+from megarl.roles.models import Actor
 from megarl.roles.start import PPORoles
 from tests.integration.run_outcome import Outcome
-from tests.integration.tiny_run import run_ppo, save_inputs, save_policy, tiny_config
+from tests.integration.tiny_run import (
+    Finished,
+    run_ppo,
+    run_sft,
+    save_inputs,
+    save_policy,
+    tiny_config,
+    tiny_sft_config,
+)
 from tests.soak.save_kills import ahead_config, hybrid_config, ppo_config
 
 LIMIT_S = 45.0  # of a call, after which a stopped rank counts as lost
@@ -58,20 +68,19 @@ def _pp2(inputs: Path, steps: int) -> PPOConfig:
     return replace(config, actor=replace(config.actor, parallel=ParallelConfig(pipeline_parallel_size=2)))
 
 
-def _ep2(inputs: Path, steps: int) -> PPOConfig:
+def _ep2(inputs: Path, steps: int) -> SFTConfig:
     save_policy(inputs / "experts", with_experts=True)
     parallel = ParallelConfig(data_parallel_size=2, expert_parallel_size=2)
-    return tiny_config(
+    return tiny_sft_config(
         inputs,
         inputs / "run",
         model={"path": str(inputs / "experts"), "dtype": DType.bfloat16},
-        algorithm=_GRPO,
         actor={"parallel": parallel},
         trainer={"total_steps": steps},
     )
 
 
-KINDS: dict[str, Callable[[Path, int], PPOConfig]] = {
+KINDS: dict[str, Callable[[Path, int], PPOConfig | SFTConfig]] = {
     "tp2dp2": _tp2dp2,
     "pp2": _pp2,
     "ep2": _ep2,
@@ -87,7 +96,7 @@ class Report(NamedTuple):
     difference: list[str]
 
 
-def config_of(kind: str, inputs: Path, name: str, num_faults: int) -> PPOConfig:
+def config_of(kind: str, inputs: Path, name: str, num_faults: int) -> Any:
     config = KINDS[kind](inputs, STEPS_PER_FAULT * num_faults + 1)
     trainer = replace(config.trainer, output_dir=str(inputs / name), phase_time_limit_s=LIMIT_S)
     return replace(
@@ -108,13 +117,14 @@ class Faults:
         self._step_s = step_s
         self.num_faults = 0
 
-    def look(self, step: int | None, phase: str, roles: PPORoles) -> None:
+    def look(self, step: int | None, phase: str, roles: PPORoles | Actor) -> None:
         if phase == "step" and step in self._steps:
             self._steps.remove(step)
             threading.Timer(self._chance.uniform(0, self._step_s), self._strike, [roles]).start()
 
-    def _strike(self, roles: PPORoles) -> None:
-        groups: list[Any] = [role.group for role in (roles.actor, roles.critic) if role]
+    def _strike(self, roles: PPORoles | Actor) -> None:
+        trained = [roles] if isinstance(roles, Actor) else [roles.actor, roles.critic]
+        groups: list[Any] = [role.group for role in trained if role]
         pid = self._chance.choice(self._chance.choice(groups).pids)
         how = signal.SIGSTOP if self._chance.random() < _STOPPED_SHARE else signal.SIGKILL
         try:
@@ -127,14 +137,15 @@ class Faults:
 def soak(kind: str, num_faults: int, seed: int, inputs: Path) -> Report:
     save_inputs(inputs)
     start_s = time.monotonic()
-    undisturbed = run_ppo(config_of(kind, inputs, "undisturbed", num_faults))
-    steps = [line["timing_s/step"] for line in undisturbed.metrics if "actor/grad_norm" in line]
+    run: Callable[..., Finished] = run_sft if isinstance(KINDS[kind](inputs, 1), SFTConfig) else run_ppo
+    undisturbed = run(config_of(kind, inputs, "undisturbed", num_faults))
+    steps = [line["timing_s/step"] for line in undisturbed.metrics if "num_tokens" in line]
     faults = Faults(seed, num_faults, sorted(steps)[len(steps) // 2])
-    run = run_ppo(config_of(kind, inputs, "lost", num_faults), look_at_phase=faults.look)
-    lost_s = [line.get("recovery/lost_s", 0.0) for line in run.metrics]
-    num_recoveries = sum(line.get("recovery/num_recoveries", 0) for line in run.metrics)
+    lost = run(config_of(kind, inputs, "lost", num_faults), look_at_phase=faults.look)
+    lost_s = [line.get("recovery/lost_s", 0.0) for line in lost.metrics]
+    num_recoveries = sum(line.get("recovery/num_recoveries", 0) for line in lost.metrics)
     report = Report(
-        faults.num_faults, int(num_recoveries), max(lost_s), Outcome(run).difference(Outcome(undisturbed))
+        faults.num_faults, int(num_recoveries), max(lost_s), Outcome(lost).difference(Outcome(undisturbed))
     )
     print(f"{kind}, seed {seed}: {report}, {time.monotonic() - start_s:.0f} s", flush=True)
     return report
