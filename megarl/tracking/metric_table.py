@@ -337,7 +337,7 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
     "Recovery": (
         MetricRow(
             "recovery/num_recoveries",
-            "recoveries",
+            "",
             "Times that lost trainer processes were restarted in the step, if `recovery.enabled`.",
         ),
         MetricRow("recovery/lost_s", "s", "Time to restart, restore and repeat earlier steps."),

@@ -28,6 +28,9 @@ PHASE_NAMES = {
     "begin_save": "save checkpoint",
     "save_is_written": "check checkpoint",
     "finish_save": "commit checkpoint",
+    "begin_snapshot": "begin snapshot",
+    "await_snapshot": "await snapshot",
+    "load_snapshot": "load snapshot",
     # The sending side of a weight sync.
     "weights_are_on_cuda": "plan weight sync",
     "reserve_weight_group": "connect weight sync",
