@@ -116,6 +116,17 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
             Where.daemons,
             "the same for workers; by default Ray ends one after 60 s and starts another, equally slow one",
         ),
+        "RAY_health_check_period_ms": Setting(
+            "2000", Where.daemons, "how often the head asks each node whether it is alive"
+        ),
+        "RAY_health_check_timeout_ms": Setting(
+            "4000",
+            Where.daemons,
+            "a node that has vanished is noticed within half a minute, not after more than a minute",
+        ),
+        "RAY_health_check_failure_threshold": Setting(
+            "4", Where.daemons, "a node is lost after so many questions without an answer"
+        ),
         "RAY_worker_niceness": Setting(
             "0",
             Where.daemons,

@@ -18,24 +18,30 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from tests import fork_server
 
 ROOT = Path(__file__).parents[2]
-_PROGRAMS = ("ip", "mount", "nsenter")
+_PROGRAMS = ("ip", "mount", "nsenter", "unshare")
 
 
+@cache
 def missing() -> str | None:
     """Return why nodes cannot be made here, or None if they can."""
-    if os.geteuid() != 0:
-        return "only root can make network namespaces"
-    if not Path("/dev/net/tun").exists():
-        return "/dev/net/tun does not exist, so the nodes cannot be connected"
     if absent := [name for name in _PROGRAMS if shutil.which(name) is None]:
         return f"not installed: {', '.join(absent)}"
-    return None
+    # A tap in a network namespace, and a mount in a mount namespace: containers may forbid each of them.
+    attempt = "ip tuntap add name eth0 mode tap && mount -t tmpfs tmpfs /tmp"
+    tried = subprocess.run(
+        ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "sh", "-c", attempt],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return None if tried.returncode == 0 else f"no namespaces with a network: {tried.stderr.strip()}"
 
 
 class Link(NamedTuple):

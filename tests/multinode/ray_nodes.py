@@ -11,14 +11,7 @@ from pathlib import Path
 from megarl.controller.daemons import add_key
 from tests.multinode.nodes import Network, own_environment
 
-# A node that no longer answers is noticed after about 12 s, not 30: five questions without an answer for 2 s.
-NOTICED_SOON = {
-    "RAY_health_check_initial_delay_ms": "0",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_failure_threshold": "5",
-    "RAY_health_check_timeout_ms": "2000",
-    "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(100 * 2**20),
-}
+OWN_SETTINGS = {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(100 * 2**20)}
 
 
 class RayNodes:
@@ -31,7 +24,7 @@ class RayNodes:
         self._num_cpus = num_cpus
         self._folder = folder
         self._daemons: list[subprocess.Popen[str]] = []
-        self.environment = own_environment(**NOTICED_SOON, **settings)
+        self.environment = own_environment(**OWN_SETTINGS, **settings)
         add_key(self.environment)
         self.address = _address(*self._started(0, []))
         # The others start at the same time.

@@ -15,6 +15,13 @@ from tests.multinode.nodes import Link, Network, missing, network
 from tests.multinode.ray_nodes import RayNodes, ray_nodes
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+# Five questions without an answer for 2 s: a node that no longer answers is noticed after about 12 s.
+NOTICED_SOON = {
+    "RAY_health_check_initial_delay_ms": "0",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "5",
+    "RAY_health_check_timeout_ms": "2000",
+}
 SUM = sum(range(1_000_000))
 
 
@@ -64,7 +71,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     shared = tmp_path_factory.mktemp("cluster")
     said: dict[str, dict[str, Any]] = {}
     # Each process takes two CPUs, so the driver's node holds none.
-    with network(4, [shared]) as net, ray_nodes(net, [1, 4, 4, 4], shared) as ray:
+    with network(4, [shared]) as net, ray_nodes(net, [1, 4, 4, 4], shared, NOTICED_SOON) as ray:
         cluster = Cluster(net, ray, shared)
         said["places"] = cluster.ask("places")
         actor = cluster.number_of(said["places"]["actor"])

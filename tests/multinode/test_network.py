@@ -11,9 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.multinode.nodes import Link, Network, network, own_environment
+from tests.multinode.nodes import Link, Network, missing, network, own_environment
 from tests.processes import gone_within
 
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 ECHO = """
 import socket, sys
 receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
