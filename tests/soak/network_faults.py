@@ -1,0 +1,255 @@
+"""Faults of the network and of nodes in a training run over several nodes, each printed as a row of a table.
+
+    python -m tests.soak.network_faults                    # all faults, about a minute each
+    python -m tests.soak.network_faults partition_20s ...
+
+The driver is on node 0, two replicas of the actor are on two of the other three nodes, and one is spare. A run
+that a fault ends is started again with the same command. In each case the trained weights must be those of the
+undisturbed run, bitwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from tests.integration.launched_run import save_sft_run
+from tests.multinode.nodes import Link, Network, network, own_environment
+from tests.multinode.ray_nodes import RayNodes, ray_nodes
+
+_STEPS = 80
+_EVERY = 10
+_SETTINGS = (
+    f"trainer.total_steps={_STEPS}",
+    f"checkpoint.every_steps={_EVERY}",
+    "placement.num_nodes=2",
+    "placement.devices_per_node=1",
+    "trainer.phase_time_limit_s=60",
+)
+_BEFORE = 12  # steps before the fault
+_LIMIT_S = 300.0
+
+
+class Scene(NamedTuple):
+    """A run in progress. `trainers`: the numbers of the nodes that train, in the order of their ranks."""
+
+    net: Network
+    trainers: tuple[int, int]
+
+
+Fault = Callable[[Scene], None]
+
+
+def _for_seconds(seconds: float) -> Fault:
+    def fault(scene: Scene) -> None:
+        scene.net.cut(scene.trainers[1])
+        time.sleep(seconds)
+        scene.net.heal()
+
+    return fault
+
+
+def _cut(scene: Scene) -> None:
+    scene.net.cut(scene.trainers[1])
+
+
+def _link_down(scene: Scene) -> None:
+    scene.net.nodes[scene.trainers[1]].run(["ip", "link", "set", "eth0", "down"], own_environment())
+
+
+def _power_off(scene: Scene) -> None:
+    scene.net.nodes[scene.trainers[1]].power_off()
+
+
+def _deaf(scene: Scene) -> None:
+    """The node sends, but receives nothing."""
+    lost = scene.trainers[1]
+    scene.net.set_links([Link(number, lost, loss=1.0) for number in range(4) if number != lost])
+
+
+def _dumb(scene: Scene) -> None:
+    """The node receives, but nothing that it sends arrives."""
+    lost = scene.trainers[1]
+    scene.net.set_links([Link(lost, number, loss=1.0) for number in range(4) if number != lost])
+
+
+def _between_trainers(scene: Scene) -> None:
+    one, other = scene.trainers
+    scene.net.set_links([Link(one, other, loss=1.0), Link(other, one, loss=1.0)])
+
+
+def _all_links(loss: float, delay_s: float) -> Fault:
+    def fault(scene: Scene) -> None:
+        numbers = range(4)
+        scene.net.set_links([Link(one, other, loss, delay_s) for one in numbers for other in numbers])
+
+    return fault
+
+
+def _kill(name: str) -> Fault:
+    def fault(scene: Scene) -> None:
+        first = psutil.Process(scene.net.nodes[scene.trainers[1]].pid)
+        inside = _network_of(first.pid)
+        for process in psutil.process_iter(["name"]):
+            if (process.info["name"] or "").startswith(name) and _network_of(process.pid) == inside:
+                process.send_signal(signal.SIGKILL)
+
+    return fault
+
+
+def _network_of(pid: int) -> str | None:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
+
+
+def _disk_full(scene: Scene) -> None:
+    fill = ["sh", "-c", "cat /dev/zero > /tmp/full || true"]
+    scene.net.nodes[scene.trainers[1]].run(fill, own_environment())
+
+
+FAULTS: Mapping[str, tuple[str, Fault]] = {
+    "nothing": ("none", lambda scene: None),
+    "partition_5s": ("a node is cut off for 5 s", _for_seconds(5)),
+    "partition_20s": ("a node is cut off for 20 s", _for_seconds(20)),
+    "cut": ("a node is cut off for good", _cut),
+    "link_down": ("the interface of a node goes down", _link_down),
+    "power_off": ("a node loses power", _power_off),
+    "deaf": ("a node sends, but receives nothing", _deaf),
+    "dumb": ("a node receives, but sends nothing", _dumb),
+    "between_trainers": (
+        "two nodes no longer reach each other, but the head reaches both",
+        _between_trainers,
+    ),
+    "loss": ("5 % of all frames are lost", _all_links(0.05, 0.0)),
+    "delay": ("every frame takes 100 ms", _all_links(0.0, 0.1)),
+    "raylet": ("the raylet of a node is killed", _kill("raylet")),
+    "disk_full": ("the disk of a node is full", _disk_full),
+}
+
+
+class Outcome(NamedTuple):
+    """What became of a run.
+
+    Attributes:
+        status: The exit code of the first command.
+        next_s: Seconds from the fault to the next completed step; None if there was none.
+        end_s: Seconds from the fault to the end of the first command; None if it completed all steps.
+        page: The first line of the failure page, if any.
+        repeated: The steps that were repeated after the restart.
+        is_equal: Whether the trained weights are those of the undisturbed run.
+    """
+
+    status: int
+    next_s: float | None
+    end_s: float | None
+    page: str
+    repeated: int
+    is_equal: bool
+
+
+@contextmanager
+def _train(net: Network, ray: RayNodes, config: Path, log: Path) -> Iterator[subprocess.Popen[str]]:
+    with log.open("w") as output:
+        process = net.nodes[0].start(
+            [sys.executable, "-m", "megarl", "train", str(config), *_SETTINGS],
+            ray.environment,
+            output,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+        )
+    try:
+        yield process
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
+            child.kill()
+        process.kill()
+        process.wait()
+
+
+def _num_steps(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def _trainers(net: Network) -> tuple[int, int]:
+    """Find the nodes that have a worker of the actor, by their largest processes."""
+    sizes = {}
+    inside = {_network_of(node.pid): node.number for node in net.nodes[1:]}
+    for process in psutil.process_iter(["cmdline", "memory_info"]):
+        number = inside.get(_network_of(process.pid))
+        if number is not None and "ray::" in " ".join(process.info["cmdline"] or ()):
+            sizes[number] = max(sizes.get(number, 0), process.info["memory_info"].rss)
+    one, other = sorted(sizes, key=lambda number: sizes[number])[-2:]
+    return one, other
+
+
+def run(fault: Fault, folder: Path, wanted: bytes | None) -> tuple[Outcome, bytes]:
+    """Train with one fault, and start the run again if it ends before its last step."""
+    config = save_sft_run(folder)
+    log = folder / "driver.log"
+    with network(4, [folder]) as net, ray_nodes(net, [1, 2, 2, 2], folder) as ray:
+        with _train(net, ray, config, log) as process:
+            while _num_steps(folder / "run") < _BEFORE:
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.05)
+            begin_s = time.monotonic()
+            fault(Scene(net, _trainers(net)))
+            before = _num_steps(folder / "run")
+            next_s = None
+            while process.poll() is None and time.monotonic() < begin_s + _LIMIT_S:
+                if next_s is None and _num_steps(folder / "run") > before:
+                    next_s = time.monotonic() - begin_s
+                time.sleep(0.05)
+            status = process.poll()
+            assert status is not None, f"no end within {_LIMIT_S:g} s\n{log.read_text()}"
+            end_s = None if status == 0 else time.monotonic() - begin_s
+        repeated = 0
+        if status != 0:
+            saved = [int(path.name.split("_")[1]) for path in (folder / "run" / "checkpoints").glob("step_*")]
+            repeated = _num_steps(folder / "run") - max(saved, default=0)
+            net.heal()
+            with _train(net, ray, config, folder / "again.log") as process:
+                assert process.wait() == 0, (folder / "again.log").read_text()
+            assert 0 <= repeated < _EVERY
+    weights = (folder / "run" / "huggingface" / "model.safetensors").read_bytes()
+    page = next((line for line in log.read_text().splitlines() if line.startswith("what")), "")
+    is_equal = wanted is None or weights == wanted
+    return Outcome(status, next_s, end_s, page.removeprefix("what").strip(), repeated, is_equal), weights
+
+
+def main(names: Sequence[str]) -> int:
+    undisturbed: bytes | None = None
+    unequal = []
+    print("| fault | outcome | next step after s | end after s | steps repeated | weights equal |")
+    print("|---|---|---|---|---|---|")
+    for name in dict.fromkeys(["nothing", *names]):
+        description, fault = FAULTS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            outcome, weights = run(fault, Path(folder), undisturbed)
+        undisturbed = undisturbed or weights
+        ended = "completes" if outcome.status == 0 else f"ends: {outcome.page}"
+        times = [f"{each:.0f}" if each is not None else "" for each in (outcome.next_s, outcome.end_s)]
+        equal = "yes" if outcome.is_equal else "NO"
+        row = [description, ended, *times, str(outcome.repeated) if outcome.status else "", equal]
+        print("|", " | ".join(row), "|", flush=True)
+        unequal += [] if outcome.is_equal else [name]
+    return 1 if unequal else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.network_faults")
+    parser.add_argument("faults", nargs="*", choices=[*FAULTS, []], default=list(FAULTS))
+    sys.exit(main(parser.parse_args().faults))
