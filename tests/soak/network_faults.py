@@ -251,5 +251,5 @@ def main(names: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.soak.network_faults")
-    parser.add_argument("faults", nargs="*", choices=[*FAULTS, []], default=list(FAULTS))
-    sys.exit(main(parser.parse_args().faults))
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join(FAULTS))
+    sys.exit(main(parser.parse_args().faults or list(FAULTS)))
