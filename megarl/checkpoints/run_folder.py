@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ LATEST_FILE = "latest"
 BEST_FILE = "best.json"
 DESCRIPTION_FILE = "checkpoint.json"
 FORMAT = 1
-_STEP = re.compile(r"step_(\d{8,})")
+STEP_NAME = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(partial|removed)|\.(latest|best\.json)\.partial")
 
 
@@ -61,7 +61,9 @@ class CheckpointFolder:
         A folder gets its final name only when it is complete.
         """
         found = {
-            int(match[1]): path for path, match in self._named(_STEP) if (path / DESCRIPTION_FILE).is_file()
+            int(match[1]): path
+            for path, match in self._named(STEP_NAME)
+            if (path / DESCRIPTION_FILE).is_file()
         }
         return [found[step] for step in sorted(found)]
 
@@ -83,7 +85,7 @@ class CheckpointFolder:
         The name is read again if the run may have replaced the checkpoint in the meantime.
         """
         name = read()
-        while not (_STEP.fullmatch(name) and (self.path / name / DESCRIPTION_FILE).is_file()):
+        while not (STEP_NAME.fullmatch(name) and (self.path / name / DESCRIPTION_FILE).is_file()):
             before = name
             name = read()
             if name == before:
@@ -145,7 +147,9 @@ class CheckpointFolder:
         partial = self._partial(step)
         # Role folders have their own manifests, with the checksums of their items.
         outside = [
-            path for path in _files(partial) if path.relative_to(partial).parts[0] not in description["roles"]
+            path
+            for path in files_of(partial)
+            if path.relative_to(partial).parts[0] not in description["roles"]
         ]
         files = {str(path.relative_to(partial)): _file_entry(path) for path in sorted(outside)}
         write_whole(
@@ -155,7 +159,7 @@ class CheckpointFolder:
         # Everything must be on disk before the rename makes it a checkpoint.
         sync_tree(partial)
 
-        return sum(path.stat().st_size for path in _files(partial))
+        return sum(path.stat().st_size for path in files_of(partial))
 
     def commit(self, step: int) -> Path:
         """Make a sealed checkpoint the latest one."""
@@ -203,8 +207,10 @@ class CheckpointFolder:
 
         return self._named_by(pointer, read)
 
-    def remove_old(self, keep: int, best: BestCheckpoint | None = None) -> None:
-        """Remove all checkpoints except `latest`, the `keep` - 1 newest before it, and the best one.
+    def remove_old(
+        self, keep: int, best: BestCheckpoint | None = None, in_use: Collection[Path] = ()
+    ) -> None:
+        """Remove all checkpoints except `latest`, the `keep` - 1 newest before it, the best one and `in_use`.
 
         `keep` 0 keeps all of these.
 
@@ -224,7 +230,11 @@ class CheckpointFolder:
         stay = whole[: position + 1] if keep == 0 else whole[max(0, position + 1 - keep) : position + 1]
 
         for path in whole:
-            if path not in stay and (best is None or path.name != step_name(best.step)):
+            if (
+                path not in stay
+                and path not in in_use
+                and (best is None or path.name != step_name(best.step))
+            ):
                 self.remove(path)
 
     def remove(self, checkpoint: Path) -> None:
@@ -328,7 +338,7 @@ def check_files(checkpoint: Path) -> dict[str, Any]:
     """
     description = read_description(checkpoint)
     # The name of a renamed folder contains no step to compare with.
-    if (named := _STEP.fullmatch(checkpoint.name)) and int(named[1]) != description["step"]:
+    if (named := STEP_NAME.fullmatch(checkpoint.name)) and int(named[1]) != description["step"]:
         raise CheckpointError(
             f"{checkpoint / DESCRIPTION_FILE}: contains step {description['step']}, but its folder is named "
             f"after step {int(named[1])}: "
@@ -367,5 +377,5 @@ def _file_entry(path: Path) -> dict[str, Any]:
     return {"nbytes": path.stat().st_size, "checksum": file_checksum(path)}
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def files_of(folder: Path) -> Iterator[Path]:
     return (path for path in folder.rglob("*") if path.is_file())

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 import megarl
 from megarl.config.load import contents_of
+from megarl.config.paths import is_url
 from megarl.config.schema import RunConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import is_hub_name
@@ -130,7 +131,7 @@ def _moved(value: Any, key: str, here: Path, take_along: Callable[[str], str]) -
 
     if isinstance(value, list):
         return [_moved(item, key, here, take_along) for item in value]
-    if not isinstance(value, str) or value in _WORDS:
+    if not isinstance(value, str) or value in _WORDS or is_url(value):
         return value
     # Data and models are not uploaded, and their paths become absolute to be valid on all nodes.
     if key in SHARED:

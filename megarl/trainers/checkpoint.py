@@ -1,7 +1,8 @@
 """Checkpoint saves: started after a step, written in the background, committed once everything is on disk.
 
     models copy their state -> files are written -> models complete their folders -> trainer.json,
-    config.yaml, checkpoint.json, all to the disk -> rename -> `latest` -> `best.json` -> old ones are removed
+    config.yaml, checkpoint.json, all to the disk -> rename -> `latest` -> `best.json` -> a copy to
+    `checkpoint.upload` begins -> old ones are removed
 
 A step waits only for the first stage. A checkpoint becomes the latest only after the metrics of its step are
 in their files. A run that resumes from it therefore has every line up to that step, and removes the lines
@@ -32,6 +33,7 @@ from megarl.machine.files import write_whole
 from megarl.machine.processors import threads_setting
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.best_so_far import BestSoFar, patience_is_over
+from megarl.trainers.uploads import Uploads
 
 STATE_FILE = "trainer.json"
 
@@ -92,6 +94,7 @@ class Checkpointer:
         monitor: RunFiles,
         *,
         resumed: State | None = None,
+        uploads: Uploads | None = None,
         is_told_to_end: Callable[[], bool] = lambda: False,
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
@@ -102,6 +105,7 @@ class Checkpointer:
         Args:
             retry: Runs an action between two steps, again if a process of a model was lost and restarted.
             resumed: Contents of the `trainer.json` of the checkpoint that is resumed.
+            uploads: Copies each checkpoint elsewhere.
             clock: Monotonic seconds since any origin; it must not follow the wall clock, which may be
                 changed.
         """
@@ -109,6 +113,7 @@ class Checkpointer:
         self._folder = folder
         self._models = models
         self._monitor = monitor
+        self._uploads = uploads
         self._is_told_to_end = is_told_to_end
         self._say = say
         self._clock = clock
@@ -174,6 +179,8 @@ class Checkpointer:
             # The metrics of this step are complete now, so its checkpoint may be committed.
             self._retry(self._continue_save)
         self._retry(lambda: self._continue_save(at_end=True))
+        if self._uploads is not None:
+            self._uploads.finish()
 
     def _continue_save(self, at_end: bool = False) -> None:
         """Advance the save in progress between two steps. One that was lost with a process begins again."""
@@ -217,6 +224,8 @@ class Checkpointer:
         A save that is being sealed becomes a checkpoint; partial saves are removed.
         """
         self._thread.shutdown()
+        if self._uploads is not None:
+            self._uploads.close()
         with suppress(OSError):  # the next run tries again, and reports the error
             self._folder.remove_leftovers()
 
@@ -295,9 +304,12 @@ class Checkpointer:
         """Commit the checkpoint, in a background thread because syncing to disk can be slow."""
         # Remove old checkpoints last, so that a complete one exists at all times.
         nbytes = self._folder.seal(save.step, {"roles": self._models.names, "versions": versions()})
-        self._folder.commit(save.step)
+        checkpoint = self._folder.commit(save.step)
         self._folder.point_at_best(save.best)
-        self._folder.remove_old(self._config.checkpoint.keep, save.best)
+        if self._uploads is not None:
+            self._uploads.add(checkpoint)
+        in_use = self._uploads.in_use if self._uploads is not None else ()
+        self._folder.remove_old(self._config.checkpoint.keep, save.best, in_use)
         return nbytes
 
     @contextmanager

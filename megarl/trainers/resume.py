@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from megarl.checkpoints.object_storage import ObjectStorage, local_copy
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, check_folder, read_manifest
 from megarl.checkpoints.run_folder import DESCRIPTION_FILE, LATEST_FILE, CheckpointFolder, check_files
 from megarl.config.compare import FIXED, Difference, differences
@@ -73,9 +74,9 @@ def find_resume(config: RunConfig) -> Resume | None:
         return None
 
     if config.checkpoint.resume == RESUME_AUTO:
-        found = folder.latest()
+        found = folder.latest() or _uploaded(config, folder)
     else:
-        found = _given(Path(config.checkpoint.resume))
+        found = _given(local_copy(config.checkpoint.resume, _downloads(config, folder)))
         # Resuming from elsewhere would mix the checkpoints of two runs in one folder.
         if folder.whole() and not _is_in(found, folder):
             raise _problem(
@@ -85,6 +86,22 @@ def find_resume(config: RunConfig) -> Resume | None:
             )
 
     return None if found is None else _read(found, folder, config)
+
+
+def _uploaded(config: RunConfig, folder: CheckpointFolder) -> Path | None:
+    """Download the latest checkpoint that this run has copied elsewhere, if there is one."""
+    if config.checkpoint.upload is None:
+        return None
+    storage = ObjectStorage(config.checkpoint.upload)
+    name = storage.latest()
+    return None if name is None else storage.download(name, folder)
+
+
+def _downloads(config: RunConfig, folder: CheckpointFolder) -> CheckpointFolder:
+    """Return where a checkpoint at a URL is downloaded to: only the run's own ones to its own folder."""
+    upload = config.checkpoint.upload
+    is_own = upload is not None and config.checkpoint.resume.startswith(upload.rstrip("/"))
+    return folder if is_own else CheckpointFolder(folder.path / "downloaded")
 
 
 def _given(path: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megarl.checkpoints.object_storage import ObjectStorage
 from megarl.cli.run.session import Session, of_another_run, read_summary
 from megarl.cli.run.termination import TERMINATED
 from megarl.cli.tables.console import print_line
@@ -24,6 +25,7 @@ from megarl.trainers.checkpoint import Checkpointer, best_checkpoint
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.recovery import NoRecovery, StepRecovery
 from megarl.trainers.resume import Resume, checkpoint_folder, older_ones
+from megarl.trainers.uploads import Uploads
 
 
 def is_complete(config: RunConfig, resume: Resume | None) -> bool:
@@ -120,6 +122,17 @@ def open_checkpoints(
     resume: Resume | None,
     recovery: StepRecovery | NoRecovery,
 ) -> Checkpointer:
+    def say(text: str) -> None:
+        session.console.print(text, soft_wrap=True, highlight=False)
+
+    uploads = None
+    if config.checkpoint.upload is not None:
+        storage = ObjectStorage(config.checkpoint.upload)
+        storage.check_writable()
+        uploads = Uploads(storage, say)
+        # The previous attempt may have ended before it copied its last checkpoint.
+        if resume is not None and resume.is_own and storage.latest() != resume.checkpoint.name:
+            uploads.add(resume.checkpoint)
     checkpoints = Checkpointer(
         config,
         checkpoint_folder(config),
@@ -127,7 +140,8 @@ def open_checkpoints(
         monitor,
         resumed=None if resume is None else resume.state,
         is_told_to_end=lambda: session.termination.requested,
-        say=lambda text: session.console.print(text, soft_wrap=True, highlight=False),
+        uploads=uploads,
+        say=say,
         retry=recovery.retry,
     )
     session.at_last.callback(checkpoints.close)

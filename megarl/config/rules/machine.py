@@ -13,6 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from megarl.config.paths import is_url
 from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.rules.data import FORMATS, SAVED_TO_DISK, SPLITS
 from megarl.config.rules.megatron import requirements_here
@@ -213,8 +214,38 @@ def _resumed_folder(config: RunConfig) -> Violations:
     resume = config.checkpoint.resume
     if resume in (RESUME_AUTO, RESUME_DISABLE) or (resume.strip() and os.path.isdir(resume)):
         return
-    message = f"there is no folder {resume!r}; give auto, disable, or the path of a checkpoint"
+    if is_url(resume):
+        yield from _known_protocol("checkpoint.resume", resume)
+        return
+    message = f"there is no folder {resume!r}; give auto, disable, or the path or URL of a checkpoint"
     yield Violation(("checkpoint.resume",), message, Absence.input if resume.strip() else None)
+
+
+def _upload(config: RunConfig) -> Violations:
+    upload = config.checkpoint.upload
+    if upload is None:
+        return
+    if not is_url(upload):
+        message = f"{upload!r} is not a URL; give one such as s3://bucket/folder, or file:///path/of/a/folder"
+        yield Violation(("checkpoint.upload",), message)
+        return
+    yield from _known_protocol("checkpoint.upload", upload)
+
+
+def _known_protocol(key: str, url: str) -> Violations:
+    # Only runs with a URL need the library.
+    from fsspec import available_protocols, get_filesystem_class
+    from fsspec.utils import get_protocol
+
+    protocol = get_protocol(url)
+    if protocol not in available_protocols():
+        message = f"{url!r}: fsspec has no protocol {protocol!r}; use s3, gs, hdfs, file or another of them"
+        yield Violation((key,), message)
+        return
+    try:
+        get_filesystem_class(protocol)
+    except ImportError as error:
+        yield Violation((key,), f"{url!r}: {error}; s3 needs the package s3fs, gs needs gcsfs")
 
 
 _RULES = (
@@ -226,4 +257,5 @@ _RULES = (
     _engine_packages,
     _loggers,
     _resumed_folder,
+    _upload,
 )

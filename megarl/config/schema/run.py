@@ -119,7 +119,11 @@ class CheckpointConfig:
     # `output_dir/huggingface`
     save_hf: bool = True
     asynchronous: bool = True  # write files in the background while training continues
-    # auto: resume from the latest checkpoint if there is one; disable: do not resume; or a checkpoint's path
+    # URL of a folder to which each checkpoint is copied in the background, such as s3://bucket/run; null:
+    # none
+    upload: str | None = None
+    # auto: resume from the latest checkpoint if there is one; disable: do not resume; or the path or URL of a
+    # checkpoint
     resume: str = RESUME_AUTO
 
 

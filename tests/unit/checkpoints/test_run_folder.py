@@ -79,6 +79,13 @@ def test_the_oldest_go_when_a_new_one_is_whole(folder: CheckpointFolder) -> None
     assert names(folder) == ["latest", "step_00000008"]
 
 
+def test_what_is_in_use_stays(folder: CheckpointFolder) -> None:
+    first, second, _ = (add(folder, step) for step in (2, 4, 6))
+    folder.remove_old(keep=1, in_use={first})
+    assert names(folder) == ["latest", "step_00000002", "step_00000006"]
+    assert not second.exists()
+
+
 def test_going_back_gives_up_what_came_after(folder: CheckpointFolder) -> None:
     for step in (2, 4, 6):
         add(folder, step)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megarl.checkpoints.object_storage import ObjectStorage
 from megarl.checkpoints.role_folder import Description, Layout, item_checksums, write_manifest
 from megarl.checkpoints.run_folder import CheckpointFolder, file_checksum
 from megarl.checkpoints.torch_dist import TORCH_DIST
@@ -283,3 +284,32 @@ def test_damage_is_named_and_no_older_one_is_taken(
     with pytest.raises(CheckpointError, match=f"{said}.*There is no older complete checkpoint") as caught:
         find_resume(config)
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_without_its_folder_resumes_from_the_uploaded_copy(config: PPOConfig, tmp_path: Path) -> None:
+    """As on a new machine: `auto` downloads the latest copy, and takes what is here if there is any."""
+    url = f"file://{tmp_path}/storage"
+    config = replace(config, checkpoint=replace(config.checkpoint, upload=url))
+    assert find_resume(config) is None
+    ObjectStorage(url).upload(save(config, 4))
+    shutil.rmtree(checkpoint_folder(config).path)
+
+    found = find_resume(config)
+    assert found is not None
+    assert (found.step, found.is_own) == (4, True)
+    assert found.checkpoint == checkpoint_folder(config).path / "step_00000004"
+    save(config, 2)
+    found = find_resume(config)
+    assert found is not None
+    assert found.step == 2
+
+
+def test_another_run_starts_from_a_url(config: PPOConfig, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/storage"
+    ObjectStorage(url).upload(save(config, 4))
+    trainer = replace(config.trainer, output_dir=str(tmp_path / "second"))
+    second = replace(config, trainer=trainer, checkpoint=CheckpointConfig(resume=f"{url}/step_00000004"))
+    found = find_resume(second)
+    assert found is not None
+    assert (found.step, found.is_own) == (4, False)
+    assert found.checkpoint == tmp_path / "second" / "checkpoints" / "downloaded" / "step_00000004"

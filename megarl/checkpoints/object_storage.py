@@ -1,0 +1,251 @@
+"""Copies of checkpoints in object storage or another file system, at a URL such as `s3://bucket/run`.
+
+A copy is complete if it has its manifest, `upload.json`, with the size and the checksum of each file. It is
+written last. `latest` names the checkpoint that was copied last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from megarl.checkpoints.run_folder import (
+    LATEST_FILE,
+    STEP_NAME,
+    CheckpointFolder,
+    file_checksum,
+    files_of,
+    read_description,
+)
+from megarl.config.paths import is_url
+from megarl.machine.errors import CheckpointError
+from megarl.machine.wording import counted
+
+MANIFEST_FILE = "upload.json"
+_FORMAT = 1
+_NUM_AT_ONCE = 8
+_WAITS_S = (1.0, 4.0, 16.0, 60.0)  # between attempts at a file
+_HINT = (
+    "credentials and endpoints come from the environment, as for other programs: AWS_ACCESS_KEY_ID, "
+    "AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS ...",
+    "the URL is checkpoint.upload: {checkpoint.upload}",
+)
+
+_log = logging.getLogger(__name__)
+
+
+class ObjectStorage:
+    """A folder of checkpoints at a URL. One process writes to it.
+
+    Args:
+        url: The URL of the folder. Its protocol is one of fsspec's: `s3`, `gs`, `hdfs`, `file` ...
+        pause: Waits between attempts.
+
+    Raises:
+        CheckpointError: The protocol does not exist, or its package is not installed.
+    """
+
+    def __init__(self, url: str, pause: Callable[[float], None] = time.sleep) -> None:
+        self.url = url.rstrip("/")
+        self._pause = pause
+        self.is_closed = False
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(
+                f"{url}: cannot be opened ({error}); install the package, or use another protocol "
+                f"(s3 needs s3fs, gs needs gcsfs)"
+            ) from error
+
+    def check_writable(self) -> None:
+        """Write and remove a small file.
+
+        Raises:
+            CheckpointError: It fails.
+        """
+        place = f"{self._root}/.writable"
+        try:
+            self._make_folder_of(place)
+            self._fs.pipe_file(place, b"")
+            self._fs.rm_file(place)
+        except Exception as error:  # noqa: BLE001  # each file system has errors of its own
+            raise self._failed("cannot be written", error) from error
+
+    # ---- upload
+
+    def upload(self, checkpoint: Path) -> int:
+        """Copy a checkpoint, and return its size in bytes. An incomplete or older copy is replaced.
+
+        Raises:
+            CheckpointError: A file could not be copied in several attempts, or `is_closed` became true.
+        """
+        place = f"{self._root}/{checkpoint.name}"
+        names = sorted(str(path.relative_to(checkpoint)) for path in files_of(checkpoint))
+        # Without its manifest, a copy of the same step from before is no longer a checkpoint.
+        self._attempt(lambda: self._remove(f"{place}/{MANIFEST_FILE}"), checkpoint.name)
+
+        def copy(name: str) -> dict[str, Any]:
+            source = checkpoint / name
+            self._attempt(lambda: self._copy(source, f"{place}/{name}"), f"{checkpoint.name}/{name}")
+            return {"nbytes": source.stat().st_size, "checksum": file_checksum(source)}
+
+        with ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="upload") as threads:
+            files = dict(zip(names, threads.map(copy, names), strict=True))
+
+        manifest = json.dumps({"format": _FORMAT, "files": files}, indent=2) + "\n"
+        self._write(f"{checkpoint.name}/{MANIFEST_FILE}", manifest)
+        self._write(LATEST_FILE, checkpoint.name + "\n")
+        return sum(entry["nbytes"] for entry in files.values())
+
+    def _write(self, name: str, content: str) -> None:
+        self._attempt(lambda: self._fs.pipe_file(f"{self._root}/{name}", content.encode()), name)
+
+    def _copy(self, source: Path, place: str) -> None:
+        self._make_folder_of(place)
+        self._fs.put_file(str(source), place)
+        if (nbytes := self._fs.info(place)["size"]) != source.stat().st_size:
+            raise OSError(f"{place} has {nbytes:,} bytes after the copy, not {source.stat().st_size:,}")
+
+    def _make_folder_of(self, place: str) -> None:
+        # Object storage has no folders, and would make a bucket whose name is mistyped.
+        if isinstance(self._fs, LocalFileSystem):
+            self._fs.makedirs(str(PurePosixPath(place).parent), exist_ok=True)
+
+    def _remove(self, place: str) -> None:
+        if self._fs.exists(place):
+            self._fs.rm_file(place)
+
+    def _attempt(self, action: Callable[[], None], name: str) -> None:
+        """Do something, several times if it fails.
+
+        Raises:
+            CheckpointError: It failed each time, or the run has ended.
+        """
+        for wait_s in (*_WAITS_S, None):
+            if self.is_closed:
+                raise CheckpointError(f"{self.url}: the run has ended before {name} was copied")
+            try:
+                return action()
+            except Exception as error:  # noqa: BLE001  # each file system has errors of its own
+                if wait_s is None:
+                    raise self._failed(f"{name} cannot be written", error) from error
+                _log.warning("%s: %s failed (%s); next attempt in %g s", self.url, name, error, wait_s)
+                self._pause(wait_s)
+        raise AssertionError("the last attempt returns or raises")
+
+    # ---- download
+
+    def latest(self) -> str | None:
+        """Return the name of the checkpoint that was copied last; None if there is none.
+
+        Raises:
+            CheckpointError: The URL cannot be read, or its checkpoint is not complete.
+        """
+        try:
+            if not self._fs.exists(f"{self._root}/{LATEST_FILE}"):
+                return None
+            name = self._fs.cat_file(f"{self._root}/{LATEST_FILE}").decode().strip()
+        except Exception as error:  # noqa: BLE001  # each file system has errors of its own
+            raise self._failed("cannot be read", error) from error
+        if not STEP_NAME.fullmatch(name):
+            raise CheckpointError(f"{self.url}/{LATEST_FILE}: names {name!r}, which is not a checkpoint")
+        return name
+
+    def download(self, name: str, folder: CheckpointFolder) -> Path:
+        """Copy a checkpoint into a folder of checkpoints, of which it becomes the latest.
+
+        Raises:
+            CheckpointError: It is not complete, or a file differs from the manifest.
+        """
+        files = self._manifest(name)
+        nbytes = sum(entry["nbytes"] for entry in files.values())
+        _log.warning(
+            "downloading %s, %s, %.1f MiB", f"{self.url}/{name}", counted(len(files), "file"), nbytes / 2**20
+        )
+        folder.prepare()
+        step = int(name.removeprefix("step_"))
+        partial = folder.begin(step)
+        try:
+            with ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="download") as threads:
+                list(threads.map(lambda file: self._fetch(name, file, files[file], partial), files))
+            if (found := read_description(partial)["step"]) != step:
+                raise CheckpointError(f"{self.url}/{name}: is of step {found}; the copy is damaged")
+            return folder.commit(step)
+        except CheckpointError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _fetch(self, name: str, file: str, entry: dict[str, Any], folder: Path) -> None:
+        target = folder / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        place = f"{self.url}/{name}/{file}"
+        try:
+            self._fs.get_file(f"{self._root}/{name}/{file}", str(target))
+        except Exception as error:  # noqa: BLE001  # each file system has errors of its own
+            raise self._failed(f"{name}/{file} cannot be read", error) from error
+        if (nbytes := target.stat().st_size) != entry["nbytes"]:
+            raise CheckpointError(
+                f"{place}: has {nbytes:,} bytes, not {entry['nbytes']:,}; the copy is damaged"
+            )
+        if file_checksum(target) != entry["checksum"]:
+            raise CheckpointError(f"{place}: is not what was written (its checksum differs)")
+
+    def _manifest(self, name: str) -> dict[str, dict[str, Any]]:
+        place = f"{self._root}/{name}/{MANIFEST_FILE}"
+        try:
+            content = self._fs.cat_file(place)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{self.url}/{name}: is not a complete checkpoint: it has no {MANIFEST_FILE}"
+            ) from error
+        except Exception as error:  # noqa: BLE001  # each file system has errors of its own
+            raise self._failed(f"{name}/{MANIFEST_FILE} cannot be read", error) from error
+        try:
+            files = json.loads(content)["files"]
+            inside = all(_is_inside(file) and entry["nbytes"] >= 0 for file, entry in files.items())
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{self.url}/{name}/{MANIFEST_FILE}: is damaged ({error})") from error
+        if not inside:
+            raise CheckpointError(f"{self.url}/{name}/{MANIFEST_FILE}: names a file outside the checkpoint")
+        return files
+
+    def _failed(self, what: str, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self.url}: {what} ({type(error).__name__}: {error})", hint=_HINT)
+
+
+def _is_inside(file: str) -> bool:
+    path = PurePosixPath(file)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def local_copy(path: str, folder: CheckpointFolder) -> Path:
+    """Return a checkpoint, or a folder, as a local path: one at a URL is downloaded to `folder`.
+
+    Args:
+        path: A path, or the URL of a checkpoint or of a folder of checkpoints, whose latest one is used.
+        folder: The folder for downloaded checkpoints. One that is complete there is not downloaded again.
+
+    Raises:
+        CheckpointError: The URL has no complete checkpoint, or cannot be read.
+    """
+    if not is_url(path):
+        return Path(path)
+    parent, _, last = path.rstrip("/").rpartition("/")
+    url, name = (parent, last) if STEP_NAME.fullmatch(last) else (path, None)
+    storage = ObjectStorage(url)
+    if (name := name or storage.latest()) is None:
+        raise CheckpointError(
+            f"{path}: has no checkpoint (no {LATEST_FILE}); give a checkpoint or a folder of them"
+        )
+    if (existing := folder.path / name) in folder.whole():
+        return existing
+    return storage.download(name, folder)
