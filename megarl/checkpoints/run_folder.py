@@ -36,7 +36,7 @@ _LEFTOVER = re.compile(r"\.step_\d{8,}\.(partial|removed)|\.(latest|best\.json)\
 
 def step_of(checkpoint: Path) -> int:
     """Return the step of a complete checkpoint, which its name contains."""
-    found = _STEP.fullmatch(checkpoint.name)
+    found = STEP_NAME.fullmatch(checkpoint.name)
     assert found is not None, f"{checkpoint} is not a checkpoint"
     return int(found[1])
 

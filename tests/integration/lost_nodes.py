@@ -79,7 +79,8 @@ def told(call: Callable[[], Any]) -> dict[str, Any]:
 
 def main() -> None:
     os.environ.update({**daemon_settings(), **NOTICED_SOON})
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    # The head has no CPU, so that no other node can take the place of the lost one.
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     node = cluster.add_node(num_cpus=7)
     os.environ["RAY_ADDRESS"] = cluster.address
     start_ray(num_cpus=1)
