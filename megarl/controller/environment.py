@@ -125,7 +125,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
             "a node that has vanished is noticed within half a minute, not after more than a minute",
         ),
         "RAY_health_check_failure_threshold": Setting(
-            "5", Where.daemons, "a node is lost after so many questions without an answer"
+            "5", Where.daemons, "a node is lost after this number of questions without an answer"
         ),
         "RAY_worker_niceness": Setting(
             "0",

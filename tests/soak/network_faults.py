@@ -1,11 +1,11 @@
 """Faults of the network and of nodes in a training run over several nodes, each printed as a row of a table.
 
     python -m tests.soak.network_faults                    # all faults, about a minute each
-    python -m tests.soak.network_faults partition_20s ...
+    python -m tests.soak.network_faults --recovery partition_20s ...
 
-The driver is on node 0, two replicas of the actor are on two of the other three nodes, and one is spare. A run
-that a fault ends is started again with the same command. In each case the trained weights must be those of the
-undisturbed run, bitwise.
+The driver is on node 0, two replicas of the actor are on two of the other three nodes, and one is spare. With
+--recovery the run recovers in place (`recovery.enabled`). A run that a fault ends is started again with the same
+command. In each case the trained weights must be those of the undisturbed run, bitwise.
 """
 
 from __future__ import annotations
@@ -161,10 +161,12 @@ class Outcome(NamedTuple):
 
 
 @contextmanager
-def _train(net: Network, ray: RayNodes, config: Path, log: Path) -> Iterator[subprocess.Popen[str]]:
+def _train(
+    net: Network, ray: RayNodes, config: Path, log: Path, settings: Sequence[str]
+) -> Iterator[subprocess.Popen[str]]:
     with log.open("w") as output:
         process = net.nodes[0].start(
-            [sys.executable, "-m", "megarl", "train", str(config), *_SETTINGS],
+            [sys.executable, "-m", "megarl", "train", str(config), *_SETTINGS, *settings],
             ray.environment,
             output,
             stdin=subprocess.DEVNULL,
@@ -196,12 +198,12 @@ def _trainers(net: Network) -> tuple[int, int]:
     return one, other
 
 
-def run(fault: Fault, folder: Path, wanted: bytes | None) -> tuple[Outcome, bytes]:
+def run(fault: Fault, folder: Path, wanted: bytes | None, settings: Sequence[str]) -> tuple[Outcome, bytes]:
     """Train with one fault, and start the run again if it ends before its last step."""
     config = save_sft_run(folder)
     log = folder / "driver.log"
     with network(4, [folder]) as net, ray_nodes(net, [1, 2, 2, 2], folder) as ray:
-        with _train(net, ray, config, log) as process:
+        with _train(net, ray, config, log, settings) as process:
             while _num_steps(folder / "run") < _BEFORE:
                 assert process.poll() is None, log.read_text()
                 time.sleep(0.05)
@@ -221,7 +223,7 @@ def run(fault: Fault, folder: Path, wanted: bytes | None) -> tuple[Outcome, byte
             saved = [int(path.name.split("_")[1]) for path in (folder / "run" / "checkpoints").glob("step_*")]
             repeated = _num_steps(folder / "run") - max(saved, default=0)
             net.heal()
-            with _train(net, ray, config, folder / "again.log") as process:
+            with _train(net, ray, config, folder / "again.log", settings) as process:
                 assert process.wait() == 0, (folder / "again.log").read_text()
             assert 0 <= repeated < _EVERY
     weights = (folder / "run" / "huggingface" / "model.safetensors").read_bytes()
@@ -230,7 +232,7 @@ def run(fault: Fault, folder: Path, wanted: bytes | None) -> tuple[Outcome, byte
     return Outcome(status, next_s, end_s, page.removeprefix("what").strip(), repeated, is_equal), weights
 
 
-def main(names: Sequence[str]) -> int:
+def main(names: Sequence[str], settings: Sequence[str]) -> int:
     undisturbed: bytes | None = None
     unequal = []
     print("| fault | outcome | next step after s | end after s | steps repeated | weights equal |")
@@ -238,7 +240,7 @@ def main(names: Sequence[str]) -> int:
     for name in dict.fromkeys(["nothing", *names]):
         description, fault = FAULTS[name]
         with tempfile.TemporaryDirectory() as folder:
-            outcome, weights = run(fault, Path(folder), undisturbed)
+            outcome, weights = run(fault, Path(folder), undisturbed, settings)
         undisturbed = undisturbed or weights
         ended = "completes" if outcome.status == 0 else f"ends: {outcome.page}"
         times = [f"{each:.0f}" if each is not None else "" for each in (outcome.next_s, outcome.end_s)]
@@ -252,4 +254,7 @@ def main(names: Sequence[str]) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.soak.network_faults")
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join(FAULTS))
-    sys.exit(main(parser.parse_args().faults or list(FAULTS)))
+    parser.add_argument("--recovery", action="store_true", help="recover in place")
+    parsed = parser.parse_args()
+    of_recovery = ["recovery.enabled=true"] if parsed.recovery else []
+    sys.exit(main(parsed.faults or list(FAULTS), of_recovery))
