@@ -10,6 +10,7 @@ import functools
 import json
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -36,9 +37,12 @@ from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.convert.streaming import Progress as Report
 from megarl.checkpoints.convert.streaming import Written, check_new
 from megarl.checkpoints.convert.verify import Comparison, Match, TensorComparison, compare
+from megarl.checkpoints.object_storage import local_copy
 from megarl.checkpoints.role_folder import Layout
+from megarl.checkpoints.run_folder import CheckpointFolder
 from megarl.cli.tables.console import output_console
 from megarl.machine.errors import CheckpointError
+from megarl.machine.files import existing_folder
 from megarl.machine.wording import counted
 from megarl.weights.hf_folder import CONFIG_FILE
 from megarl.weights.peft_folder import has_adapter
@@ -47,6 +51,7 @@ GOOD = 0
 NOT_THE_SAME = 1
 USER_ERROR = 2
 _MAX_DIFFERING = 20
+_MODELS = ("input", "folder", "left", "right")  # arguments that name a model, by a path or a URL
 
 Start = Callable[[argparse.Namespace], int]
 
@@ -58,12 +63,26 @@ def _in_one_line(start: Start) -> Start:
     def run(parsed: argparse.Namespace) -> int:
         torch.set_num_threads(1)  # the conversion has its own threads
         try:
-            return start(parsed)
+            with _downloaded(parsed) as local:
+                return start(local)
         except CheckpointError as error:
             print(f"megarl convert {parsed.conversion}: {error}", file=sys.stderr)
             return USER_ERROR
 
     return run
+
+
+@contextmanager
+def _downloaded(parsed: argparse.Namespace) -> Generator[argparse.Namespace]:
+    """Replace the URLs of checkpoints by temporary local copies, next to the output if there is one."""
+    urls = {name: value for name in _MODELS if isinstance(value := getattr(parsed, name, None), str)}
+    if not urls:
+        yield parsed
+        return
+    beside = None if "output" not in parsed else existing_folder(parsed.output.parent)
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=beside) as folder:
+        local = {name: local_copy(url, CheckpointFolder(Path(folder) / name)) for name, url in urls.items()}
+        yield argparse.Namespace(**{**vars(parsed), **local})
 
 
 @_in_one_line

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from megarl.config.paths import is_url
+
 DTYPES = ("float32", "bfloat16", "float16")
 _UNITS = {
     "": 1,
@@ -38,15 +40,15 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         "show architecture, layout, and the name, shape and dtype of every tensor",
         _run("inspect"),
     )
-    inspect.add_argument("folder", metavar="CKPT_OR_HF_DIR", type=Path)
+    inspect.add_argument("folder", metavar="CKPT_OR_HF_DIR", type=_model)
     inspect.add_argument("--json", action="store_true", help="print one JSON document")
     _add_source_options(inspect)
     verify = _command(
         commands, "verify", "compare two folders tensor by tensor, across formats and layouts", _run("verify")
     )
     verify.description = "Exit code: 0 identical, 1 different, 2 one of the models cannot be read."
-    verify.add_argument("left", metavar="A", type=Path)
-    verify.add_argument("right", metavar="B", type=Path)
+    verify.add_argument("left", metavar="A", type=_model)
+    verify.add_argument("right", metavar="B", type=_model)
     _add_source_options(verify)
 
 
@@ -80,8 +82,8 @@ def _add_to_hugging_face(commands: Commands[argparse.ArgumentParser]) -> None:
         "--input",
         required=True,
         metavar="CKPT_DIR",
-        type=Path,
-        help="a checkpoint of megarl or Megatron-LM",
+        type=_model,
+        help="a checkpoint of megarl or Megatron-LM, or the URL of one that checkpoint.upload has copied",
     )
     _add_output(command, "HF_DIR")
     _add_shard_size(command)
@@ -95,7 +97,7 @@ def _add_merge(commands: Commands[argparse.ArgumentParser]) -> None:
         "--input",
         required=True,
         metavar="ADAPTER_DIR",
-        type=Path,
+        type=_model,
         help="a checkpoint of a run that trains adapters, or an adapter in PEFT's format",
     )
     command.add_argument(
@@ -147,6 +149,11 @@ def _add_source_options(command: argparse.ArgumentParser) -> None:
         "model_type"
     )
     command.add_argument("--trust-remote-code", action="store_true", help=code)
+
+
+def _model(text: str) -> Path | str:
+    """Return the path of a model, or the URL of a checkpoint as it is."""
+    return text if is_url(text) else Path(text)
 
 
 def positive(text: str) -> int:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.checkpoints.object_storage import ObjectStorage
+from megarl.checkpoints.run_folder import CheckpointFolder
 from megarl.cli.main import main
 from tests.unit.weights.models import random_model, save
 
@@ -56,6 +58,27 @@ def test_there_and_back_and_compared(
     )
     assert main(["convert", "verify", back, rounded]) == 0
     assert "identical except for rounding (float32 and bfloat16" in capsys.readouterr().out
+
+
+def test_a_checkpoint_in_object_storage(
+    hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    folder.prepare()
+    actor = folder.begin(5) / "actor"
+    assert main(["convert", "hf-to-megatron", "--input", str(hugging_face), "--output", str(actor)]) == 0
+    folder.seal(5, {"roles": ["actor"], "versions": {}})
+    url = f"file://{tmp_path}/storage"
+    ObjectStorage(url).upload(folder.commit(5))
+
+    back = tmp_path / "out" / "back"
+    assert main(["convert", "megatron-to-hf", "--input", url, "--output", str(back)]) == 0
+    assert main(["convert", "verify", f"{url}/step_00000005", str(hugging_face)]) == 0
+    assert "identical: " in capsys.readouterr().out
+    assert [path.name for path in back.parent.iterdir()] == ["back"]  # nothing of the download is left
+    assert main(["convert", "inspect", f"{url}/step_00000006"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "storage/step_00000006: is not a complete checkpoint: it has no upload.json" in line
 
 
 def test_models_that_are_not_the_same(
