@@ -377,5 +377,6 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "python -m tests.soak.experts": ByHand(),
     "python -m tests.soak.fp8": ByHand(),
     "python -m tests.soak.memory": ByHand(),
+    "python -m tests.soak.network_faults": ByHand(),
     "python -m tests.soak.real_model": ByHand(),
 }

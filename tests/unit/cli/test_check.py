@@ -289,7 +289,7 @@ BROKEN = [
     ("rollout.num_replicas=0", "must be in [1, 10000]"),
     ("algorithm=nothing", "algorithm=nothing: there is no such preset"),
     ("trainer.seed", "write key.sub=value"),
-    ("checkpoint.resume=''", "there is no folder ''; give auto, disable, or the path of a checkpoint"),
+    ("checkpoint.resume=''", "there is no folder ''; give auto, disable, or the path or URL of a checkpoint"),
     ("checkpoint.keep=-1", "must be at least 0"),
 ]
 

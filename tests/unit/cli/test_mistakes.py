@@ -139,10 +139,12 @@ MISTAKES: dict[str, Mistake] = {
         "trainer.output_dir=/proc/x", said="'/proc/x' cannot be written"
     ),
     "a checkpoint that is not there": override(
-        "checkpoint.resume=nowhere", said="give auto, disable, or the path of a checkpoint", command="train"
+        "checkpoint.resume=nowhere",
+        said="give auto, disable, or the path or URL of a checkpoint",
+        command="train",
     ),
     "an empty path to resume": override(
-        "checkpoint.resume=''", said="give auto, disable, or the path of a checkpoint"
+        "checkpoint.resume=''", said="give auto, disable, or the path or URL of a checkpoint"
     ),
     "None for null": override("checkpoint.dir=None", said="write null"),
     "a reference to nothing": override(

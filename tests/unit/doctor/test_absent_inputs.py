@@ -125,7 +125,7 @@ def test_a_data_set_on_a_hub_does_not_hide_a_file_that_is_missing(laptop: str) -
         ("data.train_files=[model]", "is a folder"),
         ("reward.functions=[{path: model}]", "is a folder; give the file in it"),
         ("trainer.output_dir=/", "the root of the file system"),
-        ("checkpoint.resume=''", "give auto, disable, or the path of a checkpoint"),
+        ("checkpoint.resume=''", "give auto, disable, or the path or URL of a checkpoint"),
         ("trainer.validate_every_steps=2", "requires val_files"),
     ],
 )

@@ -72,10 +72,21 @@ def test_constants_are_fitted_to_measured_phases(tmp_path: Path) -> None:
 
 
 def test_a_run_that_generates_ahead_does_not_measure_generation(tmp_path: Path) -> None:
+    """The phases are reproduced. Without generation, slow products cannot be told from slow memory."""
     write_run(tmp_path, "qwen2.5_7b_async_grpo", TRUTH)
     fit = fit_run(tmp_path, DEVICE)
-    assert "gen" not in {phase.name for phase in fit.phases}
-    assert fit.device.efficiency.gemm == pytest.approx(0.35, rel=0.1)
+    assert {phase.name for phase in fit.phases} == {
+        "old_log_prob",
+        "ref",
+        "update_actor",
+        "update_weights",
+        "step",
+    }
+    for phase in fit.phases:
+        assert phase.before_s < 0.75 * phase.measured_s
+        assert phase.after_s == pytest.approx(phase.measured_s, rel=0.02)
+    # Only generation depends on it.
+    assert fit.device.efficiency.decode_layer_us == DEVICE.efficiency.decode_layer_us
 
 
 def test_a_folder_without_samples_is_refused(tmp_path: Path) -> None:
