@@ -65,9 +65,10 @@ class MemoryFiles:
 
     def complete(self) -> dict[str, Header]:
         """Return the headers of the complete files."""
+        # Other threads may create files meanwhile.
         headers = {
             name: decode_header(os.pread(descriptor, HEADER_BYTES, 0))
-            for name, descriptor in self._descriptors.items()
+            for name, descriptor in self._descriptors.copy().items()
         }
         return {name: header for name, header in headers.items() if header is not None}
 

@@ -378,5 +378,6 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "python -m tests.soak.fp8": ByHand(),
     "python -m tests.soak.memory": ByHand(),
     "python -m tests.soak.network_faults": ByHand(),
+    "python -m tests.soak.network_faults --recovery": ByHand(),
     "python -m tests.soak.real_model": ByHand(),
 }
