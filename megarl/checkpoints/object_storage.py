@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import time
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -48,16 +48,16 @@ class ObjectStorage:
 
     Args:
         url: The URL of the folder. Its protocol is one of fsspec's: `s3`, `gs`, `hdfs`, `file` ...
-        pause: Waits between attempts.
+        pause: Waits between attempts; None: until the time is over, or the storage is closed.
 
     Raises:
         CheckpointError: The protocol does not exist, or its package is not installed.
     """
 
-    def __init__(self, url: str, pause: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, url: str, pause: Callable[[float], object] | None = None) -> None:
         self.url = url.rstrip("/")
-        self._pause = pause
-        self.is_closed = False
+        self._closed = threading.Event()
+        self._pause = pause or self._closed.wait
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError) as error:
@@ -65,6 +65,10 @@ class ObjectStorage:
                 f"{url}: cannot be opened ({error}); install the package, or use another protocol "
                 f"(s3 needs s3fs, gs needs gcsfs)"
             ) from error
+
+    def close(self) -> None:
+        """End an upload in another thread before its next file or attempt."""
+        self._closed.set()
 
     def check_writable(self) -> None:
         """Write and remove a small file.
@@ -86,7 +90,7 @@ class ObjectStorage:
         """Copy a checkpoint, and return its size in bytes. An incomplete or older copy is replaced.
 
         Raises:
-            CheckpointError: A file could not be copied in several attempts, or `is_closed` became true.
+            CheckpointError: A file could not be copied in several attempts, or the storage was closed.
         """
         place = f"{self._root}/{checkpoint.name}"
         names = sorted(str(path.relative_to(checkpoint)) for path in files_of(checkpoint))
@@ -131,7 +135,7 @@ class ObjectStorage:
             CheckpointError: It failed each time, or the run has ended.
         """
         for wait_s in (*_WAITS_S, None):
-            if self.is_closed:
+            if self._closed.is_set():
                 raise CheckpointError(f"{self.url}: the run has ended before {name} was copied")
             try:
                 return action()
@@ -232,7 +236,7 @@ def local_copy(path: str, folder: CheckpointFolder) -> Path:
 
     Args:
         path: A path, or the URL of a checkpoint or of a folder of checkpoints, whose latest one is used.
-        folder: The folder for downloaded checkpoints. One that is complete there is not downloaded again.
+        folder: The folder for downloaded checkpoints.
 
     Raises:
         CheckpointError: The URL has no complete checkpoint, or cannot be read.
@@ -246,6 +250,4 @@ def local_copy(path: str, folder: CheckpointFolder) -> Path:
         raise CheckpointError(
             f"{path}: has no checkpoint (no {LATEST_FILE}); give a checkpoint or a folder of them"
         )
-    if (existing := folder.path / name) in folder.whole():
-        return existing
     return storage.download(name, folder)

@@ -100,7 +100,8 @@ def _uploaded(config: RunConfig, folder: CheckpointFolder) -> Path | None:
 def _downloads(config: RunConfig, folder: CheckpointFolder) -> CheckpointFolder:
     """Return where a checkpoint at a URL is downloaded to: only the run's own ones to its own folder."""
     upload = config.checkpoint.upload
-    is_own = upload is not None and config.checkpoint.resume.startswith(upload.rstrip("/"))
+    resume = config.checkpoint.resume.rstrip("/") + "/"
+    is_own = upload is not None and resume.startswith(upload.rstrip("/") + "/")
     return folder if is_own else CheckpointFolder(folder.path / "downloaded")
 
 

@@ -16,7 +16,8 @@ class Storage(Protocol):
     """Interface of checkpoints/object_storage.py that uploads need."""
 
     url: str
-    is_closed: bool
+
+    def close(self) -> None: ...
 
     def upload(self, checkpoint: Path) -> int: ...
 
@@ -76,7 +77,7 @@ class Uploads:
 
     def close(self) -> None:
         """End the thread at the end of the run, however it ended. A copy in progress stays incomplete."""
-        self._storage.is_closed = True
+        self._storage.close()
         self._thread.shutdown()
 
     def _copy_all(self) -> None:

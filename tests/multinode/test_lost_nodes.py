@@ -137,7 +137,7 @@ def test_a_replica_moves_to_a_spare_node(told: dict[str, dict[str, Any]]) -> Non
     [spare] = {address_of(number) for number in (1, 2, 3)} - {before["actor"], lost}
     assert after["replicas"] == [before["actor"], spare]
     assert after["actor"] == before["actor"]
-    # The replica on the other node of the pool goes on in its process.
+    # The replica on the other node of the pool keeps its process.
     assert after["pids"][0] == before["pids"][0]
     assert told["new replica"]["versions"] == [None, None]
 

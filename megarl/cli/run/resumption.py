@@ -128,7 +128,6 @@ def open_checkpoints(
     uploads = None
     if config.checkpoint.upload is not None:
         storage = ObjectStorage(config.checkpoint.upload)
-        storage.check_writable()
         uploads = Uploads(storage, say)
         # The previous attempt may have ended before it copied its last checkpoint.
         if resume is not None and resume.is_own and storage.latest() != resume.checkpoint.name:

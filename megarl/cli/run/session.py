@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import yaml
 from rich.console import Console
 
+from megarl.checkpoints.object_storage import ObjectStorage
 from megarl.cli.run.context import RunContext
 from megarl.cli.run.processes import RayProcesses, ray_processes
 from megarl.cli.run.termination import Termination
@@ -70,6 +71,8 @@ def open_session(context: RunContext, resume: Resume | None) -> Generator[Sessio
     context.output_dir = output_dir
     context.position = position
     checkpoint_folder(config).prepare()
+    if config.checkpoint.upload is not None:
+        ObjectStorage(config.checkpoint.upload).check_writable()
     dump_config(config, output_dir / CONFIG_FILE)
     write_plan(config, output_dir)
 

@@ -71,9 +71,18 @@ def test_a_checkpoint_returns_from_s3_as_it_was(
     assert check_files(found)["step"] == 10
     older = local_copy(f"{bucket}/step_00000005/", elsewhere)
     assert contents(older) == contents(first)
-    # What is there already is not downloaded again.
-    fsspec.filesystem("s3").rm("runs/first/step_00000005/upload.json")
-    assert local_copy(f"{bucket}/step_00000005", elsewhere) == older
+
+
+def test_checkpoints_of_two_runs_are_not_confused(tmp_path: Path) -> None:
+    """Both have the same step, and are downloaded to the same folder."""
+    elsewhere = CheckpointFolder(tmp_path / "elsewhere")
+    for name in ("first", "second"):
+        folder = CheckpointFolder(tmp_path / name)
+        folder.prepare()
+        checkpoint = add(folder, 5, f"state of {name}")
+        url = f"file://{tmp_path}/storage-{name}"
+        ObjectStorage(url).upload(checkpoint)
+        assert contents(local_copy(url, elsewhere)) == contents(checkpoint)
 
 
 def test_a_copy_without_its_manifest_is_not_a_checkpoint(
@@ -170,7 +179,7 @@ def test_a_file_that_always_fails_leaves_no_checkpoint(flaky: str, folder: Check
 
 def test_a_run_that_has_ended_copies_nothing_more(flaky: str, folder: CheckpointFolder) -> None:
     storage = ObjectStorage(flaky)
-    storage.is_closed = True
+    storage.close()
     with pytest.raises(CheckpointError, match="the run has ended before step_00000005 was copied"):
         storage.upload(add(folder, 5))
 

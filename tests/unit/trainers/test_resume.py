@@ -287,7 +287,7 @@ def test_damage_is_named_and_no_older_one_is_taken(
 
 
 def test_a_run_without_its_folder_resumes_from_the_uploaded_copy(config: PPOConfig, tmp_path: Path) -> None:
-    """As on a new machine: `auto` downloads the latest copy, and takes what is here if there is any."""
+    """On a new machine, `auto` downloads the latest copy. It prefers a checkpoint that is there."""
     url = f"file://{tmp_path}/storage"
     config = replace(config, checkpoint=replace(config.checkpoint, upload=url))
     assert find_resume(config) is None
@@ -304,11 +304,16 @@ def test_a_run_without_its_folder_resumes_from_the_uploaded_copy(config: PPOConf
     assert found.step == 2
 
 
-def test_another_run_starts_from_a_url(config: PPOConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("upload", [None, "stor", "other"])
+def test_another_run_starts_from_a_url(upload: str | None, config: PPOConfig, tmp_path: Path) -> None:
+    """A URL that only begins like `checkpoint.upload` is another run's."""
     url = f"file://{tmp_path}/storage"
+    own = None if upload is None else f"file://{tmp_path}/{upload}"
     ObjectStorage(url).upload(save(config, 4))
     trainer = replace(config.trainer, output_dir=str(tmp_path / "second"))
-    second = replace(config, trainer=trainer, checkpoint=CheckpointConfig(resume=f"{url}/step_00000004"))
+    second = replace(
+        config, trainer=trainer, checkpoint=CheckpointConfig(resume=f"{url}/step_00000004", upload=own)
+    )
     found = find_resume(second)
     assert found is not None
     assert (found.step, found.is_own) == (4, False)

@@ -23,6 +23,9 @@ class HeldStorage:
         self.begun = threading.Semaphore(0)
         self.allow = threading.Semaphore(0)
 
+    def close(self) -> None:
+        self.is_closed = True
+
     def upload(self, checkpoint: Path) -> int:
         self.begun.release()
         assert self.allow.acquire(timeout=60)
