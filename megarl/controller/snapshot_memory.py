@@ -13,15 +13,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl.controller.node_resources import living_nodes
 from megarl.machine.errors import RunError
 from megarl.machine.memory_files import HEADER_BYTES, Header, MemoryFiles
 
 _PART_BYTES = 32 * 2**20
 _LOOK_S = 0.05  # interval at which a holder looks for complete files
-_ANSWER_S = 10.0  # after which a holder counts as lost
+_ANSWER_S = 10.0  # after which a holder's answer is not awaited any longer
+
+
+class FileLostError(RunError):
+    """No living node has a file of a snapshot."""
 
 
 class SnapshotHolder:
@@ -92,12 +97,16 @@ class SnapshotMemory:
     def __init__(self, node_of: Mapping[str, str]) -> None:
         self._node_of: dict[str, str] = {}
         self._holders: dict[str, Any] = {}  # by node; Ray's annotations do not have the methods of an actor
+        self._dead: set[str] = set()  # nodes whose holder has died
         self.place(node_of)
 
     def place(self, node_of: Mapping[str, str]) -> None:
         """Use other nodes, after some were lost. Files on nodes that stay are kept."""
         self._node_of = dict(node_of)
         nodes = list(dict.fromkeys(node_of.values()))
+        self._ask("complete")  # finds the dead
+        self._holders = {node: holder for node, holder in self._holders.items() if node not in self._dead}
+        self._dead.clear()
         actor = ray.remote(SnapshotHolder)
         self._holders = {
             node: self._holders.get(node)
@@ -112,19 +121,31 @@ class SnapshotMemory:
                 own = [name for name, home in node_of.items() if home == node]
                 self._holders[node].copy_to.remote(self._holders[buddy], own)
 
-    def paths(self) -> dict[str, str]:
-        """Return the path of each file on its own node.
+    def replace_dead(self) -> bool:
+        """Start holders that have died again, without their files. Returns whether there were any.
 
-        Raises:
-            RunError: A holder is lost.
+        The holder of a lost node is not started again: the ranks move to another node first.
         """
+        self._ask("complete")
+        if not self._dead & {node.identity for node in living_nodes()}:
+            return False
+        self.place(self._node_of)
+        return True
+
+    @property
+    def has_dead(self) -> bool:
+        """Whether a holder was found dead by the last calls, so that its files are lost."""
+        return bool(self._dead)
+
+    def paths(self) -> dict[str, str]:
+        """Return the path of each file on its own node. Those of a lost holder are left out."""
         paths: dict[str, str] = {}
         for node, holder in self._holders.items():
             names = [name for name, home in self._node_of.items() if home == node]
             try:
                 paths |= zip(names, ray.get(holder.paths.remote(names)), strict=True)
-            except RayError as error:
-                raise RunError(f"the holder of snapshots on node {node} is lost: {error}") from error
+            except RayError:
+                self._dead.add(node)
         return paths
 
     def steps(self) -> dict[str, set[int]]:
@@ -145,7 +166,7 @@ class SnapshotMemory:
         """Copy files of a step to their own nodes if only another node has them. Returns the path of each.
 
         Raises:
-            RunError: No living node has one of them.
+            FileLostError: No living node has one of them, or its own node is lost.
         """
         complete = self._ask("complete")
         paths = self.paths()
@@ -156,8 +177,8 @@ class SnapshotMemory:
                 for node, files in complete.items()
                 if name in files and files[name].step == step
             }
-            if not owners:
-                raise RunError(f"no node has the snapshot {name} of step {step}")
+            if not owners or name not in paths:
+                raise FileLostError(f"no node has the snapshot {name} of step {step}")
             if home not in owners:
                 node, header = next(iter(owners.items()))
                 self._fetch(name, node, home, header)
@@ -176,6 +197,8 @@ class SnapshotMemory:
         for node, reference in asking.items():
             try:
                 answers[node] = ray.get(reference, timeout=_ANSWER_S)
+            except ActorDiedError:
+                self._dead.add(node)
             except RayError:
                 continue
         return answers

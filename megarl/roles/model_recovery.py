@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind
-from megarl.roles.model_snapshots import ModelSnapshots
+from megarl.roles.model_snapshots import ModelSnapshots, SnapshotLostError
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.rollout.replicas import NodeLostError
 from megarl.roles.saved_models import SavedModels
 from megarl.roles.start import PPORoles
 from megarl.roles.weights.rollout_weights import RolloutWeights
+
+
+class SavedStep(NamedTuple):
+    """A checkpoint on disk.
+
+    Attributes:
+        step: Its step.
+        folder: Its folder.
+        weight_version: The version of the actor's weights in it; None if the run has no engines.
+    """
+
+    step: int
+    folder: Path
+    weight_version: int | None = None
 
 
 class Restarted(NamedTuple):
@@ -24,11 +39,13 @@ class Restarted(NamedTuple):
         step: The step whose state the trained models have now.
         roles: The roles with new processes.
         nodes: The nodes of the lost ranks.
+        is_from_disk: Whether the state is that of a checkpoint, because no snapshot was left.
     """
 
     step: int
     roles: tuple[str, ...]
     nodes: tuple[str, ...]
+    is_from_disk: bool = False
 
 
 class ModelRecovery:
@@ -37,6 +54,7 @@ class ModelRecovery:
     Args:
         groups: The groups of all models.
         snapshots: Snapshots of those that train.
+        load_checkpoint: Loads a checkpoint on disk in those.
         schedule: The colocation schedule of their devices.
         weights: Weight sync of the actor's engines; None if the run has none.
     """
@@ -45,11 +63,13 @@ class ModelRecovery:
         self,
         groups: Sequence[RoleGroup],
         snapshots: ModelSnapshots,
+        load_checkpoint: Callable[[Path], None],
         schedule: OffloadSchedule,
         weights: RolloutWeights | None = None,
     ) -> None:
         self._groups = tuple(groups)
         self._snapshots = snapshots
+        self._load_checkpoint = load_checkpoint
         self._schedule = schedule
         self._weights = weights
         self._version_of: dict[int, int] = {}  # step -> the version of the actor's weights after it
@@ -81,18 +101,24 @@ class ModelRecovery:
         kinds = {error.kind, *(other.failure.kind for other in error.others)}
         return FailureKind.death in kinds or error.kind is FailureKind.communication
 
-    def recover(self, error: WorkerError | PhaseTimeoutError) -> Restarted:
+    def recover(self, error: WorkerError | PhaseTimeoutError, saved: SavedStep | None = None) -> Restarted:
         """Restart the processes that `error` concerns, and load the newest complete snapshot in all models.
 
         Processes of other models keep running, but their state is that of the snapshot, too.
 
+        Args:
+            error: What was lost.
+            saved: The checkpoint that is loaded if no snapshot is left.
+
         Raises:
-            SnapshotLostError: There is no complete snapshot.
+            SnapshotLostError: There is neither a complete snapshot nor a checkpoint.
             WorkerError: A process failed or died during the recovery.
             NodeLostError: A node is lost, and no other node is free.
         """
         lost, nodes = self._lost(error)
-        step = self._snapshots.newest_after_loss()
+        newest = self._snapshots.newest_after_loss()
+        if newest is None and saved is None:
+            raise SnapshotLostError("no complete snapshot of the trained models is left in memory")
         for processes in lost:
             processes.shutdown()
             if gone := processes.pool.move_from_lost_nodes():
@@ -114,10 +140,27 @@ class ModelRecovery:
         self._schedule.restarted(roles)
 
         # All models go back to the same step, whether or not they lost a process.
-        self._snapshots.load(step)
+        self._snapshots.move()
+        step = self._load(newest, saved)
         if self._weights is not None:
             self._weights.rewind(self._version_of[step], is_new="actor" in roles)
-        return Restarted(step, tuple(roles), nodes)
+        return Restarted(step, tuple(roles), nodes, is_from_disk=step != newest)
+
+    def _load(self, newest: int | None, saved: SavedStep | None) -> int:
+        """Load the newest snapshot, or the checkpoint if a part of it is lost. Returns its step."""
+        try:
+            if newest is not None:
+                self._snapshots.load(newest)
+                return newest
+        except SnapshotLostError:
+            if saved is None:
+                raise
+        assert saved is not None
+        self._load_checkpoint(saved.folder)
+        self._snapshots.forget()
+        if saved.weight_version is not None:
+            self._version_of[saved.step] = saved.weight_version
+        return saved.step
 
     def _lost(self, error: WorkerError | PhaseTimeoutError) -> tuple[list[RayWorkerGroup], tuple[str, ...]]:
         """Return the process groups with a lost rank, and the nodes of these ranks."""
@@ -141,10 +184,11 @@ def ppo_recovery(roles: PPORoles, models: SavedModels, limit_s: float) -> ModelR
     handles = (roles.actor, *roles.scorers.values(), roles.critic, roles.reward.model)
     groups = [handle.group for handle in handles if handle]
     snapshots = ModelSnapshots(models.models, limit_s)
-    return ModelRecovery(groups, snapshots, roles.schedule, roles.weights)
+    return ModelRecovery(groups, snapshots, models.load, roles.schedule, roles.weights)
 
 
 def single_recovery(models: SavedModels, limit_s: float) -> ModelRecovery:
     """Build the recovery of a run that only has the models it trains. `limit_s` is the limit of a phase."""
     groups = [model.group for model in models.models]
-    return ModelRecovery(groups, ModelSnapshots(models.models, limit_s), OffloadSchedule())
+    snapshots = ModelSnapshots(models.models, limit_s)
+    return ModelRecovery(groups, snapshots, models.load, OffloadSchedule())

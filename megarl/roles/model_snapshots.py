@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from megarl.controller.futures import WorkerFuture, gather
-from megarl.controller.snapshot_memory import SnapshotMemory
+from megarl.controller.snapshot_memory import FileLostError, SnapshotMemory
 from megarl.machine.errors import RunError
 from megarl.placement.snapshots import NUM_KEPT
 from megarl.roles.saved_models import SavedModel
@@ -49,12 +49,13 @@ class ModelSnapshots:
         """
         memory = self._opened()
         self.finish()
+        if memory.replace_dead():
+            self._paths |= memory.paths()
         newest = max(self._slot_of, default=None)
         slot = 0 if newest is None else (self._slot_of[newest] + 1) % NUM_KEPT
 
         # The step of an overwritten snapshot is forgotten before its first file changes.
         self._slot_of = {other: used for other, used in self._slot_of.items() if used != slot} | {step: slot}
-        assert memory is not None
         self._copying = self._on_each_rank(
             lambda model, rank: model.group.call_rank(
                 rank, MegatronWorker.begin_snapshot, self._paths[_name(model, rank, slot)], step
@@ -75,6 +76,8 @@ class ModelSnapshots:
         newest = max(self._slot_of)
         end_s = time.monotonic() + self._copy_limit_s
         while not self._opened().has_all(self._names(newest), newest):
+            if self._opened().has_dead:
+                return  # the files of a holder are lost; the next snapshot has all of them again
             if time.monotonic() > end_s:
                 raise RunError(
                     f"the snapshot of step {newest} has no complete copy on another node after "
@@ -103,28 +106,32 @@ class ModelSnapshots:
                 return newest
             time.sleep(_LOOK_S)
 
-    def newest_after_loss(self) -> int:
-        """Return the step of the newest complete snapshot after a rank has died.
+    def newest_after_loss(self) -> int | None:
+        """Return the step of the newest complete snapshot after a rank has died; None if there is none."""
+        return self.newest(_SETTLE_S)
 
-        Raises:
-            SnapshotLostError: There is none.
-        """
-        newest = self.newest(_SETTLE_S)
-        if newest is None:
-            raise SnapshotLostError("no complete snapshot of the trained models is left in memory")
-        return newest
+    def move(self) -> None:
+        """Use the nodes that the ranks are on now, after some were restarted on other nodes."""
+        memory = self._opened()
+        memory.place(self._node_of())
+        self._paths |= memory.paths()
+
+    def forget(self) -> None:
+        """Forget all snapshots, because the models have a state from elsewhere."""
+        self._slot_of = {}
+        self._copying = []
 
     def load(self, step: int) -> None:
         """Load the snapshot of a step in all ranks, which may have been restarted.
 
         Raises:
             WorkerError: A rank failed or died, or its snapshot is damaged.
-            RunError: A file is lost.
+            SnapshotLostError: A file is lost.
         """
-        memory = self._opened()
-        memory.place(self._node_of())  # ranks of a lost node are on another one now
-        self._paths = memory.paths()
-        paths = memory.bring_home(self._names(step), step)
+        try:
+            paths = self._opened().bring_home(self._names(step), step)
+        except FileLostError as error:
+            raise SnapshotLostError(str(error)) from error
         slot = self._slot_of[step]
         gather(
             *self._on_each_rank(

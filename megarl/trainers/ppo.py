@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,7 +35,7 @@ from megarl.roles.models import valid_token_count
 from megarl.roles.reward import score_weights
 from megarl.roles.rollout.buffered_rollout import BufferedRollout
 from megarl.roles.rollout.finished_groups import from_bytes, to_bytes
-from megarl.roles.rollout.sample_groups import GroupRules
+from megarl.roles.rollout.sample_groups import GroupRules, StepGroups
 from megarl.roles.start import PPORoles
 from megarl.rollout.staleness import StalenessController
 from megarl.tracking.scale_request import take_request
@@ -51,6 +51,13 @@ from megarl.trainers.sampling import Sampling, group_rules
 
 _log = logging.getLogger(__name__)
 SAMPLES_FILE = "samples_ahead.bin"  # checkpoint file with samples that are not trained yet
+
+
+class _StepInputs(NamedTuple):
+    """The inputs of a step: its samples, and the state of the KL controller."""
+
+    groups: StepGroups
+    kl_controller: Mapping[str, Any]
 
 
 class PPOTrainer:
@@ -112,23 +119,17 @@ class PPOTrainer:
         try:
             for step in self.steps():
                 with self.monitor.phase("gen"):  # the trainer waits for the samples of the step
-                    prompts = self.recovery.retry(partial(next, self.prompts))
-                self.monitor.record(self.recovery.run(step, self._repeatable(prompts, step)))
+                    self.recovery.retry(partial(next, self.prompts))
+                inputs = _StepInputs(self.prompts.taken, self._advantages.kl_controller.state_dict())
+                self.monitor.record(self.recovery.run(step, partial(self._train, step), inputs))
         finally:
             self.prompts.close()
 
-    def _repeatable(self, prompts: DataProto, step: int) -> Callable[[], Metrics]:
-        """Return a step that has its samples as a function. Each call starts from the same state."""
-        groups = self.prompts.taken
-        controller = self._advantages.kl_controller
-        before = controller.state_dict()
-
-        def train() -> Metrics:
-            self.prompts.taken = groups
-            controller.load_state_dict(before)
-            return self.train_step(prompts, step)
-
-        return train
+    def _train(self, step: int, inputs: _StepInputs) -> Metrics:
+        """Train a step from its samples. Each call starts from the same state."""
+        self.prompts.taken = inputs.groups
+        self._advantages.kl_controller.load_state_dict(inputs.kl_controller)
+        return self.train_step(inputs.groups.trained_prompts, step)
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining step numbers. The caller runs one training step per yielded number.

@@ -57,7 +57,7 @@ class PreferenceTrainer:
         for step in self.checkpoints.steps():
             with self.monitor.step(step):
                 batch = next(self.batches)
-                metrics = self.recovery.run(step, partial(self._train, batch))
+                metrics = self.recovery.run(step, self._train, batch)
                 self.monitor.record({**metrics, "num_tokens": float(valid_token_count(batch))})
                 # Validate before saving, because the result may decide whether this step is saved.
                 if step == trainer.total_steps or (

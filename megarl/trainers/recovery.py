@@ -6,18 +6,21 @@ snapshot, and the steps since then are repeated with the same samples.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from megarl.checkpoints.run_folder import step_of
 from megarl.config.schema import RecoveryConfig, RunConfig
 from megarl.machine.errors import RunError
-from megarl.roles.model_recovery import ModelRecovery
+from megarl.machine.wording import counted
+from megarl.roles.model_recovery import ModelRecovery, Restarted, SavedStep
 from megarl.roles.model_snapshots import SnapshotLostError
+from megarl.trainers.checkpoint import STATE_FILE
+from megarl.trainers.recorded_steps import RecordedStep, RecordedSteps
 from megarl.trainers.resume import checkpoint_folder
 
 _log = logging.getLogger(__name__)
@@ -57,12 +60,6 @@ class RewindableMonitor(Protocol):
     def depth(self) -> int: ...
 
 
-@dataclass
-class _Step:
-    number: int
-    train: Callable[[], Metrics]
-
-
 class StepRecovery:
     """Runs steps, and repeats those that a lost process interrupted.
 
@@ -71,7 +68,8 @@ class StepRecovery:
         models: Restarts and restores the models.
         monitor: The monitor of the run.
         last_step: The last step that was made before.
-        saved_step: Returns the step of the newest checkpoint, None if there is none.
+        folder: The folder for the samples of steps between the newest checkpoint and the newest snapshot.
+        newest_checkpoint: Returns the folder of the newest checkpoint, None if there is none.
     """
 
     def __init__(
@@ -80,14 +78,15 @@ class StepRecovery:
         models: ModelRecovery,
         monitor: RewindableMonitor,
         last_step: int,
-        saved_step: Callable[[], int | None] = lambda: None,
+        folder: Path,
+        newest_checkpoint: Callable[[], Path | None],
     ) -> None:
         self._config = config
         self._models = models
         self._monitor = monitor
         self._step = last_step
-        self._saved_step = saved_step
-        self._open: deque[_Step] = deque()  # steps after the newest complete snapshot
+        self._newest_checkpoint = newest_checkpoint
+        self._steps = RecordedSteps(folder)
         self._losses: list[LostRanks] = []
         self._lost_s = 0.0
         self._num_recoveries = 0  # since the metrics were recorded last
@@ -101,24 +100,26 @@ class StepRecovery:
         """Take the first snapshot, of the state before the first step."""
         self._models.begin_snapshot(self._step)
 
-    def run(self, step: int, train: Callable[[], Metrics]) -> Metrics:
+    def run[T](self, step: int, train: Callable[[T], Metrics], inputs: T) -> Metrics:
         """Train a step and return its metrics, with those of the recoveries during it.
 
         Args:
-            train: Trains the step. Calling it again repeats the step with the same samples.
+            step: Its number.
+            train: Trains the step. Calling it again with the same inputs repeats the step.
+            inputs: The samples of the step, and what else it starts from. They must not change.
 
         Raises:
             RecoveryLimitError: Processes were lost too often.
-            SnapshotLostError: No snapshot is left.
+            SnapshotLostError: Neither a snapshot nor a checkpoint is left.
             Exception: Any other error of `train`.
         """
         self._step = step
-        current = _Step(step, train)
-        metrics = self.retry(train)
-        self._open.append(current)
-        if step % self._config.snapshot_every_steps == 0:
-            self.retry(lambda: self._models.begin_snapshot(step))
-        self._forget_covered()
+        current = RecordedStep(step, train, inputs)
+        metrics = self.retry(current.train)
+        self._steps.add(current)
+        self.retry(lambda: self._begin_snapshot(step))
+        saved = self._newest_checkpoint()
+        self._steps.settle(self._models.newest_snapshot(), None if saved is None else step_of(saved))
 
         of_recovery = {
             "recovery/num_recoveries": float(self._num_recoveries),
@@ -139,6 +140,10 @@ class StepRecovery:
             self._recover(lost)
             self._monitor.rewind(depth)
 
+    def _begin_snapshot(self, step: int) -> None:
+        if step % self._config.snapshot_every_steps == 0:
+            self._models.begin_snapshot(step)
+
     def _recover(self, error: RunError) -> None:
         """Restore the models, and repeat completed steps that the snapshot does not contain."""
         start_s = time.monotonic()
@@ -147,13 +152,14 @@ class StepRecovery:
                 raise error
             self._count(error)
             try:
-                restarted = self._models.recover(error)  # pyrefly: ignore[bad-argument-type]  # checked above
-                repeated = [each for each in self._open if each.number > restarted.step]
-                for each in repeated:
-                    each.train()
+                restarted = self._models.recover(error, self._saved())  # pyrefly: ignore[bad-argument-type]  # checked above
+                repeated = self._repeat(restarted)
                 break
             except SnapshotLostError as lost:
-                raise SnapshotLostError(f"{lost}; {self._cost()}") from error
+                raise SnapshotLostError(
+                    f"{lost}; there is no checkpoint either, so the run starts over, and loses "
+                    f"{counted(self._step, 'step')}"
+                ) from error
             except RunError as again:
                 error = again
 
@@ -161,23 +167,39 @@ class StepRecovery:
         self._lost_s += seconds
         self._num_recoveries += 1
         _log.warning(
-            "step %d: restarted %s from the snapshot of step %d in %.1f s%s",
+            "step %d: restarted %s from the %s of step %d in %.1f s%s",
             self._step,
             ", ".join(restarted.roles),
+            "checkpoint" if restarted.is_from_disk else "snapshot",
             restarted.step,
             seconds,
-            f"; repeated step {', '.join(str(each.number) for each in repeated)}" if repeated else "",
+            f"; repeated step {', '.join(map(str, repeated))}" if repeated else "",
         )
 
-    def _cost(self) -> str:
-        """Describe what it costs to resume from the newest checkpoint."""
-        saved = self._saved_step()
-        if saved is None:
-            return f"there is no checkpoint either, so the run starts over, and loses {self._step} steps"
-        return (
-            f"the same command resumes from the checkpoint of step {saved}, and repeats the steps up to "
-            f"{self._step}"
-        )
+    def _repeat(self, restarted: Restarted) -> list[int]:
+        """Train the completed steps after the restored one again, and return their numbers."""
+        steps = self._steps.after(restarted.step)
+        if restarted.is_from_disk:
+            _log.warning(
+                "both copies of the snapshots in memory are lost: loaded the checkpoint of step %d, and "
+                "repeat %s",
+                restarted.step,
+                counted(len(steps), "completed step"),
+            )
+            self._models.begin_snapshot(restarted.step)
+        for step in steps:
+            step.train()
+            if step.number < self._step:  # the snapshot of the current step begins after it
+                self._begin_snapshot(step.number)
+        return [step.number for step in steps]
+
+    def _saved(self) -> SavedStep | None:
+        """Return the newest checkpoint, if the steps after it can be repeated."""
+        folder = self._newest_checkpoint()
+        if folder is None or step_of(folder) > self._step or not self._steps.reach_back_to(step_of(folder)):
+            return None
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        return SavedStep(state["step"], folder, state.get("weight_version"))
 
     def _count(self, error: RunError) -> None:
         cause = str(error).partition("\n")[0]
@@ -192,12 +214,6 @@ class StepRecovery:
             ) from error
         _log.warning("lost: %s", loss.describe())
 
-    def _forget_covered(self) -> None:
-        """Drop the samples of steps that a complete snapshot contains."""
-        newest = self._models.newest_snapshot()
-        while newest is not None and self._open and self._open[0].number <= newest:
-            self._open.popleft()
-
 
 class NoRecovery:
     """Runs steps of a run without recovery: a lost process ends it."""
@@ -206,8 +222,8 @@ class NoRecovery:
 
     def begin(self) -> None: ...
 
-    def run(self, step: int, train: Callable[[], Metrics]) -> Metrics:
-        return train()
+    def run[T](self, step: int, train: Callable[[T], Metrics], inputs: T) -> Metrics:
+        return train(inputs)
 
     def retry[T](self, action: Callable[[], T]) -> T:
         return action()
@@ -224,9 +240,11 @@ def step_recovery(
     """
     if not config.recovery.enabled:
         return NoRecovery()
-
-    def saved_step() -> int | None:
-        latest = checkpoint_folder(config).latest()
-        return None if latest is None else step_of(latest)
-
-    return StepRecovery(config.recovery, make_models(), monitor, last_step, saved_step)
+    return StepRecovery(
+        config.recovery,
+        make_models(),
+        monitor,
+        last_step,
+        Path(config.trainer.output_dir),
+        checkpoint_folder(config).latest,
+    )

@@ -324,9 +324,14 @@ class MegatronWorker(WeightExport):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, folder: str) -> None:
-        """Load the model's state from a folder with a manifest. Its layout may differ."""
+        """Load the model's state from a folder with a manifest. Its layout may differ.
+
+        A save in progress is dropped: the driver has abandoned it.
+        """
         from megarl.engine.checkpoint import load
 
+        self._pending_save = None
+        self._settle_snapshot()
         load(self._engine, Path(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

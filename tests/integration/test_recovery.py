@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megarl.config.schema import (
@@ -91,6 +92,36 @@ def test_a_run_that_loses_a_rank_ends_like_one_that_does_not(
         line = finished.metrics[step]  # the first line is the validation before the first step
         assert line["recovery/num_recoveries"] == 1
         assert line["recovery/lost_s"] < LIMIT_S
+
+
+def test_without_copies_in_memory_the_run_continues_from_the_checkpoint(
+    inputs: Path, undisturbed: Outcome, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process that holds the snapshots is killed alone in step 1, and with a rank in step 4."""
+    config = grpo(inputs, tmp_path)
+    config = replace(config, checkpoint=replace(config.checkpoint, every_steps=2))
+    left = {1, 2, 4}
+
+    def look(step: int | None, phase: str, roles: PPORoles) -> None:
+        if step not in left or phase != "update_weights":
+            return
+        left.remove(step)
+        if step in (1, 4):
+            for process in psutil.process_iter(["cmdline"]):
+                if process.info["cmdline"] and process.info["cmdline"][0].startswith("ray::SnapshotHolder"):
+                    process.kill()
+        if step in (2, 4):
+            os.kill(roles.actor.group.pids[0], signal.SIGKILL)
+
+    finished = run_ppo(config, look_at_phase=look)
+    assert Outcome(finished).difference(undisturbed) == []
+    assert not left
+    assert "loaded the checkpoint of step 2, and repeat 1 completed step" in caplog.text
+    restarted = [line.message for line in caplog.records if "restarted actor from" in line.message]
+    assert [message.partition(" in ")[0] for message in restarted] == [
+        "step 2: restarted actor from the snapshot of step 1",
+        "step 4: restarted actor from the checkpoint of step 2",
+    ]
 
 
 def test_losses_beyond_the_budget_end_the_run_and_are_listed(inputs: Path, tmp_path: Path) -> None:

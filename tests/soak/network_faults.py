@@ -39,6 +39,7 @@ _SETTINGS = (
 )
 _BEFORE = 12  # steps before the fault
 _LIMIT_S = 300.0
+_NUM_CPUS = (0, 2, 2, 2)  # none on the node of the driver, so that the ranks are on others
 
 
 class Scene(NamedTuple):
@@ -202,7 +203,7 @@ def run(fault: Fault, folder: Path, wanted: bytes | None, settings: Sequence[str
     """Train with one fault, and start the run again if it ends before its last step."""
     config = save_sft_run(folder)
     log = folder / "driver.log"
-    with network(4, [folder]) as net, ray_nodes(net, [1, 2, 2, 2], folder) as ray:
+    with network(4, [folder]) as net, ray_nodes(net, _NUM_CPUS, folder) as ray:
         with _train(net, ray, config, log, settings) as process:
             while _num_steps(folder / "run") < _BEFORE:
                 assert process.poll() is None, log.read_text()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.config.schema import RecoveryConfig
 from megarl.machine.errors import RunError
-from megarl.roles.model_recovery import Restarted
+from megarl.roles.model_recovery import Restarted, SavedStep
 from megarl.roles.model_snapshots import SnapshotLostError
+from megarl.trainers.checkpoint import STATE_FILE
 from megarl.trainers.recovery import RecoveryLimitError, StepRecovery
 
 
@@ -33,9 +36,11 @@ class Models:
     def concerns(self, error: Exception) -> bool:
         return isinstance(error, LostRankError)
 
-    def recover(self, error: Exception) -> Restarted:
+    def recover(self, error: Exception, saved: SavedStep | None) -> Restarted:
         if self.complete is None:
-            raise SnapshotLostError("no snapshot is left")
+            if saved is None:
+                raise SnapshotLostError("no snapshot is left")
+            return Restarted(saved.step, ("actor",), (LostRankError.node,), is_from_disk=True)
         return Restarted(self.complete, ("actor",), (LostRankError.node,))
 
 
@@ -50,22 +55,34 @@ class Positions:
 class Steps:
     """Steps that lose a rank in some attempts, counted from 0 over all steps."""
 
-    def __init__(self, *losses: int, **recovery: Any) -> None:
+    def __init__(self, *losses: int, folder: Path = Path(), **recovery: Any) -> None:
         self.models: Any = Models()
+        self.checkpoint: Path | None = None
         self.recovery = StepRecovery(
-            RecoveryConfig(enabled=True, **recovery), self.models, Positions(), 0, lambda: 4
+            RecoveryConfig(enabled=True, **recovery),
+            self.models,
+            Positions(),
+            0,
+            folder,
+            lambda: self.checkpoint,
         )
         self.trained: list[int] = []
         self._losses = set(losses)
 
     def run(self, step: int) -> dict[str, float]:
-        def train() -> dict[str, float]:
+        def train(inputs: list[int]) -> dict[str, float]:
+            assert inputs == [step]
             self.trained.append(step)
             if len(self.trained) - 1 in self._losses:
                 raise LostRankError(f"a rank died in step {step}")
             return {"loss": float(step)}
 
-        return dict(self.recovery.run(step, train))
+        return dict(self.recovery.run(step, train, [step]))
+
+    def save(self, folder: Path, step: int) -> None:
+        self.checkpoint = folder / f"step_{step:08d}"
+        self.checkpoint.mkdir()
+        (self.checkpoint / STATE_FILE).write_text(json.dumps({"step": step}))
 
 
 def test_the_interrupted_step_is_repeated_and_counted_once() -> None:
@@ -117,20 +134,46 @@ def test_losses_outside_the_window_do_not_count() -> None:
     assert steps.trained == [1, 1, 2, 3, 3]
 
 
-def test_without_a_snapshot_the_message_names_the_checkpoint() -> None:
+def test_without_a_snapshot_the_steps_since_the_checkpoint_are_repeated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps 2 and 3 are in files, because a snapshot contains them."""
+    steps = Steps(4, folder=tmp_path)
+    for step in (1, 2, 3, 4):
+        steps.models.complete = step
+        if step == 2:
+            steps.save(tmp_path, 1)
+        steps.run(step)
+    steps.models.complete = None
+    steps.run(5)
+    assert steps.trained == [1, 2, 3, 4, 5, 2, 3, 4, 5]
+    assert steps.models.begun == [1, 2, 3, 4, 1, 2, 3, 4, 5]
+    assert "loaded the checkpoint of step 1, and repeat 3 completed steps" in caplog.text
+    assert list(tmp_path.iterdir()) == [steps.checkpoint]
+
+
+def test_without_a_snapshot_and_a_checkpoint_the_run_ends() -> None:
     steps = Steps(0)
     with pytest.raises(SnapshotLostError) as failed:
         steps.run(6)
     assert str(failed.value) == (
-        "no snapshot is left; the same command resumes from the checkpoint of step 4, and repeats the steps up to 6"
+        "no snapshot is left; there is no checkpoint either, so the run starts over, and loses 6 steps"
     )
+
+
+def test_a_checkpoint_of_a_later_step_is_not_loaded(tmp_path: Path) -> None:
+    """A run that resumed from an older one finds it."""
+    steps = Steps(0)
+    steps.save(tmp_path, 7)
+    with pytest.raises(SnapshotLostError):
+        steps.run(6)
 
 
 def test_other_errors_are_raised() -> None:
     steps = Steps()
 
-    def fail() -> dict[str, float]:
+    def fail(inputs: None) -> dict[str, float]:
         raise RunError("a bug")
 
     with pytest.raises(RunError, match="a bug"):
-        steps.recovery.run(1, fail)
+        steps.recovery.run(1, fail, None)
