@@ -35,6 +35,7 @@ _START_PROCESSES = (
     "doctor",
     "eval",
     "generate",
+    "replay",
     "score",
     "quickstart",
     "init",

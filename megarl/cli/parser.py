@@ -122,6 +122,38 @@ def _add_status(commands: Commands) -> None:
     status.set_defaults(start=lambda parsed: run_of("inspect.status")(parsed.run_dir, parsed.watch))
 
 
+def _add_replay(commands: Commands) -> None:
+    summary = "repeat the updates of a recorded step, and find the first tensor that differs"
+    replay = commands.add_parser(
+        "replay", help=summary, description=f"{summary} in another layout or version", allow_abbrev=False
+    )
+    replay.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
+    replay.add_argument("step", metavar="STEP", type=positive, help="a step of tracking.record_batches")
+    replay.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="such as actor.parallel.tensor_parallel_size=2"
+    )
+    replay.add_argument(
+        "--against",
+        metavar="DIR",
+        help="compare with this trace, such as RUN_DIR/replays/step_00000003/original of another version",
+    )
+    replay.add_argument(
+        "--tolerance", metavar="X", type=float, default=1e-5, help="relative tolerance; the default is 1e-5"
+    )
+    replay.add_argument(
+        "--rows",
+        metavar="N",
+        type=positive,
+        default=64,
+        help="number of samples, about, whose hidden states are compared; the default is 64",
+    )
+    replay.set_defaults(
+        start=lambda parsed: run_of("run.replay")(
+            parsed.run_dir, parsed.step, parsed.overrides, parsed.against, parsed.tolerance, parsed.rows
+        )
+    )
+
+
 def _add_scale(commands: Commands) -> None:
     summary = "change the number of rollout replicas of a running job"
     scale = commands.add_parser(
@@ -322,6 +354,7 @@ _COMMANDS = (
     add_generate,
     _add_status,
     _add_scale,
+    _add_replay,
     _add_plot,
     _add_report,
     _add_score,

@@ -22,6 +22,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch import Tensor
 
 from megarl.checkpoints.role_folder import WHOLE_FILES, check_folder, item_checksums, item_name
 from megarl.checkpoints.torch_dist import DistributedTensor, TorchDistIndex, read_index
@@ -146,6 +147,26 @@ def begin_save(engine: MegatronEngine, folder: Path) -> PendingSave:
     )
 
 
+def write_tensors(folder: Path, shards: Iterable[Shard], copy: Callable[[Tensor, int, int], Tensor]) -> None:
+    """Write slices of tensors as a distributed checkpoint without a training state.
+
+    All ranks of the model call this function.
+
+    Args:
+        folder: The folder, which is created with its parents.
+        shards: This rank's slices. Over all ranks, they cover each tensor once.
+        copy: Returns a host copy of some elements of a tensor, see OffloadableState.host_copy.
+
+    Raises:
+        CheckpointError: A rank cannot write. Raised on all ranks.
+    """
+    _on_all_ranks(
+        lambda: folder.mkdir(parents=True, exist_ok=True) if dist.get_rank() == 0 else None, folder, "written"
+    )
+    items = [_item_of(shard, copy) for shard in shards]
+    PendingSave(folder, BackgroundWriter(folder / f"__{dist.get_rank()}_0.distcp", items), {}).finish()
+
+
 def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
     sharding = sharding_of(state.models, state.groups)
     slices = state.optimizer.slices()
@@ -154,16 +175,18 @@ def _host_items(state: TrainingState) -> Iterable[ItemToWrite]:
     for shards in (sharding.of_weights(slices), sharding.of_optimizer(slices)):
         for shard in shards:
             if shard.is_main:
-                data = state.places.host_copy(shard.tensor, shard.start, shard.place.volume).view(
-                    shard.place.shape
-                )
-                yield ItemToWrite(key=shard.key, shape=shard.shape, offsets=shard.place.starts, data=data)
+                yield _item_of(shard, state.places.host_copy)
 
     # Objects that Megatron stores in addition to tensors, and the random state.
     for entry in (*sharding.objects, _rng_entry(state.groups)):
         if is_main_replica(entry.replica_id):
             # Megatron stores a list with one element.
             yield ItemToWrite(key=entry.unique_key, data=[entry.data])
+
+
+def _item_of(shard: Shard, copy: Callable[[Tensor, int, int], Tensor]) -> ItemToWrite:
+    data = copy(shard.tensor, shard.start, shard.place.volume).view(shard.place.shape)
+    return ItemToWrite(key=shard.key, shape=shard.shape, offsets=shard.place.starts, data=data)
 
 
 def _rng_entry(groups: ParallelGroups) -> ShardedObject:

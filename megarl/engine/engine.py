@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -78,6 +79,14 @@ class _LossShare(NamedTuple):
     outputs: Outputs
 
 
+class PassTrace(Protocol):
+    """Records what modules compute in the forward passes of an update; see step_trace.py."""
+
+    def recording(self, micro_batch: MicroBatch) -> AbstractContextManager[None]: ...
+
+    def record_scores(self, micro_batch: MicroBatch, outputs: Outputs) -> None: ...
+
+
 class TrainingState(NamedTuple):
     """The state that a checkpoint stores. `places` copies tensors in memory and offloaded ones."""
 
@@ -96,6 +105,7 @@ class MegatronEngine:
         known_base_checksum: The checksum of the frozen weights, once it has been computed.
         models: This rank's stages of the model, one per virtual pipeline stage.
         chunks: The same, wrapped in Megatron's data parallelism if the model trains.
+        trace: Records training passes, if set.
     """
 
     def __init__(self, spec: ModelSpec, groups: ParallelGroups) -> None:
@@ -112,6 +122,7 @@ class MegatronEngine:
         require_supported(spec.megatron, self.layers.layers, on_cuda=platform.current().is_cuda)
         self.adapters = AdapterSwitch()
         self.known_base_checksum: int | None = None  # see base_checksum.py
+        self.trace: PassTrace | None = None
         self.models = build_chunks(
             spec.architecture,
             groups,
@@ -546,15 +557,18 @@ class MegatronEngine:
             if self.spec.architecture.experts is None
             else told_to_routers(RoutedTokens.of(micro_batch, tally, self.groups))
         )
-        hidden = chunk(
-            micro_batch.tokens,
-            micro_batch.positions,
-            None,
-            packed_seq_params=micro_batch.packed,
-            output_processor=keep_hidden,
-            **({} if self.spec.architecture.vision is None else {"images": micro_batch.images}),
-            **routed,
-        )
+        # A recomputation in the backward pass repeats these modules, and must not be recorded again.
+        traced = self.trace if self.trace is not None and loss is not None else None
+        with nullcontext() if traced is None else traced.recording(micro_batch):
+            hidden = chunk(
+                micro_batch.tokens,
+                micro_batch.positions,
+                None,
+                packed_seq_params=micro_batch.packed,
+                output_processor=keep_hidden,
+                **({} if self.spec.architecture.vision is None else {"images": micro_batch.images}),
+                **routed,
+            )
 
         # Megatron calls this on the last pipeline stage only.
         def scores(hidden: Tensor, non_loss_data: bool = True) -> Any:
@@ -562,6 +576,8 @@ class MegatronEngine:
             if tally is not None and tally.losses is None:
                 return None
             outputs = self.score(micro_batch, hidden, extras)
+            if traced is not None:
+                traced.record_scores(micro_batch, outputs)
             if loss is None:
                 return outputs
             value, metrics = loss(

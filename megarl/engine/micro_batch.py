@@ -81,6 +81,8 @@ class MicroBatch:
         shape: (b, R).
         routes: The routes, if they are replayed.
         images: The images, on ranks that have the tower.
+        row_numbers: The numbers of the rows in the batch.
+        token_predictors: `predictors`, counted among all tokens, also if the last layer keeps only some.
     """
 
     tokens: Tensor
@@ -95,6 +97,8 @@ class MicroBatch:
     cells: Tensor
     rows: Mapping[str, Tensor]
     shape: tuple[int, int]
+    row_numbers: tuple[int, ...]
+    token_predictors: Tensor
     routes: MicroBatchRoutes | None = None
     images: ImageInputs | None = None
 
@@ -205,6 +209,8 @@ def make_micro_batch(
             if key not in _NOT_FOR_THE_LOSS
         },
         shape=(num_rows, response_length),
+        row_numbers=tuple(rows),
+        token_predictors=to_device(inputs.predictors, device),
         images=images,
     )
 

@@ -191,12 +191,7 @@ def start_ppo(
     plan = plan_placement(config)
     turns = OffloadPlan(plan)
     starter = _Starter(config, device, pools, turns)
-    updates = MiniBatchPlan(
-        updates_per_step=config.trainer.updates_per_step,
-        epochs_per_batch=config.trainer.epochs_per_batch,
-        seed=config.trainer.seed,
-        critic_warmup_steps=config.trainer.critic_warmup_steps,
-    )
+    updates = _mini_batch_plan(config)
 
     # Start the models first, because they free devices that engines share with them.
     groups = starter.groups(plan, _workers(config, models, starter, rules))
@@ -222,6 +217,15 @@ def start_ppo(
         scaling=None
         if turns.engines_move
         else replica_scaling(config, device, plan, pools, replicas, rollout, sync),
+    )
+
+
+def _mini_batch_plan(config: PPOConfig) -> MiniBatchPlan:
+    return MiniBatchPlan(
+        updates_per_step=config.trainer.updates_per_step,
+        epochs_per_batch=config.trainer.epochs_per_batch,
+        seed=config.trainer.seed,
+        critic_warmup_steps=config.trainer.critic_warmup_steps,
     )
 
 
@@ -376,6 +380,41 @@ def start_sft(
         config.actor.micro_batch,
         starter.weight_source(plan, group, architecture),
         updates,
+    )
+
+
+def start_trained(
+    config: PPOConfig | SFTConfig,
+    role: ModelRole,
+    architecture: Architecture,
+    device: Device,
+    pools: ResourcePoolManager,
+) -> Actor | Critic:
+    """Start one trained model of a run alone, on the devices that the run would give it."""
+    config = with_absolute_paths(with_dtype(config, device is Device.cuda))
+    if isinstance(config, SFTConfig):
+        return start_sft(config, architecture, device, pools)
+    plan = plan_placement(config)
+    starter = _Starter(config, device, pools, OffloadPlan(plan))
+
+    # No other model needs the devices, so nothing is offloaded.
+    spec = replace(starter.model(role, architecture), offloaded_at_first=())
+    workers = create_colocated_worker_cls({role.name: RayClassWithInitArgs(_WORKERS[role.kind], spec)})
+    pool = group_pool(plan, pools, next(group for group in plan.groups if role.name in group.roles))
+    started = RayWorkerGroup(pool, workers, phase_time_limit_s=config.trainer.phase_time_limit_s)
+    group = started.spawn()[role.name]
+    updates = _mini_batch_plan(config)
+    if role.kind is RoleKind.critic:
+        return _critic(config, group, updates, OffloadSchedule())
+    # Nothing is checked, because another model or layout may be started to find where it differs.
+    return Actor(
+        group,
+        config.actor.parallel,
+        config.actor.micro_batch,
+        starter.weight_source(plan, group, architecture),
+        updates,
+        algorithm=config.algorithm,
+        share_prompts=_shares_prompts(config),
     )
 
 

@@ -44,6 +44,7 @@ from megarl.trainers.advantages import AdvantageStep, Metrics, correct_rollout, 
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
+from megarl.trainers.recorded_batches import RecordedBatches
 from megarl.trainers.recovery import NoRecovery, StepRecovery
 from megarl.trainers.run_status import StatusOfRun
 from megarl.trainers.samples import SampleRows
@@ -95,6 +96,7 @@ class PPOTrainer:
         self.recovery = recovery or NoRecovery()
         self._status = StatusOfRun(config, roles, monitor, self.prompts, self.recovery)
         self._rows = SampleRows(config)
+        self._batches = RecordedBatches(Path(config.trainer.output_dir), config.tracking.record_batches)
         self._sample = Sampling(self.prompts, roles.reward, rules)
         self._advantages = AdvantageStep(
             config.algorithm,
@@ -247,6 +249,7 @@ class PPOTrainer:
 
         with phase("adv"):
             batch, of_advantages = self.add_advantages(batch)
+        self._batches.record(step, batch)
 
         # Queue the updates. The actor is updated only after the critic's warm-up.
         updates = [critic.update(batch, step)]

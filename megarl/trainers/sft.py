@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megarl.batch.data_proto import DataProto
@@ -14,6 +15,7 @@ from megarl.data.sft import SFTDataset
 from megarl.roles.models import Actor, valid_token_count
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.monitor import Monitor
+from megarl.trainers.recorded_batches import RecordedBatches
 from megarl.trainers.recovery import NoRecovery, StepRecovery
 
 
@@ -40,6 +42,7 @@ class SFTTrainer:
         self.monitor = monitor
         self.checkpoints = checkpoints
         self.recovery = recovery or NoRecovery()
+        self._batches = RecordedBatches(Path(config.trainer.output_dir), config.tracking.record_batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the driver's state between two steps, as JSON-compatible values."""
@@ -55,6 +58,7 @@ class SFTTrainer:
         for step in self.checkpoints.steps():
             with self.monitor.step(step):
                 batch = next(self.batches)
+                self._batches.record(step, batch)
                 metrics = self.recovery.run(step, self._train, batch)
                 self.monitor.record({**metrics, "num_tokens": float(valid_token_count(batch))})
                 # Validate before saving, because the result may decide whether this step is saved.

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # these modules import Megatron, which needs the platform to 
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.groups import ParallelGroups
     from megarl.engine.snapshot import PendingSnapshot
+    from megarl.engine.step_trace import StepTrace
     from megarl.engine.vocab_parallel import Extra
 
 MICRO_BATCHES = "micro_batches"  # meta_info: row numbers of each micro-batch, planned by the driver
@@ -205,6 +206,7 @@ class MegatronWorker(WeightExport):
         self._engine.offload(*spec.offloaded_at_first)
         self._pending_save: PendingSave | None = None
         self._pending_snapshot: PendingSnapshot | None = None
+        self._trace: StepTrace | None = None
 
         vision = spec.architecture.vision
         self._images = None if vision is None else ImageProcessor(spec.path, vision)
@@ -251,12 +253,16 @@ class MegatronWorker(WeightExport):
         begin_s = time.monotonic()
         self._settle_snapshot()
         rows = self._rows(part)
+        if self._trace is not None:
+            self._trace.begin_update(rows)
         arguments = (rows, part.meta_info[MICRO_BATCHES], loss, loss.extras)
         scores: Mapping[str, RaggedTensor] = {}
         if with_scores:
             of_loss, scores = self._engine.forward_backward_scored(*arguments)
         else:
             of_loss = self._engine.forward_backward(*arguments)
+        if self._trace is not None:
+            self._trace.end_update()
         step = self._engine.step()  # reads the gradient norm, which synchronizes with the device
         speed = speed_metrics(
             self._spec,
@@ -368,6 +374,20 @@ class MegatronWorker(WeightExport):
         self._pending_save = None
         self._settle_snapshot()
         load_snapshot(self._engine, path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def begin_trace(self, folder: str, share_of_rows: float) -> None:
+        """Record the following updates in a folder until `end_trace`; see engine/step_trace.py."""
+        from megarl.engine.step_trace import StepTrace
+
+        self._trace = StepTrace(self._engine, Path(folder), share_of_rows)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def end_trace(self) -> None:
+        """Write the weights after the last recorded update."""
+        assert self._trace is not None, "no trace has begun"
+        self._trace.close()
+        self._trace = None
 
     def _shards(self) -> Shards:
         spec = self._spec

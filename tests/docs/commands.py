@@ -202,6 +202,13 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl scale RUN_DIR --replicas 6": InTest(
         "tests/unit/cli/test_scale.py::test_a_run_is_asked_once", ('"scale"', "--replicas")
     ),
+    "megarl train run.yaml tracking.record_batches=10": InTest(
+        "tests/integration/test_replay.py::test_the_command", ("record_batches",)
+    ),
+    "megarl replay RUN_DIR 3 actor.parallel.tensor_parallel_size=2": InTest(
+        "tests/integration/test_replay.py::test_the_command",
+        ('"replay"', "actor.parallel.tensor_parallel_size=2"),
+    ),
     "megarl status outputs/quickstart": Executed(),
     "megarl status outputs/quickstart --watch": Executed(),  # it has ended
     "megarl init my_run": InTest(

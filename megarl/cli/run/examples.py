@@ -44,6 +44,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "status": ("megarl status outputs/run", "megarl status outputs/run --watch"),
     "scale": ("megarl scale outputs/run --replicas 4",),
+    "replay": (
+        "megarl replay outputs/run 3 actor.parallel.tensor_parallel_size=2",
+        "megarl replay outputs/run 3 --against other/replays/step_00000003/original",
+    ),
     "plot": ("megarl plot outputs/run",),
     "report": ("megarl report outputs/run", "megarl report outputs/run outputs/other --live"),
     "score": (

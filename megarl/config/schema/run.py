@@ -190,3 +190,5 @@ class TrackingConfig:
     samples_every_steps: int = ranged(10, at_least=0)
     # size limit of `samples/`, in 2**30 bytes; beyond it, files are thinned evenly over the run
     samples_max_gb: float = ranged(4.0, above=0)
+    # newest steps whose training batches are kept in `batches/`, for `megarl replay`; 0: none
+    record_batches: int = ranged(0, at_least=0)

@@ -1,0 +1,117 @@
+"""Repeat the updates of a recorded step with each trained model alone, and record what they compute."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl.batch.data_proto import DataProto
+from megarl.checkpoints.run_folder import step_of
+from megarl.config.roles import ModelRole, model_roles
+from megarl.config.schema import Device, PPOConfig, SFTConfig
+from megarl.controller.resource_pool import ResourcePoolManager
+from megarl.models.families import read_architecture
+from megarl.roles.models import Actor, Critic
+from megarl.roles.start import start_trained
+from megarl.trainers.recorded_batches import RecordedBatches
+from megarl.trainers.resume import checkpoint_folder
+from megarl.workers.megatron import MegatronWorker
+
+
+class RecordedStep(NamedTuple):
+    """The inputs of a repeated step.
+
+    Attributes:
+        step: The step.
+        batches: The batch of each step after the checkpoint, up to this one.
+        checkpoint: The newest checkpoint before the step; None: the initial weights.
+    """
+
+    step: int
+    batches: Mapping[int, DataProto]
+    checkpoint: Path | None
+
+
+def recorded_step(config: PPOConfig | SFTConfig, output_dir: Path, step: int) -> RecordedStep:
+    """Find a step in the folder of a run.
+
+    Raises:
+        ValueError: A batch is missing. The message names the step.
+    """
+    earlier = [path for path in checkpoint_folder(config).whole() if step_of(path) < step]
+    checkpoint = earlier[-1] if earlier else None
+    start = 0 if checkpoint is None else step_of(checkpoint)
+    recorded = RecordedBatches(output_dir, 0)
+    batches = {number: recorded.read(number) for number in range(step, start, -1)}
+    return RecordedStep(step, dict(sorted(batches.items())), checkpoint)
+
+
+def trained_roles(config: PPOConfig | SFTConfig, step: int) -> list[ModelRole]:
+    """Return the models that a step trains."""
+    warmup = config.trainer.critic_warmup_steps if isinstance(config, PPOConfig) else 0
+    return [
+        role
+        for role in model_roles(config)
+        if role.optim is not None and (role.name != "actor" or step > warmup)
+    ]
+
+
+def replay(
+    config: PPOConfig | SFTConfig,
+    recorded: RecordedStep,
+    folder: Path,
+    device: Device,
+    pools: ResourcePoolManager,
+    num_rows: int,
+) -> dict[str, float]:
+    """Repeat a step with one trained model after the other.
+
+    Args:
+        config: The configuration. Its layouts may be others than those of the run.
+        recorded: The step.
+        folder: Where the trace of each model is written, in a folder named after its role. An older trace is
+            removed.
+        device: The kind of device.
+        pools: The pools of the configuration's placement.
+        num_rows: The number of rows, about, whose hidden states are recorded.
+
+    Returns:
+        The metrics of the step's updates.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    metrics: dict[str, float] = {}
+    share = min(1.0, num_rows / len(recorded.batches[recorded.step]))
+
+    for role in trained_roles(config, recorded.step):
+        architecture = read_architecture(role.path, config.model.trust_remote_code)
+        model = start_trained(config, role, architecture, device, pools)
+        try:
+            if recorded.checkpoint is not None:
+                path = str((recorded.checkpoint / role.name).absolute())
+                model.group.call(MegatronWorker.load_checkpoint, path).get()
+            *earlier, last = recorded.batches.items()
+            for step, batch in earlier:
+                if role in trained_roles(config, step):
+                    _update(model, batch, step, config)
+            trace = str((folder / role.name).absolute())
+            model.group.call(MegatronWorker.begin_trace, trace, share).get()
+            metrics |= _update(model, last[1], recorded.step, config)
+            model.group.call(MegatronWorker.end_trace).get()
+        finally:
+            model.group.shutdown()
+
+    return metrics
+
+
+def _update(
+    model: Actor | Critic, batch: DataProto, step: int, config: PPOConfig | SFTConfig
+) -> Mapping[str, float]:
+    # An update may add its scores to the batch, which the next replay must not see.
+    rows = batch.select()
+    if isinstance(config, SFTConfig):
+        assert isinstance(model, Actor)
+        return model.update_sft(rows).get()
+    return model.update(rows, step).get()
