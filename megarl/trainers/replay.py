@@ -20,7 +20,7 @@ from megarl.trainers.resume import checkpoint_folder
 from megarl.workers.megatron import MegatronWorker
 
 
-class RecordedStep(NamedTuple):
+class ReplayedStep(NamedTuple):
     """The inputs of a repeated step.
 
     Attributes:
@@ -34,7 +34,7 @@ class RecordedStep(NamedTuple):
     checkpoint: Path | None
 
 
-def recorded_step(config: PPOConfig | SFTConfig, output_dir: Path, step: int) -> RecordedStep:
+def recorded_step(config: PPOConfig | SFTConfig, output_dir: Path, step: int) -> ReplayedStep:
     """Find a step in the folder of a run.
 
     Raises:
@@ -45,7 +45,7 @@ def recorded_step(config: PPOConfig | SFTConfig, output_dir: Path, step: int) ->
     start = 0 if checkpoint is None else step_of(checkpoint)
     recorded = RecordedBatches(output_dir, 0)
     batches = {number: recorded.read(number) for number in range(step, start, -1)}
-    return RecordedStep(step, dict(sorted(batches.items())), checkpoint)
+    return ReplayedStep(step, dict(sorted(batches.items())), checkpoint)
 
 
 def trained_roles(config: PPOConfig | SFTConfig, step: int) -> list[ModelRole]:
@@ -60,7 +60,7 @@ def trained_roles(config: PPOConfig | SFTConfig, step: int) -> list[ModelRole]:
 
 def replay(
     config: PPOConfig | SFTConfig,
-    recorded: RecordedStep,
+    recorded: ReplayedStep,
     folder: Path,
     device: Device,
     pools: ResourcePoolManager,
