@@ -249,7 +249,6 @@ class PPOTrainer:
 
         with phase("adv"):
             batch, of_advantages = self.add_advantages(batch)
-        self._batches.record(step, batch)
 
         # Queue the updates. The actor is updated only after the critic's warm-up.
         updates = [critic.update(batch, step)]
@@ -273,7 +272,7 @@ class PPOTrainer:
         """Apply rollout corrections and compute advantages; see correct_rollout and AdvantageStep.
 
         If the update itself computes the actor's log-probs, `record_batch` reports the metrics that depend on
-        them.
+        them. The batch is recorded for `megarl replay`, if the run asks for it.
         """
         batch, of_correction = correct_rollout(batch, self.config.algorithm.rollout_correction)
         if (rollout := self.config.rollout).late is Late.mask:
@@ -281,6 +280,8 @@ class PPOTrainer:
             of_correction = of_correction | of_late
 
         batch, of_advantages = self._advantages(batch)
+        if (step := self.monitor.position.step) is not None:
+            self._batches.record(step, batch)
         return batch, of_correction | of_advantages
 
     def record_batch(self, batch: DataProto, step: int) -> Metrics:
