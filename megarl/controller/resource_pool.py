@@ -72,6 +72,7 @@ class RayResourcePool:
         gpus_per_process: The number of GPUs of each process.
         nodes: The numbers of the nodes in the run's plan. Pools of one ResourcePoolManager with the same
             number are on the same node. None: any nodes with free resources.
+        excluded: Addresses of nodes that no pool may move to. All pools of a run share this set.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class RayResourcePool:
         wait_limit_s: float = 60.0,
         gpus_per_process: int = 1,
         nodes: Sequence[int] | None = None,
+        excluded: set[str] | None = None,
     ) -> None:
         if not process_on_nodes or min(*process_on_nodes, max_colocate_count, gpus_per_process) < 1:
             raise ValueError(
@@ -98,6 +100,7 @@ class RayResourcePool:
         self.wait_limit_s = wait_limit_s
         self.gpus_per_process = gpus_per_process
         self.nodes = None if nodes is None else tuple(nodes)
+        self.excluded: set[str] = set() if excluded is None else excluded
         self._node_ids: list[str] | None = None  # Ray's ids of `nodes`
         self._groups: list[PlacementGroup] = []
         self._reserved_on: list[str] = []  # Ray's ids of the nodes of `_groups`
@@ -187,10 +190,34 @@ class RayResourcePool:
             return lost
         living = {node.identity for node in living_nodes()}
         indices = [index for index, node in enumerate(self._reserved_on) if node not in living]
-        spare = [node for node in free_nodes() if node.identity not in self._node_ids]
+        # If another run takes the node in the meantime, the ranks stay lost.
+        return {} if self._move(indices) else lost
+
+    def excluded_ranks(self) -> list[int]:
+        """Return the ranks on nodes that are excluded."""
+        excluded = {node.identity for node in living_nodes() if node.node in self.excluded}
+        return [rank for rank, node in enumerate(self.node_ids()) if node in excluded]
+
+    def leave_excluded_nodes(self) -> bool:
+        """Reserve the bundles of excluded nodes on other nodes, which ends all processes that use them.
+
+        Returns whether it is done. The pool stays where it is if no other node has free resources.
+        """
+        excluded = {node.identity for node in living_nodes() if node.node in self.excluded}
+        indices = [index for index, node in enumerate(self._reserved_on) if node in excluded]
+        return self._node_ids is not None and self._move(indices)
+
+    def _move(self, indices: Sequence[int]) -> bool:
+        """Reserve some of `process_on_nodes` on other nodes. Returns whether it is done."""
+        assert self._node_ids is not None
+        spare = [
+            node
+            for node in free_nodes()
+            if node.identity not in self._node_ids and node.node not in self.excluded
+        ]
         demands = [_demand(self, self.process_on_nodes[index]) for index in indices]
         if (chosen := match(demands, spare, apart=True)) is None:
-            return lost
+            return False
 
         for index, number in zip(indices, chosen, strict=True):
             remove_placement_group(self._groups[index])
@@ -201,9 +228,7 @@ class RayResourcePool:
             self._node_ids[index] = self._reserved_on[index] = node.identity
         deadline_s = time.monotonic() + self.wait_limit_s
         moved = [self._groups[index] for index in indices]
-        if not all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in moved):
-            return lost  # another run has taken the node in the meantime
-        return {}
+        return all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in moved)
 
     def release(self) -> None:
         """Release the devices. This ends the processes that still use them."""
@@ -227,6 +252,7 @@ class _PoolPart(RayResourcePool):
             whole.max_colocate_count,
             whole.wait_limit_s,
             whole.gpus_per_process,
+            excluded=whole.excluded,
         )
         self._whole = whole
         self.ranks = tuple(ranks)
@@ -249,6 +275,9 @@ class _PoolPart(RayResourcePool):
 
     def move_from_lost_nodes(self) -> dict[int, str]:
         return self._own(self._whole.move_from_lost_nodes())
+
+    def leave_excluded_nodes(self) -> bool:
+        return self._whole.leave_excluded_nodes()
 
     def _own(self, lost: Mapping[int, str]) -> dict[int, str]:
         """Translate ranks of the whole pool into ranks of this part."""
@@ -289,6 +318,7 @@ class ResourcePoolManager:
                     f"role {role!r} is mapped to pool {pool!r}; the pools are {sorted(resource_pool_spec)}"
                 )
 
+        excluded: set[str] = set()
         self.resource_pools = {
             name: RayResourcePool(
                 counts,
@@ -297,6 +327,7 @@ class ResourcePoolManager:
                 max_colocate_counts.get(name, 1),
                 gpus_per_process=gpus_per_process.get(name, 1) or 1,
                 nodes=nodes.get(name),
+                excluded=excluded,
             )
             for name, counts in resource_pool_spec.items()
         }

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.config.schema import RecoveryConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind
+from megarl.machine.wording import counted
 from megarl.roles.model_snapshots import ModelSnapshots, SnapshotLostError
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.rollout.replicas import NodeLostError
 from megarl.roles.saved_models import SavedModels
 from megarl.roles.start import PPORoles
 from megarl.roles.weights.rollout_weights import RolloutWeights
+
+_log = logging.getLogger(__name__)
+_FAILURES = 2  # losses in which a node is involved before it is excluded
+_LOOK_S = 1.0  # interval at which a free node is looked for
 
 
 class SavedStep(NamedTuple):
@@ -56,6 +65,7 @@ class ModelRecovery:
         snapshots: Snapshots of those that train.
         load_checkpoint: Loads a checkpoint on disk in those.
         schedule: The colocation schedule of their devices.
+        wait_for_node_s: How long to wait for a free node after one is lost.
         weights: Weight sync of the actor's engines; None if the run has none.
     """
 
@@ -65,12 +75,15 @@ class ModelRecovery:
         snapshots: ModelSnapshots,
         load_checkpoint: Callable[[Path], None],
         schedule: OffloadSchedule,
+        wait_for_node_s: float,
         weights: RolloutWeights | None = None,
     ) -> None:
         self._groups = tuple(groups)
         self._snapshots = snapshots
         self._load_checkpoint = load_checkpoint
         self._schedule = schedule
+        self._wait_for_node_s = wait_for_node_s
+        self._failures: Counter[str] = Counter()  # losses by address of a node
         self._weights = weights
         self._version_of: dict[int, int] = {}  # step -> the version of the actor's weights after it
 
@@ -113,7 +126,7 @@ class ModelRecovery:
         Raises:
             SnapshotLostError: There is neither a complete snapshot nor a checkpoint.
             WorkerError: A process failed or died during the recovery.
-            NodeLostError: A node is lost, and no other node is free.
+            NodeLostError: A node is lost, and no other node has become free in time.
         """
         lost, nodes = self._lost(error)
         newest = self._snapshots.newest_after_loss()
@@ -121,12 +134,8 @@ class ModelRecovery:
             raise SnapshotLostError("no complete snapshot of the trained models is left in memory")
         for processes in lost:
             processes.shutdown()
-            if gone := processes.pool.move_from_lost_nodes():
-                raise NodeLostError(
-                    f"node {', '.join(dict.fromkeys(gone.values()))} is lost, and no other node of the "
-                    f"cluster has free resources for {', '.join(processes.roles)}; the same command "
-                    f"resumes from the last checkpoint when the cluster has enough nodes"
-                ) from error
+            self._await_place(processes, error)
+        lost += [processes for processes in self._exclude(nodes) if processes not in lost]
 
         # Processes on the same devices must be offloaded before the new ones allocate memory.
         roles = [role for processes in lost for role in processes.roles]
@@ -145,6 +154,61 @@ class ModelRecovery:
         if self._weights is not None:
             self._weights.rewind(self._version_of[step], is_new="actor" in roles)
         return Restarted(step, tuple(roles), nodes, is_from_disk=step != newest)
+
+    def _await_place(self, processes: RayWorkerGroup, error: Exception) -> None:
+        """Move processes from lost nodes to free ones, and wait for a node if there is none.
+
+        Raises:
+            NodeLostError: There is none within `wait_for_node_s`.
+        """
+        end_s = time.monotonic() + self._wait_for_node_s
+        is_told = False
+        while gone := processes.pool.move_from_lost_nodes():
+            what = (
+                f"node {', '.join(dict.fromkeys(gone.values()))} is lost, and no other node of the cluster "
+                f"has free resources for {', '.join(processes.roles)} "
+                f"({counted(len(gone), 'process')} on {counted(len(set(gone.values())), 'node')})"
+            )
+            if time.monotonic() >= end_s:
+                raise NodeLostError(
+                    f"{what} after {self._wait_for_node_s:g} s (recovery.wait_for_node_s); the same command "
+                    f"resumes from the last checkpoint when the cluster has enough nodes"
+                ) from error
+            if not is_told:
+                _log.warning("%s; waiting up to %g s for one", what, self._wait_for_node_s)
+                is_told = True
+            time.sleep(_LOOK_S)
+
+    def _exclude(self, nodes: Sequence[str]) -> list[RayWorkerGroup]:
+        """Count a loss for these nodes, and leave those that were involved in too many.
+
+        Returns the process groups that have moved.
+        """
+        self._failures.update(nodes)
+        bad = {node for node in nodes if self._failures[node] >= _FAILURES}
+        all_processes = list(dict.fromkeys(group.processes for group in self._groups))
+        for processes in all_processes:
+            processes.pool.excluded.update(bad)
+        on_bad_nodes = [processes for processes in all_processes if processes.pool.excluded_ranks()]
+        moved = []
+        for processes in on_bad_nodes:
+            # Pools that are parts of the same one move together.
+            if not processes.pool.excluded_ranks() or processes.pool.leave_excluded_nodes():
+                moved.append(processes)
+                processes.shutdown()
+        for node in sorted(bad):
+            _log.warning(
+                "node %s was involved in %d losses, and is excluded%s",
+                node,
+                self._failures[node],
+                "" if len(moved) == len(on_bad_nodes) else ", but no other node has free resources: it stays",
+            )
+        return moved
+
+    @property
+    def excluded_nodes(self) -> list[str]:
+        """The addresses of nodes that were involved in too many losses."""
+        return [node for node, count in self._failures.items() if count >= _FAILURES]
 
     def _load(self, newest: int | None, saved: SavedStep | None) -> int:
         """Load the newest snapshot, or the checkpoint if a part of it is lost. Returns its step."""
@@ -175,20 +239,27 @@ class ModelRecovery:
         return lost, tuple(dict.fromkeys(nodes))
 
 
-def ppo_recovery(roles: PPORoles, models: SavedModels, limit_s: float) -> ModelRecovery:
+def ppo_recovery(
+    roles: PPORoles, models: SavedModels, config: RecoveryConfig, limit_s: float
+) -> ModelRecovery:
     """Build the recovery of a run's models; its rollout and reward functions recover by themselves.
 
     Args:
+        roles: All roles.
+        models: The trained models.
+        config: Its limits.
         limit_s: Limit of a phase.
     """
     handles = (roles.actor, *roles.scorers.values(), roles.critic, roles.reward.model)
     groups = [handle.group for handle in handles if handle]
     snapshots = ModelSnapshots(models.models, limit_s)
-    return ModelRecovery(groups, snapshots, models.load, roles.schedule, roles.weights)
+    return ModelRecovery(
+        groups, snapshots, models.load, roles.schedule, config.wait_for_node_s, roles.weights
+    )
 
 
-def single_recovery(models: SavedModels, limit_s: float) -> ModelRecovery:
+def single_recovery(models: SavedModels, config: RecoveryConfig, limit_s: float) -> ModelRecovery:
     """Build the recovery of a run that only has the models it trains. `limit_s` is the limit of a phase."""
     groups = [model.group for model in models.models]
     snapshots = ModelSnapshots(models.models, limit_s)
-    return ModelRecovery(groups, snapshots, models.load, OffloadSchedule())
+    return ModelRecovery(groups, snapshots, models.load, OffloadSchedule(), config.wait_for_node_s)

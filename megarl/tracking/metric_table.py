@@ -340,7 +340,11 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "",
             "Times that lost trainer processes were restarted in the step, if `recovery.enabled`.",
         ),
-        MetricRow("recovery/lost_s", "s", "Time to restart, restore and repeat earlier steps."),
+        MetricRow(
+            "recovery/lost_s",
+            "s",
+            "Time of interrupted attempts, and to restart, restore and repeat steps.",
+        ),
     ),
     "Time, speed and memory": (
         MetricRow(

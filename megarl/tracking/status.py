@@ -79,6 +79,9 @@ class RunStatus:
         tokens_per_s: Average over about the last minute, as are trainer_idle and engines_idle (shares of
             time).
         num_recoveries: Number of times that lost trainer processes were restarted.
+        recovery_lost_s: Time that was lost with them.
+        goodput: Share of the run's time that was not lost.
+        excluded_nodes: Addresses of nodes that are no longer used.
         stalled: Description of what has made no progress for a long time; None if nothing is stalled.
     """
 
@@ -94,6 +97,9 @@ class RunStatus:
     replicas: list[ReplicaStatus]
     num_restarts: int
     num_recoveries: int
+    recovery_lost_s: float
+    goodput: float
+    excluded_nodes: list[str]
     tokens_per_s: float
     trainer_idle: float
     engines_idle: float

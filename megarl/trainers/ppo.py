@@ -94,7 +94,9 @@ class PPOTrainer:
         self.monitor = monitor
         self.checkpoints = checkpoints
         self.recovery = recovery or NoRecovery()
-        self._status = StatusOfRun(config, roles, monitor, self.prompts, self.recovery)
+        self._status = StatusOfRun(
+            config, roles, monitor, self.prompts, self.recovery, lambda: checkpoints.seconds
+        )
         self._rows = SampleRows(config)
         self._batches = RecordedBatches(Path(config.trainer.output_dir), config.tracking.record_batches)
         self._sample = Sampling(self.prompts, roles.reward, rules)
@@ -188,6 +190,7 @@ class PPOTrainer:
             },
             "weight_version": self.roles.weights.version,
             "validations": self.monitor.validations,
+            "recovery": self.recovery.state_dict(),
         }
 
     def _files(self) -> dict[str, bytes]:
@@ -214,6 +217,7 @@ class PPOTrainer:
 
         # The first weight sync of the resumed run gets the version that the engines had.
         self.roles.weights.resume(state["weight_version"])
+        self.recovery.load_state_dict(state.get("recovery", {}))
         self.monitor.validations = [(step, score) for step, score in state["validations"]]
 
         # Samples that were generated ahead are trained instead of being generated again.

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megarl.checkpoints.run_folder import step_of
 from megarl.config.schema import RecoveryConfig, RunConfig
@@ -47,6 +47,24 @@ class LostRanks(NamedTuple):
 
     def describe(self) -> str:
         return f"step {self.step}, node {', '.join(self.nodes) or 'not known'}: {self.cause}"
+
+
+class RecoveryTotals(NamedTuple):
+    """What a run has lost so far.
+
+    Attributes:
+        num_recoveries: How often lost processes were restarted.
+        lost_s: Time of interrupted attempts, and to restart, restore and repeat earlier steps.
+        excluded_nodes: Nodes that are no longer used, by address.
+    """
+
+    num_recoveries: int = 0
+    lost_s: float = 0.0
+    excluded_nodes: tuple[str, ...] = ()
+
+    def goodput(self, seconds: float) -> float:
+        """Return the share of a run's time that was not lost."""
+        return 1.0 - min(1.0, self.lost_s / seconds) if seconds > 0 else 1.0
 
 
 class RewindableMonitor(Protocol):
@@ -90,11 +108,18 @@ class StepRecovery:
         self._losses: list[LostRanks] = []
         self._lost_s = 0.0
         self._num_recoveries = 0  # since the metrics were recorded last
+        self._totals = RecoveryTotals()
 
     @property
-    def num_recoveries(self) -> int:
-        """The number of recoveries in this process of the run."""
-        return len(self._losses)
+    def totals(self) -> RecoveryTotals:
+        """The recoveries of the whole run, including those before it was resumed."""
+        return self._totals._replace(excluded_nodes=tuple(self._models.excluded_nodes))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_recoveries": self._totals.num_recoveries, "lost_s": self._totals.lost_s}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._totals = RecoveryTotals(**state)
 
     def begin(self) -> None:
         """Take the first snapshot, of the state before the first step."""
@@ -133,20 +158,26 @@ class StepRecovery:
         """Return the result of an action between two snapshots. After a loss it is called again."""
         depth = self._monitor.depth
         while True:
+            start_s = time.monotonic()
             try:
                 return action()
             except RunError as error:
                 lost: RunError = error
-            self._recover(lost)
+            self._recover(lost, start_s)
             self._monitor.rewind(depth)
 
     def _begin_snapshot(self, step: int) -> None:
         if step % self._config.snapshot_every_steps == 0:
             self._models.begin_snapshot(step)
 
-    def _recover(self, error: RunError) -> None:
-        """Restore the models, and repeat completed steps that the snapshot does not contain."""
-        start_s = time.monotonic()
+    def _recover(self, error: RunError, start_s: float) -> None:
+        """Restore the models, and repeat completed steps that the snapshot does not contain.
+
+        Args:
+            error: What was lost.
+            start_s: When the interrupted attempt began.
+        """
+        noticed_s = time.monotonic()
         while True:
             if not self._models.concerns(error):
                 raise error
@@ -163,16 +194,18 @@ class StepRecovery:
             except RunError as again:
                 error = again
 
-        seconds = time.monotonic() - start_s
-        self._lost_s += seconds
+        now_s = time.monotonic()
+        self._lost_s += now_s - start_s
         self._num_recoveries += 1
+        totals = self._totals
+        self._totals = RecoveryTotals(totals.num_recoveries + 1, totals.lost_s + now_s - start_s)
         _log.warning(
             "step %d: restarted %s from the %s of step %d in %.1f s%s",
             self._step,
             ", ".join(restarted.roles),
             "checkpoint" if restarted.is_from_disk else "snapshot",
             restarted.step,
-            seconds,
+            now_s - noticed_s,
             f"; repeated step {', '.join(map(str, repeated))}" if repeated else "",
         )
 
@@ -218,7 +251,12 @@ class StepRecovery:
 class NoRecovery:
     """Runs steps of a run without recovery: a lost process ends it."""
 
-    num_recoveries = 0
+    totals = RecoveryTotals()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     def begin(self) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -40,12 +41,14 @@ class StatusOfRun:
         monitor: Monitor,
         prompts: BufferedRollout,
         recovery: StepRecovery | NoRecovery,
+        seconds: Callable[[], float],
     ) -> None:
         self._config = config
         self._roles = roles
         self._monitor = monitor
         self._prompts = prompts
         self._recovery = recovery
+        self._seconds = seconds  # of the whole run
         self._position = monitor.position
         self._moments: deque[_Moment] = deque([self._moment()], maxlen=_WINDOW)
 
@@ -58,6 +61,7 @@ class StatusOfRun:
         rollout = self._roles.rollout
         position = self._position
         requests, replicas = rollout.snapshot()
+        recovery = self._recovery.totals
 
         # Rates are averages over a sliding window of about a minute.
         first = self._moments[0]
@@ -106,7 +110,10 @@ class StatusOfRun:
                 for replica, count in zip(replicas, num_tokens, strict=False)  # some may have left
             ],
             num_restarts=rollout.num_restarts,
-            num_recoveries=self._recovery.num_recoveries,
+            num_recoveries=recovery.num_recoveries,
+            recovery_lost_s=recovery.lost_s,
+            goodput=recovery.goodput(self._seconds()),
+            excluded_nodes=list(recovery.excluded_nodes),
             tokens_per_s=sum(num_tokens) / seconds,
             trainer_idle=_share(now.waited_s - first.waited_s, seconds),
             engines_idle=1 - _share(busy_s, seconds * len(replicas)),

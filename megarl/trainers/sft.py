@@ -46,11 +46,16 @@ class SFTTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the driver's state between two steps, as JSON-compatible values."""
-        return {"trainer": "sft", "data": self.batches.state_dict()}
+        return {
+            "trainer": "sft",
+            "data": self.batches.state_dict(),
+            "recovery": self.recovery.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state. Call this before `fit`. Raises ValueError if the data has changed."""
         self.batches.load_state_dict(state["data"])
+        self.recovery.load_state_dict(state.get("recovery", {}))
 
     def fit(self) -> None:
         trainer = self.config.trainer

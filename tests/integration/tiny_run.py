@@ -309,7 +309,10 @@ def run_ppo(
             monitor = _monitor(config, roles.groups)
             monitor.look = lambda step, phase: look_at_phase(step, phase, roles)
             recovery = step_recovery(
-                config, lambda: ppo_recovery(roles, saved, 60), monitor, 0 if resume is None else resume.step
+                config,
+                lambda: ppo_recovery(roles, saved, config.recovery, 60),
+                monitor,
+                0 if resume is None else resume.step,
             )
             checkpoints = _checkpoints(config, saved, monitor, resume, recovery)
             ppo = WatchedTrainer(config, roles, loader, evaluation, monitor, checkpoints, recovery=recovery)
@@ -364,7 +367,7 @@ def run_sft(
         with _ended([actor.group]), _monitor(config, [actor.group]) as monitor:
             monitor.look = lambda step, phase: look_at_phase(step, phase, actor)
             saved = sft_models(config, actor)
-            recovery = step_recovery(config, lambda: single_recovery(saved, 60), monitor, 0)
+            recovery = step_recovery(config, lambda: single_recovery(saved, config.recovery, 60), monitor, 0)
             checkpoints = _checkpoints(config, saved, monitor, recovery=recovery)
             SFTTrainer(config, actor, loader, held_out, monitor, checkpoints, recovery).fit()
             actor.save_hf(Path(config.trainer.output_dir) / "huggingface", path)

@@ -102,6 +102,13 @@ class Driver:
         self._replicas.restart(1, "its last words")
         return self.places()
 
+    def exclude(self) -> dict[str, Any]:
+        """Exclude the node of the second replica."""
+        pool = self._pools["rollout"]
+        pool.excluded.add(self._replicas.groups[1].reports()[0].node)
+        moved = [pool.leave_excluded_nodes() for _ in range(2)]
+        return {**self.restart(), "moved": moved, "on_excluded": pool.excluded_ranks()}
+
 
 def answer_to(command: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     begin_s = time.monotonic()

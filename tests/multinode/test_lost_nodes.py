@@ -98,6 +98,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         net.heal()
         ray.start(replica)
         said["returned"] = cluster.ask("restart")
+        ray.start(spare)
+        said["excluded"] = cluster.ask("exclude")
 
         cluster.send("wait")
         net.set_links([Link(actor, number, loss=1.0) for number in range(4)])
@@ -157,6 +159,13 @@ def test_a_replica_without_another_node_ends_the_run(told: dict[str, dict[str, A
 def test_a_node_that_has_returned_is_used(told: dict[str, dict[str, Any]]) -> None:
     assert told["returned"]["error"] is None
     assert told["returned"]["replicas"] == told["places"]["replicas"]
+
+
+def test_an_excluded_node_is_left_for_a_free_one(told: dict[str, dict[str, Any]]) -> None:
+    after = told["excluded"]
+    assert after["error"] is None
+    assert after["replicas"] == told["moved"]["replicas"]
+    assert (after["moved"], after["on_excluded"]) == ([True, True], [])
 
 
 def test_a_node_that_hears_but_does_not_answer_is_lost(told: dict[str, dict[str, Any]]) -> None:

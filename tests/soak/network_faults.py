@@ -39,6 +39,8 @@ _SETTINGS = (
 )
 _BEFORE = 12  # steps before the fault
 _LIMIT_S = 300.0
+_RANK_BYTES = 400 * 2**20  # a rank has more memory than other processes of Ray
+_RANK_START_S = 5.0
 _NUM_CPUS = (0, 2, 2, 2)  # none on the node of the driver, so that the ranks are on others
 
 
@@ -109,6 +111,25 @@ def _kill(name: str) -> Fault:
     return fault
 
 
+def _kill_rank_twice(scene: Scene) -> None:
+    """Kill the rank on a node, and the next one that starts there."""
+    inside = _network_of(scene.net.nodes[scene.trainers[1]].pid)
+    for _ in range(2):
+        rank = None
+        while rank is None:
+            sizes = {
+                process: process.info["memory_info"].rss
+                for process in psutil.process_iter(["cmdline", "memory_info"])
+                if _network_of(process.pid) == inside
+                and "ray::" in " ".join(process.info["cmdline"] or ())
+                and process.info["memory_info"].rss > _RANK_BYTES
+            }
+            rank = max(sizes, key=lambda process: sizes[process], default=None)
+            time.sleep(0.05)
+        rank.kill()
+        time.sleep(_RANK_START_S)
+
+
 def _network_of(pid: int) -> str | None:
     try:
         return os.readlink(f"/proc/{pid}/ns/net")
@@ -137,6 +158,7 @@ FAULTS: Mapping[str, tuple[str, Fault]] = {
     "loss": ("5 % of all frames are lost", _all_links(0.05, 0.0)),
     "delay": ("every frame takes 100 ms", _all_links(0.0, 0.1)),
     "raylet": ("the raylet of a node is killed", _kill("raylet")),
+    "bad_node": ("a rank on the same node dies twice", _kill_rank_twice),
     "disk_full": ("the disk of a node is full", _disk_full),
 }
 

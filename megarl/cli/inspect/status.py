@@ -146,6 +146,14 @@ def shown(folder: Path, record: StatusRecord) -> RenderableType:
             )
         )
 
+    if status.num_recoveries:
+        excluded = ", ".join(status.excluded_nodes)
+        lines.append(
+            Text(
+                f"{counted(status.num_recoveries, 'recovery')}, {duration(status.recovery_lost_s)} lost, "
+                f"goodput {status.goodput:.1%}{f'; excluded nodes: {excluded}' if excluded else ''}"
+            )
+        )
     if status.stalled is not None:
         lines.append(Text(status.stalled, style="yellow"))
     return Group(*lines, _replicas(status), *([_oldest(status)] if status.oldest else []))
@@ -163,9 +171,7 @@ def _place(status: RunStatus) -> str:
     step = "before the first step" if status.step is None else f"step {status.step} of {status.total_steps}"
     ahead = f" (up to {counted(status.max_staleness, 'step')} ahead)" if status.max_staleness else ""
 
-    recovered = f", {counted(status.num_recoveries, 'recovery')}" if status.num_recoveries else ""
-
-    return f"{step}{phase}{ahead}{recovered}"
+    return f"{step}{phase}{ahead}"
 
 
 def _replicas(status: RunStatus) -> RenderableType:

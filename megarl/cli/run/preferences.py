@@ -80,7 +80,7 @@ def _run(config: PreferenceConfig, context: RunContext) -> int:
         with open_monitor(session, config, [model.group], resume) as monitor:
             recovery = step_recovery(
                 config,
-                lambda: single_recovery(saved, trainer.phase_time_limit_s),
+                lambda: single_recovery(saved, config.recovery, trainer.phase_time_limit_s),
                 monitor,
                 0 if resume is None else resume.step,
             )
@@ -100,7 +100,7 @@ def _run(config: PreferenceConfig, context: RunContext) -> int:
         steps = checkpoints.last_step
         seconds = round(checkpoints.seconds, 1)
         # The summary is written last, because it marks the run as complete.
-        told = say_ended(session, checkpoints)
+        told = say_ended(session, checkpoints, recovery)
         write_summary(
             session.output_dir,
             {"steps": steps, "seconds": seconds, "pairs": steps * trainer.pairs_per_step, **told},

@@ -17,6 +17,7 @@ from megarl.cli.run.termination import TERMINATED
 from megarl.cli.tables.console import print_line
 from megarl.config.schema import RunConfig
 from megarl.machine.errors import CheckpointError
+from megarl.machine.wording import counted
 from megarl.roles.saved_models import SavedModels
 from megarl.tracking.run_files import SUMMARY_FILE
 from megarl.tracking.truncate_logs import cut_after
@@ -147,9 +148,29 @@ def open_checkpoints(
     return checkpoints
 
 
-def say_ended(session: Session, checkpoints: Checkpointer) -> dict[str, Any]:
-    """Print whether the run stopped early and which checkpoint is the best. Return both for the summary."""
+def say_ended(
+    session: Session, checkpoints: Checkpointer, recovery: StepRecovery | NoRecovery
+) -> dict[str, Any]:
+    """Print whether the run stopped early, which checkpoint is the best, and its recoveries.
+
+    Returns these for the summary.
+    """
     told: dict[str, Any] = {}
+    if isinstance(recovery, StepRecovery):
+        totals = recovery.totals
+        goodput = totals.goodput(checkpoints.seconds)
+        told["recovery"] = {
+            "num_recoveries": totals.num_recoveries,
+            "lost_s": round(totals.lost_s, 1),
+            "goodput": round(goodput, 4),
+            "excluded_nodes": list(totals.excluded_nodes),
+        }
+        if totals.num_recoveries:
+            session.console.print(
+                f"{counted(totals.num_recoveries, 'recovery')}, {totals.lost_s:.1f} s lost, goodput "
+                f"{goodput:.1%}",
+                highlight=False,
+            )
     if why := checkpoints.stopped_early:
         told["stopped_early"] = why
         session.console.print(

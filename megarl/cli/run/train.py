@@ -132,7 +132,7 @@ def open_ppo(
             if own_loop
             else step_recovery(
                 config,
-                lambda: ppo_recovery(roles, saved, trainer.phase_time_limit_s),
+                lambda: ppo_recovery(roles, saved, config.recovery, trainer.phase_time_limit_s),
                 monitor,
                 0 if resume is None else resume.step,
             )
@@ -186,7 +186,7 @@ def _finish(config: PPOConfig, session: Session, ppo: PPOTrainer) -> None:
         "steps": steps,
         "seconds": round(seconds, 1),
         "samples": samples,
-        **say_ended(session, ppo.checkpoints),
+        **say_ended(session, ppo.checkpoints, ppo.recovery),
     }
     # The summary marks the run as complete, so it is written after the export of the policy.
     write_summary(session.output_dir, summary)

@@ -20,4 +20,6 @@ class RecoveryConfig:
     # steps between snapshots of the training state in host memory; the samples of these steps are kept, too
     snapshot_every_steps: int = ranged(1, at_least=1)
     max_restarts: int = ranged(3, at_least=1)  # recoveries within `window_steps` steps; one more ends the run
+    # how long a run that lost a node waits until the cluster has another free one, in seconds
+    wait_for_node_s: float = ranged(300.0, at_least=0)
     window_steps: int = ranged(10, at_least=1)  # steps over which `max_restarts` counts

@@ -100,6 +100,7 @@ class Replicas:
         self._at_work = at_work
         self._budget = RestartBudget(restart_limit, restart_window_s)
         self._spans: list[Span] = []
+        self._node_ids: dict[int, list[str]] = {}  # the nodes on which each replica was started
 
         # The generation thread replaces this, so that other threads can take over the replicas.
         self.exclusive: ExclusiveAccess = unshared
@@ -123,7 +124,7 @@ class Replicas:
         limit_s = self._phase_time_limit_s
         at_work = self._at_work
 
-        return RayWorkerGroup(
+        group = RayWorkerGroup(
             pool,
             self._worker,
             role="rollout",
@@ -131,6 +132,8 @@ class Replicas:
             rank_environments=environments,
             at_work=at_work,
         )
+        self._node_ids[number] = pool.node_ids()
+        return group
 
     # ---- weights
 
@@ -178,14 +181,16 @@ class Replicas:
         last_words = f"rollout replica {number} of {len(self.groups)} ended or hung: {why}"
         self.kill(number)
 
+        # Without a node, more restarts would not help.
+        if lost := self._places[number].pool.lost_nodes():
+            last_words += self._move(number, ", ".join(dict.fromkeys(lost.values())), last_words)
+
         if not self._budget.left:
             raise RestartLimitError(
                 f"{last_words}\n\nrollout.restart_limit: {self._budget} are used up. The cause is in the "
                 f"output above; if it is intermittent, allow more"
             )
-
-        if lost := self._places[number].pool.lost_nodes():
-            last_words += self._move(number, ", ".join(dict.fromkeys(lost.values())), last_words)
+        self._find_environments(number)
 
         # The new process starts while the others generate; it has no weights until it is readmitted.
         self._budget.spend()
@@ -202,11 +207,14 @@ class Replicas:
                 f"node {address} is lost: rollout replica {number} of {len(self.groups)} ran there, and no "
                 f"other node of the cluster has free resources for it\n\n{last_words}"
             )
+        return f"\nnode {address} is lost; another node takes its place"
 
-        if place.environments_again is not None:
+    def _find_environments(self, number: int) -> None:
+        """Find the variables of a replica again if its pool has moved, here or for another role."""
+        place = self._places[number]
+        if place.environments_again is not None and place.pool.node_ids() != self._node_ids[number]:
             moved = place._replace(environments=place.environments_again())
             self._places = (*self._places[:number], moved, *self._places[number + 1 :])
-        return f"\nnode {address} is lost; another node takes its place"
 
     def replace(self, lost: Mapping[int, Exception]) -> None:
         """Restarts lost replicas.

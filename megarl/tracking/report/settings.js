@@ -7,6 +7,8 @@ const MAIN_KEYS = [
   "trainer.samples_per_step", "rollout.n", "rollout.engine", "placement.strategy", "model.dtype", "trainer.seed",
 ];
 
+const sum = (values = []) => values.reduce((total, value) => total + (value ?? 0), 0);
+
 function last(values) {
   for (let index = values.length - 1; index >= 0; index--) if (values[index] !== null) return values[index];
   return null;
@@ -38,11 +40,14 @@ const summaryTab = {
   },
 
   card(run, about, metrics) {
-    const [state, words] = stateOf(about), { steps, values } = metrics, total = about.config["trainer.total_steps"], { validation, seconds, samples } = about.summary || {};
+    const [state, words] = stateOf(about), { steps, values } = metrics, total = about.config["trainer.total_steps"], { validation, seconds, samples, recovery } = about.summary || {};
     const facts = [["estimator", about.config["algorithm.advantage.estimator"] ?? "fine-tuning"], ["steps", `${steps.length ? formatted(steps[steps.length - 1]) : 0}${total ? ` of ${formatted(Number(total))}` : ""}`], ["last written", writtenAt(run)]];
     if (validation) facts.push(["held-out score", `${formatted(validation.before, 3)} → ${formatted(validation.after, 3)}`]);
     if (typeof seconds === "number") facts.push(["time", formattedSeconds(seconds)]);
     if (typeof samples === "number") facts.push(["samples", formatted(samples)]);
+    const recoveries = sum(values["recovery/num_recoveries"]);
+    if (recoveries) facts.push(["recoveries", `${formatted(recoveries)}, ${formattedSeconds(sum(values["recovery/lost_s"]))} lost${recovery ? `, goodput ${formatted(100 * recovery.goodput)} %` : ""}`]);
+    if (recovery && recovery.excluded_nodes.length) facts.push(["excluded nodes", recovery.excluded_nodes.join(", ")]);
     const shown = [...headlineMetrics(Object.keys(values)), "actor/entropy", "perf/throughput", "timing_s/step"];
     for (const name of shown) if (name in values) facts.push([name, formatted(last(values[name]))]);
     const keys = MAIN_KEYS.filter((key) => key in about.config).map((key) => [key, about.config[key]]);

@@ -13,7 +13,7 @@ from megarl.machine.errors import RunError
 from megarl.roles.model_recovery import Restarted, SavedStep
 from megarl.roles.model_snapshots import SnapshotLostError
 from megarl.trainers.checkpoint import STATE_FILE
-from megarl.trainers.recovery import RecoveryLimitError, StepRecovery
+from megarl.trainers.recovery import RecoveryLimitError, RecoveryTotals, StepRecovery
 
 
 class LostRankError(RunError):
@@ -26,6 +26,7 @@ class Models:
     def __init__(self) -> None:
         self.complete: int | None = None
         self.begun: list[int] = []
+        self.excluded_nodes: list[str] = []
 
     def begin_snapshot(self, step: int) -> None:
         self.begun.append(step)
@@ -93,6 +94,26 @@ def test_the_interrupted_step_is_repeated_and_counted_once() -> None:
     assert (metrics["loss"], metrics["recovery/num_recoveries"]) == (2.0, 1.0)
     assert steps.trained == [1, 2, 2]
     assert steps.models.begun == [1, 2]
+
+
+def test_the_totals_continue_when_the_run_is_resumed() -> None:
+    before = Steps(0)
+    before.models.complete = 0
+    before.run(1)
+    resumed = Steps(0)
+    resumed.models.complete = 0
+    resumed.models.excluded_nodes = ["10.0.0.2"]
+    resumed.recovery.load_state_dict(before.recovery.state_dict())
+    resumed.run(1)
+    totals = resumed.recovery.totals
+    assert (totals.num_recoveries, totals.excluded_nodes) == (2, ("10.0.0.2",))
+    assert totals.lost_s > before.recovery.totals.lost_s > 0
+
+
+def test_goodput_is_the_share_of_time_that_was_not_lost() -> None:
+    assert RecoveryTotals(2, 25.0).goodput(100.0) == 0.75
+    assert RecoveryTotals(2, 25.0).goodput(20.0) == 0.0
+    assert RecoveryTotals().goodput(0.0) == 1.0
 
 
 def test_steps_without_a_complete_snapshot_are_repeated_first() -> None:

@@ -45,7 +45,7 @@ class Scene:
             trainer=TrainerConfig(total_steps=9, prompts_per_step=4, phase_time_limit_s=400),
         )
         async_rollout: Any = SimpleNamespace(num_finished=lambda: 3)
-        self._status = StatusOfRun(config, roles, monitor, async_rollout, NoRecovery())
+        self._status = StatusOfRun(config, roles, monitor, async_rollout, NoRecovery(), lambda: 0.0)
         sampling = SamplingParameters(max_new_tokens=200, seed=0)
         lengths = [(20, "a"), (30, "a"), (40, "a"), (150, "b"), (60, "b")]
         requests = [
