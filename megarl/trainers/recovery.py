@@ -50,7 +50,7 @@ class LostRanks(NamedTuple):
 
 
 class RecoveryTotals(NamedTuple):
-    """What a run has lost so far.
+    """Losses of a run so far.
 
     Attributes:
         num_recoveries: How often lost processes were restarted.
