@@ -22,7 +22,7 @@ LAYERS = (
     ("config", "batch"),
     ("algorithms", "rewards", "agents", "data", "placement", "tracking", "weights"),
     ("checkpoints", "controller", "rollout", "step_time"),
-    ("engine",),
+    ("engine", "endpoint"),
     ("workers", "rehearsal", "calibration"),
     ("roles",),
     ("trainers", "simulation", "search"),

@@ -24,6 +24,7 @@ class EpisodeEnd(str, Enum):
     length = "length"  # a turn was truncated, or another one does not fit
     turns = "turns"  # the maximum number of turns is reached
     time = "time"  # the answer to a turn took too long
+    failed = "failed"  # the program of a harness failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +63,16 @@ class Trajectory:
 
     In a finished episode, the last segment is the model's.
 
+    An agent program may leave several conversations, each a row of the batch. `branches` has all of them, in
+    the order of their last turns; segments and rewards of the episode itself are then those of the branches,
+    one after the other.
+
     Attributes:
         turn_rewards: The environment's reward for each turn of the model.
         tool_s: Seconds spent in tools.
+        branches: The conversations of an agent program, each with its own prompt. Empty: the episode is the
+            only one, and its prompt is that of the data.
+        failure: The kind of the failure of an agent program, whose episode has no turn, or None.
     """
 
     prompt: Sequence[int]
@@ -74,6 +82,13 @@ class Trajectory:
     num_calls: int = 0
     call_errors: Counter[CallErrorKind] = field(default_factory=Counter)
     tool_s: float = 0.0
+    branches: Sequence[Trajectory] = ()
+    failure: str | None = None
+
+    @property
+    def rows(self) -> Sequence[Trajectory]:
+        """The rows of the batch that the episode becomes."""
+        return self.branches or (self,)
 
     @property
     def num_turns(self) -> int:
@@ -131,3 +146,28 @@ class Trajectory:
     @staticmethod
     def _joined(rows: list[np.ndarray], dtype: type) -> np.ndarray:
         return np.concatenate(rows) if rows else np.zeros(0, dtype=dtype)
+
+
+def session_trajectory(
+    prompt: Sequence[int], branches: Sequence[Trajectory], reward: float, end: EpisodeEnd, num_calls: int
+) -> Trajectory:
+    """Build the episode of an agent program from its conversations. The reward is that of its last turn."""
+    branches[-1].turn_rewards[-1] = reward
+    return Trajectory(
+        prompt=prompt,
+        segments=[segment for branch in branches for segment in branch.segments],
+        turn_rewards=[one for branch in branches for one in branch.turn_rewards],
+        end=end,
+        num_calls=num_calls,
+        branches=branches,
+    )
+
+
+def failed_trajectory(prompt: Sequence[int], failure: str) -> Trajectory:
+    """Build the episode of an agent program that failed. Its row has one token, without a loss."""
+    return Trajectory(
+        prompt=prompt,
+        segments=[Segment.of_environment(prompt[-1:])],
+        end=EpisodeEnd.failed,
+        failure=failure,
+    )

@@ -148,6 +148,8 @@ def agent_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
     - `agent/errors/<kind>`: fraction of calls that failed with this error. Kinds that did not occur are left
       out.
     - `agent/ended/<why>`: fraction of episodes with this end, see EpisodeEnd.
+    - `agent/branches/mean`: rows of an episode. `agent/failures/<kind>`: fraction of episodes whose program
+      failed so. Both are present in runs with a harness.
     """
     if "num_turns" not in arrays:
         return {}
@@ -160,8 +162,13 @@ def agent_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
     errors = sum((Counter(each) for each in arrays["call_errors"]), Counter())
     metrics |= {f"agent/errors/{kind.replace(' ', '_')}": count / calls for kind, count in errors.items()}
     ends = Counter(arrays["episode_end"].tolist())
+    metrics |= {f"agent/ended/{end}": count / ends.total() for end, count in ends.items()}
 
-    return metrics | {f"agent/ended/{end}": count / ends.total() for end, count in ends.items()}
+    if "branch" in arrays:  # of the last row of each episode
+        metrics["agent/branches/mean"] = float(np.mean(arrays["branch"].astype(float))) + 1
+        failures = Counter(kind for kind in arrays["failure"] if kind is not None)
+        metrics |= {f"agent/failures/{kind}": count / ends.total() for kind, count in failures.items()}
+    return metrics
 
 
 def reward_number_metrics(numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:

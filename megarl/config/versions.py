@@ -35,6 +35,8 @@ REQUIRED = {
     "argcomplete": ">=3.5",
     "jsonschema": ">=4.18",
     "httpx": ">=0.27,<1",
+    "fastapi": ">=0.115.6",
+    "uvicorn": ">=0.34",
 }
 
 # Additional requirements of `rollout.engine=sglang`.
@@ -46,7 +48,6 @@ SGLANG_CPU = {
     "compressed-tensors": ">=0.17",
     "dill": ">=0.3.8",
     "einops": ">=0.8",
-    "fastapi": ">=0.115.6",
     "gguf": ">=0.17",
     "msgspec": ">=0.19",
     "openai": ">=2.8",
@@ -60,7 +61,6 @@ SGLANG_CPU = {
     "requests": ">=2.32",
     "sentencepiece": ">=0.2",
     "setproctitle": ">=1.3.4",
-    "uvicorn": ">=0.34",
     "uvloop": ">=0.21",
     "xgrammar": ">=0.2.1,<0.3",
 }

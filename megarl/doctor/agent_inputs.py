@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.protocol import Task
 from megarl.agents.responder import EnvironmentFailedError
 from megarl.agents.trial import ANSWER, try_agent
-from megarl.config.schema import PPOConfig
+from megarl.config.schema import AgentConfig, PPOConfig
 from megarl.data.files import DataError
 from megarl.data.prompts import read_prompt, read_prompt_rows
 from megarl.data.tokenizer import Tools
@@ -22,6 +22,7 @@ from megarl.doctor.check_result import CheckResult, good, refused, wrong
 from megarl.doctor.reward_functions import (
     LOAD_LIMIT_S,
 )
+from megarl.endpoint.harness import load_harness
 from megarl.machine.spawn import FreshContext
 from megarl.rollout.tool_calls import check_parser
 
@@ -42,6 +43,8 @@ def judge_agent(
         The result, and the schemas of the tools.
     """
     agent = config.agent
+    if agent.harness.is_used:
+        return _judge_harness(agent, tokenizer, limit_s), None
     paths = [*(tool.path for tool in agent.tools), agent.environment.path]
     files = ", ".join(dict.fromkeys(path for path in paths if path is not None)) or "built-in tools"
     hint = f"fix {files}; test it with `megarl generate --{'tool' if agent.tools else 'environment'}`"
@@ -87,6 +90,33 @@ def judge_agent(
         f"{what} of {files} {does}, and the chat template supports multi-turn conversations",
         files=files,
     ), tools
+
+
+def _judge_harness(agent: AgentConfig, tokenizer: PreTrainedTokenizerBase, limit_s: float) -> CheckResult:
+    """Load the program of a harness in a process with a time limit, without running it."""
+    function = agent.harness.function
+    program = function.path or agent.harness.command[0]
+    hint = f"fix {program}"
+    with ProcessPool(1, context=FreshContext()) as pool:
+        try:
+            pool.schedule(_load_program, args=[agent], timeout=limit_s).result()
+            TurnTemplate(tokenizer).check()
+        except ValueError as error:
+            return refused(AGENT, "agent.harness", error, hint, files=program)
+        except (ProcessExpired, TimeoutError):
+            return wrong(
+                AGENT, f"agent.harness: {program} cannot be loaded in {limit_s:g} s", hint, files=program
+            )
+
+    return good(
+        AGENT,
+        f"{program} can be started, and the chat template supports multi-turn conversations",
+        files=program,
+    )
+
+
+def _load_program(agent: AgentConfig) -> None:
+    load_harness(agent.harness, num_threads=1)
 
 
 class _FirstTask(NamedTuple):

@@ -39,7 +39,12 @@ SHARED = frozenset(
 )
 # Keys of Python files, which are uploaded. Those of FUNCTIONS have the form FILE.py:NAME.
 FUNCTIONS = frozenset({"algorithm.advantage.function", "algorithm.policy_loss.function"})
-CODE = frozenset({"reward.functions.path", "agent.tools.path", "agent.environment.path"}) | FUNCTIONS
+CODE = FUNCTIONS | {
+    "reward.functions.path",
+    "agent.tools.path",
+    "agent.environment.path",
+    "agent.harness.function.path",
+}
 _WORDS = frozenset({"auto", "disable"})  # values of checkpoint.resume that are not paths
 _IGNORE_FILES = (".gitignore", ".rayignore")  # already applied; Ray would apply them again
 

@@ -6,11 +6,14 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from megarl.algorithms.masked import map_tokens, masked_row_sums
 from megarl.algorithms.scores import place_scores
+from megarl.batch.branches import BRANCH, FAILURE, ends_episode, episode_numbers, last_rows
 from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.roles import REWARD_MODEL
 from megarl.config.schema import ParallelConfig, RewardConfig
 from megarl.controller.futures import DerivedFuture, WorkerFuture, has_ended
@@ -127,7 +130,9 @@ class Reward:
 
         These were begun, or scored by `score_round`.
         """
-        uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
+        # An episode of several rows is scored once.
+        episodes = last_rows(batch)
+        uids = [str(uid) for uid in episodes.non_tensor_batch["uid"]]
 
         if self._of_rounds.keys() >= set(uids):
             parts = [self._of_rounds.pop(uid) for uid in dict.fromkeys(uids)]
@@ -140,7 +145,7 @@ class Reward:
             self._begun -= set(uids)
 
         # Wait for the last `begin` as well, so that its error is raised.
-        others = _needed(batch.select_idxs([row for row, is_begun in enumerate(begun) if not is_begun]))
+        others = _needed(episodes.select_idxs([row for row, is_begun in enumerate(begun) if not is_begun]))
         return self._with_model(batch, [self.group.call(RewardWorker.finish, others, uids), *beginning])
 
     def forget(self, prompts: DataProto) -> None:
@@ -162,6 +167,8 @@ class Reward:
 
         def placed(results: list[Any]) -> DataProto:
             scores = self._sum(results[0], results[-1]) if model else results[0]
+            if BRANCH in batch.non_tensor_batch:
+                return _placed_on_branches(scores, batch)
             of_rows = place_scores(scores.non_tensor_batch["score"].tolist(), rows["response_mask"])
 
             # The environment's rewards stay on their turns; the score becomes the sum of all.
@@ -193,6 +200,42 @@ class Reward:
         )
 
 
+def _placed_on_branches(scores: DataProto, batch: DataProto) -> DataProto:
+    """Return the result of `Reward.score` for the rows of a batch of agent programs.
+
+    The score of an episode stands on the last token of its last row, and each of its rows has the values of
+    the whole episode. An episode whose program failed is treated as one whose scoring failed.
+
+    Args:
+        scores: The scores of the episodes.
+    """
+    failed = np.array([kind is not None for kind in batch.non_tensor_batch[FAILURE]])
+    of_rows = scores.select_idxs(episode_numbers(batch))
+    of_functions = of_rows.non_tensor_batch["score"].astype(float) * ends_episode(batch) * ~failed
+
+    # The row of a failed episode has no token to place a score on.
+    mask = batch.ragged["response_mask"]
+    placeable = RaggedTensor.of_rows(
+        [
+            np.ones(len(row), bool) if fails else row.numpy()
+            for row, fails in zip(mask.each(), failed, strict=True)
+        ],
+        torch.bool,
+    )
+    token_scores = map_tokens(
+        torch.add, placeable, place_scores(of_functions.tolist(), placeable), batch.ragged[_OF_TURNS]
+    )
+    totals = np.bincount(episode_numbers(batch), masked_row_sums(token_scores, placeable).numpy())
+
+    is_scored = of_rows.tensors["is_scored"] & torch.from_numpy(~failed)
+    arrays = {**of_rows.non_tensor_batch, "score": totals[episode_numbers(batch)].tolist()}
+    return DataProto.from_dict(
+        {**of_rows.columns, "is_scored": is_scored, "token_level_scores": token_scores},
+        arrays,
+        scores.meta_info,
+    )
+
+
 def _of_all(parts: Sequence[DataProto]) -> DataProto:
     """Concatenate the results of `score_round` for some prompts."""
     scores = DataProto.concat(parts)
@@ -201,7 +244,11 @@ def _of_all(parts: Sequence[DataProto]) -> DataProto:
 
 
 def _needed(batch: DataProto) -> DataProto:
-    """Return the columns that functions read."""
+    """Return the columns that functions read.
+
+    Of an episode with several rows, this is the last one.
+    """
+    batch = last_rows(batch)
     rows = batch.ragged
 
     # Transfer only what functions read. For an episode the response is the last turn.

@@ -173,11 +173,17 @@ def start_rollout(
     environments = Environments(
         [pool.part([number]) for (number,) in plan.bundles(ENVIRONMENT)],
         RayClassWithInitArgs(
-            EnvironmentWorker, agent, config.model.path, config.model.trust_remote_code, rules.chat_time
+            EnvironmentWorker,
+            agent,
+            config.model.path,
+            config.model.trust_remote_code,
+            rules.chat_time,
+            config.max_row_tokens,
         ),
         restart_limit=config.rollout.restart_limit,
         restart_window_s=config.rollout.restart_window_s,
-        hang_limit_s=agent.time_limit_s + _ANSWER_GRACE_S,
+        hang_limit_s=(agent.harness.time_limit_s if agent.harness.is_used else agent.time_limit_s)
+        + _ANSWER_GRACE_S,
         phase_time_limit_s=config.trainer.phase_time_limit_s,
     )
 
@@ -189,7 +195,7 @@ def start_rollout(
         max_attempts=agent.max_attempts,
     )
 
-    return EpisodeRollout(setup, environments, of_episodes)
+    return EpisodeRollout(setup, environments, of_episodes, has_programs=agent.harness.is_used)
 
 
 def _rollout_limits(config: PPOConfig) -> RolloutLimits:

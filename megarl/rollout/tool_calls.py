@@ -34,6 +34,11 @@ def call_parser(agent: AgentConfig, tools: Sequence[Schema] | None, *, opens_thi
     return parse_outside_thinking(parser, parser.tags, agent.calls_in_thinking, opens_thinking=opens_thinking)
 
 
+def call_tags(agent: AgentConfig, tools: Sequence[Schema] | None) -> CallTags | None:
+    """Return the delimiters of a call in the format of `agent.parser`, or None if it has none of its own."""
+    return CallTags(OPEN, CLOSE) if agent.parser is None else sglang_parser(agent.parser, tools).tags
+
+
 def check_parser(name: str, tools: Sequence[Schema]) -> None:
     """Raise the ValueError of `call_parser`. Call this in a separate process, because it imports SGLang."""
     sglang_parser(name, tools)

@@ -221,6 +221,17 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "share",
             "Time that finished episodes spent waiting for tools, as a share of their duration.",
         ),
+        MetricRow(
+            "agent/branches/mean",
+            "rows",
+            "Rows of the batch that the episode of an agent program becomes, with a harness.",
+        ),
+        MetricRow(
+            "agent/failures/<kind>",
+            "share",
+            "Episodes whose agent program failed so: exit_code, raised, timed_out, disconnected, no_turn or "
+            "bad_reward. Kinds that did not occur are absent.",
+        ),
         MetricRow("agent/num_restarts", "", "Restarts of environment processes in the run so far."),
     ),
     "Rollout": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 
@@ -12,8 +13,9 @@ from megarl.algorithms.masked import map_tokens, masked_column, on_every_token, 
 from megarl.algorithms.rollout_correction import correct
 from megarl.algorithms.scores import penalise_overlong
 from megarl.algorithms.user_functions import estimator_of
+from megarl.batch.branches import merge_branches, split_branches
 from megarl.batch.data_proto import DataProto
-from megarl.batch.ragged import Column
+from megarl.batch.ragged import Column, RaggedTensor
 from megarl.config.schema import AlgorithmConfig, RejectionEstimator, RolloutCorrectionConfig
 from megarl.roles.models import LOSS_MASK
 
@@ -46,7 +48,8 @@ class AdvantageStep:
         """Add `token_level_rewards`, `advantages`, `returns` (B, R).
 
         A sample whose scoring failed is compared with no other: its advantages are 0, and those of the other
-        samples of its prompt are computed as if it did not exist.
+        samples of its prompt are computed as if it did not exist. An episode of several rows counts once: its
+        rewards are added, and its rows share the advantages.
 
         Returns:
             The batch, and the metrics of `penalise_overlong` (if that penalty is enabled) and `kl_metrics`.
@@ -54,15 +57,16 @@ class AdvantageStep:
         Raises:
             ValueError: Rewards are NaN or infinite.
         """
-        tensors = batch.columns
-        rewards, metrics = self._rewards(tensors, len(batch))
+        episodes = merge_branches(batch)
+        tensors = episodes.columns
+        rewards, metrics = self._rewards(tensors, len(episodes))
         inputs = AdvantageInputs(
             token_level_rewards=rewards,
-            response_mask=_scored_tokens(tensors["response_mask"], batch.tensors),
-            uid=batch.non_tensor_batch["uid"],
+            response_mask=_scored_tokens(tensors["response_mask"], episodes.tensors),
+            uid=episodes.non_tensor_batch["uid"],
             values=tensors.get("values"),
-            baseline_scores=batch.tensors.get("baseline_scores"),
-            score_parts=batch.tensors.get("score_parts"),
+            baseline_scores=episodes.tensors.get("baseline_scores"),
+            score_parts=episodes.tensors.get("score_parts"),
             score_weights=self._score_weights,
             old_log_probs=tensors.get("old_log_probs")
             if self._algorithm.advantage.estimator.needs.old_log_probs
@@ -70,11 +74,13 @@ class AdvantageStep:
             sum_pi_squared=tensors.get("sum_pi_squared"),
         )
         estimate = self._estimate(inputs, self._algorithm.advantage)
-        added = {
+        added: dict[str, Column] = {
             "token_level_rewards": rewards,
             "advantages": estimate.advantages,
             "returns": estimate.returns,
         }
+        if episodes is not batch:
+            added = dict(split_branches(cast("dict[str, RaggedTensor]", added), batch))
 
         return batch.union(DataProto.from_dict(added)), metrics
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from megarl.algorithms.masked import row_lengths
 from megarl.algorithms.sampling_metrics import best_at_k, majority_at_k
+from megarl.batch.branches import merge_branches
 from megarl.config.schema import SamplingConfig
 from megarl.config.validation_metrics import sample_counts
 from megarl.data.loader import one_pass
@@ -176,7 +177,7 @@ class Evaluation:
         """Yield `sampling.n` samples of each prompt, one batch of prompts at a time."""
         for prompts in one_pass(self._dataset, self._batch_size):
             batch = rollout.generate(prompts, self._sampling, _STEP)
-            batch = batch.union(reward.score(batch, with_texts=True))
+            batch = merge_branches(batch.union(reward.score(batch, with_texts=True)))
             arrays = batch.non_tensor_batch
             lengths = row_lengths(batch.columns["response_mask"]).tolist()
             yield [

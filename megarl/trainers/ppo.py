@@ -25,6 +25,7 @@ from megarl.algorithms.metrics import (
     reward_number_metrics,
 )
 from megarl.algorithms.rollout_correction import correct
+from megarl.batch.branches import merge_branches
 from megarl.batch.data_proto import DataProto
 from megarl.config.roles import scores_in_update
 from megarl.config.schema import KLControllerKind, Late, PPOConfig
@@ -99,7 +100,7 @@ class PPOTrainer:
         )
         self._rows = SampleRows(config)
         self._batches = RecordedBatches(Path(config.trainer.output_dir), config.tracking.record_batches)
-        self._sample = Sampling(self.prompts, roles.reward, rules)
+        self._sample = Sampling(self.prompts, roles.reward, rules, config.agent.max_error_rate)
         self._advantages = AdvantageStep(
             config.algorithm,
             max_response_length=config.data.max_response_length,
@@ -306,8 +307,11 @@ class PPOTrainer:
           if the actor scored them;
         - `critic/baseline/mean`: mean score of the greedy responses, over samples.
         """
-        # Metrics of the samples: lengths, ages, scores, groups.
-        columns = batch.columns
+        # Metrics of the samples: lengths, ages, scores, groups. They count an episode of several rows once.
+        num_tokens = float(valid_token_count(batch))
+        prompts = batch.ragged["prompts"]
+        batch = merge_branches(batch)
+        columns = {**batch.columns, "prompts": prompts}
         arrays = batch.non_tensor_batch
         if self.config.algorithm.rollout_correction.bypass:
             # These are the engine's log-probs, so a comparison would be meaningless.
@@ -337,7 +341,7 @@ class PPOTrainer:
             metrics |= correct(old, engine, mask, self.config.algorithm.rollout_correction).metrics
             metrics |= self._advantages.kl_metrics(columns)
 
-        metrics["num_tokens"] = float(valid_token_count(batch))
+        metrics["num_tokens"] = num_tokens
         return metrics
 
     def _validate(self, step: int) -> Metrics:

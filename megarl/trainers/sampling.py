@@ -6,15 +6,18 @@ Groups without signal are dropped if configured (DAPO), and the baselines that a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from megarl.batch.branches import FAILURE, last_rows
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import PPOConfig
 from megarl.controller.futures import DerivedFuture
+from megarl.machine.errors import RunError
 from megarl.roles.reward import Reward
 from megarl.roles.rollout.buffered_rollout import BufferedRollout
 from megarl.roles.rollout.sample_groups import GREEDY, GroupRules
@@ -35,6 +38,26 @@ def group_rules(config: PPOConfig) -> GroupRules:
         if dynamic.enabled
         else None,
     )
+
+
+class FailedProgramsError(RunError):
+    """More agent programs of a step failed than `agent.max_error_rate` allows."""
+
+
+def refuse_failures(batch: DataProto, step: int, max_failed: float) -> None:
+    """Raise FailedProgramsError if the programs of too many episodes failed."""
+    if FAILURE not in batch.non_tensor_batch:
+        return
+    num_episodes = len(last_rows(batch))
+    # A failed episode has one row.
+    kinds = Counter(kind for kind in batch.non_tensor_batch[FAILURE] if kind is not None)
+    if kinds.total() > max_failed * num_episodes:
+        raise FailedProgramsError(
+            f"step {step}: the agent programs of {kinds.total()} of {num_episodes} episodes failed, more "
+            f"than agent.max_error_rate={max_failed:g} allows ("
+            + ", ".join(f"{kind}: {count}" for kind, count in kinds.most_common())
+            + "); their last words are in the output above"
+        )
 
 
 class Samples(NamedTuple):
@@ -58,12 +81,16 @@ class Sampling:
         rollout: Generates the groups.
         reward: Scores them.
         rules: Composition of a group.
+        max_failed: Fraction of a step's episodes whose agent program may fail.
     """
 
-    def __init__(self, rollout: BufferedRollout, reward: Reward, rules: GroupRules) -> None:
+    def __init__(
+        self, rollout: BufferedRollout, reward: Reward, rules: GroupRules, max_failed: float = 0.0
+    ) -> None:
         self._rollout = rollout
         self._reward = reward
         self._rules = rules
+        self._max_failed = max_failed
 
     def __call__(self, prompts: DataProto, step: int) -> Samples:
         """Return the samples of the prompts that the rollout returned last."""
@@ -71,6 +98,7 @@ class Sampling:
             return self._with_signal(step)
 
         batch = self._rollout.generate(prompts, self._rules.sampling, step)
+        refuse_failures(batch, step, self._max_failed)
         scores = [self._reward.finish(batch)]
         if self._rules.greedy:
             scores.append(self._baseline(prompts, step))

@@ -1,4 +1,4 @@
-"""Worker process for environments and tools. It answers turns of many episodes concurrently."""
+"""Worker process for environments, tools and agent programs. It serves many episodes concurrently."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import datetime
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.episode import AnswerTurn, TurnAnswer, TurnPosition
 from megarl.agents.protocol import Task
@@ -19,7 +21,14 @@ from megarl.controller.worker import Worker, register
 from megarl.data.chat_clock import set_chat_time
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTemplate
+from megarl.endpoint.chat_tokens import ChatTokens
+from megarl.endpoint.harness import load_harness
+from megarl.endpoint.session import SessionLimits
+from megarl.endpoint.session_messages import SampleOrder, SessionOrder, SessionReport
 from megarl.rollout.tool_calls import call_parser
+
+if TYPE_CHECKING:
+    from megarl.endpoint.session_server import SessionServer
 
 _GRACE_S = 5.0  # Tool calls have the same limit, and their own error is more informative.
 
@@ -38,6 +47,12 @@ class TurnReport(NamedTuple):
     episode: int
     place: TurnPosition
     answer: TurnAnswer | None
+
+    is_final = True
+
+
+Order = TurnOrder | SessionOrder | SampleOrder
+EpisodeReport = TurnReport | SessionReport
 
 
 class EnvironmentServer:
@@ -85,17 +100,42 @@ class EnvironmentServer:
 
 
 class EnvironmentWorker(Worker):
-    """Environment server in a background thread. One call exchanges turns and answers of many episodes."""
+    """Environment server in a background thread. One call exchanges turns and answers of many episodes.
+
+    With a harness, it runs agent programs and serves their requests instead.
+    """
 
     def __init__(
-        self, agent: AgentConfig, tokenizer_path: str, trust_remote_code: bool, chat_time: datetime | None
+        self,
+        agent: AgentConfig,
+        tokenizer_path: str,
+        trust_remote_code: bool,
+        chat_time: datetime | None,
+        max_tokens: int,
     ) -> None:
+        """Load the agent.
+
+        Args:
+            max_tokens: Limit on the tokens of a conversation of an agent program.
+        """
         super().__init__()
-        make, tools = load_agent(agent)
+        # Environments are asynchronous: their event loop runs in a thread, and calls only exchange messages.
+        self._reports: SimpleQueue[EpisodeReport | Exception | None] = SimpleQueue()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
 
         # The template must render turns exactly as the driver rendered the prompt.
         tokenizer = load_tokenizer(tokenizer_path, trust_remote_code)
         set_chat_time(tokenizer, chat_time)
+        self._server: EnvironmentServer | SessionServer
+        if agent.harness.is_used:
+            starting = asyncio.run_coroutine_threadsafe(
+                _start_sessions(agent, tokenizer, max_tokens, self._reports.put), self._loop
+            )
+            self._server = starting.result()
+            return
+
+        make, tools = load_agent(agent)
         template = TurnTemplate(tokenizer, tools, agent.max_result_tokens)
         parse = call_parser(agent, tools, opens_thinking=template.opens_thinking)
         self._server = EnvironmentServer(
@@ -104,13 +144,8 @@ class EnvironmentWorker(Worker):
             agent.max_concurrency,
         )
 
-        # Environments are asynchronous: their event loop runs in a thread, and calls only exchange messages.
-        self._reports: SimpleQueue[TurnReport | Exception | None] = SimpleQueue()
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
-
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def exchange(self, orders: Sequence[TurnOrder], ended: Sequence[int], wait_s: float) -> list[TurnReport]:
+    def exchange(self, orders: Sequence[Order], ended: Sequence[int], wait_s: float) -> list[EpisodeReport]:
         """Accept turns and ended episodes, wait at most `wait_s` for an answer, and return all answers.
 
         Raises EnvironmentFailedError.
@@ -120,7 +155,7 @@ class EnvironmentWorker(Worker):
             asyncio.run_coroutine_threadsafe(self._work(self._answer(order)), self._loop)
         for episode in ended:
             asyncio.run_coroutine_threadsafe(self._work(self._server.close(episode)), self._loop)
-        reports: list[TurnReport] = []
+        reports: list[EpisodeReport] = []
 
         # Wait only for the first report, then take all that are available.
         try:
@@ -145,5 +180,29 @@ class EnvironmentWorker(Worker):
             # Boundary of the thread: the next `exchange` raises the error.
             self._reports.put(error)
 
-    async def _answer(self, order: TurnOrder) -> None:
-        self._reports.put(await self._server.answer(order))
+    async def _answer(self, order: Order) -> None:
+        if isinstance(order, TurnOrder):
+            assert isinstance(self._server, EnvironmentServer)
+            self._reports.put(await self._server.answer(order))
+        else:
+            assert not isinstance(self._server, EnvironmentServer)
+            await self._server.accept(order)
+
+
+async def _start_sessions(
+    agent: AgentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    report: Callable[[EpisodeReport], None],
+) -> SessionServer:
+    # Only these processes need the server and its libraries.
+    from megarl.endpoint.session_server import SessionServer
+
+    limits = SessionLimits(
+        max_turns=agent.max_turns, max_tokens=max_tokens, max_turn_tokens=agent.max_turn_tokens
+    )
+    harness = load_harness(agent.harness, agent.max_concurrency)
+    tokens = ChatTokens(tokenizer, agent)
+    server = SessionServer(harness, tokens, limits, agent.harness, agent.max_concurrency, report)
+    await server.start()
+    return server

@@ -93,6 +93,9 @@ class RewardWorker(Worker):
 
         Some were begun before. The others are in `others`, in order.
         """
+        if self._scorer is None:  # nothing was begun
+            return _table(_no_scores(len(uids)))
+
         # Take each sample from where it was begun, in the order of the batch.
         others_in_order = iter(self._requests(others, self._texts(others)) if len(others) else [])
         samples = [begun.pop(0) if (begun := self._begun.get(uid)) else next(others_in_order) for uid in uids]
@@ -153,25 +156,29 @@ class RewardWorker(Worker):
     def _scores(
         self, samples: Sequence[ScoreRequest | BegunScore], texts: Sequence[str] | None = None
     ) -> DataProto:
-        report = self._scorer.score(samples) if self._scorer else _no_scores(len(samples))
-        arrays: dict[str, list] = {"score": list(report.scores), "reward_numbers": list(report.numbers)}
+        return _table(self._scorer.score(samples) if self._scorer else _no_scores(len(samples)), texts)
 
-        # Texts are returned only on request, because a training step does not read them.
-        if texts is not None:
-            arrays |= {
-                "response_text": list(texts),
-                "answer": list(report.answers),
-                "has_answer": list(report.has_answer),
-            }
 
-        return DataProto.from_dict(
-            tensors={
-                "score_parts": torch.tensor(report.parts, dtype=torch.float32),
-                "is_scored": torch.tensor(report.is_scored, dtype=torch.bool),
-            },
-            non_tensors=arrays,
-            meta_info={"reward/error_rate": len(report.errors) / len(samples)},
-        )
+def _table(report: ScoreReport, texts: Sequence[str] | None = None) -> DataProto:
+    """Return the result of RewardWorker.score."""
+    arrays: dict[str, list] = {"score": list(report.scores), "reward_numbers": list(report.numbers)}
+
+    # Texts are returned only on request, because a training step does not read them.
+    if texts is not None:
+        arrays |= {
+            "response_text": list(texts),
+            "answer": list(report.answers),
+            "has_answer": list(report.has_answer),
+        }
+
+    return DataProto.from_dict(
+        tensors={
+            "score_parts": torch.tensor(report.parts, dtype=torch.float32),
+            "is_scored": torch.tensor(report.is_scored, dtype=torch.bool),
+        },
+        non_tensors=arrays,
+        meta_info={"reward/error_rate": len(report.errors) / len(report.scores)},
+    )
 
 
 def _score_of(begun: BegunScore) -> float | None:

@@ -106,6 +106,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "make quickstart TASK=shapes": Make(("-m examples.shapes.run",)),
     "megarl check configs/qwen3_vl_8b_grpo.yaml": Executed(),
     "make quickstart TASK=agent": Make(("-m examples.agent.run",)),
+    "make quickstart TASK=harness": Make(("-m examples.harness.run",)),
     'make quickstart TASK=agent ARGS="trainer.seed=1"': Make(("-m examples.agent.run trainer.seed=1",)),
     "megarl generate outputs/agent ce --tool examples/agent/tools.py:price": InTest(
         f"{_EPISODES}::test_failures_and_limits_are_told", ("--tool",)

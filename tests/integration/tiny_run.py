@@ -335,7 +335,9 @@ def _check_samples(config: PPOConfig, first_step: int) -> None:
 
     for path in files.values():
         rows = read_samples(path).rows
-        assert len(rows) == config.trainer.prompts_per_step * config.rollout.n
+        num_samples = config.trainer.prompts_per_step * config.rollout.n
+        # The episode of an agent program has any number of rows.
+        assert len(rows) == num_samples or (config.agent.harness.is_used and len(rows) > num_samples)
         assert rows["log_probs"].null_count == (
             len(rows) if config.algorithm.rollout_correction.bypass else 0
         )

@@ -85,6 +85,11 @@ def _agent(parsed: argparse.Namespace) -> AgentConfig:
         )
     else:
         agent = load_config(PPOConfig, parsed.agent).agent
+        if agent.harness.is_used:
+            raise ValueError(
+                f"--agent {parsed.agent}: the agent is a program (agent.harness), which runs in a training "
+                f"run or in `megarl eval`; start it by hand against a server of the model instead"
+            )
         if not agent.is_used:
             raise ValueError(
                 f"--agent {parsed.agent}: its section agent has neither tools nor an environment; give a "

@@ -233,6 +233,9 @@ def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> 
 def print_agent(agent: AgentConfig, console: Console) -> None:
     environment = f"{agent.environment.name} in {agent.environment.path}"
     who = ", ".join(tool.name for tool in agent.tools) or environment
+    if agent.harness.is_used:
+        function = agent.harness.function
+        who = " ".join(agent.harness.command) or f"{function.name} in {function.path}"
     print_line(
         console,
         f"agent: {who}; at most {counted(agent.max_turns, 'turn')}, {counted(agent.num_workers, 'process')}",

@@ -1,4 +1,4 @@
-"""Rules for runs with tools or an environment."""
+"""Rules for runs with tools, an environment or a harness."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ def episodes(config: PPOConfig) -> Violations:
             "one of them",
         )
 
-    if agent.parser is not None and not agent.tools:
+    if agent.parser is not None and not (agent.tools or agent.harness.is_used):
         yield Violation(
             ("agent.parser", "agent.tools"),
             f"parser is {agent.parser!r}, but there are no tools whose calls it could parse; use null (an "
             f"environment receives the text of a turn)",
+        )
+    if agent.harness.is_used:
+        yield from _harness(config)
+    elif agent.max_error_rate:
+        yield Violation(
+            ("agent.max_error_rate", "agent.harness"),
+            f"max_error_rate is {agent.max_error_rate:g}, but only the program of a harness may fail; use 0",
         )
 
     # The remaining rules apply to turns, which only episodes have.
@@ -40,3 +47,53 @@ def episodes(config: PPOConfig) -> Violations:
             f"min_new_tokens is {config.rollout.validation.min_new_tokens}, but the last turn of an episode "
             f"may have room for fewer; use 0",
         )
+
+
+def _harness(config: PPOConfig) -> Violations:
+    """Check what an agent program cannot be combined with. Its episodes have any number of rows."""
+    agent = config.agent
+    if agent.harness.command and agent.harness.function.path is not None:
+        yield Violation(
+            ("agent.harness.command", "agent.harness.function.path"),
+            "both are set, but an episode is run by one of them; remove the other",
+        )
+    if agent.tools or agent.environment.path is not None:
+        yield Violation(
+            ("agent.harness", "agent.tools" if agent.tools else "agent.environment.path"),
+            "both are set, but the program of a harness brings its own tools; remove one of them",
+        )
+
+    algorithm = config.algorithm
+    combined = (
+        (
+            "trainer.updates_per_step",
+            config.trainer.updates_per_step > 1,
+            "the rows of a step do not divide into mini-batches; use 1 (epochs_per_batch may be higher)",
+        ),
+        (
+            "algorithm.dynamic_sampling.enabled",
+            algorithm.dynamic_sampling.enabled,
+            "groups of such episodes cannot be filtered yet; use false",
+        ),
+        (
+            "algorithm.overlong.buffer_share",
+            algorithm.overlong.buffer_share > 0,
+            "the penalty would apply to each row; use 0",
+        ),
+        (
+            "algorithm.advantage.estimator",
+            algorithm.advantage.estimator.needs.greedy_baseline,
+            "its baseline needs one row per episode; use grpo or another estimator",
+        ),
+        (
+            "reward.model.path",
+            config.reward.model.path is not None,
+            "a reward model reads one conversation per episode; use reward functions, or have the program "
+            "set the reward",
+        ),
+    )
+    for key, is_set, why in combined:
+        if is_set:
+            yield Violation(
+                (key, "agent.harness"), f"an episode of a harness has any number of rows, and {why}"
+            )

@@ -19,7 +19,8 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 def something_scores(config: PPOConfig) -> Violations:
-    if not config.reward.functions and not needs_reward_model(config):
+    # The program of a harness may set the rewards itself.
+    if not config.reward.functions and not needs_reward_model(config) and not config.agent.harness.is_used:
         yield Violation(
             ("reward.functions", "reward.model.path"),
             "there are neither functions nor a model, so samples have no scores; give a list such as "

@@ -11,7 +11,14 @@ of sections and choices, are the text of that page.
 from __future__ import annotations
 
 from megarl.config.kinds import AdvantageEstimator, Aggregation, LoggerKind, PolicyLossKind, RolloutEngineKind
-from megarl.config.schema.agent import AgentConfig, CallsInThinking, EnvironmentConfig, ToolConfig
+from megarl.config.schema.agent import (
+    AgentConfig,
+    CallsInThinking,
+    EnvironmentConfig,
+    HarnessConfig,
+    HarnessFunctionConfig,
+    ToolConfig,
+)
 from megarl.config.schema.algorithm import (
     AdvantageConfig,
     AlgorithmConfig,

@@ -1,4 +1,4 @@
-"""The section `agent`: tools that the model can call, or an environment, and the limits of an episode."""
+"""The section `agent`: tools, an environment or an agent program, and the limits of an episode."""
 
 from __future__ import annotations
 
@@ -33,11 +33,41 @@ class EnvironmentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HarnessFunctionConfig:
+    """A function `run(task, endpoint)`, plain or async, that is called once per episode."""
+
+    # Python file; null: no function
+    path: str | None = field(default=None, metadata=names(InputKind.code))
+    name: str = "run"  # name of the function in the file
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessConfig:
+    """An agent program that calls the model over HTTP, by the APIs of OpenAI or Anthropic.
+
+    Set `command` or `function`; see Train your own agent.
+    """
+
+    # command that is started once per episode; {prompt} becomes the text of the row's last message
+    command: list[str] = field(default_factory=list)
+    function: HarnessFunctionConfig = field(default_factory=HarnessFunctionConfig)
+    # time limit of an episode, including generation; exceeding it is a failure
+    time_limit_s: float = ranged(600.0, above=0)
+    # parameters of requests that are accepted without effect, because the run decides how it samples
+    ignored_parameters: list[str] = field(default_factory=lambda: ["temperature", "top_p", "top_k", "seed"])
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.command) or self.function.path is not None
+
+
+@dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    """Multi-turn episodes. Without tools and without an environment, this section has no effect."""
+    """Multi-turn episodes. Without tools, an environment or a harness, this section has no effect."""
 
     tools: list[ToolConfig] = field(default_factory=list)  # tools that the model may call; see Agents
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    harness: HarnessConfig = field(default_factory=HarnessConfig)
     # format of tool calls; null: <tool_call> JSON, as written by Qwen2.5, Qwen3 and Hermes; otherwise the
     # name of one of SGLang's parsers, such as llama3, mistral or pythonic
     parser: str | None = None
@@ -55,7 +85,9 @@ class AgentConfig:
     num_workers: int = ranged(1, at_least=1, at_most=10000)  # processes that run tools and environments
     max_concurrency: int = ranged(64, at_least=1)  # turns that one process handles concurrently
     max_attempts: int = ranged(2, at_least=1)  # attempts at an episode whose process is lost
+    # fraction of a step's episodes in which the program of a harness may fail; they are counted, not trained
+    max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
 
     @property
     def is_used(self) -> bool:
-        return bool(self.tools) or self.environment.path is not None
+        return bool(self.tools) or self.environment.path is not None or self.harness.is_used

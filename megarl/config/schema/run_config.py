@@ -223,6 +223,8 @@ class PPOConfig(RunConfig):
 
         if self.agent.environment.path is not None:
             yield "agent.environment.path", self.agent.environment.path
+        if self.agent.harness.function.path is not None:
+            yield "agent.harness.function.path", self.agent.harness.function.path
         for key, reference in self.algorithm.own_functions:
             yield key, reference.rpartition(":")[0]
 

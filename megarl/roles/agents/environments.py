@@ -19,7 +19,7 @@ from megarl.controller.worker import RayClassWithInitArgs
 from megarl.machine.errors import RunError
 from megarl.roles.rollout.replicas import NodeLostError, is_dead
 from megarl.tracking.timeline import Span
-from megarl.workers.environment import EnvironmentWorker, TurnOrder, TurnReport
+from megarl.workers.environment import EnvironmentWorker, EpisodeReport, Order
 
 _WAIT_S = 5.0  # A process without a report returns after this time, which shows that it is alive.
 _log = logging.getLogger(__name__)
@@ -47,11 +47,11 @@ class _Process:
 
     group: RoleGroup
     heard_s: float
-    orders: list[TurnOrder] = field(default_factory=list)
+    orders: list[Order] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     episodes: set[int] = field(default_factory=set)
     unanswered: set[int] = field(default_factory=set)
-    future: WorkerFuture[list[TurnReport]] | None = None
+    future: WorkerFuture[list[EpisodeReport]] | None = None
     is_interrupted: bool = False
     is_up: bool = False
 
@@ -106,7 +106,7 @@ class Environments:
     def is_busy(self) -> bool:
         return any(process.unanswered or process.orders or process.ended for process in self._processes)
 
-    def order(self, order: TurnOrder) -> None:
+    def order(self, order: Order) -> None:
         process = self._process_of(order.episode)
 
         # The hang limit counts from the first unanswered turn, not from the last report of an idle process.
@@ -129,7 +129,7 @@ class Environments:
     def _process_of(self, episode: int) -> _Process:
         return self._processes[episode % len(self._processes)]
 
-    def poll(self, wait_s: float) -> tuple[list[TurnReport], list[int]]:
+    def poll(self, wait_s: float) -> tuple[list[EpisodeReport], list[int]]:
         """Send orders and wait at most `wait_s` for an answer of a process.
 
         Returns:
@@ -144,7 +144,7 @@ class Environments:
         # Collect the answers. A dead or hung process is restarted while the others continue.
         futures = [process.future for process in self._processes if process.future is not None]
         ready = self._wait(futures, wait_s) if futures else []
-        reports: list[TurnReport] = []
+        reports: list[EpisodeReport] = []
         lost: list[int] = []
 
         for number, process in enumerate(self._processes):
@@ -163,7 +163,7 @@ class Environments:
                 if heard or not process.is_up:
                     process.heard_s = time.monotonic()
                     process.is_up = True
-                process.unanswered -= {report.episode for report in heard}
+                process.unanswered -= {report.episode for report in heard if report.is_final}
                 reports += heard
             elif (
                 process.is_up

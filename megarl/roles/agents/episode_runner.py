@@ -23,7 +23,7 @@ from megarl.roles.agents.environments import Environments
 from megarl.roles.rollout.scheduler import OnFailure, RequestScheduler
 from megarl.roles.rollout.scheduler_state import RequestState
 from megarl.rollout.interface import FinishedRequest, GenerationRequest
-from megarl.workers.environment import TurnOrder
+from megarl.workers.environment import TurnOrder, TurnReport
 
 _TURN_S = 0.02  # the longest wait for engines while environments work, and vice versa
 
@@ -142,6 +142,7 @@ class EpisodeRunner:
 
         # Advance the episodes that were answered.
         for report in reports:
+            assert isinstance(report, TurnReport)
             running = self._running.get(report.episode)
             if running is None:  # it was cancelled in the meantime
                 continue

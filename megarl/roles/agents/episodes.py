@@ -15,10 +15,12 @@ import torch
 from megarl.agents.episode import EpisodeLimits
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import EpisodeEnd, Trajectory
+from megarl.batch.branches import BRANCH, FAILURE
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.roles.agents.environments import Environments
 from megarl.roles.agents.episode_runner import EpisodeRunner
+from megarl.roles.agents.session_runner import SessionRunner
 from megarl.roles.rollout.finished_groups import RolloutOutput
 from megarl.roles.rollout.rollout import Deliver, Rollout, RolloutSetup
 from megarl.roles.rollout.scheduler import OnFailure
@@ -40,10 +42,26 @@ class EpisodeRollout(Rollout):
 
     kind = Trajectory
 
-    def __init__(self, setup: RolloutSetup, environments: Environments, of_episodes: EpisodeLimits) -> None:
+    def __init__(
+        self,
+        setup: RolloutSetup,
+        environments: Environments,
+        of_episodes: EpisodeLimits,
+        *,
+        has_programs: bool = False,
+    ) -> None:
+        """Create the rollout.
+
+        Args:
+            has_programs: Whether the processes run agent programs, whose requests name the tokens.
+        """
         super().__init__(setup)
         self.environments = environments
-        self._runner = EpisodeRunner(self.scheduler, environments, of_episodes)
+        self._runner = (
+            SessionRunner(self.scheduler, environments, of_episodes.max_attempts)
+            if has_programs
+            else EpisodeRunner(self.scheduler, environments, of_episodes)
+        )
 
     @property
     def is_at_work(self) -> bool:
@@ -118,8 +136,16 @@ def _deliver(deliver: Deliver, request_id: int, replica: int, trajectory: Trajec
 def batch_of_trajectories(
     prompts: DataProto, trajectories: Sequence[Trajectory], version: int, pad_token_id: int
 ) -> DataProto:
-    """Build the batch that EpisodeRollout.generate returns. `prompts` has one row per episode."""
+    """Build the batch that EpisodeRollout.generate returns. `prompts` has one row per episode.
+
+    The episode of an agent program becomes one row per branch, see batch/branches.py.
+    """
     assert len(trajectories) == len(prompts)
+    episodes = list(trajectories)
+    if any(episode.branches or episode.failure for episode in episodes):
+        prompts = _prompts_of_branches(prompts, episodes)
+        trajectories = [row for episode in episodes for row in episode.rows]
+        episodes = [episode for episode in episodes for _ in episode.rows]
     answers = [_answer_mask(trajectory) for trajectory in trajectories]
 
     # Token columns. All of them have the lengths of the responses.
@@ -136,17 +162,16 @@ def batch_of_trajectories(
         ),
         "environment_rewards": RaggedTensor.of_rows([each.rewards for each in trajectories], torch.float32),
     }
-    ends = [each.end for each in trajectories]
+    # Arrays describe the whole episode on each of its rows.
+    ends = [each.end for each in episodes]
     arrays: dict[str, list] = {
-        "weight_version": [min(each.weight_versions) for each in trajectories],
+        "weight_version": [min(each.weight_versions, default=version) for each in trajectories],
         "finish_reason": ["length" if end is EpisodeEnd.length else "stop" for end in ends],
         "episode_end": [end.value for end in ends if end is not None],
-        "num_turns": [each.num_turns for each in trajectories],
-        "num_calls": [each.num_calls for each in trajectories],
-        "call_errors": [
-            {kind.value: count for kind, count in each.call_errors.items()} for each in trajectories
-        ],
-        "tool_s": [each.tool_s for each in trajectories],
+        "num_turns": [each.num_turns for each in episodes],
+        "num_calls": [each.num_calls for each in episodes],
+        "call_errors": [{kind.value: count for kind, count in each.call_errors.items()} for each in episodes],
+        "tool_s": [each.tool_s for each in episodes],
     }
 
     return DataProto.from_dict(
@@ -154,8 +179,24 @@ def batch_of_trajectories(
     )
 
 
+def _prompts_of_branches(prompts: DataProto, episodes: Sequence[Trajectory]) -> DataProto:
+    """Return one row per branch, with the branch's own prompt, and the arrays BRANCH and `failure`."""
+    index = [number for number, episode in enumerate(episodes) for _ in episode.rows]
+    rows = prompts.select_idxs(index)
+    own = RaggedTensor.of_rows(
+        [row.prompt for episode in episodes for row in episode.rows], torch.int32, on_left=True
+    )
+    arrays = {
+        BRANCH: [place for episode in episodes for place in range(len(episode.rows))],
+        FAILURE: [episode.failure for episode in episodes for _ in episode.rows],
+    }
+    return DataProto.from_dict(
+        {**rows.columns, "prompts": own}, {**rows.non_tensor_batch, **arrays}, rows.meta_info
+    )
+
+
 def _answer_mask(trajectory: Trajectory) -> list[bool]:
-    # The last segment is the answer: an episode ends with a turn of the model.
+    # The last segment is the answer: an episode ends with a turn of the model, unless its program failed.
     length = len(trajectory.token_ids)
     last = len(trajectory.segments[-1])
-    return [False] * (length - last) + [True] * last
+    return [False] * (length - last) + [trajectory.failure is None] * last

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
 from megarl.agents.protocol import CallErrorKind
-from megarl.agents.trajectory import Author, EpisodeEnd, Segment, Trajectory
+from megarl.agents.trajectory import Author, EpisodeEnd, Segment, Trajectory, session_trajectory
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import Column, RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS
@@ -42,8 +43,10 @@ class FinishedGroup(NamedTuple):
 
 def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
     """Serialize groups. There must be at least one, and their samples must be of one kind."""
-    rows = [(group, sample) for group in groups for sample in group.samples]
-    written = [sample for _, sample in rows]
+    whole = [(group, sample) for group in groups for sample in group.samples]
+    # An episode of several branches has a row for each.
+    rows = [(group, row) for group, sample in whole for row in _rows(sample)]
+    written = [row for _, row in rows]
 
     # One row per sample; the values of the group are repeated on each of its rows.
     tensors: dict[str, Column] = {
@@ -60,9 +63,19 @@ def to_bytes(groups: Sequence[FinishedGroup]) -> bytes:
         arrays["finish_reason"] = [sample.finish_reason for sample in samples]
         tensors |= route_column(samples)
     else:
-        episodes = [sample for sample in written if isinstance(sample, Trajectory)]
-        tensors["is_model"] = RaggedTensor.of_rows([episode.mask for episode in episodes], torch.bool)
-        tensors["rewards"] = RaggedTensor.of_rows([episode.rewards for episode in episodes], torch.float32)
+        branches = [row for row in written if isinstance(row, Trajectory)]
+        tensors["is_model"] = RaggedTensor.of_rows([row.mask for row in branches], torch.bool)
+        tensors["rewards"] = RaggedTensor.of_rows([row.rewards for row in branches], torch.float32)
+        episodes = [sample for _, sample in whole if isinstance(sample, Trajectory) for _ in sample.rows]
+        if any(episode.branches or episode.failure for episode in episodes):
+            tensors["prompt"] = RaggedTensor.of_rows([row.prompt for row in branches], torch.int32)
+            arrays["branch"] = [
+                place if sample.branches else None
+                for _, sample in whole
+                if isinstance(sample, Trajectory)
+                for place in range(len(sample.rows))
+            ]
+            arrays["failure"] = [episode.failure for episode in episodes]
         arrays["episode_end"] = [None if episode.end is None else episode.end.value for episode in episodes]
         arrays["num_calls"] = [episode.num_calls for episode in episodes]
         arrays["call_errors"] = [
@@ -94,15 +107,47 @@ def from_bytes(data: bytes) -> dict[str, FinishedGroup]:
         raise ValueError(f"there is no {', '.join(sorted(missing))}")
     written: Sequence[RolloutOutput] = _episodes(rows) if "is_model" in there else _samples(rows)
     versions, are_dropped = (rows.tensors[key].tolist() for key in ("version", "is_dropped"))
+    uids = rows.non_tensor_batch["uid"].tolist()
     groups: dict[str, FinishedGroup] = {}
 
+    # Branches of an episode are consecutive, and the first one begins it.
+    if "prompt" in there:
+        places = rows.non_tensor_batch["branch"].tolist()
+        begins = [number for number, place in enumerate(places) if not place]
+        written = _sessions(rows, cast("list[Trajectory]", written), begins)
+        uids, versions, are_dropped = (
+            [values[begin] for begin in begins] for values in (uids, versions, are_dropped)
+        )
+
     # Rows of a group are consecutive and in order, so the samples keep their positions.
-    for uid, version, is_dropped, sample in zip(
-        rows.non_tensor_batch["uid"], versions, are_dropped, written, strict=True
-    ):
+    for uid, version, is_dropped, sample in zip(uids, versions, are_dropped, written, strict=True):
         groups.setdefault(uid, FinishedGroup(uid, version, [], is_dropped)).samples.append(sample)
 
     return groups
+
+
+def _rows(sample: RolloutOutput) -> Sequence[RolloutOutput]:
+    return sample.rows if isinstance(sample, Trajectory) else (sample,)
+
+
+def _sessions(rows: DataProto, branches: list[Trajectory], begins: list[int]) -> list[Trajectory]:
+    """Join the branches of each episode, which begins at the rows `begins`."""
+    for branch, (prompt,) in zip(branches, _tokens(rows, "prompt"), strict=True):
+        branch.prompt = prompt.tolist()
+    episodes = []
+
+    for begin, end in itertools.pairwise([*begins, len(branches)]):
+        own = branches[begin:end]
+        first = own[0]
+        first_failure = rows.non_tensor_batch["failure"][begin]
+        if first_failure is not None:
+            first.failure = first_failure
+            episodes.append(first)
+            continue
+        assert first.end is not None
+        reward = own[-1].turn_rewards[-1]
+        episodes.append(session_trajectory(first.prompt, own, reward, first.end, first.num_calls))
+    return episodes
 
 
 def _tokens(rows: DataProto, *keys: str) -> Iterator[tuple[np.ndarray, ...]]:

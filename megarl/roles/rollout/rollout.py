@@ -339,6 +339,8 @@ def check_versions(replica: int, sample: RolloutOutput, *, oldest: int, newest: 
             newer than `newest`, the version of the last weight sync.
     """
     versions = sample.weight_versions
+    if not versions:  # an episode whose program failed
+        return
     if not oldest <= versions[0] <= versions[-1] <= newest:
         raise EngineFaultError(
             f"rollout replica {replica} wrote a sample with the weight versions {versions}; it was begun "

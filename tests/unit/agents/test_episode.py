@@ -187,4 +187,4 @@ def test_in_every_order_of_events_an_episode_ends_and_its_row_is_whole() -> None
             assert np.all((row.token_ids < 20) == row.mask)
             assert np.all((row.token_versions == 1) == row.mask)
 
-    assert ends == {*EpisodeEnd, None}
+    assert ends == {*EpisodeEnd, None} - {EpisodeEnd.failed}  # of agent programs only

@@ -448,7 +448,7 @@ def episode_rollout(
     def some(futures: Sequence[Any], wait_s: float) -> list[Any]:
         return list(wait(futures, wait_s, return_when=FIRST_COMPLETED).done)
 
-    worker = RayClassWithInitArgs(EnvironmentWorker, agent, str(folder), False, None)
+    worker = RayClassWithInitArgs(EnvironmentWorker, agent, str(folder), False, None, 200)
     limits = {"restart_limit": 5, "hang_limit_s": 60.0, "phase_time_limit_s": 60.0}
     pool = SimpleNamespace(move_from_lost_nodes=dict)
     environments = Threads([pool, pool], worker, **limits, wait=some)  # type: ignore[list-item, arg-type]

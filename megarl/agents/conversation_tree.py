@@ -1,0 +1,130 @@
+"""The turns of a session as a tree of tokens.
+
+An agent sends its whole conversation with each request. As long as it only appends, its turns form a path; a
+history that it has rewritten (compaction), a request that it repeats, and the conversation of a sub-agent
+each begin a branch. What the model wrote is kept as the tokens that it sampled.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megarl.agents.trajectory import Segment, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedTurn:
+    """A turn of the model, a node of the tree.
+
+    Attributes:
+        parent: Number of the turn that it continues. None: it begins a conversation.
+        tools: Key of the tools that the model was shown.
+        messages: Keys of the messages between the parent's answer, or the beginning, and this turn.
+        answer: Key of the message that the client received.
+        bridge: The tokens before it: the whole prompt, or those that follow the parent's tokens.
+        written: The tokens of the model.
+    """
+
+    parent: int | None
+    tools: Hashable
+    messages: tuple[Hashable, ...]
+    answer: Hashable
+    bridge: Sequence[int]
+    written: Segment
+
+
+class RecordedPrefix(NamedTuple):
+    """The longest recorded beginning of a conversation.
+
+    Attributes:
+        turn: Number of the last recorded turn; None if nothing is recorded.
+        num_messages: Number of messages up to its answer, which is included.
+    """
+
+    turn: int | None
+    num_messages: int
+
+
+class ConversationTree:
+    """The recorded turns of a session. Messages and tools are compared by keys, see message_key."""
+
+    def __init__(self) -> None:
+        self.turns: list[RecordedTurn] = []
+        self._children: dict[int | None, list[int]] = defaultdict(list)
+
+    def match(self, messages: Sequence[Hashable], tools: Hashable) -> RecordedPrefix:
+        """Return the longest recorded beginning of `messages` that leaves at least one message.
+
+        Of turns with equal messages, such as two answers with the same text, the last one counts.
+        """
+        best = RecordedPrefix(None, 0)
+        reached = [best]
+
+        while reached:
+            start = reached.pop()
+            for number in self._children[start.turn]:
+                turn = self.turns[number]
+                end = start.num_messages + len(turn.messages) + 1
+                if (
+                    end < len(messages)
+                    and turn.tools == tools
+                    and (*turn.messages, turn.answer) == tuple(messages[start.num_messages : end])
+                ):
+                    found = RecordedPrefix(number, end)
+                    reached.append(found)
+                    best = max(best, found, key=lambda each: (each.num_messages, each.turn or 0))
+
+        return best
+
+    def add(self, turn: RecordedTurn) -> int:
+        """Record a turn and return its number."""
+        number = len(self.turns)
+        self.turns.append(turn)
+        self._children[turn.parent].append(number)
+        return number
+
+    def token_ids(self, number: int | None) -> list[int]:
+        """Return the tokens from the beginning of the conversation to the end of a turn."""
+        path = [self.turns[each] for each in self._path(number)]
+        return [token for turn in path for token in (*turn.bridge, *turn.written.token_ids.tolist())]
+
+    def rows(self) -> list[Trajectory]:
+        """Return one training row per leaf, ordered by their last turns.
+
+        Each turn has its loss in the first row that contains it. In later rows its tokens belong to the
+        prompt, so each sampled token is trained once.
+        """
+        rows = []
+        trained: set[int] = set()
+
+        for leaf in range(len(self.turns)):
+            if self._children[leaf]:
+                continue
+            path = list(self._path(leaf))
+            new = [number for number in path if number not in trained]
+            trained.update(new)
+            rows.append(self._row(new))
+
+        return rows
+
+    def _row(self, numbers: Sequence[int]) -> Trajectory:
+        """Return the row that trains these turns, which follow one another."""
+        first, *later = (self.turns[number] for number in numbers)
+        segments = [first.written]
+        for turn in later:
+            segments += [Segment.of_environment(turn.bridge), turn.written]
+
+        return Trajectory(
+            prompt=[*self.token_ids(first.parent), *first.bridge],
+            segments=segments,
+            turn_rewards=[0.0] * len(numbers),
+        )
+
+    def _path(self, number: int | None) -> Iterator[int]:
+        """Yield the turns from the beginning of a conversation to a turn."""
+        if number is not None:
+            yield from self._path(self.turns[number].parent)
+            yield number

@@ -1,0 +1,72 @@
+"""A request for a turn of the model and its answer, independent of the API that a client speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from megarl.agents.protocol import Message, Schema
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnQuery:
+    """A request.
+
+    Attributes:
+        messages: The conversation, as chat templates read it: content is text, and arguments of calls are
+            JSON values.
+        tools: The tools that the model may call; None without tools.
+        num_choices: Number of samples.
+        max_tokens: Tokens per sample, in addition to the limits of the run.
+        stop: Texts that end a sample, and are not part of its text.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Schema] | None = None
+    num_choices: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+class WrittenCall(NamedTuple):
+    """A call of a tool. `arguments` is any JSON value."""
+
+    id: str
+    name: str
+    arguments: Any
+
+
+class SampledChoice(NamedTuple):
+    """A sample as a client reads it.
+
+    Attributes:
+        text: What the model wrote outside of thinking and calls.
+        reasoning: What it wrote between `<think>` and `</think>`; empty if there is none.
+        calls: The calls that could be read. Others are part of the text.
+        finish_reason: "length" if a limit of tokens ended it.
+        stop: The text of `TurnQuery.stop` that ended it, if one did.
+        tokens: The text of each token.
+        log_probs: The log-prob of each token.
+    """
+
+    text: str
+    reasoning: str
+    calls: Sequence[WrittenCall]
+    finish_reason: Literal["stop", "length"]
+    stop: str | None
+    tokens: Sequence[str]
+    log_probs: Sequence[float]
+
+
+class TurnReply(NamedTuple):
+    """The answer to a request.
+
+    Attributes:
+        num_prompt_tokens: Tokens before the samples.
+        num_reused: How many of them are recorded tokens of earlier turns.
+    """
+
+    choices: Sequence[SampledChoice]
+    num_prompt_tokens: int
+    num_reused: int
