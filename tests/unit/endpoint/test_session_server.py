@@ -1,0 +1,279 @@
+"""Test the programs of episodes: commands and functions, their rewards, and each kind of failure. The engine is a
+stub that answers every request with the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.agents.protocol import Task
+from megarl.agents.trajectory import EpisodeEnd
+from megarl.config.schema import AgentConfig, HarnessConfig, HarnessFunctionConfig
+from megarl.endpoint.chat_tokens import ChatTokens
+from megarl.endpoint.harness import load_harness
+from megarl.endpoint.session import SampledTurn, SessionLimits
+from megarl.endpoint.session_messages import (
+    DroppedRequest,
+    SampleOrder,
+    SampleRequest,
+    SessionEnd,
+    SessionOrder,
+    SessionReport,
+)
+from megarl.endpoint.session_server import SessionServer
+from megarl.machine.user_functions import UserFunctionError
+from megarl.roles.rollout.finished_groups import FinishedGroup, from_bytes, to_bytes
+from tests.unit.data.chats import TEMPLATE, character_tokenizer
+
+TOKENIZER = character_tokenizer(TEMPLATE)
+PROMPT = [5, 6]
+TASK = Task(messages=[{"role": "user", "content": "ab?"}], reward_model={"ground_truth": "42"}, seed=1)
+
+# A client without dependencies. `ask` sends a conversation of one message.
+CLIENT = """
+import json, os, sys, time, urllib.request
+def post(url, body, timeout=None):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request, timeout=timeout))
+def ask(text="hi", timeout=None):
+    body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    return post(url, body, timeout)["choices"][0]["message"]["content"]
+"""
+
+
+class Engine:
+    """Stub for the driver and its engines.
+
+    Attributes:
+        is_silent: Requests are not answered.
+        dropped: Requests whose client has gone.
+    """
+
+    def __init__(self, *, is_silent: bool = False) -> None:
+        self.is_silent = is_silent
+        self.server: SessionServer
+        self.requests: list[SampleRequest] = []
+        self.dropped: list[int] = []
+        self.ended: list[SessionEnd] = []
+
+    def report(self, report: SessionReport) -> None:
+        if isinstance(report, SessionEnd):
+            self.ended.append(report)
+        elif isinstance(report, DroppedRequest):
+            self.dropped.append(report.request)
+        else:
+            self.requests.append(report)
+            if not self.is_silent:
+                asyncio.ensure_future(self._answer(report))  # noqa: RUF006
+
+    async def _answer(self, asked: SampleRequest) -> None:
+        ids = np.array([TOKENIZER.convert_tokens_to_ids("4"), TOKENIZER.eos_token_id], dtype=np.int32)
+        sample = SampledTurn(ids, np.full(2, -0.5, np.float32), np.full(2, 9, np.int32), "stop")
+        await self.server.accept(SampleOrder(asked.episode, asked.request, sample))
+
+
+def played(config: HarnessConfig, max_turns: int = 4, **how: Any) -> tuple[SessionEnd, Engine]:
+    """Run one episode."""
+    engine = Engine(**how)
+
+    async def play() -> None:
+        engine.server = SessionServer(
+            load_harness(config, 2),
+            ChatTokens(TOKENIZER, AgentConfig()),
+            SessionLimits(max_turns=max_turns, max_tokens=500),
+            config,
+            2,
+            engine.report,
+        )
+        await engine.server.start()
+        await engine.server.accept(SessionOrder(0, TASK, PROMPT))
+
+    asyncio.run(play())
+    (ended,) = engine.ended
+    return ended, engine
+
+
+def command(program: str, *arguments: str, time_limit_s: float = 30.0) -> HarnessConfig:
+    # -S -E: without the packages of the environment, the interpreter starts faster.
+    parts = [sys.executable, "-S", "-E", "-c", CLIENT + program, *arguments]
+    return HarnessConfig(command=parts, time_limit_s=time_limit_s)
+
+
+def test_a_command_gets_its_task_and_prints_its_reward() -> None:
+    program = """
+task = json.loads(sys.stdin.readline())
+assert ask(sys.argv[1]) == "4"
+print("working\\n" * 100_000)
+print(json.dumps({"reward": 0.5 * (task["ground_truth"] == "42") + len(task["messages"])}))
+"""
+    ended, engine = played(command(program, "{prompt}"))
+    assert (ended.trajectory.failure, ended.trajectory.end) == (None, EpisodeEnd.done)
+    (row,) = ended.trajectory.branches
+    assert row.rewards.tolist() == [0, 1.5]
+    assert row.log_probs.tolist() == [-0.5, -0.5]
+    assert "ab?" in TOKENIZER.decode(row.prompt)
+    assert ended.trajectory.weight_versions == (9,)
+    assert len(engine.requests) == 1
+
+
+def test_a_command_posts_its_reward_and_does_not_read_its_task() -> None:
+    ended, _ = played(
+        command('ask(); ask("other"); post(os.environ["MEGARL_SESSION_URL"] + "/reward", {"reward": 2})')
+    )
+    assert ended.trajectory.failure is None
+    assert ended.trajectory.turn_rewards == [0.0, 2.0]
+    assert len(ended.trajectory.branches) == 2
+
+
+FAILURES = {
+    "exit_code": ('ask(); print("lost the shop"); sys.exit(3)', "exit code 3: lost the shop"),
+    "no_turn": ('print(json.dumps({"reward": 1}))', "without a turn"),
+    "bad_reward": ('ask(); print(json.dumps({"reward": "x"}))', "finite number"),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_command_that_fails_has_no_reward(kind: str) -> None:
+    program, why = FAILURES[kind]
+    ended, _ = played(command(program))
+    assert ended.trajectory.failure == kind
+    assert why in ended.why
+    assert (ended.trajectory.branches, ended.trajectory.mask.tolist()) == ((), [False])
+
+
+def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+    program = """
+import subprocess
+child = subprocess.Popen(["sleep", "60"])
+open(sys.argv[1], "w").write(str(child.pid))
+time.sleep(60)
+"""
+    file = tmp_path / "child"
+    started_s = time.monotonic()
+    ended, _ = played(command(program, str(file), time_limit_s=3.0))
+    assert time.monotonic() - started_s < 20
+    assert (ended.trajectory.failure, "time_limit_s=3" in ended.why) == ("timed_out", True)
+    pid = int(file.read_text())
+    assert not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_a_client_that_gives_up_its_request_is_a_disconnected_one() -> None:
+    program = """
+try:
+    ask(timeout=0.3)
+except OSError:
+    time.sleep(60)
+"""
+    ended, engine = played(command(program, time_limit_s=4.0), is_silent=True)
+    assert ended.trajectory.failure == "disconnected"
+    assert engine.dropped == [0]
+
+
+def test_an_error_after_a_limit_of_the_run_is_no_failure() -> None:
+    ended, _ = played(command('ask(); ask("again")'), max_turns=1)
+    assert (ended.trajectory.failure, ended.trajectory.end) == (None, EpisodeEnd.turns)
+    assert ended.trajectory.turn_rewards == [0.0]
+
+
+FUNCTIONS = """
+import asyncio, os
+import httpx
+def ask(endpoint):
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    headers = {"x-api-key": endpoint.api_key}
+    return httpx.post(endpoint.base_url + "/chat/completions", json=body, headers=headers).json()
+def plain(task, endpoint):
+    ask(endpoint)
+    return {"reward": float(task.ground_truth == "42")}
+async def raising(task, endpoint):
+    raise LookupError("no such shop")
+async def hanging(task, endpoint):
+    await asyncio.sleep(60)
+def exiting(task, endpoint):
+    raise SystemExit(2)
+def one(task): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "failure", "why"),
+    [
+        ("plain", None, ""),
+        ("raising", "raised", "LookupError: no such shop (agent.py:12)"),
+        ("exiting", "raised", "SystemExit: 2"),
+        ("hanging", "timed_out", "time_limit_s=0.5"),
+    ],
+)
+def test_functions(tmp_path: Path, name: str, failure: str | None, why: str) -> None:
+    (tmp_path / "agent.py").write_text(FUNCTIONS)
+    function = HarnessFunctionConfig(path=str(tmp_path / "agent.py"), name=name)
+    limit_s = 0.5 if name == "hanging" else 30.0
+    ended, _ = played(HarnessConfig(function=function, time_limit_s=limit_s))
+    assert ended.trajectory.failure == failure
+    assert why in ended.why
+    if failure is None:
+        assert ended.trajectory.turn_rewards == [1.0]
+
+
+def test_a_program_that_cannot_be_started_is_an_error_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(FUNCTIONS)
+    function = HarnessFunctionConfig(path=str(tmp_path / "agent.py"), name="one")
+    with pytest.raises(UserFunctionError, match="cannot be called with a task and an endpoint"):
+        load_harness(HarnessConfig(function=function), 1)
+    with pytest.raises(ValueError, match="'no-such-program', which is neither"):
+        load_harness(HarnessConfig(command=["no-such-program"]), 1)
+
+
+def test_an_episode_that_is_not_needed_any_more_is_ended() -> None:
+    engine = Engine(is_silent=True)
+    config = command("ask()")
+
+    async def play() -> None:
+        engine.server = SessionServer(
+            load_harness(config, 1),
+            ChatTokens(TOKENIZER, AgentConfig()),
+            SessionLimits(max_turns=4, max_tokens=500),
+            config,
+            1,
+            engine.report,
+        )
+        await engine.server.start()
+        running = asyncio.ensure_future(engine.server.accept(SessionOrder(0, TASK, PROMPT)))
+        await until(lambda: bool(engine.requests))
+        await engine.server.close(0)
+        await asyncio.wait_for(running, 20)
+        await until(lambda: engine.dropped == [0])
+
+    asyncio.run(play())
+    assert engine.ended == []
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_true():
+            await asyncio.sleep(0.01)
+
+
+def test_episodes_in_a_checkpoint() -> None:
+    two, _ = played(command('ask(); ask("other"); print(json.dumps({"reward": 2}))'))
+    failed, _ = played(command("sys.exit(1)"))
+    group = FinishedGroup("a", 9, [two.trajectory, failed.trajectory])
+    (read,) = from_bytes(to_bytes([group])).values()
+    assert (read.uid, read.version) == ("a", 9)
+    for before, after in zip(group.samples, read.samples, strict=True):
+        assert before.failure == after.failure  # type: ignore[union-attr]
+        assert before.end == after.end  # type: ignore[union-attr]
+        for row, again in zip(before.rows, after.rows, strict=True):  # type: ignore[union-attr]
+            assert list(row.prompt) == list(again.prompt)
+            assert row.token_ids.tolist() == again.token_ids.tolist()
+            assert row.mask.tolist() == again.mask.tolist()
+            assert row.rewards.tolist() == again.rewards.tolist()
