@@ -8,7 +8,7 @@ from megarl.config.megatron_options import element_bytes
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import DType, EngineConfig, RunConfig
 from megarl.models.architecture import Architecture
-from megarl.models.counts import num_expert_parameters, num_parameters
+from megarl.models.counts import num_expert_parameters, num_parameters, without_saved_modules
 
 
 def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> int:
@@ -34,6 +34,13 @@ def state_bytes(dtype: DType, role: ModelRole, architecture: Architecture) -> in
     total = (-(-dense // dense_cut) + -(-of_experts // expert_cut)) * weight_bytes
     if role.optim is None:
         return total
+
+    # A reference that is the model without its adapters has saved modules of its own.
+    if role.runs_base:
+        kinds = (architecture, without_saved_modules(architecture))
+        trained, adapters = (_counts(role, kind, trained_only=True)[0] for kind in kinds)
+        copied = trained - adapters
+        total += -(-copied // dense_cut) * weight_bytes
 
     # They also have fewer copies for ZeRO 1. Frozen parameters have neither gradients nor state.
     dense, of_experts = _counts(role, architecture, trained_only=architecture.lora is not None)

@@ -131,6 +131,7 @@ class ModelRole:
         shares_with: The role whose devices it shares by default.
         base_of: The role in whose processes it runs, as that role's model without adapters. None: it has a
             model of its own.
+        runs_base: Whether another role is this one's model without adapters.
     """
 
     row: Role
@@ -149,6 +150,7 @@ class ModelRole:
     megatron_key: str = "actor.megatron"
     shares_with: str | None = None
     base_of: str | None = None
+    runs_base: bool = False
 
     @property
     def name(self) -> str:
@@ -304,7 +306,9 @@ def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:
         return (_of_run(trained, config, ()),)
     rows = [role for role in ROLES if role.is_needed(config)]
     names = (*(role.name for role in rows), "reward")
-    return tuple(_of_run(role, config, names) for role in rows)
+    roles = [_of_run(role, config, names) for role in rows]
+    owners = {role.base_of for role in roles}
+    return tuple(replace(role, runs_base=role.name in owners) for role in roles)
 
 
 def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:

@@ -24,6 +24,7 @@ from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.schema import OptimConfig, RoutingReplay
 from megarl.engine import platform
+from megarl.engine.base_weights import BaseWeights
 from megarl.engine.context import ContextParallelRank
 from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
 from megarl.engine.groups import ParallelGroups
@@ -47,7 +48,7 @@ from megarl.engine.router_replay import RouterReplayBuffer
 from megarl.engine.spec import ModelSpec
 from megarl.engine.vocab_parallel import ENTROPY, Extra, token_scores
 from megarl.models.tensor_table import OUTPUT_LAYER
-from megarl.weights.adapters import fill_adapters, split_adapters
+from megarl.weights.adapters import fill_adapters, fill_saved_modules, split_adapters
 from megarl.weights.load import load_into_shards, value_head_of
 from megarl.weights.manifest import read_checkpoint_index
 from megarl.weights.shard_layout import layouts_of
@@ -121,6 +122,7 @@ class MegatronEngine:
         )
         require_supported(spec.megatron, self.layers.layers, on_cuda=platform.current().is_cuda)
         self.adapters = AdapterSwitch()
+        self._base_weights = BaseWeights()
         self.known_base_checksum: int | None = None  # see base_checksum.py
         self.trace: PassTrace | None = None
         self.models = build_chunks(
@@ -198,7 +200,7 @@ class MegatronEngine:
         )
 
     def _offloadable_parts(self) -> dict[StatePart, MovableState]:
-        parts = {StatePart.parameters: MovableState(self._parameter_list)}
+        parts = {StatePart.parameters: MovableState(self._weight_list)}
         if self.spec.optim is not None:
             parts[StatePart.optimizer] = MovableState(self._optimizer_tensors)
             parts[StatePart.gradients] = MovableState(self._gradient_list, kept=False)
@@ -206,6 +208,9 @@ class MegatronEngine:
 
     def _parameter_list(self) -> list[torch.nn.Parameter]:
         return [parameter for model in self.models for parameter in model.parameters()]
+
+    def _weight_list(self) -> list[Tensor]:
+        return [*self._parameter_list(), *self._base_weights.tensors]
 
     def _gradient_list(self) -> list[Tensor]:
         return [_main_grad(parameter) for parameter in self._parameter_list() if parameter.requires_grad]
@@ -264,15 +269,16 @@ class MegatronEngine:
             head=self.spec.head,
             value_head=value_head,
         )
-        if adapters:
-            fill_adapters(
-                adapters,
-                self.spec.architecture,
-                self.layout,
-                self.spec.head,
-                self.spec.lora_path,
-                self.spec.seed,
+        if self.spec.runs_base:
+            self._base_weights.keep(
+                parameter
+                for name, parameter in self._named_parameters()
+                if parameter.requires_grad and name in base
             )
+        if adapters:
+            adapted = (self.spec.architecture, self.layout, self.spec.head, self.spec.lora_path)
+            fill_adapters(adapters, *adapted, self.spec.seed)
+            fill_saved_modules(base, *adapted)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return this rank's shards by Megatron's names of local layers, numbered over the whole model."""
@@ -330,7 +336,7 @@ class MegatronEngine:
     ) -> dict[str, RaggedTensor] | None:
         """Run `forward` on the model without its adapters, whose routers select experts themselves."""
         self._state.require("score", StatePart.parameters)
-        with torch.no_grad(), self.adapters.off():
+        with torch.no_grad(), self.adapters.off(), self._base_weights.in_use():
             results = self._run(batch, micro_batches, None, extras, selects_experts=True)
 
         # What the routers have selected is not what updates replay.

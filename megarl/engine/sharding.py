@@ -188,7 +188,7 @@ def _trained_shards(model: ModelChunk, groups: ParallelGroups) -> dict[torch.nn.
         weight = weights[name]
         if not weight.trains:
             continue
-        (piece,) = pieces(weight, layout)
+        # A rank may have nothing but the padding of a vocabulary, which is zero and not stored.
         found[parameter] = [
             Shard(
                 key=name,
@@ -199,6 +199,7 @@ def _trained_shards(model: ModelChunk, groups: ParallelGroups) -> dict[torch.nn.
                 is_main=piece.is_source,
                 is_padded=False,
             )
+            for piece in pieces(weight, layout)
         ]
 
     return found

@@ -47,6 +47,7 @@ class ModelSpec:
         recomputation: What is recomputed in the backward pass.
         experts: The configuration of routers and experts.
         lora_path: The folder of the adapters to start from, in PEFT's format. None: new adapters.
+        runs_base: Whether the model also runs without its adapters, as another role.
         pushes_adapters: Whether engines get the adapters separately, not merged.
         pushes_fp8: Whether engines get block-scaled FP8.
         freeze_vision: Whether a vision tower is not trained.
@@ -71,6 +72,7 @@ class ModelSpec:
     recomputation: Recomputation = Recomputation()
     experts: ExpertsConfig = ExpertsConfig()
     lora_path: str | None = None
+    runs_base: bool = False
     pushes_adapters: bool = False
     pushes_fp8: bool = False
     freeze_vision: bool = False
@@ -103,6 +105,7 @@ def spec_of(
         recomputation=role.recomputation,
         experts=role.experts,
         lora_path=role.lora_path,
+        runs_base=role.runs_base,
         pushes_adapters=role.serves_adapters,
         pushes_fp8=isinstance(config, PPOConfig) and config.rollout.dtype is EngineDType.fp8,
         freeze_vision=role.freeze_vision,

@@ -108,9 +108,12 @@ class _Scores(torch.autograd.Function):
         )
         grad_hidden = torch.empty_like(hidden)
 
-        # Sum the chunks in float32, directly in Megatron's buffer if the weight has one.
+        # Sum the chunks in float32, directly in Megatron's buffer if the weight has one. Frozen weights have
+        # no gradient.
         buffer: Tensor | None = getattr(weight, "main_grad", None)  # set by Megatron on trained weights
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if buffer is None else buffer
+        grad_weight: Tensor | None = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32) if buffer is None else buffer
         starts = range(0, hidden.shape[0], vocabulary.chunk_tokens)
 
         # In reverse, because the logits of the last chunk are saved from the forward pass.
@@ -127,14 +130,12 @@ class _Scores(torch.autograd.Function):
             )
             gradient = logits.to(hidden.dtype)
             grad_hidden[part] = product(gradient, weight[: vocabulary.size].t())
-            add_product_over_rows(grad_weight[: vocabulary.size], gradient, hidden[part])
+            if grad_weight is not None:
+                add_product_over_rows(grad_weight[: vocabulary.size], gradient, hidden[part])
 
-        return (
-            grad_hidden,
-            grad_weight.to(weight.dtype) if buffer is None else in_main_grad(weight),
-            None,
-            None,
-        )
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype) if buffer is None else in_main_grad(weight)
+        return grad_hidden, grad_weight, None, None
 
 
 def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:

@@ -5,6 +5,8 @@ several projections: A has the projection's name with `lora_A`, B the one with `
 from the family's rows of linear layers. An adapter is sharded like its projection: if outputs are sharded, A
 is replicated and B has the rank's outputs; if inputs are sharded, A has the rank's inputs and B is
 replicated.
+
+The embedding and the output layer can train in full next to the adapters, as PEFT's `modules_to_save`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,12 @@ _SUFFIX = ".weight"
 ATTENTION_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SERVED_PROJECTIONS = ATTENTION_PROJECTIONS + FEED_FORWARD_PROJECTIONS
+
+
+# The modules that can train in full next to adapters, by PEFT's names.
+EMBEDDING_MODULE = "embed_tokens"
+OUTPUT_MODULE = "lm_head"
+SAVED_MODULES = (EMBEDDING_MODULE, OUTPUT_MODULE)
 
 
 class AdapterNames(NamedTuple):
@@ -68,11 +76,13 @@ def with_adapters(
     Args:
         rows: The rows of the model.
         lora: The adapters.
-        trained: The row that trains although it is not an adapter. All others are frozen.
+        trained: The row that always trains although it is not an adapter. Other rows are frozen, except
+            those of modules that the adapters save.
     """
     adapted: list[MappingRow] = []
     for row in rows:
-        adapted.append(row if row == trained else replace(row, trains=False))
+        trains = row == trained or _is_saved(row, lora)
+        adapted.append(row if trains else replace(row, trains=False))
         for name, dims in _targets_of(row, lora):
             adapted += _pair(row, name, dims)
     return tuple(adapted)
@@ -90,6 +100,17 @@ def _targets_of(row: MappingRow, lora: LoRA) -> Iterator[tuple[str, str]]:
 def _is_target(name: str, lora: LoRA) -> bool:
     stem = f".{name.removesuffix(_SUFFIX)}"
     return not lora.targets or any(stem.endswith(f".{target}") for target in lora.targets)
+
+
+def _is_saved(row: MappingRow, lora: LoRA) -> bool:
+    """Return whether a row is the weight of a module that trains in full."""
+    (entry, *others) = row.tensors
+    return not others and isinstance(entry, tuple) and module_of(entry[0]) in lora.modules_to_save
+
+
+def module_of(name: str) -> str:
+    """Return the name of the module that a Hugging Face tensor belongs to, such as `lm_head`."""
+    return name.removesuffix(_SUFFIX).rpartition(".")[2]
 
 
 def _pair(row: MappingRow, name: str, dims: str) -> tuple[MappingRow, MappingRow]:

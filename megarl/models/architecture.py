@@ -226,11 +226,14 @@ class LoRA:
         alpha: The numerator of the scale.
         targets: The projections with an adapter, as suffixes of Hugging Face names: "q_proj", or
             "mlp.gate_proj". Empty: every projection of attention, of feed-forwards and of experts.
+        modules_to_save: The modules that train in full next to the adapters, by PEFT's names: "embed_tokens"
+            or "lm_head".
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
 
     @property
     def scale(self) -> float:
@@ -261,7 +264,8 @@ class Architecture:
     part of the model here: a folder may have their tensors, which are neither trained nor written. Two
     architectures that differ only in it are the same.
 
-    With `lora`, the model has adapters, and everything except adapters and a value head is frozen.
+    With `lora`, the model has adapters, and everything is frozen except adapters, the modules that it saves,
+    and a value head.
     """
 
     model_type: str  # a key of `FAMILIES` in megarl/models/families.py
@@ -303,6 +307,10 @@ class Architecture:
     def base(self) -> Architecture:
         """The model without adapters."""
         return self if self.lora is None else replace(self, lora=None)
+
+    def trains_fully(self, module: str) -> bool:
+        """Return whether gradients update the weight of a module, such as `lm_head`, if the model trains."""
+        return self.lora is None or module in self.lora.modules_to_save
 
     @property
     def value_dim(self) -> int:

@@ -6,6 +6,7 @@ A row is counted once and multiplied by the number of layers, and of experts, th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -71,6 +72,12 @@ def num_active_parameters(architecture: Architecture, with_value_head: bool = Fa
     if experts is None:
         return whole.total
     return whole.dense + whole.experts // experts.num_experts * experts.num_experts_per_tok
+
+
+def without_saved_modules(architecture: Architecture) -> Architecture:
+    """Return a model with adapters, of which nothing else trains."""
+    assert architecture.lora is not None
+    return replace(architecture, lora=replace(architecture.lora, modules_to_save=()))
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:

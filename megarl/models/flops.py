@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters
 from megarl.models.families import FAMILIES
@@ -68,7 +69,7 @@ def training_flops(
     output = hidden * (1 if with_value_head else architecture.vocab_size)
     lora = architecture.lora
     adapters = 0 if lora is None else _adapters(architecture)
-    trained_output = lora is None or with_value_head
+    trained_output = with_value_head or architecture.trains_fully(OUTPUT_MODULE)
     products = 0  # multiply-adds of forward and backward passes
 
     for prompt, response in rows:

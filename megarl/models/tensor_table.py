@@ -128,6 +128,13 @@ def weights_of(architecture: Architecture, head: Head) -> tuple[Weight, ...]:
 
 
 @lru_cache(maxsize=32)
+def trained_tensors(architecture: Architecture, head: Head) -> frozenset[str]:
+    """Return the names of the Hugging Face tensors that gradients update; all of them without adapters."""
+    trained = (weight for weight in weights_of(architecture, head) if weight.trains)
+    return frozenset(tensor.name for weight in trained for tensor in weight.tensors)
+
+
+@lru_cache(maxsize=32)
 def hf_tensors(architecture: Architecture, head: Head) -> tuple[HFTensor, ...]:
     """Return every Hugging Face tensor of the model once, in the order of its first parameter.
 

@@ -22,6 +22,7 @@ from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.roles import ModelRole
 from megarl.config.schema import DType, Recompute, RecomputeModule, RunConfig
+from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Activation, Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.placement.activation_widths import Kernels, chunks_under_way, kernels_of, widths_of
@@ -552,7 +553,7 @@ class _Work:
         hidden = tokens * self._widths.whole * self._element
         if self._role.with_value_head:
             return 3 * hidden
-        rows = self._vocabulary * self._widths.whole
+        rows = self._vocabulary * self._widths.whole * self._architecture.trains_fully(OUTPUT_MODULE)
         chunk = self._chunk(tokens)
         logits = 1 + (tokens > self._chunk_tokens)
         inside = chunk * logits * _FLOAT32 + max(rows * self._element, self._block(tokens) * _FLOAT32)

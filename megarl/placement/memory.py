@@ -26,7 +26,13 @@ from megarl.config.schema import (
     RunConfig,
 )
 from megarl.models.architecture import Architecture
-from megarl.models.counts import ParameterCount, num_parameters, num_tower_parameters, rank_parameters
+from megarl.models.counts import (
+    ParameterCount,
+    num_parameters,
+    num_tower_parameters,
+    rank_parameters,
+    without_saved_modules,
+)
 from megarl.models.fp8 import model_bytes
 from megarl.placement.activations import StepMemory, WorkingMemory, working_memory
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
@@ -396,6 +402,9 @@ def model_state(model: ModelRole, architecture: Architecture, dtype: DType, stag
     if model.optim is None:
         return Usage(parameters=parameters)
 
+    # A reference that is this model without its adapters has the original weights of saved modules.
+    parameters += base_copies(model, architecture, stage) * weight_bytes(dtype)
+
     # Frozen parameters have neither gradients nor optimizer state.
     trained = trained_parameters(model, architecture, stage)
     of_element = element_bytes(dtype, model.megatron)
@@ -437,6 +446,14 @@ def trained_parameters(model: ModelRole, architecture: Architecture, stage: int)
     )
     is_frozen = model.freeze_vision and stage == 0
     return trained._replace(dense=trained.dense - is_frozen * num_tower_parameters(architecture))
+
+
+def base_copies(model: ModelRole, architecture: Architecture, stage: int) -> int:
+    """Count the parameters of which one rank of a stage holds the original values as well."""
+    if not model.runs_base:
+        return 0
+    alone = trained_parameters(model, without_saved_modules(architecture), stage)
+    return trained_parameters(model, architecture, stage).total - alone.total
 
 
 def stage_parameters(

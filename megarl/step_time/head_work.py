@@ -5,6 +5,7 @@ from __future__ import annotations
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.roles import ModelRole
 from megarl.config.schema import RunConfig
+from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.step_time.collectives import call
@@ -63,13 +64,14 @@ def _logits(architecture: Architecture, edge: Edge, tokens: int, chunk: int) -> 
     """Return the logits and their gradients, a chunk of tokens at a time.
 
     The ranks exchange the maximum of each token's logits, and then four sums. The backward pass computes the
-    logits again, except for those of the last chunk.
+    logits again, except for those of the last chunk. A frozen output layer has no weight gradient.
     """
     shards = edge.parallel.tensor_parallel_size
     columns = min(padded_vocab_size(architecture.vocab_size, shards) // shards, architecture.vocab_size)
     whole_chunks, rest = divmod(tokens, chunk)
     sizes = {chunk: whole_chunks, rest: 1} if rest else {chunk: whole_chunks}
     last = rest or chunk
+    trains = architecture.trains_fully(OUTPUT_MODULE)
     forward: list[Counts] = []
     backward: list[Counts] = []
 
@@ -85,7 +87,7 @@ def _logits(architecture: Architecture, edge: Edge, tokens: int, chunk: int) -> 
         backward += [
             product(size, edge.width, columns, again),
             product(size, columns, edge.width, number),
-            product(columns, size, edge.width, number),
+            product(columns, size, edge.width, number * trains),
         ]
 
     return PassCounts(total(forward), total(backward))

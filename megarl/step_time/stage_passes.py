@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from megarl.config.roles import ModelRole
 from megarl.config.schema import DType, ParallelConfig, Recompute, RecomputeModule, RunConfig
+from megarl.models.adapters import EMBEDDING_MODULE
 from megarl.models.architecture import Architecture
 from megarl.placement.expert_activations import layers_of_stage
 from megarl.step_time.collectives import call
@@ -82,7 +83,7 @@ class StagePasses:
         for traits, layer in self._layers.items():
             yield total(map(of, layer)).times(self._numbers[traits])
         if self._is_first:
-            yield of(embedding_work(self._edge, trains=self._architecture.lora is None))
+            yield of(embedding_work(self._edge, trains=self._architecture.trains_fully(EMBEDDING_MODULE)))
             yield from map(of, self._tower)
 
     def _head(self, num_scores: int) -> PassCounts:

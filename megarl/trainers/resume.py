@@ -276,6 +276,14 @@ def _adapter_problems(
         for name in ("rank", "alpha")
         if getattr(now.lora, name) != getattr(stored, name)
     ]
+    if now.lora.modules_to_save != stored.modules_to_save:
+        saved = ", ".join(stored.modules_to_save)
+        problems.append(
+            f"{role}.lora.modules_to_save: the checkpoint trained {saved or 'adapters only'}; use "
+            f"{role}.lora.modules_to_save=[{saved}]"
+        )
+        return problems
+
     was = adapter_tensors(replace(before, lora=replace(stored, rank=now.lora.rank)), head)
     if was.keys() != adapter_tensors(now, head).keys():
         named = ", ".join(stored.targets)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.models.adapters import is_adapter
+from megarl.models.adapters import is_adapter, module_of
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head
 from megarl.weights.load import check_parameters, fill_parameter
@@ -69,6 +69,36 @@ def fill_adapters(
         for weight in held_weights(architecture, layout, head):
             if weight.megatron_name in adapters:
                 fill_parameter(adapters[weight.megatron_name], weight, layout, read)
+
+
+def fill_saved_modules(
+    parameters: Mapping[str, torch.Tensor],
+    architecture: Architecture,
+    layout: ShardLayout,
+    head: Head,
+    folder: str | None,
+) -> None:
+    """Fill the modules of a rank that train in full next to the adapters.
+
+    Args:
+        parameters: Contiguous tensors by Megatron name. Others are not changed.
+        architecture: The model with its adapters.
+        layout: What the rank holds.
+        head: The head of the model.
+        folder: A folder in PEFT's format. None: the modules keep the base model's values.
+
+    Raises:
+        WeightTransferError: The folder does not have these modules.
+    """
+    assert architecture.lora is not None
+    if folder is None or not architecture.lora.modules_to_save:
+        return
+
+    read = open_adapter(Path(folder), architecture, head)
+    with torch.no_grad():
+        for weight in held_weights(architecture, layout, head):
+            if module_of(weight.tensors[0].name) in architecture.lora.modules_to_save:
+                fill_parameter(parameters[weight.megatron_name], weight, layout, read)
 
 
 def _initial(seed: int) -> Callable[[Piece], torch.Tensor]:

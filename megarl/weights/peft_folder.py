@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megarl.machine.files import read_json_object, write_whole
-from megarl.models.adapters import adapter_names, is_adapter
+from megarl.models.adapters import SAVED_MODULES, adapter_names, is_adapter
 from megarl.models.architecture import Architecture, LoRA
-from megarl.models.tensor_table import VALUE_HEAD_TENSOR, Head, hf_tensors
+from megarl.models.tensor_table import VALUE_HEAD_TENSOR, Head, hf_tensors, trained_tensors
 from megarl.weights.piece import Piece
 from megarl.weights.tensors import WeightTransferError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_HEADS = {"classifier", "score"}  # PEFT lists both for a model with a value head
 _TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS"}
 # Options of PEFT that change what is computed, with the values that mean plain LoRA.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -30,7 +31,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "use_qalora": (False,),
     "lora_bias": (False,),
-    "modules_to_save": (None, [], ["score"], ["classifier", "score"]),
     "rank_pattern": ({},),
     "alpha_pattern": ({},),
     "layers_to_transform": (None, []),
@@ -48,13 +48,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 def adapter_tensors(architecture: Architecture, head: Head) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of the model's adapters, by the name in the tensor table.
 
-    A critic's head is one of them, because it trains.
+    A critic's head and saved modules are among them, because they train.
     """
-    return {
-        tensor.name: tensor.shape
-        for tensor in hf_tensors(architecture, head)
-        if is_adapter(tensor.name) or tensor.name == VALUE_HEAD_TENSOR
-    }
+    trained = trained_tensors(architecture, head)
+    return {tensor.name: tensor.shape for tensor in hf_tensors(architecture, head) if tensor.name in trained}
 
 
 def has_adapter(folder: Path) -> bool:
@@ -63,7 +60,7 @@ def has_adapter(folder: Path) -> bool:
 
 
 def read_lora(folder: Path) -> LoRA:
-    """Read the rank, the scale and the targets of an adapter.
+    """Read the rank, the scale, the targets and the saved modules of an adapter.
 
     Raises:
         WeightTransferError: The folder is not an adapter in PEFT's format, or has options that change what
@@ -85,17 +82,25 @@ def read_lora(folder: Path) -> LoRA:
     names = targets if isinstance(targets, list) else []
     if not names:
         problems.append(f"target_modules is {targets!r}, not a list of names")
+    saved = set(fields.get("modules_to_save") or ()) - _HEADS
+    if not saved.issubset(SAVED_MODULES):
+        problems.append(f"modules_to_save has {', '.join(sorted(saved.difference(SAVED_MODULES)))}")
     if problems:
         raise WeightTransferError(f"{file}: only plain LoRA is supported, but {'; '.join(problems)}")
 
-    return LoRA(rank=int(fields["r"]), alpha=float(fields["lora_alpha"]), targets=tuple(sorted(names)))
+    return LoRA(
+        rank=int(fields["r"]),
+        alpha=float(fields["lora_alpha"]),
+        targets=tuple(sorted(names)),
+        modules_to_save=tuple(sorted(saved)),
+    )
 
 
 def open_adapter(folder: Path, architecture: Architecture, head: Head) -> Callable[[Piece], torch.Tensor]:
     """Check a folder against the model's adapters, and return a function that reads pieces of it.
 
     Raises:
-        WeightTransferError: Rank, scale, names or shapes differ. The message names them.
+        WeightTransferError: Rank, scale, saved modules, names or shapes differ. The message names them.
     """
     stored = read_lora(folder)
     lora = architecture.lora
@@ -106,8 +111,16 @@ def open_adapter(folder: Path, architecture: Architecture, head: Head) -> Callab
             f"and alpha {lora.alpha:g}; set lora.rank={stored.rank} and lora.alpha={stored.alpha:g}"
         )
 
+    if stored.modules_to_save != lora.modules_to_save:
+        raise WeightTransferError(
+            f"{folder}: has {_listed(stored.modules_to_save)} in modules_to_save, but the run has "
+            f"{_listed(lora.modules_to_save)}; set lora.modules_to_save=[{','.join(stored.modules_to_save)}]"
+        )
+
     file = folder / WEIGHTS_FILE
-    wanted = {name: shape for name, shape in adapter_tensors(architecture, head).items() if is_adapter(name)}
+    tensors = adapter_tensors(architecture, head)
+    # A critic's own head is read with its folder.
+    wanted = {name: shape for name, shape in tensors.items() if name != VALUE_HEAD_TENSOR}
     shapes = _shapes_in(file)
     faults = [f"has no {name}" for name in wanted if name not in shapes]
     faults += [
@@ -128,6 +141,10 @@ def open_adapter(folder: Path, architecture: Architecture, head: Head) -> Callab
         return values
 
     return read
+
+
+def _listed(modules: Sequence[str]) -> str:
+    return ", ".join(modules) or "nothing"
 
 
 def _shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
@@ -186,6 +203,7 @@ def peft_config(architecture: Architecture, base: str, head: Head = "lm") -> dic
     """Return the contents of `adapter_config.json`. Fields that are missing have PEFT's defaults."""
     assert architecture.lora is not None
     alpha = architecture.lora.alpha
+    saved = [*architecture.lora.modules_to_save, *(["score"] if head == "value" else [])]
     return {
         "peft_type": "LORA",
         "task_type": _TASKS[head],
@@ -194,7 +212,7 @@ def peft_config(architecture: Architecture, base: str, head: Head = "lm") -> dic
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": 0.0,
         "target_modules": _target_modules(architecture, head),
-        "modules_to_save": ["score"] if head == "value" else None,
+        "modules_to_save": saved or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,

@@ -94,7 +94,7 @@ def open_adapter_folder(folder: Path, base: Path, trust_remote_code: bool = Fals
 
 
 def whole_tensors(source: ModelSource, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Return all tensors of an adapter, which are small."""
+    """Return all tensors of an adapter, with the modules that it saves."""
     tensors = {}
     for name, tensor in source.tensors.items():
         place = TensorSlice.whole(tensor.hf.view)
@@ -176,6 +176,9 @@ def merged_source(adapter: ModelSource, base: ModelSource) -> ModelSource:
                 pieces=tensor.pieces,
                 add=partial(_merge, tensor, matrices[names.a], matrices[names.b], scale),
             )
+        elif name in adapter.tensors:
+            # A module that trained in full replaces the base model's, in the dtype of the latter.
+            tensors[name] = replace(adapter.tensors[name], dtype=tensor.dtype)
         else:
             tensors[name] = tensor
 

@@ -252,11 +252,11 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
         drawn.add_row("rounds", f"{forecast.plan.num_rounds:,}", largest)
 
     if config.actor.served_adapters is not None:
-        adapters = num_parameters(policy) - num_parameters(policy.base)
-        nbytes = _range([adapters * weight_bytes(config.model.dtype)])
+        nbytes = _range([num_parameters(policy, trained_only=True) * weight_bytes(config.model.dtype)])
         # Engines that share devices release the model in each step, so that all of it is sent again.
         is_kept = not OffloadPlan(plan).engines_move
-        which = "adapters, sent alone in later syncs" if is_kept else "adapters, sent after the model"
+        sent = ", ".join(("adapters", *config.actor.lora.modules_to_save))
+        which = f"{sent}, sent alone in later syncs" if is_kept else f"{sent}, sent after the model"
         drawn.add_row(which, nbytes, "actor.lora.sync=adapter")
 
     drawn.add_row("verification", resharding.verify.value, "resharding.verify")

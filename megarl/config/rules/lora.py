@@ -18,6 +18,8 @@ from megarl.config.schema import (
 from megarl.config.violation import Violation, Violations
 from megarl.models.adapters import (
     FEED_FORWARD_PROJECTIONS,
+    OUTPUT_MODULE,
+    SAVED_MODULES,
     SERVED_PROJECTIONS,
     adapter_problems,
     available_targets,
@@ -34,13 +36,14 @@ def options(config: RunConfig, role: ModelRole) -> Violations:
     settings = config.trained_models[role.name].lora
     key = f"{role.name}.lora"
     if settings.rank is None:
-        for name in ("alpha", "targets", "path", "sync"):
+        for name in ("alpha", "targets", "modules_to_save", "path", "sync"):
             if getattr(settings, name) != getattr(LoRAConfig(), name):
                 yield Violation(
                     (f"{key}.{name}", f"{key}.rank"),
                     f"{name} is set, but rank is null, so all weights train; set {key}.rank, such as 32",
                 )
 
+    yield from _saved_modules(settings, role, f"{key}.modules_to_save")
     if settings.sync is LoRASync.adapter and (role.name != "actor" or not isinstance(config, PPOConfig)):
         yield Violation(
             (f"{key}.sync",),
@@ -59,6 +62,25 @@ def options(config: RunConfig, role: ModelRole) -> Violations:
             (f"{role.name}.experts.bias_update_rate", f"{key}.rank"),
             f"is {role.experts.bias_update_rate:g}, which changes selection biases, but with adapters the "
             "model is frozen; use 0",
+        )
+
+
+def _saved_modules(settings: LoRAConfig, role: ModelRole, key: str) -> Violations:
+    saved = settings.modules_to_save
+    for name in saved:
+        if name not in SAVED_MODULES:
+            yield Violation(
+                (key,),
+                f"{name!r} cannot train in full next to adapters; use {' or '.join(SAVED_MODULES)}",
+            )
+
+    if len(set(saved)) < len(saved):
+        yield Violation((key,), f"is [{', '.join(saved)}]; name each module once")
+
+    if role.with_value_head and OUTPUT_MODULE in saved:
+        yield Violation(
+            (key,),
+            f"has {OUTPUT_MODULE}, but the {role.name} has a value head, which always trains; remove it",
         )
 
 
@@ -143,6 +165,14 @@ def fit_model(role: ModelRole, architecture: Architecture) -> Violations:
         return
 
     key = f"{role.name}.lora"
+    if lora.modules_to_save and architecture.tie_word_embeddings and not role.with_value_head:
+        yield Violation(
+            (f"{key}.modules_to_save",),
+            f"is [{', '.join(lora.modules_to_save)}], but the embedding of {role.path} is also its output "
+            "layer (tie_word_embeddings), which adapters do not train in full yet; use [], or train all "
+            f"weights ({key}.rank=null)",
+        )
+
     rows = rows_of(architecture.base, "value" if role.with_value_head else "lm")
     for problem in adapter_problems(architecture, rows, lora.targets):
         yield Violation((f"{key}.targets" if problem.startswith("'") else f"{key}.rank",), problem)

@@ -198,6 +198,9 @@ class LoRAConfig:
     # projections with an adapter, as suffixes of Hugging Face names, such as [q_proj, v_proj] or
     # [mlp.gate_proj]; empty: every projection of attention, of feed-forwards and of experts
     targets: list[str] = field(default_factory=list)
+    # modules that train in full next to the adapters, by PEFT's names: embed_tokens, lm_head, or both; a
+    # reference that is the model without its adapters has the original ones
+    modules_to_save: list[str] = field(default_factory=list)
     # must be 0: with dropout, the policy that is trained would not be the one that generates
     dropout: float = ranged(0.0, at_least=0, below=1)
     sync: LoRASync = LoRASync.merged  # what a weight sync sends to the engines (of the actor only)
@@ -231,7 +234,12 @@ class TrainedModelConfig:
         """The adapters that train instead of the weights, None if all weights train."""
         if self.lora.rank is None:
             return None
-        return LoRA(rank=self.lora.rank, alpha=self.lora.alpha, targets=tuple(self.lora.targets))
+        return LoRA(
+            rank=self.lora.rank,
+            alpha=self.lora.alpha,
+            targets=tuple(self.lora.targets),
+            modules_to_save=tuple(sorted(self.lora.modules_to_save)),
+        )
 
     @property
     def served_adapters(self) -> LoRA | None:

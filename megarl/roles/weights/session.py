@@ -14,7 +14,7 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import qualified_name
-from megarl.models.adapters import is_adapter
+from megarl.models.tensor_table import trained_tensors
 from megarl.roles.rollout.replicas import is_dead_or_failed_start, results_of
 from megarl.roles.weights.source import WeightSource
 from megarl.weights.message_words import shape_in_words, slices_in_words
@@ -232,9 +232,10 @@ class TransferSession:
             message_bytes(self._transport, source.bucket_bytes, source.is_on_cuda)
             // source.message_dtype.itemsize
         )
-        adapters = {name for name in shapes if is_adapter(name)}
-        if adapters:
-            return plan_repeated(shapes, held, wanted, message_numel, adapters)
+        # Engines that apply the adapters themselves get the frozen tensors once.
+        if source.architecture.lora is not None:
+            trained = trained_tensors(source.architecture, "lm")
+            return plan_repeated(shapes, held, wanted, message_numel, trained)
         return RepeatedTransfer(plan_transfer(shapes, held, wanted, message_numel), 0)
 
     # ---- joining

@@ -53,10 +53,12 @@ class Adapted(NamedTuple):
         return replace(read_architecture(self.base), lora=self.lora)
 
 
-def save_adapted(family: str, folder: Path, targets: tuple[str, ...] = ()) -> Adapted:
-    """Write a model, and an adapter on it whose matrices are both random."""
+def save_adapted(
+    family: str, folder: Path, targets: tuple[str, ...] = (), modules_to_save: tuple[str, ...] = ()
+) -> Adapted:
+    """Write a model, and an adapter on it whose matrices and saved modules are all random."""
     save_model(family, folder / "base")
-    lora = LoRA(rank=RANK, alpha=ALPHA, targets=targets)
+    lora = LoRA(rank=RANK, alpha=ALPHA, targets=targets, modules_to_save=modules_to_save)
     made = Adapted(str(folder / "base"), str(folder / "adapter"), lora)
     generator = torch.Generator().manual_seed(3)
     tensors = {
@@ -109,7 +111,9 @@ def by_peft(case: Adapted, batch: Tensors) -> Reference:
     outputs = scores_of(reference_logits(model, batch), batch)
     _loss(outputs, batch).backward()
     gradients = {
-        name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad
+        name.removeprefix("base_model.model.")
+        .replace(".default", "")
+        .replace(".modules_to_save", ""): parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
@@ -165,7 +169,7 @@ def merged_weights(case: Adapted) -> Tensors:
         names = adapter_names(name)
         if names.a in adapters:
             weights[name] = weights[name] + case.lora.scale * (adapters[names.b] @ adapters[names.a])
-    return weights
+    return weights | {name: value for name, value in adapters.items() if name in weights}
 
 
 def adapters_of(case: Adapted) -> Tensors:

@@ -51,8 +51,11 @@ OUTPUT_TOLERANCE = 1e-5  # absolute
 GRADIENT_TOLERANCE = 1e-4  # relative to the tensor's norm
 FULL = Recomputation(how=Recompute.full)
 DENSE = ("TP1", "TP2", "TP2+SP", "PP2", "CP2", "DP2")
+VOCABULARY = ("TP2+SP", "PP2", "DP2")
 RECOMPUTED = ("TP2+SP", "PP2xVPP2")
 EXPERTS = ("DP2xEP2", "TP2+SPxEP2", "TP2+SPxETP2")
+SAVED = ("embed_tokens", "lm_head")
+SAVED_TENSORS = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
 SOME = ("q_proj", "self_attn.o_proj", "up_proj")  # one projection of a fused layer, and not its neighbors
 
 
@@ -84,6 +87,7 @@ def run_engine(
         lora_path=case.adapter,
         optim=OptimConfig(),
         share_prompts=True,
+        runs_base=True,
         **spec,
     )
     engine.forward_backward(part, micro_batches, weighted_sum(keys))
@@ -105,9 +109,9 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
     """Return a function that computes the reference of a family once."""
 
     @cache
-    def made(family: str, targets: tuple[str, ...] = ()) -> Case:
+    def made(family: str, targets: tuple[str, ...] = (), saved: tuple[str, ...] = ()) -> Case:
         folder = tmp_path_factory.mktemp(family)
-        adapted = save_adapted(family, folder, targets)
+        adapted = save_adapted(family, folder, targets, saved)
         batch = weighted_batch()
         has_experts = family.endswith("_moe")
         reference = by_hand(adapted, folder / "merged", batch) if has_experts else by_peft(adapted, batch)
@@ -139,6 +143,21 @@ def test_dense_model_with_adapters_equals_peft(
     runs = rank_pool.run(
         run_engine, world_size=parallel.world_size, parallel=parallel, case=case.adapted, batch=case.batch
     )
+    compare(case, case.reference, runs)
+
+
+@pytest.mark.parametrize("layout", VOCABULARY)
+@pytest.mark.parametrize("saved", [SAVED, SAVED[:1], SAVED[1:]])
+def test_saved_modules_equal_peft(
+    layout: str, saved: tuple[str, ...], case_of: Callable[..., Case], rank_pool: RankPool
+) -> None:
+    """They train in full, also under data parallelism; the base model has the original ones."""
+    case = case_of("qwen2", (), saved)
+    parallel = ALL_LAYOUTS[layout]
+    runs = rank_pool.run(
+        run_engine, world_size=parallel.world_size, parallel=parallel, case=case.adapted, batch=case.batch
+    )
+    assert set(case.reference.gradients) >= {SAVED_TENSORS[name] for name in saved}
     compare(case, case.reference, runs)
 
 
@@ -205,15 +224,16 @@ def test_initial_adapters_do_not_depend_on_the_layout(
     assert not made["TP1"]["model.layers.0.self_attn.q_proj.lora_B.weight"].any()
 
 
+@pytest.mark.parametrize("saved", [(), SAVED])
 def test_resume_from_adapters_is_bitwise_identical(
-    case_of: Callable[..., Case], rank_pool: RankPool, tmp_path: Path
+    saved: tuple[str, ...], case_of: Callable[..., Case], rank_pool: RankPool, tmp_path: Path
 ) -> None:
     """In the layout that wrote them. Another layout holds the same state."""
-    case = case_of("qwen2")
+    case = case_of("qwen2", (), saved)
     layout = ALL_LAYOUTS["TP2+SP"]
     settings = Settings(layout, case.adapted.base, lora=case.adapted.lora)
     folder = tmp_path / "actor"
-    saved = rank_pool.run(
+    written = rank_pool.run(
         train_and_save,
         world_size=2,
         settings=settings._replace(lora_path=case.adapted.adapter),
@@ -222,15 +242,20 @@ def test_resume_from_adapters_is_bitwise_identical(
         num_after=1,
     )
     stored = stored_tensors(folder)
-    assert all(".lora." in name for name in stored)
+    whole = {name.removeprefix("optimizer.state.") for name in stored if ".lora." not in name}
+    assert whole == {
+        f"{prefix}{name}.weight"
+        for prefix in ("", "exp_avg.", "exp_avg_sq.", "param.")
+        for name in (("embedding.word_embeddings", "output_layer") if saved else ())
+    }
     assert not any(value.isnan().any() for value in stored.values())
 
     again = rank_pool.run(
         load_and_train, world_size=2, settings=settings, folder=folder, num_steps=2, num_after=1
     )
-    assert same([rank.at_save for rank in again], [rank.at_save for rank in saved])
-    assert [rank.after.losses for rank in again] == [rank.after.losses for rank in saved]
-    assert same([rank.after.state for rank in again], [rank.after.state for rank in saved])
+    assert same([rank.at_save for rank in again], [rank.at_save for rank in written])
+    assert [rank.after.losses for rank in again] == [rank.after.losses for rank in written]
+    assert same([rank.after.state for rank in again], [rank.after.state for rank in written])
 
     rank_pool.run(
         load_and_train,

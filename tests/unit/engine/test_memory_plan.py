@@ -55,13 +55,14 @@ def allocated(
     dtype: torch.dtype,
     trained: bool,
     lora: LoRA | None = None,
+    runs_base: bool = False,
 ) -> Allocated:
     """Run in a rank: measure.
 
     Pages that were never written are not resident, so a step is made first where needed.
     """
     groups = start(parallel)
-    engine = build(groups, folder, optim=optim, dtype=dtype, lora=lora)
+    engine = build(groups, folder, optim=optim, dtype=dtype, lora=lora, runs_base=runs_base)
     from megarl.engine.offload import StatePart
 
     if trained:
@@ -87,6 +88,7 @@ def predicted(
     dtype: DType,
     stage: int,
     lora: LoRA | None = None,
+    runs_base: bool = False,
 ) -> list[int]:
     model = ModelRole(
         row=role_named("actor"),
@@ -95,6 +97,7 @@ def predicted(
         parallel=parallel,
         micro_batch=MicroBatchConfig(),
         optim=optim,
+        runs_base=runs_base,
     )
     state = model_state(model, replace(read_architecture(folder), lora=lora), dtype, stage)
     return [state.parameters, state.gradients, state.optimizer]
@@ -150,6 +153,37 @@ def test_adapters_alone_have_gradients_and_optimizer_state(rank_pool: RankPool, 
         expected = predicted(folder, parallel, optim, DType.bfloat16, rank.stage, lora)
         assert rank.moved == pytest.approx(expected, rel=TOLERANCE)
         assert all(own < part / 2 for own, part in zip(rank.moved[1:], whole[1:], strict=True))
+
+
+@pytest.mark.parametrize("layout", ["TP2", "PP2", "DP2"])
+def test_saved_modules_have_gradients_and_optimizer_state_and_a_copy(
+    layout: str, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    """The copy is that of a reference that is the model without its adapters."""
+    save_model("qwen2", tmp_path / "model")
+    arguments = (str(tmp_path / "model"), LAYOUTS[layout], OptimConfig(lr=1e-3))
+    lora = LoRA(rank=8, alpha=16, modules_to_save=("embed_tokens", "lm_head"))
+    ranks = rank_pool.run(
+        allocated,
+        world_size=2,
+        folder=arguments[0],
+        parallel=arguments[1],
+        optim=arguments[2],
+        dtype=torch.bfloat16,
+        trained=False,
+        lora=lora,
+        runs_base=True,
+    )
+    for rank in ranks:
+        expected = predicted(*arguments, DType.bfloat16, rank.stage, lora, runs_base=True)
+        assert rank.moved == pytest.approx(expected, rel=TOLERANCE)
+
+        # Rows of 64 numbers: on each rank 128 of 256 words in two modules, or 256 in both or in one.
+        adapters = predicted(*arguments, DType.bfloat16, rank.stage, replace(lora, modules_to_save=()))
+        numbers = {"TP2": 2 * 128 * 64, "PP2": 256 * 64, "DP2": 2 * 256 * 64}[layout]
+        copies = 2 if layout == "DP2" else 1
+        added = [own - without for own, without in zip(expected, adapters, strict=True)]
+        assert added == [2 * numbers, 4 * numbers, 12 * numbers // copies]
 
 
 @pytest.mark.parametrize("trains", [True, False])

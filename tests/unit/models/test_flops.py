@@ -70,7 +70,13 @@ def test_frozen_matrices_have_one_product_in_the_backward_pass(tmp_path: Path) -
     frozen = length * LAYERS * sum(rows * columns for rows, columns in shapes) + response * WIDTH * VOCABULARY
     adapters = length * LAYERS * 8 * sum(rows + columns for rows, columns in shapes)
     pairs = LAYERS * 2 * WIDTH * length * (length + 1) // 2
-    assert training_flops(architecture, [(prompt, response)]) == 2 * (2 * frozen + 3 * (adapters + pairs))
+    expected = 2 * (2 * frozen + 3 * (adapters + pairs))
+    assert training_flops(architecture, [(prompt, response)]) == expected
+
+    # An output layer that trains in full next to the adapters has the second one as well.
+    saving = LoRA(rank=8, alpha=8, modules_to_save=("embed_tokens", "lm_head"))
+    output = 2 * response * WIDTH * VOCABULARY
+    assert training_flops(replace(architecture, lora=saving), [(prompt, response)]) == expected + output
 
 
 def test_latent_attention_is_what_a_model_of_hugging_face_does() -> None:

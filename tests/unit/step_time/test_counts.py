@@ -49,6 +49,19 @@ def test_adapters_of_sharded_experts(tmp_path: Path) -> None:
     assert differences(request, record, EXACT) == []
 
 
+@pytest.mark.usefixtures("forked_rehearsals")
+@pytest.mark.parametrize("saved", [[], ["embed_tokens", "lm_head"]])
+def test_saved_modules_of_a_model_with_adapters(saved: list[str], tmp_path: Path) -> None:
+    """The first and the last pipeline stage, with the reduction of gradients and the optimizer step."""
+    parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
+    config = ppo(save_config(tmp_path / "dense", TINY | {"tie_word_embeddings": False}), parallel)
+    lora = LoRAConfig(rank=4, modules_to_save=saved)
+    config = replace(config, actor=replace(config.actor, lora=lora))
+    requests = [RankRequest(config, "actor", rank, 2) for rank in (0, parallel.stage_size)]
+    for request, record in zip(requests, rehearse_ranks(requests, 1), strict=True):
+        assert differences(request, record, EXACT) == []
+
+
 def test_a_micro_batch_by_hand(tmp_path_factory: pytest.TempPathFactory) -> None:
     """One row of 3 + 5 tokens of a model with two layers, on two tensor-parallel ranks.
 

@@ -200,6 +200,16 @@ def test_every_reason_against_it_is_listed_at_once(config: PPOConfig) -> None:
             {"rank": 8},
             "actor.lora.targets: the checkpoint has adapters at q_proj; use actor.lora.targets=[q_proj]",
         ),
+        (
+            {"rank": 8, "modules_to_save": ["lm_head"]},
+            {"rank": 8},
+            "actor.lora.modules_to_save: the checkpoint trained lm_head; use actor.lora.modules_to_save=[lm_head]",
+        ),
+        (
+            {"rank": 8},
+            {"rank": 8, "modules_to_save": ["lm_head"]},
+            "the checkpoint trained adapters only; use actor.lora.modules_to_save=[]",
+        ),
         ({"rank": 8}, {"rank": 8}, None),
         ({"rank": 8, "targets": ["q_proj"]}, {"rank": 8, "targets": ["self_attn.q_proj"]}, None),
     ],

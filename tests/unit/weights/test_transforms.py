@@ -11,7 +11,7 @@ import torch
 
 from megarl.config.schema import ParallelConfig
 from megarl.models.tensor_table import hf_tensors
-from megarl.weights.adapters import fill_adapters, split_adapters
+from megarl.weights.adapters import fill_adapters, fill_saved_modules, split_adapters
 from megarl.weights.checksum import add_checksums, checksum, shard_checksums
 from megarl.weights.load import load_into_shards
 from megarl.weights.piece import Piece
@@ -30,8 +30,12 @@ TP2_PP2 = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
 
 
 @pytest.fixture(scope="module")
-def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Adapted]:
-    return cache(lambda family: save_adapted(family, tmp_path_factory.mktemp(family)))
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Adapted]:
+    @cache
+    def made(family: str, saved: tuple[str, ...] = ()) -> Adapted:
+        return save_adapted(family, tmp_path_factory.mktemp(family), modules_to_save=saved)
+
+    return made
 
 
 def merged_by_peft(case: Adapted, dtype: torch.dtype) -> Tensors:
@@ -56,23 +60,29 @@ def shards_of(case: Adapted, parallel: ParallelConfig, dtype: torch.dtype) -> li
         base, adapters = split_adapters(parameters, architecture, "lm")
         load_into_shards(case.base, architecture.base, layout, base)
         fill_adapters(adapters, architecture, layout, "lm", case.adapter, seed=0)
+        fill_saved_modules(base, architecture, layout, "lm", case.adapter)
         made.append(merged_shards(parameters, architecture, layout, "lm"))
     return made
 
 
 @pytest.mark.parametrize(
-    ("family", "parallel", "dtype"),
+    ("family", "saved", "parallel", "dtype"),
     [
-        ("qwen2", ParallelConfig(), torch.float32),
-        ("qwen2", TP2_PP2, torch.float32),
-        ("qwen2", TP2, torch.bfloat16),
-        ("qwen2_moe", EP2, torch.float32),
+        ("qwen2", (), ParallelConfig(), torch.float32),
+        ("qwen2", (), TP2_PP2, torch.float32),
+        ("qwen2", (), TP2, torch.bfloat16),
+        ("qwen2", ("embed_tokens", "lm_head"), TP2_PP2, torch.bfloat16),
+        ("qwen2_moe", (), EP2, torch.float32),
     ],
 )
 def test_what_ranks_send_is_what_peft_merges(
-    family: str, parallel: ParallelConfig, dtype: torch.dtype, case_of: Callable[[str], Adapted]
+    family: str,
+    saved: tuple[str, ...],
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    case_of: Callable[..., Adapted],
 ) -> None:
-    case = case_of(family)
+    case = case_of(family, saved)
     expected = merged_weights(case) if family == "qwen2_moe" else merged_by_peft(case, dtype)
     ranks = shards_of(case, parallel, dtype)
     for shards in ranks:
@@ -118,5 +128,5 @@ def slices(*ends: int) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in zip(ends[::2], ends[1::2], strict=True))
 
 
-def test_adapters_of_the_case_are_not_zero(case_of: Callable[[str], Adapted]) -> None:
+def test_adapters_of_the_case_are_not_zero(case_of: Callable[..., Adapted]) -> None:
     assert all(bool(value.any()) for value in adapters_of(case_of("qwen2")).values())

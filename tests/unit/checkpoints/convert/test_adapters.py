@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -21,15 +22,18 @@ from tests.unit.engine.checkpoint_side import Settings, train_and_save
 from tests.unit.engine.lora_cases import Adapted, adapters_of, merged_weights, peft, save_adapted
 from tests.unit.engine.models import load_lm
 
+SAVED = ("embed_tokens", "lm_head")
 LAYOUTS = {
     "qwen2": ParallelConfig(tensor_parallel_size=2, sequence_parallel=True),
     "qwen2_moe": ParallelConfig(data_parallel_size=2, expert_parallel_size=2),
 }
 
 
-@pytest.mark.parametrize("family", LAYOUTS)
-def test_a_peft_folder_comes_back_from_a_checkpoint(family: str, rank_pool: RankPool, tmp_path: Path) -> None:
-    case = save_adapted(family, tmp_path)
+@pytest.mark.parametrize(("family", "saved"), [("qwen2", ()), ("qwen2", SAVED), ("qwen2_moe", SAVED[1:])])
+def test_a_peft_folder_comes_back_from_a_checkpoint(
+    family: str, saved: tuple[str, ...], rank_pool: RankPool, tmp_path: Path
+) -> None:
+    case = save_adapted(family, tmp_path, modules_to_save=saved)
     settings = Settings(LAYOUTS[family], case.base, lora=case.lora, lora_path=case.adapter)
     folder = tmp_path / "actor"
     rank_pool.run(train_and_save, world_size=2, settings=settings, folder=folder, num_steps=0, num_after=0)
@@ -87,9 +91,30 @@ def test_a_peft_folder_is_merged_and_another_model_is_refused(tmp_path: Path) ->
         open_model(Path(case.adapter))
 
 
+def test_peft_writes_and_reads_the_same_folder(tmp_path: Path) -> None:
+    """Names, shapes and values of PEFT's own folder, which the library also writes and reads."""
+    case = save_adapted("qwen2", tmp_path, modules_to_save=SAVED)
+    model = peft().PeftModel.from_pretrained(load_lm(Path(case.base)), case.adapter)
+    model.save_pretrained(tmp_path / "by_peft")
+    again = case._replace(adapter=str(tmp_path / "by_peft"))
+    stored = adapters_of(case)
+    assert adapters_of(again).keys() == stored.keys()
+    assert all(torch.equal(adapters_of(again)[name], value) for name, value in stored.items())
+
+    source = open_adapter_folder(tmp_path / "by_peft", Path(case.base))
+    assert (
+        source.architecture.lora == open_adapter_folder(Path(case.adapter), Path(case.base)).architecture.lora
+    )
+    check_merged(case, merged_by_command(case, again.adapter, tmp_path / "merged"))
+
+
 def test_options_that_change_what_an_adapter_computes_are_refused(tmp_path: Path) -> None:
     case = save_adapted("qwen2", tmp_path)
     config = Path(case.adapter) / CONFIG_FILE
     config.write_text(config.read_text().replace('"use_dora": false', '"use_dora": true'))
     with pytest.raises(CheckpointError, match="only plain LoRA is supported, but use_dora is True"):
+        open_adapter_folder(Path(case.adapter), Path(case.base))
+    saved = json.loads(config.read_text()) | {"use_dora": False, "modules_to_save": ["norm", "lm_head"]}
+    config.write_text(json.dumps(saved))
+    with pytest.raises(CheckpointError, match="but modules_to_save has norm"):
         open_adapter_folder(Path(case.adapter), Path(case.base))

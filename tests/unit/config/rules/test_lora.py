@@ -59,6 +59,13 @@ def test_engines_can_get_adapters_separately(ppo: str) -> None:
             [RANK, "reference.megatron.transformer={}"],
             "with actor.lora, the reference is the model of actor without its adapters",
         ),
+        ([RANK, "actor.lora.modules_to_save=[norm]"], "'norm' cannot train in full next to adapters"),
+        ([RANK, "actor.lora.modules_to_save=[lm_head,lm_head]"], "name each module once"),
+        (["actor.lora.modules_to_save=[lm_head]"], "modules_to_save is set, but rank is null"),
+        (
+            ["critic.lora.rank=4", "critic.lora.modules_to_save=[lm_head]"],
+            "has lm_head, but the critic has a value head, which always trains; remove it",
+        ),
         (["actor.lora.sync=adapter"], "sync is set, but rank is null, so all weights train"),
         (
             ["critic.lora.rank=4", "critic.lora.sync=adapter"],
@@ -71,6 +78,18 @@ def test_engines_can_get_adapters_separately(ppo: str) -> None:
 )
 def test_what_is_refused(ppo: str, overrides: list[str], message: str) -> None:
     assert any(message in violation for violation in violations(ppo, *overrides)), violations(ppo, *overrides)
+
+
+def test_tied_embeddings_do_not_train_next_to_adapters(tmp_path: Path) -> None:
+    """The embedding of a critic is not tied, because it has a value head."""
+    values = ppo_values(tmp_path)
+    values["model"]["path"] = str(model_folder(tmp_path / "tied", tie_word_embeddings=True))
+    path = write_yaml(tmp_path / "run.yaml", values)
+    overrides = [RANK, "critic.lora.rank=4", "critic.lora.modules_to_save=[embed_tokens]"]
+    assert violations(path, *overrides) == []
+    (found,) = violations(path, *overrides, "actor.lora.modules_to_save=[embed_tokens]")
+    assert "actor.lora.modules_to_save" in found
+    assert "is also its output layer (tie_word_embeddings)" in found
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_next", "qwen2_5_vl"])
