@@ -71,6 +71,7 @@ TRL_NAMES = {
     "lora_r": "actor.lora.rank",
     "lora_alpha": "actor.lora.alpha",
     "lora_target_modules": "actor.lora.targets; empty is all-linear",
+    "lora_modules_to_save": "actor.lora.modules_to_save; embed_tokens, lm_head, or both",
     "lora_dropout": "actor.lora.dropout; must be 0",
     "deepspeed": "none; Megatron-Core shards models and optimizer state: actor.parallel",
     "fsdp": "none; Megatron-Core shards models and optimizer state: actor.parallel",
