@@ -10,7 +10,9 @@ for a worker also by its process group. Processes that overwrite their environme
 Ray's agents, can be named explicitly.
 
 Named semaphores of multiprocessing remain in /dev/shm when their creator and the process that tracks them are
-killed. Those of the owner have a prefix of their own, by which they are removed.
+killed. Those of the owner have a prefix of their own, by which they are removed. Other files in /dev/shm that
+an ended process had mapped, such as the message queues of SGLang, are removed when no process maps them any
+longer.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+_SHARED = "/dev/shm"
 OWNER = "MEGARL_PROCESS_OWNER"  # the value of a worker begins with that of its driver
 
 
@@ -170,16 +173,40 @@ def processes_of(owner: str, group: int = 0) -> list[int]:
 def end_processes_of(owner: str, group: int = 0, limit_s: float = 10.0) -> list[int]:
     """Kill the processes of an owner until none is left, because they may start others in the meantime.
 
-    Returns the processes that still exist after `limit_s`.
+    Files in /dev/shm that only they had mapped are removed. Returns the processes that still exist after
+    `limit_s`.
     """
     deadline = time.monotonic() + limit_s
+    mapped: set[Path] = set()
     while (left := processes_of(owner, group)) and time.monotonic() < deadline:
         for pid in left:
+            mapped |= shared_files_of(str(pid))
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
 
+    _remove_unused(mapped)
     return left
+
+
+def shared_files_of(pid: str) -> set[Path]:
+    """Return the files in /dev/shm that a process has mapped and that still have a name."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
+    except OSError:  # the process has ended, or belongs to another user
+        return set()
+    names = {line[start:] for line in lines if (start := line.find(f"{_SHARED}/")) >= 0}
+    return {Path(name) for name in names if not name.endswith(" (deleted)")}
+
+
+def _remove_unused(files: set[Path]) -> None:
+    """Remove the files that no process has mapped."""
+    if not files:
+        return
+    used = {path for entry in os.listdir("/proc") if entry.isdigit() for path in shared_files_of(entry)}
+    for path in files - used:
+        with contextlib.suppress(OSError):  # another process has removed it
+            path.unlink()
 
 
 def _is_zombie(pid: str) -> bool:

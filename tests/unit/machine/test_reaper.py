@@ -3,6 +3,7 @@
 These are plain processes, without Ray.
 """
 
+import mmap
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.machine.reaper import descendants, end_processes_of, processes_of
+from megarl.machine.reaper import OWNER, descendants, end_processes_of, processes_of
 from tests.processes import gone_within
 
 OWNER_SCRIPT = """
@@ -71,6 +72,38 @@ def test_semaphores_go_with_a_killed_owner_whose_tracker_is_killed_too() -> None
     while file.exists() and time.monotonic() < end_s:
         time.sleep(0.05)
     assert not file.exists()
+
+
+MAPPING_SCRIPT = """
+import mmap, sys, time
+for path in sys.argv[1:]:
+    file = open(path, "w+b")
+    file.truncate(4096)
+    globals()[path] = mmap.mmap(file.fileno(), 4096)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_shared_memory_of_killed_processes_is_removed_unless_others_use_it() -> None:
+    """SGLang leaves its message queues behind when its processes are killed."""
+    owner = uuid.uuid4().hex
+    only, used = (Path(f"/dev/shm/{kind}-{owner}") for kind in ("only", "used"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAPPING_SCRIPT, str(only), str(used)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, OWNER: owner},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    try:
+        with used.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+            assert end_processes_of(owner) == []
+            assert (only.exists(), used.exists()) == (False, True)
+    finally:
+        process.wait()
+        only.unlink(missing_ok=True)
+        used.unlink(missing_ok=True)
 
 
 def test_only_the_owners_processes_are_found() -> None:
