@@ -2,6 +2,7 @@
 
     python -m tests.soak.network_faults                    # all faults, about a minute each
     python -m tests.soak.network_faults --recovery partition_20s ...
+    python -m tests.soak.network_faults --recovery --random 10 --seed 0    # lost ranks and nodes, at random moments
 
 The driver is on node 0, two replicas of the actor are on two of the other three nodes, and one is spare. With
 --recovery the run recovers in place (`recovery.enabled`). A run that a fault ends is started again with the same
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -27,6 +29,7 @@ import psutil
 from tests.integration.launched_run import save_sft_run
 from tests.multinode.nodes import Link, Network, network, own_environment
 from tests.multinode.ray_nodes import RayNodes, ray_nodes
+from tests.soak import out_of_memory
 
 _STEPS = 80
 _EVERY = 10
@@ -39,7 +42,7 @@ _SETTINGS = (
 )
 _BEFORE = 12  # steps before the fault
 _LIMIT_S = 300.0
-_RANK_BYTES = 400 * 2**20  # a rank has more memory than other processes of Ray
+_RANK_BYTES = 300 * 2**20
 _RANK_START_S = 5.0
 _NUM_CPUS = (0, 2, 2, 2)  # none on the node of the driver, so that the ranks are on others
 
@@ -113,21 +116,33 @@ def _kill(name: str) -> Fault:
 
 def _kill_rank_twice(scene: Scene) -> None:
     """Kill the rank on a node, and the next one that starts there."""
-    inside = _network_of(scene.net.nodes[scene.trainers[1]].pid)
     for _ in range(2):
-        rank = None
-        while rank is None:
-            sizes = {
-                process: process.info["memory_info"].rss
-                for process in psutil.process_iter(["cmdline", "memory_info"])
-                if _network_of(process.pid) == inside
-                and "ray::" in " ".join(process.info["cmdline"] or ())
-                and process.info["memory_info"].rss > _RANK_BYTES
-            }
-            rank = max(sizes, key=lambda process: sizes[process], default=None)
-            time.sleep(0.05)
-        rank.kill()
+        _rank_on(scene).kill()
         time.sleep(_RANK_START_S)
+
+
+def _kill_rank(scene: Scene) -> None:
+    _rank_on(scene).kill()
+
+
+def _exhaust_memory(scene: Scene) -> None:
+    out_of_memory.exhaust(_rank_on(scene).pid)
+
+
+def _rank_on(scene: Scene) -> psutil.Process:
+    """Wait for the rank on the second node, which has more memory than other processes of Ray."""
+    inside = _network_of(scene.net.nodes[scene.trainers[1]].pid)
+    while True:
+        sizes = {
+            process: process.info["memory_info"].rss
+            for process in psutil.process_iter(["cmdline", "memory_info"])
+            if _network_of(process.pid) == inside
+            and "ray::" in " ".join(process.info["cmdline"] or ())
+            and process.info["memory_info"].rss > _RANK_BYTES
+        }
+        if sizes:
+            return max(sizes, key=lambda process: sizes[process])
+        time.sleep(0.05)
 
 
 def _network_of(pid: int) -> str | None:
@@ -158,6 +173,8 @@ FAULTS: Mapping[str, tuple[str, Fault]] = {
     "loss": ("5 % of all frames are lost", _all_links(0.05, 0.0)),
     "delay": ("every frame takes 100 ms", _all_links(0.0, 0.1)),
     "raylet": ("the raylet of a node is killed", _kill("raylet")),
+    "rank": ("a rank is killed", _kill_rank),
+    "memory": ("the kernel kills a rank, because memory is exhausted", _exhaust_memory),
     "bad_node": ("a rank on the same node dies twice", _kill_rank_twice),
     "disk_full": ("the disk of a node is full", _disk_full),
 }
@@ -221,21 +238,23 @@ def _trainers(net: Network) -> tuple[int, int]:
     return one, other
 
 
-def run(fault: Fault, folder: Path, wanted: bytes | None, settings: Sequence[str]) -> tuple[Outcome, bytes]:
-    """Train with one fault, and start the run again if it ends before its last step."""
+def run(
+    fault: Fault, folder: Path, wanted: bytes | None, settings: Sequence[str], before: int = _BEFORE
+) -> tuple[Outcome, bytes]:
+    """Train with one fault after a number of steps, and start the run again if it ends before its last one."""
     config = save_sft_run(folder)
     log = folder / "driver.log"
     with network(4, [folder]) as net, ray_nodes(net, _NUM_CPUS, folder) as ray:
         with _train(net, ray, config, log, settings) as process:
-            while _num_steps(folder / "run") < _BEFORE:
+            while _num_steps(folder / "run") < before:
                 assert process.poll() is None, log.read_text()
                 time.sleep(0.05)
             begin_s = time.monotonic()
             fault(Scene(net, _trainers(net)))
-            before = _num_steps(folder / "run")
+            completed = _num_steps(folder / "run")
             next_s = None
             while process.poll() is None and time.monotonic() < begin_s + _LIMIT_S:
-                if next_s is None and _num_steps(folder / "run") > before:
+                if next_s is None and _num_steps(folder / "run") > completed:
                     next_s = time.monotonic() - begin_s
                 time.sleep(0.05)
             status = process.poll()
@@ -255,20 +274,35 @@ def run(fault: Fault, folder: Path, wanted: bytes | None, settings: Sequence[str
     return Outcome(status, next_s, end_s, page.removeprefix("what").strip(), repeated, is_equal), weights
 
 
-def main(names: Sequence[str], settings: Sequence[str]) -> int:
+_RANDOM = ("link_down", "power_off", "raylet", "rank", "memory")
+
+
+def _chosen(count: int, seed: int) -> list[tuple[str, int]]:
+    """Return random faults, and after how many steps they occur."""
+    chance = random.Random(seed)
+    return [(chance.choice(_RANDOM), chance.randrange(1, _STEPS - 10)) for _ in range(count)]
+
+
+def main(faults: Sequence[tuple[str, int]], settings: Sequence[str]) -> int:
     undisturbed: bytes | None = None
     unequal = []
     print("| fault | outcome | next step after s | end after s | steps repeated | weights equal |")
     print("|---|---|---|---|---|---|")
-    for name in dict.fromkeys(["nothing", *names]):
+    for name, before in [("nothing", _BEFORE), *faults]:
         description, fault = FAULTS[name]
         with tempfile.TemporaryDirectory() as folder:
-            outcome, weights = run(fault, Path(folder), undisturbed, settings)
+            outcome, weights = run(fault, Path(folder), undisturbed, settings, before)
         undisturbed = undisturbed or weights
         ended = "completes" if outcome.status == 0 else f"ends: {outcome.page}"
         times = [f"{each:.0f}" if each is not None else "" for each in (outcome.next_s, outcome.end_s)]
         equal = "yes" if outcome.is_equal else "NO"
-        row = [description, ended, *times, str(outcome.repeated) if outcome.status else "", equal]
+        row = [
+            f"{description}, after step {before}",
+            ended,
+            *times,
+            str(outcome.repeated) if outcome.status else "",
+            equal,
+        ]
         print("|", " | ".join(row), "|", flush=True)
         unequal += [] if outcome.is_equal else [name]
     return 1 if unequal else 0
@@ -277,7 +311,10 @@ def main(names: Sequence[str], settings: Sequence[str]) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.soak.network_faults")
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join(FAULTS))
+    parser.add_argument("--random", type=int, default=0, help="this number of random faults instead")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recovery", action="store_true", help="recover in place")
     parsed = parser.parse_args()
     of_recovery = ["recovery.enabled=true"] if parsed.recovery else []
-    sys.exit(main(parsed.faults or list(FAULTS), of_recovery))
+    named = [(name, _BEFORE) for name in parsed.faults or list(FAULTS) if name != "nothing"]
+    sys.exit(main(_chosen(parsed.random, parsed.seed) if parsed.random else named, of_recovery))

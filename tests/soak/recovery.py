@@ -2,8 +2,8 @@
 
 python -m tests.soak.recovery --kind tp2dp2|pp2|ep2|hybrid|ahead --faults 12 --seed 0
 
-Each fault is SIGKILL, or for some SIGSTOP, to a random rank of a random role, at a random moment of a step. A
-stopped rank is noticed at the time limit of a call.
+Each fault is SIGKILL, for some SIGSTOP, and for some the kernel's kill when memory is exhausted, to a random
+rank of a random role, at a random moment of a step. A stopped rank is noticed at the time limit of a call.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ from tests.integration.tiny_run import (
     tiny_config,
     tiny_sft_config,
 )
+from tests.soak import out_of_memory
 from tests.soak.save_kills import ahead_config, hybrid_config, ppo_config
 
 LIMIT_S = 45.0  # of a call, after which a stopped rank counts as lost
 STEPS_PER_FAULT = 2
 _STOPPED_SHARE = 0.1
+_MEMORY_SHARE = 0.3  # where control groups can be created
 _GRPO = AlgorithmConfig(
     advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none)
 )
@@ -91,6 +93,7 @@ KINDS: dict[str, Callable[[Path, int], PPOConfig | SFTConfig]] = {
 
 class Report(NamedTuple):
     num_faults: int
+    num_out_of_memory: int
     num_recoveries: int
     slowest_s: float
     difference: list[str]
@@ -116,6 +119,7 @@ class Faults:
         self._steps = {STEPS_PER_FAULT * (number + 1) for number in range(num_faults)}
         self._step_s = step_s
         self.num_faults = 0
+        self.num_out_of_memory = 0
 
     def look(self, step: int | None, phase: str, roles: PPORoles | Actor) -> None:
         if phase == "step" and step in self._steps:
@@ -126,8 +130,14 @@ class Faults:
         trained = [roles] if isinstance(roles, Actor) else [roles.actor, roles.critic]
         groups: list[Any] = [role.group for role in trained if role]
         pid = self._chance.choice(self._chance.choice(groups).pids)
-        how = signal.SIGSTOP if self._chance.random() < _STOPPED_SHARE else signal.SIGKILL
+        kind = self._chance.random()
+        how = signal.SIGSTOP if kind < _STOPPED_SHARE else signal.SIGKILL
         try:
+            if kind > 1 - _MEMORY_SHARE and out_of_memory.missing() is None:
+                out_of_memory.exhaust(pid)
+                self.num_out_of_memory += 1
+                self.num_faults += 1
+                return
             os.kill(pid, how)
             self.num_faults += 1
         except ProcessLookupError:
@@ -145,7 +155,11 @@ def soak(kind: str, num_faults: int, seed: int, inputs: Path) -> Report:
     lost_s = [line.get("recovery/lost_s", 0.0) for line in lost.metrics]
     num_recoveries = sum(line.get("recovery/num_recoveries", 0) for line in lost.metrics)
     report = Report(
-        faults.num_faults, int(num_recoveries), max(lost_s), Outcome(lost).difference(Outcome(undisturbed))
+        faults.num_faults,
+        faults.num_out_of_memory,
+        int(num_recoveries),
+        max(lost_s),
+        Outcome(lost).difference(Outcome(undisturbed)),
     )
     print(f"{kind}, seed {seed}: {report}, {time.monotonic() - start_s:.0f} s", flush=True)
     return report
