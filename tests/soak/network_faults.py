@@ -12,6 +12,7 @@ command. In each case the trained weights must be those of the undisturbed run, 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -126,7 +127,7 @@ def _kill_rank(scene: Scene) -> None:
 
 
 def _exhaust_memory(scene: Scene) -> None:
-    out_of_memory.exhaust(_rank_on(scene).pid)
+    assert out_of_memory.exhaust(_rank_on(scene).pid)
 
 
 def _rank_on(scene: Scene) -> psutil.Process:
@@ -189,6 +190,7 @@ class Outcome(NamedTuple):
         end_s: Seconds from the fault to the end of the first command; None if it completed all steps.
         page: The first line of the failure page, if any.
         repeated: The steps that were repeated after the restart.
+        recoveries: The number of recoveries in place.
         is_equal: Whether the trained weights are those of the undisturbed run.
     """
 
@@ -197,6 +199,7 @@ class Outcome(NamedTuple):
     end_s: float | None
     page: str
     repeated: int
+    recoveries: int
     is_equal: bool
 
 
@@ -224,6 +227,11 @@ def _train(
 def _num_steps(run: Path) -> int:
     file = run / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def _num_recoveries(run: Path) -> int:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return round(sum(json.loads(line).get("recovery/num_recoveries", 0.0) for line in lines))
 
 
 def _trainers(net: Network) -> tuple[int, int]:
@@ -271,7 +279,9 @@ def run(
     weights = (folder / "run" / "huggingface" / "model.safetensors").read_bytes()
     page = next((line for line in log.read_text().splitlines() if line.startswith("what")), "")
     is_equal = wanted is None or weights == wanted
-    return Outcome(status, next_s, end_s, page.removeprefix("what").strip(), repeated, is_equal), weights
+    recoveries = _num_recoveries(folder / "run")
+    page = page.removeprefix("what").strip()
+    return Outcome(status, next_s, end_s, page, repeated, recoveries, is_equal), weights
 
 
 _RANDOM = ("link_down", "power_off", "raylet", "rank", "memory")
@@ -280,14 +290,16 @@ _RANDOM = ("link_down", "power_off", "raylet", "rank", "memory")
 def _chosen(count: int, seed: int) -> list[tuple[str, int]]:
     """Return random faults, and after how many steps they occur."""
     chance = random.Random(seed)
-    return [(chance.choice(_RANDOM), chance.randrange(1, _STEPS - 10)) for _ in range(count)]
+    return [(chance.choice(_RANDOM), chance.randrange(1, _STEPS // 2)) for _ in range(count)]
 
 
 def main(faults: Sequence[tuple[str, int]], settings: Sequence[str]) -> int:
     undisturbed: bytes | None = None
     unequal = []
-    print("| fault | outcome | next step after s | end after s | steps repeated | weights equal |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| fault | outcome | next step after s | end after s | steps repeated | recoveries | weights equal |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for name, before in [("nothing", _BEFORE), *faults]:
         description, fault = FAULTS[name]
         with tempfile.TemporaryDirectory() as folder:
@@ -301,6 +313,7 @@ def main(faults: Sequence[tuple[str, int]], settings: Sequence[str]) -> int:
             ended,
             *times,
             str(outcome.repeated) if outcome.status else "",
+            str(outcome.recoveries),
             equal,
         ]
         print("|", " | ".join(row), "|", flush=True)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
-_LIMIT_BYTES = 4 * 2**20  # what the process may allocate from now on
+_LIMIT_BYTES = 2**14  # what the process may allocate from now on
 _END_S = 60.0
 
 
@@ -19,8 +19,10 @@ def missing() -> str | None:
     return None
 
 
-def exhaust(pid: int) -> None:
-    """Limit a process's further memory, and wait until the kernel has killed it.
+def exhaust(pid: int) -> bool:
+    """Limit a process's further memory, and wait until it has ended.
+
+    Returns whether the kernel has killed it for lack of memory. Otherwise it has ended by itself.
 
     Raises:
         TimeoutError: It has not allocated more memory within a minute.
@@ -36,7 +38,10 @@ def exhaust(pid: int) -> None:
         if time.monotonic() > end_s:
             raise TimeoutError(f"process {pid} has not allocated {_LIMIT_BYTES} bytes within {_END_S:g} s")
         time.sleep(0.02)
+    v1 = group / "memory.oom_control"
+    counts = (v1 if v1.exists() else group / "memory.events").read_text()
     group.rmdir()
+    return "oom_kill 0\n" not in counts
 
 
 def _parent() -> Path:

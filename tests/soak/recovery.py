@@ -134,9 +134,9 @@ class Faults:
         how = signal.SIGSTOP if kind < _STOPPED_SHARE else signal.SIGKILL
         try:
             if kind > 1 - _MEMORY_SHARE and out_of_memory.missing() is None:
-                out_of_memory.exhaust(pid)
-                self.num_out_of_memory += 1
-                self.num_faults += 1
+                is_killed = out_of_memory.exhaust(pid)
+                self.num_out_of_memory += is_killed
+                self.num_faults += is_killed
                 return
             os.kill(pid, how)
             self.num_faults += 1

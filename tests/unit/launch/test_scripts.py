@@ -110,7 +110,7 @@ def slurm(tmp_path: Path, *arguments: str, srun: str = "exit 0", **environment: 
     Returns its status and the arguments of srun.
     """
     for name, body in {
-        "scontrol": 'printf "node7\\nnode8\\n"',
+        "scontrol": f'echo "$@" >> {tmp_path}/scontrol_calls; printf "node7\\nnode8\\n"',
         "srun": f'echo "$@" > {tmp_path}/asked; {srun}',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -152,6 +152,25 @@ def test_slurm_with_a_container(tmp_path: Path) -> None:
 def test_slurm_gives_the_status_of_the_run(tmp_path: Path) -> None:
     assert slurm(tmp_path, "run.yaml", srun="exit 3")[0] == 3
     assert slurm(tmp_path)[0] == 2  # no config
+
+
+@pytest.mark.parametrize(
+    ("srun", "environment", "requeues"),
+    [
+        ("exit 0", {}, False),
+        ("exit 1", {}, True),
+        ("exit 1", {"SLURM_RESTART_COUNT": "2"}, True),
+        ("exit 1", {"SLURM_RESTART_COUNT": "3"}, False),
+        ("exit 1", {"MAX_RESTARTS": "0"}, False),
+        ("trap 'exit 143' TERM; kill -TERM $PPID; while true; do sleep 0.1; done", {}, False),
+    ],
+)
+def test_slurm_queues_a_failed_job_again_within_a_budget(
+    srun: str, environment: dict[str, str], requeues: bool, tmp_path: Path
+) -> None:
+    slurm(tmp_path, "run.yaml", srun=srun, **environment)
+    calls = (tmp_path / "scontrol_calls").read_text().splitlines()
+    assert ("requeue 4217" in calls) is requeues
 
 
 def test_slurm_hands_sigterm_on_and_waits_for_the_run_to_save(tmp_path: Path) -> None:
