@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -171,7 +171,9 @@ def test_workers_find_what_the_driver_names_relative_to_its_own_folder(
 # ---- torchrun
 
 
-def launch_nodes(config: Path, *arguments: str, num_nodes: int = 2) -> list[Command]:
+def launch_nodes(
+    config: Path, *arguments: str, num_nodes: int = 2, options: Sequence[str] = ()
+) -> list[Command]:
     """Start all nodes on this machine."""
     meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     script = ["-m", "megarl", "launch", str(config), *arguments]
@@ -179,6 +181,7 @@ def launch_nodes(config: Path, *arguments: str, num_nodes: int = 2) -> list[Comm
         Command(
             [
                 *TORCHRUN,
+                *options,
                 "--nnodes",
                 str(num_nodes),
                 "--node-rank",
@@ -219,8 +222,12 @@ def test_under_torchrun_a_configuration_that_is_wrong_starts_nothing(tmp_path: P
 def test_torchrun_starts_ray_on_its_nodes_and_the_losses_are_those_of_a_run_without_it(
     ray_cluster: None, tmp_path: Path
 ) -> None:
+    """The driver is killed once, and torchrun starts the run again."""
     config = save_sft_run(tmp_path)
-    nodes = launch_nodes(config, "checkpoint.every_steps=2")
+    nodes = launch_nodes(config, "checkpoint.every_steps=2", options=["--max-restarts", "1"])
+    nodes[0].wait_for(lambda: (tmp_path / "run" / "checkpoints" / "latest").exists())
+    [driver] = [process for process in nodes[0].processes() if "train" in process.cmdline()]
+    driver.kill()
     assert [node.status() for node in nodes] == [0, 0], nodes[0].said()
     assert "2 nodes are up" in nodes[0].said()
     on_one_node = [
