@@ -6,6 +6,7 @@ Batches and scores are rows of tokens; a loss function receives those of a micro
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -61,6 +62,9 @@ Outputs = Mapping[str, Tensor]
 LossFunction = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Metric]]]
 
 
+_LOSS = "loss of the engine"  # no metric of a loss has this name
+
+
 class TrainedBatch(NamedTuple):
     """The result of a training pass. Both fields are empty except on the last pipeline stage.
 
@@ -76,6 +80,7 @@ class TrainedBatch(NamedTuple):
 class _LossShare(NamedTuple):
     """The loss's result for a micro-batch, and the detached outputs, which do not keep activations alive."""
 
+    loss: Tensor
     metrics: Mapping[str, Metric]
     outputs: Outputs
 
@@ -164,6 +169,7 @@ class MegatronEngine:
         self.chunks: list[Any] = list(self._wrapped or self.models)
         self._state = OffloadableState(self._offloadable_parts())
         self._gradients_are_made = False
+        self._loss_is_finite = True
         self._router_metrics: dict[str, Metric] = {}
         self._bias_steps: Tensor | None = None  # (L, E), of the last mini-batch
         self._load(spec.path)
@@ -368,8 +374,7 @@ class MegatronEngine:
         Raises:
             ValueError: A metric does not define how it is merged.
         """
-        shares = self._forward_backward(batch, micro_batches, loss, extras)
-        return merge_metrics([share.metrics for share in shares])
+        return self._merged(self._forward_backward(batch, micro_batches, loss, extras))
 
     def forward_backward_scored(
         self,
@@ -381,7 +386,14 @@ class MegatronEngine:
         """Run `forward_backward`, and also return the scores that the pass computed."""
         shares = self._forward_backward(batch, micro_batches, loss, extras)
         scores = _in_order_of_rows([share.outputs for share in shares], batch, micro_batches)
-        return TrainedBatch(merge_metrics([share.metrics for share in shares]), scores)
+        return TrainedBatch(self._merged(shares), scores)
+
+    def _merged(self, shares: Sequence[_LossShare]) -> dict[str, Metric]:
+        """Return the metrics of a pass, and remember whether its loss is finite."""
+        merged = merge_metrics([{**share.metrics, _LOSS: Metric.sum(share.loss)} for share in shares])
+        loss = merged.pop(_LOSS, None)
+        self._loss_is_finite = loss is None or math.isfinite(float(loss.value))
+        return merged
 
     def _forward_backward(
         self, batch: Rows, micro_batches: MicroBatches, loss: LossFunction, extras: Collection[Extra]
@@ -439,8 +451,9 @@ class MegatronEngine:
         assert self._optimizer is not None, "a frozen model has no optimizer"
         self._state.require("step", *StatePart)
         assert self._gradients_are_made, "a step needs gradients computed after the last offload"
-        statistics = self._optimizer.step()
-        self._update_selection_biases()
+        statistics = self._optimizer.step(loss_is_finite=self._loss_is_finite)
+        if not statistics.is_skipped:
+            self._update_selection_biases()
 
         start_gather(self._wrapped)
         return statistics
@@ -590,7 +603,9 @@ class MegatronEngine:
                 {key: micro_batch.padded(values) for key, values in outputs.items()}, micro_batch.rows
             )
 
-            share = _LossShare(metrics, {key: values.detach() for key, values in outputs.items()})
+            share = _LossShare(
+                value.detach(), metrics, {key: values.detach() for key, values in outputs.items()}
+            )
 
             # Megatron divides by this count only when it averages; megarl's losses already include their
             # denominator.

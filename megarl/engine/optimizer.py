@@ -14,10 +14,10 @@ from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megarl.config.schema import OptimConfig
+from megarl.config.schema import OnNonFinite, OptimConfig
 from megarl.engine import platform
 from megarl.engine.megatron_options import NO_OPTIONS, build_config
-from megarl.machine.errors import RunError
+from megarl.machine.errors import NonFiniteUpdateError, RunError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # per element, by the names of Adam and Megatron
 _MASTER = "master_param"  # the float32 masters in the state of Transformer Engine's Adam
@@ -55,6 +55,7 @@ class OptimizerSlice(NamedTuple):
 class StepStatistics(NamedTuple):
     grad_norm: float  # norm over all parameters, before clipping
     lr: float  # the learning rate of this step
+    is_skipped: bool = False  # whether the update was dropped, because the norm is not finite
 
 
 class StepCounts(NamedTuple):
@@ -134,6 +135,7 @@ class Optimizer:
         self._chunks = chunks
         self._names = dict(names)
         self._clip_grad = config.clip_grad
+        self._on_nonfinite = config.on_nonfinite
 
     def zero_grad(self) -> None:
         for chunk in self._chunks:
@@ -217,20 +219,27 @@ class Optimizer:
         """Return the state of the schedule as Megatron stores it."""
         return dict(self._schedule.state_dict())
 
-    def step(self) -> StepStatistics:
+    def step(self, *, loss_is_finite: bool = True) -> StepStatistics:
         """Clip the gradients by their global norm and update the parameters.
 
+        An update whose gradient is not finite on some rank is not made on any rank.
+
+        Args:
+            loss_is_finite: Whether the loss is finite on this rank. If it is not, the norm of every rank is
+                NaN.
+
         Raises:
-            TrainingDivergedError: The gradient is not finite. Nothing has been changed.
+            TrainingDivergedError: The norm is not finite, and the run is to stop. Nothing has been changed.
+            NonFiniteUpdateError: The same in a run that is to recover.
         """
         # Attach the gradients to the float32 masters, from which the norm is computed.
         self.megatron_optimizer.prepare_grads()
-        norm = self._gradient_norm()
+        norm = self._gradient_norm(loss_is_finite)
 
         if not math.isfinite(norm):
-            raise TrainingDivergedError(
-                f"the gradient norm is {norm}: no update was made. Check rewards and advantages for NaN, or "
-                f"lower optim.lr"
+            self._refuse(norm)
+            return StepStatistics(
+                grad_norm=norm, lr=self.megatron_optimizer.param_groups[0]["lr"], is_skipped=True
             )
 
         # The schedule advances first: update k uses the learning rate of position k, counted from 1.
@@ -249,7 +258,19 @@ class Optimizer:
         self.megatron_optimizer.step_with_ready_grads()
         return StepStatistics(grad_norm=norm, lr=self.megatron_optimizer.param_groups[0]["lr"])
 
-    def _gradient_norm(self) -> float:
+    def _refuse(self, norm: float) -> None:
+        """Raise an error for a norm that is not finite, unless such updates are skipped."""
+        if self._on_nonfinite is OnNonFinite.skip:
+            return
+        message = (
+            f"the gradient norm is {norm}: no update was made. Check rewards and advantages for NaN, or "
+            f"lower optim.lr"
+        )
+        if self._on_nonfinite is OnNonFinite.recover:
+            raise NonFiniteUpdateError(message, hint=TrainingDivergedError.hint)
+        raise TrainingDivergedError(message)
+
+    def _gradient_norm(self, loss_is_finite: bool) -> float:
         """Return the L2 norm of all gradients, over all ranks.
 
         Floating-point sums depend on their order, and Megatron adds gradients in the order in which layers
@@ -260,6 +281,11 @@ class Optimizer:
         for part in self._parts():
             by_name = sorted(part.get_grads_for_grad_norm(), key=self._gradient_names(part).__getitem__)
             gradients[part.get_grad_stats_parallel_group()] += by_name
+            # The reduction of the norm tells all ranks, without a collective of its own.
+            if not loss_is_finite:
+                gradients[part.get_grad_stats_parallel_group()].append(
+                    torch.full((1,), math.nan, device=platform.current().device)
+                )
 
         # Squared norms add up if parts, such as experts, are summed over different groups.
         norms = [

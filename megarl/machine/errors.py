@@ -55,6 +55,10 @@ class RunError(HintedError, RuntimeError):
             self.hint = tuple(hint)
 
 
+class NonFiniteUpdateError(RunError):
+    """The loss or gradient is not finite, and the run is to return to its last snapshot."""
+
+
 class CheckpointError(RunError):
     """A checkpoint cannot be written or read.
 

@@ -13,7 +13,8 @@ from megarl.config.schema import RecoveryConfig
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import RayWorkerGroup, RoleGroup
-from megarl.controller.messages import FailureKind
+from megarl.controller.messages import FailureKind, qualified_name
+from megarl.machine.errors import NonFiniteUpdateError
 from megarl.machine.wording import counted
 from megarl.roles.model_snapshots import ModelSnapshots, SnapshotLostError
 from megarl.roles.offload_schedule import OffloadSchedule
@@ -25,6 +26,7 @@ from megarl.roles.weights.rollout_weights import RolloutWeights
 _log = logging.getLogger(__name__)
 _FAILURES = 2  # losses in which a node is involved before it is excluded
 _LOOK_S = 1.0  # interval at which a free node is looked for
+_LOST_STATES = [qualified_name(kind) for kind in (NonFiniteUpdateError,)]
 
 
 class SavedStep(NamedTuple):
@@ -101,13 +103,17 @@ class ModelRecovery:
         return newest
 
     def concerns(self, error: Exception) -> bool:
-        """Return whether an error means that processes of these models are lost: they died, or hang."""
+        """Return whether processes of these models are lost: they died, hang, or have a wrong state."""
         if not isinstance(error, (WorkerError, PhaseTimeoutError)):
             return False
         roles = {role for group in self._groups for role in (group.role, "+".join(group.processes.roles))}
         if error.role not in roles:
             return False
         if isinstance(error, PhaseTimeoutError):
+            return True
+
+        # The ranks are alive, but their state must not be used.
+        if error.error_type in _LOST_STATES:
             return True
 
         # A rank's own exception comes first, although it may follow from the death of a peer.

@@ -104,6 +104,12 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow("actor/grad_norm", "", "Norm of the gradient before clipping."),
         MetricRow("actor/lr", "", "Learning rate of the step."),
         MetricRow(
+            "{actor,critic,sft,dpo,reward_model}/skipped_updates",
+            "share",
+            "Updates that were dropped because their loss or gradient was not finite, with "
+            "`optim.on_nonfinite: skip`.",
+        ),
+        MetricRow(
             "actor/pg_clipfrac",
             "share",
             "Tokens whose ratio is clipped (or that the loss excludes).",

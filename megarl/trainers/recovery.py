@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 from megarl.checkpoints.run_folder import step_of
 from megarl.config.schema import RecoveryConfig, RunConfig
-from megarl.machine.errors import RunError
+from megarl.controller.messages import qualified_name
+from megarl.machine.errors import NonFiniteUpdateError, RunError
 from megarl.machine.wording import counted
 from megarl.roles.model_recovery import ModelRecovery, Restarted, SavedStep
 from megarl.roles.model_snapshots import SnapshotLostError
@@ -26,6 +27,7 @@ from megarl.trainers.resume import checkpoint_folder
 _log = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
+_NOT_FINITE = qualified_name(NonFiniteUpdateError)
 
 
 class RecoveryLimitError(RunError):
@@ -107,6 +109,7 @@ class StepRecovery:
         self._steps = RecordedSteps(folder)
         self._losses: list[LostRanks] = []
         self._lost_s = 0.0
+        self._not_finite_step: int | None = None  # the last step that was repeated for this reason
         self._num_recoveries = 0  # since the metrics were recorded last
         self._totals = RecoveryTotals()
 
@@ -179,7 +182,7 @@ class StepRecovery:
         """
         noticed_s = time.monotonic()
         while True:
-            if not self._models.concerns(error):
+            if not self._models.concerns(error) or self._is_again_not_finite(error):
                 raise error
             self._count(error)
             try:
@@ -208,6 +211,14 @@ class StepRecovery:
             now_s - noticed_s,
             f"; repeated step {', '.join(map(str, repeated))}" if repeated else "",
         )
+
+    def _is_again_not_finite(self, error: RunError) -> bool:
+        """Return whether this step was repeated because it was not finite, and is not finite again."""
+        if getattr(error, "error_type", "") != _NOT_FINITE:
+            return False
+        is_again = self._not_finite_step == self._step
+        self._not_finite_step = self._step
+        return is_again
 
     def _repeat(self, restarted: Restarted) -> list[int]:
         """Train the completed steps after the restored one again, and return their numbers."""

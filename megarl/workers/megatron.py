@@ -19,7 +19,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import first_with_prompt, image_places
-from megarl.config.schema import ParallelConfig
+from megarl.config.schema import OnNonFinite, ParallelConfig
 from megarl.controller.dispatch import Dispatch, Mesh, MeshCoordinate
 from megarl.controller.worker import register
 from megarl.data.images import ImageProcessor, grids_of_micro_batches, with_patches
@@ -275,9 +275,14 @@ class MegatronWorker(WeightExport):
         routers = {
             f"{loss.name}/moe/{name}": metric for name, metric in self._engine.router_metrics().items()
         }
+        # The metrics of a mini-batch whose update was dropped would make those of the step NaN.
+        of_update = (
+            {} if step.is_skipped else {**of_loss, f"{loss.name}/grad_norm": Metric.same(step.grad_norm)}
+        )
+        if self._spec.optim is not None and self._spec.optim.on_nonfinite is OnNonFinite.skip:
+            of_update[f"{loss.name}/skipped_updates"] = Metric.same(float(step.is_skipped))
         metrics = {
-            **of_loss,
-            f"{loss.name}/grad_norm": Metric.same(step.grad_norm),
+            **of_update,
             f"{loss.name}/lr": Metric.same(step.lr),
             **routers,
             **speed,

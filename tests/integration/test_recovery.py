@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from megarl.config.schema import (
     CheckpointConfig,
     KLConfig,
     KLWhere,
+    OnNonFinite,
     ParallelConfig,
     PPOConfig,
     RecoveryConfig,
@@ -154,3 +156,43 @@ def test_a_lost_node_is_replaced_by_a_spare_one(forked_processes: None) -> None:
     assert found["difference"] == []
     assert found["num_recoveries"] == 1
     assert found["step_s"] < NODE_LIMIT_S
+
+
+_LOSS = """
+import os
+from pathlib import Path
+
+import torch
+from megarl.algorithms.policy_losses import TokenLosses
+
+FOLDER = Path(__file__).parent
+
+
+def loss(inputs, config):
+    value = -inputs.advantages * (inputs.log_probs - inputs.old_log_probs).exp()
+    done = FOLDER / f"done_{os.environ['RANK']}"
+    if (FOLDER / "armed").exists() and not done.exists():
+        done.touch()
+        value = value * float("nan")
+    return TokenLosses(value, torch.zeros_like(inputs.mask))
+"""
+
+
+def test_an_update_that_is_not_finite_is_repeated(inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "loss.py").write_text(_LOSS)
+    config = grpo(inputs, tmp_path / "run")
+    loss = replace(config.algorithm.policy_loss, function=f"{tmp_path / 'loss.py'}:loss")
+    optim = replace(config.actor.optim, on_nonfinite=OnNonFinite.recover)
+    config = replace(
+        config,
+        algorithm=replace(config.algorithm, policy_loss=loss),
+        actor=replace(config.actor, optim=optim),
+    )
+
+    def look(step: int | None, phase: str, roles: PPORoles) -> None:
+        if (step, phase) == (2, "gen"):
+            (tmp_path / "armed").touch()
+
+    finished = run_ppo(config, look_at_phase=look)
+    assert [line.get("recovery/num_recoveries") for line in finished.metrics] == [None, 0, 1, 0, 0]
+    assert all(math.isfinite(line["actor/grad_norm"]) for line in finished.metrics[1:])

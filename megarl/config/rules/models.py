@@ -10,6 +10,7 @@ from megarl.config.roles import ModelRole, RoleKind, model_roles
 from megarl.config.schema import (
     Device,
     DType,
+    OnNonFinite,
     PPOConfig,
     PreferenceConfig,
     Recomputation,
@@ -31,6 +32,12 @@ def optimizers(config: RunConfig) -> Violations:
                 (f"{key}.min_lr", f"{key}.lr"),
                 f"min_lr {optim.min_lr:g} is above lr {optim.lr:g}, from which the learning rate decays; "
                 f"use a min_lr of {optim.lr:g} or less",
+            )
+        if optim.on_nonfinite is OnNonFinite.recover and not config.recovery.enabled:
+            yield Violation(
+                (f"{key}.on_nonfinite", "recovery.enabled"),
+                "on_nonfinite=recover returns to a snapshot, but recovery.enabled is false, so there is "
+                "none; use recovery.enabled=true, or skip or stop",
             )
 
 

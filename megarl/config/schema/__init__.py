@@ -65,6 +65,7 @@ from megarl.config.schema.models import (
     LoRASync,
     MicroBatchConfig,
     ModelConfig,
+    OnNonFinite,
     OptimConfig,
     ParallelConfig,
     RankCoordinate,

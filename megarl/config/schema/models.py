@@ -136,6 +136,15 @@ class ParallelConfig:
         return self.stage_size // (self.expert_parallel_size * self.expert_tensor_parallel_size)
 
 
+class OnNonFinite(str, Enum):
+    """The policy for a loss or gradient norm that is not finite."""
+
+    stop = "stop"  # end the run; the weights are those of the previous update
+    skip = "skip"  # drop the update of the mini-batch, and count it in `<model>/skipped_updates`
+    # return to the last snapshot and repeat the step once; requires `recovery.enabled`
+    recover = "recover"
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     lr: float = ranged(1e-6, above=0, at_most=1)  # learning rate after the warm-up
@@ -146,6 +155,7 @@ class OptimConfig:
     warmup_steps: int = ranged(0, at_least=0)  # optimizer steps of linear warm-up from 0
     decay: Decay = Decay.constant  # learning-rate schedule from the end of the warm-up to the last step
     min_lr: float = ranged(0.0, at_least=0)  # final learning rate of the decay
+    on_nonfinite: OnNonFinite = OnNonFinite.stop  # what follows a loss or gradient that is not finite
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -361,6 +361,11 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
         ),
         (["actor.optim.betas=[0.9]"], "actor.optim.betas: is [0.9], but must be 2 numbers, each in [0, 1)"),
         (["critic.optim.min_lr=1"], "critic.optim.min_lr, critic.optim.lr: min_lr 1 is above lr 1e-05"),
+        (
+            ["critic.optim.on_nonfinite=recover"],
+            "critic.optim.on_nonfinite, recovery.enabled: on_nonfinite=recover returns to a snapshot, but "
+            "recovery.enabled is false, so there is none; use recovery.enabled=true, or skip or stop",
+        ),
         (["algorithm.advantage.lam=1.5"], "algorithm.advantage.lam: is 1.5, but must be in [0, 1]"),
         (["algorithm.policy_loss.clip_low=1"], "algorithm.policy_loss.clip_low: is 1, but must be in (0, 1)"),
         (

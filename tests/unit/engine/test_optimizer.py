@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megarl.config.schema import Decay, OptimConfig, ParallelConfig
+from megarl.config.schema import Decay, OnNonFinite, OptimConfig, ParallelConfig
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import relative_differences
 from tests.unit.engine.models import make_batch, save_model
@@ -187,3 +187,41 @@ def test_divergence_is_raised_on_every_rank_and_changes_nothing(
     for rank in ranks:
         assert "no update was made" in rank.message
         assert rank.next_lr == pytest.approx(LR * 2 / 4)  # the failed step does not count
+
+
+class Skipped(NamedTuple):
+    is_skipped: bool
+    before: Tensors
+    after: Tensors
+    next_lr: float
+
+
+def run_skip(parallel: ParallelConfig, folder: str) -> Skipped:
+    """Run in a rank: the loss of a rank is infinite, but its gradient is finite; then a normal step."""
+    groups = start(parallel)
+    optim = OptimConfig(lr=LR, warmup_steps=4, on_nonfinite=OnNonFinite.skip)
+    engine = build(groups, folder, optim=optim)
+    batch = take(make_batch(), [1, 2, 3, 4])
+
+    def bad(outputs: Any, rows: Any) -> Any:
+        loss, metrics = negative_log_likelihood(outputs, rows)
+        return (loss + float("inf") if groups.rank == parallel.world_size - 1 else loss), metrics
+
+    before = {name: value.clone() for name, value in engine.parameters().items()}
+    engine.forward_backward(batch, deal(4, 2), bad)
+    is_skipped = engine.step().is_skipped
+    after = {name: value.clone() for name, value in engine.parameters().items()}
+    engine.forward_backward(batch, deal(4, 2), negative_log_likelihood)
+    return Skipped(is_skipped, before, after, engine.step().lr)
+
+
+@pytest.mark.parametrize("layout", ["TP2xPP2", "DP2"])
+def test_an_infinite_loss_of_one_rank_skips_the_update_of_all(
+    layout: str, rank_pool: RankPool, folder: str
+) -> None:
+    parallel = LAYOUTS[layout]
+    ranks = rank_pool.run(run_skip, world_size=parallel.world_size, parallel=parallel, folder=folder)
+    assert all(rank.is_skipped for rank in ranks)
+    for rank in ranks:
+        assert all(torch.equal(rank.after[name], rank.before[name]) for name in rank.before)
+        assert rank.next_lr == pytest.approx(LR / 4)  # the skipped update does not count

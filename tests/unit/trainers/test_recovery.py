@@ -198,3 +198,27 @@ def test_other_errors_are_raised() -> None:
 
     with pytest.raises(RunError, match="a bug"):
         steps.recovery.run(1, fail, None)
+
+
+class DivergedError(LostRankError):
+    error_type = "megarl.machine.errors.NonFiniteUpdateError"
+
+
+def test_a_step_that_is_not_finite_is_repeated_once() -> None:
+    steps = Steps()
+    steps.models.complete = 0
+    attempts: list[int] = []
+
+    def train(step: int) -> dict[str, float]:
+        attempts.append(step)
+        # Steps 1 and 2 fail once; step 3 always fails.
+        if step == 3 or attempts.count(step) == 1:
+            raise DivergedError("the gradient norm is nan")
+        return {}
+
+    for step in (1, 2):
+        steps.recovery.run(step, train, step)
+        steps.models.complete = step
+    with pytest.raises(DivergedError):
+        steps.recovery.run(3, train, 3)
+    assert attempts == [1, 1, 2, 2, 3, 3]
