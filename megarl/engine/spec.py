@@ -56,6 +56,7 @@ class ModelSpec:
             memory.
         collective_limit_s: The time limit of collectives, in seconds.
         device_peak_tflops: The peak rate of a device, if the device is not in the table.
+        check_replicas_every: The updates between comparisons of weights that several ranks hold; 0: never.
     """
 
     path: str
@@ -80,6 +81,7 @@ class ModelSpec:
     offloaded_at_first: tuple[StatePart, ...] = ()
     collective_limit_s: float = 1800.0
     device_peak_tflops: float | None = None
+    check_replicas_every: int = 0
 
 
 def spec_of(
@@ -113,4 +115,5 @@ def spec_of(
         offloaded_at_first=offloaded_at_first,
         collective_limit_s=config.trainer.phase_time_limit_s + _GRACE_S,
         device_peak_tflops=config.placement.device_peak_tflops,
+        check_replicas_every=config.recovery.check_replicas_every,
     )

@@ -59,6 +59,16 @@ class NonFiniteUpdateError(RunError):
     """The loss or gradient is not finite, and the run is to return to its last snapshot."""
 
 
+class ReplicaMismatchError(RunError):
+    """The weights of a rank differ from their copies on other ranks. The message names the rank."""
+
+    hint = (
+        "a device or its memory computes wrongly: take the named node out of the cluster, and test it",
+        "checkpoints that were saved before are intact if the comparison is frequent: "
+        "{recovery.check_replicas_every}",
+    )
+
+
 class CheckpointError(RunError):
     """A checkpoint cannot be written or read.
 

@@ -14,7 +14,7 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind, qualified_name
-from megarl.machine.errors import NonFiniteUpdateError
+from megarl.machine.errors import NonFiniteUpdateError, ReplicaMismatchError
 from megarl.machine.wording import counted
 from megarl.roles.model_snapshots import ModelSnapshots, SnapshotLostError
 from megarl.roles.offload_schedule import OffloadSchedule
@@ -26,7 +26,7 @@ from megarl.roles.weights.rollout_weights import RolloutWeights
 _log = logging.getLogger(__name__)
 _FAILURES = 2  # losses in which a node is involved before it is excluded
 _LOOK_S = 1.0  # interval at which a free node is looked for
-_LOST_STATES = [qualified_name(kind) for kind in (NonFiniteUpdateError,)]
+_LOST_STATES = [qualified_name(kind) for kind in (NonFiniteUpdateError, ReplicaMismatchError)]
 
 
 class SavedStep(NamedTuple):

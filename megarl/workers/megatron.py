@@ -207,6 +207,7 @@ class MegatronWorker(WeightExport):
         self._pending_save: PendingSave | None = None
         self._pending_snapshot: PendingSnapshot | None = None
         self._trace: StepTrace | None = None
+        self._num_updates = 0
 
         vision = spec.architecture.vision
         self._images = None if vision is None else ImageProcessor(spec.path, vision)
@@ -263,6 +264,7 @@ class MegatronWorker(WeightExport):
             of_loss = self._engine.forward_backward(*arguments)
         if self._trace is not None:
             self._trace.end_update()
+        self._check_replicas()
         step = self._engine.step()  # reads the gradient norm, which synchronizes with the device
         speed = speed_metrics(
             self._spec,
@@ -288,6 +290,18 @@ class MegatronWorker(WeightExport):
             **speed,
         }
         return ScoredUpdate(metrics, _on_host(scores))
+
+    def _check_replicas(self) -> None:
+        """Compare weights with their copies, if that is due.
+
+        Before the optimizer step, because the step makes the copies of replicas equal.
+        """
+        self._num_updates += 1
+        every = self._spec.check_replicas_every
+        if every and self._num_updates % every == 0:
+            from megarl.engine.replica_check import check_replicas
+
+            check_replicas(self._engine, f"rank {self.context.rank} (node {self.context.node})")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def offload_state(self, parts: tuple[StatePart, ...]) -> int:

@@ -23,3 +23,6 @@ class RecoveryConfig:
     # how long a run that lost a node waits until the cluster has another free one, in seconds
     wait_for_node_s: float = ranged(300.0, at_least=0)
     window_steps: int = ranged(10, at_least=1)  # steps over which `max_restarts` counts
+    # optimizer steps between bitwise comparisons of weights that several ranks hold; a rank whose copy
+    # differs counts as lost; 0: never
+    check_replicas_every: int = ranged(0, at_least=0)
