@@ -235,7 +235,10 @@ class ModelRecovery:
     def _lost(self, error: WorkerError | PhaseTimeoutError) -> tuple[list[RayWorkerGroup], tuple[str, ...]]:
         """Return the process groups with a lost rank, and the nodes of these ranks."""
         lost = []
-        nodes: list[str] = [error.node] if isinstance(error, WorkerError) else []
+        nodes: list[str] = []
+        # All ranks report a gradient that is not finite, so it is not known which node computed it.
+        if isinstance(error, WorkerError) and error.error_type != qualified_name(NonFiniteUpdateError):
+            nodes.append(error.node)
         for processes in dict.fromkeys(group.processes for group in self._groups):
             reports = [] if processes.has_ended else processes.lost_ranks()
             nodes += [report.node for report in reports]
