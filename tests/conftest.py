@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -13,9 +14,13 @@ from xdist.scheduler import LoadFileScheduling
 
 from megarl.machine.garbage import collect_rarely
 from tests import fork_server
+from tests.fork_server.process import stay_a_trainer
 from tests.ranks import RankPool
 
 pytest_plugins = ["tests.where_time_goes"]
+
+# Before the next conftest.py imports the engines.
+stay_a_trainer()
 
 # Modules imported before the first test stay, and are many: the garbage collector would scan them again and
 # again.
@@ -58,11 +63,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByFi
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config) -> None:
-    """Let the workers of pytest-xdist share the fork server of the process that distributes the tests."""
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Let the workers of pytest-xdist share the fork server of the process that distributes the tests, and
+    fork them too."""
     if find_spec("ray"):
         (shared := ExitStack()).enter_context(fork_server.own_server())
         config.add_cleanup(shared.close)
+        specs[:] = [type(spec)(f"{spec}//python={shlex.join(fork_server.PYTHON)}") for spec in specs]
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megarl.machine.garbage import collect_rarely
 from megarl.machine.gloo import share_device
 
 MAX_RANKS = 4
@@ -70,6 +71,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 def _serve(rank: int, store_dir: str, inbox: mp.Queue, outbox: mp.Queue) -> None:
     torch.set_num_threads(1)
     share_device()
+    collect_rarely()
 
     while (call := inbox.get()) is not None:
         call_id, world_size, work = call

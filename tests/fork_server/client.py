@@ -25,6 +25,7 @@ DAEMON = "daemon"
 MAX_MESSAGE_BYTES = 2**18
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WITHOUT_MEANING = ("-B", "-W")  # ignored options, for compiling and warnings
+_UNBUFFERED = "-u"
 # Imports nothing, and is needed by processes that end after the server.
 _TRACKER = "multiprocessing.resource_tracker"
 _RAY_WORKER = "default_worker.py"
@@ -53,11 +54,13 @@ def main(arguments: list[str]) -> None:
         if of_ray
         else arguments
     )
-    while (option := program[0]).startswith(_WITHOUT_MEANING):
+    unbuffered = "PYTHONUNBUFFERED" in os.environ
+    while (option := program[0]).startswith((*_WITHOUT_MEANING, _UNBUFFERED)):
+        unbuffered |= option == _UNBUFFERED
         del program[: 2 if option == "-W" else 1]
     if not _can_be_forked(program, kind) or (of_ray and not _takes_context(arguments)):
         os.execv(fresh[0], fresh)
-    end_as(run(program, kind, _node_address() if of_ray else ""))
+    end_as(run(program, kind, unbuffered, _node_address() if of_ray else ""))
 
 
 def _can_be_forked(program: list[str], kind: str) -> bool:
@@ -112,9 +115,9 @@ def _takes_context(arguments: list[str]) -> bool:
     return True
 
 
-def run(program: list[str], kind: str, node: str) -> int:
-    """Run a program, and return its exit code, or minus the number of the signal that ended it. `node`: of a
-    Ray worker, the possible address of its node's server."""
+def run(program: list[str], kind: str, unbuffered: bool, node: str) -> int:
+    """Run a program, and return its exit code, or minus the number of the signal that ended it. `unbuffered`:
+    whether its output is. `node`: of a Ray worker, the possible address of its node's server."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
         connection.connect(node if os.path.exists(node) else f"{os.environ[ADDRESS]}/{kind}")
@@ -127,6 +130,7 @@ def run(program: list[str], kind: str, node: str) -> int:
             "files": files,
             "ignored": ignored,
             "client": os.getpid(),
+            "unbuffered": unbuffered,
             "node": node,
         }
         connection.sendmsg(

@@ -40,6 +40,7 @@ class Request:
     files: list[int]  # their numbers in the client
     ignored: list[int]  # signals
     client: int  # its process id
+    unbuffered: bool  # its output
     node: str  # of a Ray worker: the possible address of its node's server; otherwise empty
 
 
@@ -62,9 +63,7 @@ def become(request: Request, files: list[int], kind: str) -> None:
     os.chdir(request.folder)
 
     # The objects are the server's, and write to the client's files.
-    sys.stdout.reconfigure(
-        line_buffering=os.isatty(1), write_through="PYTHONUNBUFFERED" in request.environment
-    )
+    sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through=request.unbuffered)
     if kind == DAEMON:
         return
     forked_ray_processes()
@@ -111,6 +110,11 @@ class _SGLangComes(MetaPathFinder):
             sys.meta_path.remove(self)
             aside.take()
             multiprocessing.set_executable(launcher(SGLANG))
+
+
+def stay_a_trainer() -> None:
+    """Import SGLang, if at all, beside transformers, as a process that was not forked does."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SGLangComes)]
 
 
 def run(program: list[str]) -> NoReturn:

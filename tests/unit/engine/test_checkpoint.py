@@ -139,7 +139,8 @@ RESHAPED_EXPERTS = [
 RESHAPED_MODELS = [
     ("qwen2-tied", "lm", torch.bfloat16, "TP2", RESHAPED),
     ("qwen2", "lm", torch.float32, "TP2", RESHAPED),
-    ("critic", "value", torch.float32, "TP2", RESHAPED),
+    # Its head, which is on the last stage, is all that differs.
+    ("critic", "value", torch.float32, "TP2", RESHAPED[-2:]),
     ("qwen3_moe", "lm", torch.float32, "TP2+SPxEP2", RESHAPED_EXPERTS),
     ("qwen2_moe", "lm", torch.float32, "TP2+SPxEP2", [EXPERT_LAYOUTS["TP2+SPxETP2"]]),
     ("gpt_oss", "lm", torch.float32, "TP2+SPxEP2", [EXPERT_LAYOUTS["DP2xEP2"]]),
@@ -162,7 +163,7 @@ def test_in_another_layout_the_next_steps_agree(
 ) -> None:
     """Load a checkpoint of the first layout in each other one.
 
-    Saving there again is bitwise identical, and so is continuing in the first.
+    Saving there again is bitwise identical, and so is continuing in the first, which is done once.
 
     The routers of one model are frozen: they have no moments.
     """
@@ -192,9 +193,10 @@ def test_in_another_layout_the_next_steps_agree(
             tolerance = 1e-5 if dtype == torch.float32 else 2e-2
             assert rank.after.losses == pytest.approx(want[0].after.losses, rel=tolerance), parallel
             assert [lr for _, lr in rank.after.statistics] == [lr for _, lr in want[0].after.statistics]
-        back = loaded(rank_pool, source, again)
-        assert [rank.after.losses for rank in back] == [rank.after.losses for rank in want], parallel
-        assert same([rank.after.state for rank in back], [rank.after.state for rank in want]), parallel
+
+    back = loaded(rank_pool, source, again)
+    assert [rank.after.losses for rank in back] == [rank.after.losses for rank in want]
+    assert same([rank.after.state for rank in back], [rank.after.state for rank in want])
 
     if has_experts:
         other = Settings(
