@@ -22,6 +22,7 @@ TRAINING = "training"
 REHEARSAL = "rehearsal"
 SGLANG = "sglang"
 DAEMON = "daemon"
+DRIVER = "driver"  # begins the name of a socket: for commands, in whose processes Ray is imported
 MAX_MESSAGE_BYTES = 2**18
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WITHOUT_MEANING = ("-B", "-W")  # ignored options, for compiling and warnings
@@ -60,7 +61,14 @@ def main(arguments: list[str]) -> None:
         del program[: 2 if option == "-W" else 1]
     if not _can_be_forked(program, kind) or (of_ray and not _takes_context(arguments)):
         os.execv(fresh[0], fresh)
-    end_as(run(program, kind, unbuffered, _node_address() if of_ray else ""))
+    end_as(
+        run(
+            program,
+            kind,
+            unbuffered,
+            _node_address("node" if of_ray else DRIVER) if of_ray or _is_driver(program) else "",
+        )
+    )
 
 
 def _can_be_forked(program: list[str], kind: str) -> bool:
@@ -77,10 +85,15 @@ def read_by_ray(environment: dict[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in sorted(environment) if name.startswith("RAY_")}
 
 
-def _node_address() -> str:
-    """Return the address of the server for such workers, which may exist."""
+def _is_driver(program: list[str]) -> bool:
+    """Return whether this is megarl's command, without an address of Ray that no other command has."""
+    return program[:2] == ["-m", "megarl"] and "RAY_ADDRESS" not in os.environ
+
+
+def _node_address(name: str) -> str:
+    """Return the address of the server for processes with the same settings, which may exist."""
     settings = "".join(f"{name}={value}\0" for name, value in read_by_ray(dict(os.environ)).items())
-    return f"{os.environ[ADDRESS]}/node-{zlib.crc32(settings.encode()):x}"
+    return f"{os.environ[ADDRESS]}/{name}-{zlib.crc32(settings.encode()):x}"
 
 
 def _takes_context(arguments: list[str]) -> bool:

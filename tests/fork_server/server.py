@@ -27,6 +27,7 @@ from megarl.config.schema import Device
 from tests.fork_server import aside
 from tests.fork_server.client import (
     DAEMON,
+    DRIVER,
     MAX_MESSAGE_BYTES,
     RAY_ENVIRONMENT,
     REHEARSAL,
@@ -119,13 +120,15 @@ def _import_for_a_daemon() -> None:
         importlib.import_module(name)
 
 
-def _import_for_a_node(environment: dict[str, str]) -> None:
-    os.environ.update(read_by_ray(environment))
+def _import_for_a_node(request: Request) -> None:
+    os.environ.update(read_by_ray(request.environment))
     from ray import _raylet
 
     _raylet.getproctitle()
+    is_driver = Path(request.node).name.startswith(DRIVER)
 
     for name in (
+        *(("megarl.cli.main", "megarl.cli.run.sft", "megarl.cli.run.train") if is_driver else ()),
         "megarl.controller.host",
         "pyarrow.json",
         "ray._common.pydantic_compat",
@@ -300,7 +303,7 @@ class Server:
 
         if os.fork() == 0:
             self._leave_all()
-            _import_for_a_node(request.environment)
+            _import_for_a_node(request)
             server = Server(listener, _NODE)
             return request if server.start(request, files, client) else server.serve()
 
