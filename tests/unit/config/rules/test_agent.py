@@ -7,12 +7,22 @@ from dataclasses import replace
 import pytest
 
 from megarl.config.rules.agent import episodes
+from megarl.config.rules.reward import something_scores
 from megarl.config.schema import (
+    AdvantageConfig,
+    AdvantageEstimator,
     AgentConfig,
+    AlgorithmConfig,
     DataConfig,
+    DynamicSamplingConfig,
     EnvironmentConfig,
+    HarnessConfig,
+    HarnessFunctionConfig,
+    OverlongConfig,
     PlacementStrategy,
     PPOConfig,
+    RewardConfig,
+    RewardModelConfig,
     RolloutConfig,
     SamplingConfig,
     ToolConfig,
@@ -43,6 +53,55 @@ def test_what_does_not_go_with_episodes(changes: dict[str, object], said: str) -
         config, **{"agent": AgentConfig(), **{key: value for key, value in changes.items() if key != "agent"}}
     )  # type: ignore[arg-type]
     assert list(episodes(without)) == []
+
+
+HARNESS = HarnessConfig(command=["python", "agent.py"])
+BASE = PPOConfig(agent=AgentConfig(harness=HARNESS))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            replace(
+                BASE,
+                agent=AgentConfig(harness=replace(HARNESS, function=HarnessFunctionConfig(path="agent.py"))),
+            ),
+            "an episode is run by one of them",
+        ),
+        (replace(BASE, agent=replace(BASE.agent, tools=TOOLS.tools)), "brings its own tools"),
+        (replace(BASE, trainer=replace(BASE.trainer, updates_per_step=2)), "do not divide into mini-batches"),
+        (
+            replace(BASE, algorithm=AlgorithmConfig(dynamic_sampling=DynamicSamplingConfig(enabled=True))),
+            "cannot be filtered yet",
+        ),
+        (
+            replace(BASE, algorithm=AlgorithmConfig(overlong=OverlongConfig(buffer_share=0.5))),
+            "would apply to each row",
+        ),
+        (
+            replace(
+                BASE,
+                algorithm=AlgorithmConfig(advantage=AdvantageConfig(estimator=AdvantageEstimator.remax)),
+            ),
+            "its baseline needs one row",
+        ),
+        (
+            replace(BASE, reward=RewardConfig(model=RewardModelConfig(path="model"))),
+            "reads one conversation per episode",
+        ),
+        (replace(BASE, agent=replace(TOOLS, max_error_rate=0.1)), "only the program of a harness may fail"),
+    ],
+)
+def test_what_does_not_go_with_a_harness(config: PPOConfig, said: str) -> None:
+    assert list(episodes(replace(BASE, agent=replace(BASE.agent, parser="llama3")))) == []
+    (violation,) = episodes(config)
+    assert said in str(violation)
+
+
+def test_the_program_of_a_harness_may_set_all_rewards() -> None:
+    assert list(something_scores(BASE)) == []
+    assert len(list(something_scores(replace(BASE, agent=TOOLS)))) == 1
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from megarl.agents.trajectory import Trajectory
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
 from megarl.algorithms.metrics import age_metrics, agent_metrics, data_metrics
 from megarl.algorithms.scores import place_scores
+from megarl.batch.branches import merge_branches
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import (
@@ -37,6 +38,8 @@ from megarl.config.schema import (
     AlgorithmConfig,
     CorrectionLevel,
     EnvironmentConfig,
+    HarnessConfig,
+    HarnessFunctionConfig,
     KLConfig,
     KLWhere,
     OverlongConfig,
@@ -51,12 +54,13 @@ from megarl.machine.errors import RunError
 from megarl.roles.agents.environments import Environments
 from megarl.roles.agents.episode_runner import EpisodeRunner
 from megarl.roles.agents.episodes import EpisodeRollout, batch_of_trajectories
+from megarl.roles.agents.session_runner import SessionRunner
 from megarl.roles.rollout.replicas import unshared
 from megarl.roles.rollout.rollout import RolloutSetup, TokenRules
 from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
-from megarl.workers.environment import EnvironmentWorker
+from megarl.workers.environment import EnvironmentServer, EnvironmentWorker
 from tests.fake_engine import plain_sample
 from tests.unit.data.chats import TEMPLATE, character_tokenizer
 from tests.unit.data.test_turns import FAMILIES, tokenizer_of
@@ -394,7 +398,8 @@ class Process:
     def __init__(self, make: RayClassWithInitArgs, dies_at: int) -> None:
         self._thread = ThreadPoolExecutor(1)
         self._worker = make.cls(*make.args)
-        self._worker._server._limit_s = 4.0  # long compared with other calls, even on a busy machine
+        if isinstance(self._worker._server, EnvironmentServer):
+            self._worker._server._limit_s = 4.0  # long compared with other calls, even on a busy machine
         self._calls_left = dies_at
 
     def call(self, method: Any, *arguments: Any) -> Future[Any]:
@@ -425,7 +430,11 @@ class Nobody(list[None]):
 
 
 def episode_rollout(
-    folder: Path, fails: int = -1, deaths: Sequence[int] = (), max_turns: int = 3
+    folder: Path,
+    fails: int = -1,
+    deaths: Sequence[int] = (),
+    max_turns: int = 3,
+    agent: AgentConfig | None = None,
 ) -> tuple[EpisodeRollout, Writing]:
     """Build the rollout.
 
@@ -437,7 +446,7 @@ def episode_rollout(
     folder.mkdir(exist_ok=True)
     tokenizer.save_pretrained(folder)
     (folder / "game.py").write_text(ENVIRONMENT.format(file=str(folder / "notes"), fails=fails))
-    agent = AgentConfig(
+    agent = agent or AgentConfig(
         environment=EnvironmentConfig(path=str(folder / "game.py"), name="Game"), max_concurrency=32
     )
 
@@ -464,6 +473,47 @@ def episode_rollout(
     rollout._runner = EpisodeRunner(writing, environments, of_episodes)  # type: ignore[arg-type]
 
     return rollout, writing
+
+
+PROGRAM = """
+import httpx
+def run(task, endpoint):
+    with open({file!r}, "a") as file:
+        file.write(f"{{task.extra_info['index']}}\\n")
+    headers = {{"Authorization": "Bearer " + endpoint.api_key}}
+    for text in ("hi", "and then") if task.extra_info["index"] % 2 else ("hi",):
+        body = {{"model": "m", "messages": [{{"role": "user", "content": text}}]}}
+        httpx.post(endpoint.base_url + "/chat/completions", json=body, headers=headers).raise_for_status()
+    if task.extra_info["index"] == 4:
+        raise LookupError("no such shop")
+    return task.extra_info["index"]
+"""
+
+
+def test_programs_of_a_process_that_dies_start_again(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(file=str(notes)))
+    harness = HarnessConfig(function=HarnessFunctionConfig(path=str(program)), time_limit_s=40)
+    rollout, writing = episode_rollout(tmp_path, deaths=[2], agent=AgentConfig(harness=harness))
+    rollout._runner = SessionRunner(writing, rollout.environments, max_attempts=3)  # type: ignore[arg-type]
+    made = rollout.generate(prompts(8), SamplingConfig(n=1), step=1)
+
+    # Odd episodes have two conversations, and one fails.
+    arrays = made.non_tensor_batch
+    assert arrays["uid"].tolist() == ["0", "1", "1", "2", "3", "3", "4", "5", "5", "6", "7", "7"]
+    assert arrays["branch"].tolist() == [0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1]
+    assert arrays["failure"].tolist() == [None] * 6 + ["raised"] + [None] * 5
+    assert arrays["num_turns"].tolist() == [1, 2, 2, 1, 2, 2, 0, 2, 2, 1, 2, 2]
+    rewards = [row.tolist() for row in made.ragged["environment_rewards"].each()]
+    assert rewards == [
+        [0, 0], [0, 0], [0, 1], [0, 2], [0, 0], [0, 3], [0], [0, 0], [0, 5], [0, 6], [0, 0], [0, 7],
+    ]  # fmt: skip
+    assert len({tuple(row.tolist()) for row in made.ragged["prompts"].each()}) == 3
+    assert rollout.environments.num_restarts == 1
+    assert set(notes.read_text().split()) == set("01234567")
+    metrics = agent_metrics(merge_branches(made).non_tensor_batch)
+    assert (metrics["agent/branches/mean"], metrics["agent/failures/raised"]) == (1.5, 1 / 8)
 
 
 def prompts(count: int) -> DataProto:
