@@ -94,6 +94,10 @@ def judge_agent(
 
 def _judge_harness(agent: AgentConfig, tokenizer: PreTrainedTokenizerBase, limit_s: float) -> CheckResult:
     """Load the program of a harness in a process with a time limit, without running it."""
+    if agent.harness.external:
+        return good(
+            AGENT, f"external agents play the episodes, at port {agent.harness.port}", files="external"
+        )
     function = agent.harness.function
     program = function.path or agent.harness.command[0]
     hint = f"fix {program}"

@@ -37,6 +37,7 @@ class HarnessFailure(str, Enum):
     disconnected = "disconnected"  # it timed out, and its last request was disconnected
     no_turn = "no_turn"  # it ended without a turn of the model
     bad_reward = "bad_reward"  # it returned something else than a reward
+    reported = "reported"  # the client of an external agent ended the episode with an error
 
 
 class HarnessError(Exception):

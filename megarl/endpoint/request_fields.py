@@ -6,7 +6,9 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from megarl.endpoint.api_error import invalid, unsupported
+from starlette.requests import Request
+
+from megarl.endpoint.api_error import ApiError, invalid, unsupported
 
 
 def positive(body: Mapping[str, Any], *names: str) -> int | None:
@@ -72,3 +74,20 @@ def call_of(call_id: Any, name: Any, arguments: Any, where: str) -> dict[str, An
     if not isinstance(name, str):
         raise invalid(where, "has a call without a name")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def bearer_key(request: Request) -> str:
+    """Return the key of a request, from the header of either API."""
+    headers = request.headers
+    return headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+
+
+async def json_body(request: Request) -> dict[str, Any]:
+    """Return the JSON object that a request contains."""
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise ApiError("the body must be a JSON object", code="invalid_json")
+    return body

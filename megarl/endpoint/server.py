@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from megarl.endpoint import anthropic_messages, openai_chat, openai_responses
 from megarl.endpoint.api_error import ApiError
+from megarl.endpoint.request_fields import bearer_key, json_body
 from megarl.endpoint.session import AgentSession, TurnPlan
 from megarl.endpoint.session_access import checked_reward, task_fields
 from megarl.endpoint.turn_query import TurnQuery, TurnReply
@@ -72,7 +73,7 @@ def build_app(sessions: Mapping[str, AgentSession], ignored: Collection[str]) ->
     async def complete(request: Request) -> Response:
         api = _APIS[request.url.path]
         session = _session_of(request, sessions)
-        body = await _json(request)
+        body = await json_body(request)
         # Refusals have a status of their own, so all of them come before a stream begins.
         plan = session.plan(api.read(body, ignored))
         if body.get("stream"):
@@ -86,7 +87,7 @@ def build_app(sessions: Mapping[str, AgentSession], ignored: Collection[str]) ->
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> dict[str, int]:
         session = _session_of(request, sessions)
-        query = anthropic_messages.read_query(await _json(request), ignored)
+        query = anthropic_messages.read_query(await json_body(request), ignored)
         return {"input_tokens": session.num_tokens(query)}
 
     @app.get("/v1/models")
@@ -102,7 +103,7 @@ def build_app(sessions: Mapping[str, AgentSession], ignored: Collection[str]) ->
     @app.post("/session/reward")
     async def reward(request: Request) -> dict[str, Any]:
         session = _session_of(request, sessions)
-        session.reward = checked_reward((await _json(request)).get("reward"))
+        session.reward = checked_reward((await json_body(request)).get("reward"))
         return {"reward": session.reward}
 
     return app
@@ -110,10 +111,7 @@ def build_app(sessions: Mapping[str, AgentSession], ignored: Collection[str]) ->
 
 def _session_of(request: Request, sessions: Mapping[str, AgentSession]) -> AgentSession:
     """Return the session of the request's key. Raises ApiError without such a session."""
-    given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix(
-        "Bearer "
-    )
-    session = sessions.get(given)
+    session = sessions.get(bearer_key(request))
     if session is None:
         raise ApiError(
             "no session has this key; use the episode's OPENAI_API_KEY or ANTHROPIC_API_KEY while it runs",
@@ -121,16 +119,6 @@ def _session_of(request: Request, sessions: Mapping[str, AgentSession]) -> Agent
             code="invalid_api_key",
         )
     return session
-
-
-async def _json(request: Request) -> dict[str, Any]:
-    try:
-        body = await request.json()
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(body, dict):
-        raise ApiError("the body must be a JSON object", code="invalid_json")
-    return body
 
 
 async def _while_connected(
@@ -173,9 +161,14 @@ class EndpointServer:
         url: Its address, without a path.
     """
 
-    def __init__(self, app: FastAPI, host: str) -> None:
+    def __init__(self, app: FastAPI, host: str, port: int = 0) -> None:
+        """Reserve the port.
+
+        Args:
+            port: 0: any free port.
+        """
         # uvicorn listens on the port that is held here, at one address only.
-        self._socket = hold_port(host)
+        self._socket = hold_port(host, port)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(app, log_level=logging.WARNING, lifespan="off", access_log=False)

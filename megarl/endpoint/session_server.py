@@ -10,6 +10,7 @@ from functools import partial
 from megarl.agents.trajectory import EpisodeEnd, Trajectory, failed_trajectory, session_trajectory
 from megarl.config.schema import HarnessConfig
 from megarl.endpoint.chat_tokens import ChatTokens
+from megarl.endpoint.external import ExternalHarness
 from megarl.endpoint.harness import Harness, HarnessError, HarnessFailure
 from megarl.endpoint.server import EndpointServer, build_app
 from megarl.endpoint.session import AgentSession, SampledTurn, SessionLimits
@@ -54,7 +55,15 @@ class SessionServer:
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._waiting: dict[int, asyncio.Future[SampledTurn]] = {}
         self._numbers = itertools.count()
-        self._server = EndpointServer(build_app(self._sessions, config.ignored_parameters), "127.0.0.1")
+        app = build_app(self._sessions, config.ignored_parameters)
+        if isinstance(harness, ExternalHarness):
+            harness.add_routes(app)
+        self._server = EndpointServer(app, config.host, config.port or 0)
+
+    @property
+    def url(self) -> str:
+        """The address of the server, without a path."""
+        return self._server.url
 
     async def start(self) -> None:
         await self._server.start()

@@ -15,18 +15,19 @@ FIRST_PORT = 20_000  # Ray's workers use ports 10,002 to 19,999
 MOST_TRIED = 1_000
 
 
-def hold_port(host: str) -> socket.socket:
-    """Reserve a free port and return its socket, which must stay open until the port is in use.
+def hold_port(host: str, port: int = 0) -> socket.socket:
+    """Reserve a port and return its socket, which must stay open until the port is in use.
 
     The socket is bound but not listening. It keeps other processes from using the port, also for outgoing
     connections, while servers that set SO_REUSEADDR can listen on it: `listen`, uvicorn.
 
     Args:
         host: An address of this node; empty for all of them.
+        port: The port; 0 for any free one.
     """
     held = socket.socket(_family(host))
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((host, 0))
+    held.bind((host, port))
 
     return held
 

@@ -22,7 +22,7 @@ from megarl.data.chat_clock import set_chat_time
 from megarl.data.tokenizer import load_tokenizer
 from megarl.data.turns import TurnTemplate
 from megarl.endpoint.chat_tokens import ChatTokens
-from megarl.endpoint.harness import load_harness
+from megarl.endpoint.harness import Harness, load_harness
 from megarl.endpoint.session import SessionLimits
 from megarl.endpoint.session_messages import SampleOrder, SessionOrder, SessionReport
 from megarl.rollout.tool_calls import call_parser
@@ -196,12 +196,15 @@ async def _start_sessions(
     report: Callable[[EpisodeReport], None],
 ) -> SessionServer:
     # Only these processes need the server and its libraries.
+    from megarl.endpoint.external import ExternalHarness
     from megarl.endpoint.session_server import SessionServer
 
     limits = SessionLimits(
         max_turns=agent.max_turns, max_tokens=max_tokens, max_turn_tokens=agent.max_turn_tokens
     )
-    harness = load_harness(agent.harness, agent.max_concurrency)
+    harness: Harness = (
+        ExternalHarness() if agent.harness.external else load_harness(agent.harness, agent.max_concurrency)
+    )
     tokens = ChatTokens(tokenizer, agent)
     server = SessionServer(harness, tokens, limits, agent.harness, agent.max_concurrency, report)
     await server.start()

@@ -236,6 +236,8 @@ def print_agent(agent: AgentConfig, console: Console) -> None:
     if agent.harness.is_used:
         function = agent.harness.function
         who = " ".join(agent.harness.command) or f"{function.name} in {function.path}"
+        if agent.harness.external:
+            who = f"external, at {agent.harness.host}:{agent.harness.port}"
     print_line(
         console,
         f"agent: {who}; at most {counted(agent.max_turns, 'turn')}, {counted(agent.num_workers, 'process')}",

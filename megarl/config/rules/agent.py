@@ -52,10 +52,22 @@ def episodes(config: PPOConfig) -> Violations:
 def _harness(config: PPOConfig) -> Violations:
     """Check what an agent program cannot be combined with. Its episodes have any number of rows."""
     agent = config.agent
-    if agent.harness.command and agent.harness.function.path is not None:
+    kinds = {
+        "agent.harness.command": bool(agent.harness.command),
+        "agent.harness.function.path": agent.harness.function.path is not None,
+        "agent.harness.external": agent.harness.external,
+    }
+    if len(used := tuple(key for key, is_set in kinds.items() if is_set)) > 1:
+        yield Violation(used, "are set together, but an episode is run by one of them; remove the others")
+    if (agent.harness.external or agent.harness.port is not None) and agent.num_workers > 1:
         yield Violation(
-            ("agent.harness.command", "agent.harness.function.path"),
-            "both are set, but an episode is run by one of them; remove the other",
+            ("agent.harness.external", "agent.num_workers"),
+            f"num_workers is {agent.num_workers}, but clients elsewhere need one address; use 1",
+        )
+    if agent.harness.external and agent.harness.port is None:
+        yield Violation(
+            ("agent.harness.external", "agent.harness.port"),
+            "port is null, so clients would not know where to claim episodes; choose one, such as 8100",
         )
     if agent.tools or agent.environment.path is not None:
         yield Violation(

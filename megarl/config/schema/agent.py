@@ -45,12 +45,17 @@ class HarnessFunctionConfig:
 class HarnessConfig:
     """An agent program that calls the model over HTTP, by the APIs of OpenAI or Anthropic.
 
-    Set `command` or `function`; see Train your own agent.
+    Set `command`, `function` or `external`; see Train your own agent.
     """
 
     # command that is started once per episode; {prompt} becomes the text of the row's last message
     command: list[str] = field(default_factory=list)
     function: HarnessFunctionConfig = field(default_factory=HarnessFunctionConfig)
+    # let clients elsewhere claim and play the episodes, with the key in MEGARL_ENDPOINT_KEY
+    external: bool = False
+    # address of the server; clients on other nodes need an address of the cluster's network
+    host: str = "127.0.0.1"
+    port: int | None = ranged(None, at_least=1, at_most=65535)  # port of the server; null: a free one
     # time limit of an episode, including generation; exceeding it is a failure
     time_limit_s: float = ranged(600.0, above=0)
     # parameters of requests that are accepted without effect, because the run decides how it samples
@@ -58,7 +63,7 @@ class HarnessConfig:
 
     @property
     def is_used(self) -> bool:
-        return bool(self.command) or self.function.path is not None
+        return bool(self.command) or self.function.path is not None or self.external
 
 
 @dataclass(frozen=True, kw_only=True)

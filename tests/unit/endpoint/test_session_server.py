@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ from megarl.agents.protocol import Task
 from megarl.agents.trajectory import EpisodeEnd
 from megarl.config.schema import AgentConfig, HarnessConfig, HarnessFunctionConfig
 from megarl.endpoint.chat_tokens import ChatTokens
+from megarl.endpoint.external import ExternalHarness
 from megarl.endpoint.harness import load_harness
 from megarl.endpoint.session import SampledTurn, SessionLimits
 from megarl.endpoint.session_messages import (
@@ -261,6 +263,55 @@ async def until(is_true: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not is_true():
             await asyncio.sleep(0.01)
+
+
+def claim(url: str, key: str) -> httpx.Response:
+    return httpx.post(f"{url}/sessions", headers={"Authorization": f"Bearer {key}"}, timeout=30)
+
+
+def play_claimed(url: str, answers: list[Any]) -> None:
+    """Claim and play three episodes, as a client elsewhere does."""
+    answers.append(claim(url, "not the key of the run").status_code)
+    for result in ({"reward": 3}, {"error": "no shop"}, {}):
+        claimed = claim(url, "the-key-of-the-run").json()
+        given = claimed["environment"]
+        headers = {"Authorization": f"Bearer {given['OPENAI_API_KEY']}"}
+        body = {"model": "m", "messages": claimed["task"]["messages"]}
+        httpx.post(f"{given['OPENAI_BASE_URL']}/chat/completions", json=body, headers=headers)
+        if not result:
+            httpx.post(f"{given['MEGARL_SESSION_URL']}/reward", json={"reward": 2}, headers=headers)
+        end = f"{given['MEGARL_SESSION_URL']}/end"
+        answers += [httpx.post(end, json=result, headers=headers).status_code for _ in range(2)]
+
+
+def test_external_agents_claim_and_end_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="MEGARL_ENDPOINT_KEY"):
+        ExternalHarness()
+    monkeypatch.setenv("MEGARL_ENDPOINT_KEY", "the-key-of-the-run")
+    engine = Engine()
+    answers: list[Any] = []
+    config = HarnessConfig(external=True, time_limit_s=30)
+
+    async def play() -> None:
+        engine.server = SessionServer(
+            ExternalHarness(),
+            ChatTokens(TOKENIZER, AgentConfig()),
+            SessionLimits(max_turns=4, max_tokens=500),
+            config,
+            3,
+            engine.report,
+        )
+        await engine.server.start()
+        client = asyncio.to_thread(play_claimed, engine.server.url, answers)
+        orders = [engine.server.accept(SessionOrder(number, TASK, PROMPT)) for number in range(3)]
+        await asyncio.gather(client, *orders)
+
+    asyncio.run(play())
+    assert answers == [401, 200, 401, 200, 401, 200, 401]
+    first, failed, posted = (ended.trajectory for ended in engine.ended)
+    assert (first.failure, first.turn_rewards) == (None, [3.0])
+    assert (failed.failure, engine.ended[1].why) == ("reported", "no shop")
+    assert (posted.failure, posted.turn_rewards) == (None, [2.0])
 
 
 def test_episodes_in_a_checkpoint() -> None:

@@ -69,6 +69,14 @@ BASE = PPOConfig(agent=AgentConfig(harness=HARNESS))
             ),
             "an episode is run by one of them",
         ),
+        (
+            replace(BASE, agent=AgentConfig(harness=HarnessConfig(external=True))),
+            "choose one, such as 8100",
+        ),
+        (
+            replace(BASE, agent=AgentConfig(harness=HarnessConfig(external=True, port=9), num_workers=2)),
+            "need one address",
+        ),
         (replace(BASE, agent=replace(BASE.agent, tools=TOOLS.tools)), "brings its own tools"),
         (replace(BASE, trainer=replace(BASE.trainer, updates_per_step=2)), "do not divide into mini-batches"),
         (
