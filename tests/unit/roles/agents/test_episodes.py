@@ -398,8 +398,9 @@ class Process:
     def __init__(self, make: RayClassWithInitArgs, dies_at: int) -> None:
         self._thread = ThreadPoolExecutor(1)
         self._worker = make.cls(*make.args)
-        if isinstance(self._worker._server, EnvironmentServer):
-            self._worker._server._limit_s = 4.0  # long compared with other calls, even on a busy machine
+        server = self._worker._server
+        if isinstance(server, EnvironmentServer):
+            server._limit_s = 4.0  # long compared with other calls, even on a busy machine
         self._calls_left = dies_at
 
     def call(self, method: Any, *arguments: Any) -> Future[Any]:
@@ -470,7 +471,11 @@ def episode_rollout(
     setup = RolloutSetup(replicas=Nobody([None]), weights=weights, rules=rules, limits=at_once, seed=0)  # type: ignore[arg-type]
     rollout = EpisodeRollout(setup, environments, of_episodes)
     writing = Writing(tokenizer.eos_token_id)
-    rollout._runner = EpisodeRunner(writing, environments, of_episodes)  # type: ignore[arg-type]
+    rollout._runner = (
+        SessionRunner(writing, environments, of_episodes.max_attempts)  # type: ignore[arg-type]
+        if agent.harness.is_used
+        else EpisodeRunner(writing, environments, of_episodes)  # type: ignore[arg-type]
+    )
 
     return rollout, writing
 
@@ -495,8 +500,7 @@ def test_programs_of_a_process_that_dies_start_again(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(file=str(notes)))
     harness = HarnessConfig(function=HarnessFunctionConfig(path=str(program)), time_limit_s=40)
-    rollout, writing = episode_rollout(tmp_path, deaths=[2], agent=AgentConfig(harness=harness))
-    rollout._runner = SessionRunner(writing, rollout.environments, max_attempts=3)  # type: ignore[arg-type]
+    rollout, _ = episode_rollout(tmp_path, deaths=[2], agent=AgentConfig(harness=harness))
     made = rollout.generate(prompts(8), SamplingConfig(n=1), step=1)
 
     # Odd episodes have two conversations, and one fails.
