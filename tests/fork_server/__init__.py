@@ -29,7 +29,7 @@ from typing import Any
 from tests.fork_server.client import ADDRESS, DAEMON, REHEARSAL, SGLANG, TRAINING
 
 CLIENT = Path(__file__).with_name("client.py")
-_SITE = Path(__file__).with_name("site")
+SITE = Path(__file__).with_name("site")
 # used like `python`: with a module, a script or a program text, and its arguments
 PYTHON = [sys.executable, "-I", "-S", str(CLIENT)]
 ROOM = "WARM_ROOM"  # environment variable of the server
@@ -53,7 +53,7 @@ def own_server() -> Iterator[None]:
     """Start a server. It ends with the block, or with this process however that ends, and so do the processes
     that it has started."""
     with tempfile.TemporaryDirectory() as folder:
-        _write_launchers(Path(folder))
+        write_launchers(Path(folder))
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.fork_server.server", folder],
             cwd=Path(__file__).parents[2],
@@ -67,7 +67,7 @@ def own_server() -> Iterator[None]:
             assert process.stdout.readline() == b"ready\n", "the fork server did not start"
             os.environ[ADDRESS] = folder
             os.environ["PYTHONPATH"] = os.pathsep.join(
-                [str(_SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+                [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
             )
             yield
         finally:
@@ -77,7 +77,8 @@ def own_server() -> Iterator[None]:
             process.stdout.close()
 
 
-def _write_launchers(folder: Path) -> None:
+def write_launchers(folder: Path) -> None:
+    """Write executables that replace Python to the folder of a server's sockets."""
     (folder / "bin").mkdir()
     kinds = (TRAINING, REHEARSAL, SGLANG)
 

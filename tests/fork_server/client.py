@@ -3,7 +3,7 @@ does.
 
 The forked process gets this one's arguments, environment, folder, open files, and signals. Ray's nodes start
 workers in this script as well, instead of Ray's setup_worker.py, and daemons. If there is no server, or for
-unknown options, Python itself starts. Standard library only.
+unknown options or kinds, Python itself starts. Standard library only.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def main(arguments: list[str]) -> None:
 
 
 def _can_be_forked(program: list[str], kind: str) -> bool:
-    if ADDRESS not in os.environ or (kind == DAEMON and not RAY_ENVIRONMENT.items() <= os.environ.items()):
+    if not os.path.exists(f"{os.environ.get(ADDRESS)}/{kind}") or (
+        kind == DAEMON and not RAY_ENVIRONMENT.items() <= os.environ.items()
+    ):
         return False
     if program[0] == "-c":
         return _TRACKER not in program[1]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megarl.config.schema import Device
-from tests.fork_server import aside
+from tests.fork_server import aside, write_launchers
 from tests.fork_server.client import (
     DAEMON,
     DRIVER,
@@ -172,6 +172,22 @@ def main(folder: Path) -> None:
     rehearsal.close()
     importlib.import_module("torch")  # imported before all others
     _fork_when_asked(listeners)
+
+
+def serve_elsewhere(folder: Path) -> None:
+    """Start a server of this process's kind in its namespaces. This process was forked for training.
+
+    Args:
+        folder: A new folder, which clients in these namespaces have as the server's address.
+    """
+    folder.mkdir()
+    write_launchers(folder)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(folder / TRAINING))
+    listener.listen(128)
+    if os.fork() == 0:
+        run(Server(listener, TRAINING).serve().program)
+    listener.close()
 
 
 def _fork_when_asked(listeners: Mapping[str, socket.socket]) -> None:

@@ -20,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.fork_server.server import serve_elsewhere
+
 INTERFACE = "eth0"
 _TUNSETIFF = 0x400454CA
 _IFF_TAP = 0x0002
@@ -48,6 +50,8 @@ def _set_up(node: dict[str, Any], connection: socket.socket) -> None:
     _run("mount", "-t", "tmpfs", "-o", f"size={node['shm_mb']}m", "tmpfs", "/dev/shm")
     _own_tmp(node["tmp_mb"], node["shared"])
     _own_hosts(node["hosts"])
+    if node["forks"] is not None:
+        serve_elsewhere(Path(node["forks"]))
 
     # Interfaces that lead nowhere come first, as a container bridge or a management network may.
     taps = [_tap(name) for name in (*node["other_interfaces"], INTERFACE)]

@@ -25,6 +25,8 @@ from typing import IO, Any, NamedTuple
 from tests import fork_server
 
 ROOT = Path(__file__).parents[2]
+# The address of a node's own fork server, in its own /tmp.
+_FORKS = "/tmp/forks"
 _PROGRAMS = ("ip", "mount", "nsenter", "unshare")
 
 
@@ -132,13 +134,18 @@ class Network:
 
 
 def own_environment(**more: str) -> dict[str, str]:
-    """Return an environment for programs of a node: without the fork server, which is on no node."""
+    """Return an environment for programs of a node, which has a fork server of its own if the tests have
+    one."""
     python = Path(sys.executable).parent
-    environment = {name: value for name, value in os.environ.items() if name != fork_server.ADDRESS}
+    path = [str(python), os.environ.get("PATH", os.defpath)]
+    forks = {fork_server.ADDRESS: _FORKS} if fork_server.ADDRESS in os.environ else {}
+    if forks:
+        path.insert(0, f"{_FORKS}/bin")
     return {
-        **environment,
-        "PATH": f"{python}:{environment.get('PATH', os.defpath)}",
-        "PYTHONPATH": str(ROOT),
+        **os.environ,
+        **forks,
+        "PATH": os.pathsep.join(path),
+        "PYTHONPATH": os.pathsep.join([str(fork_server.SITE), str(ROOT)]),
         "OMP_NUM_THREADS": "1",
         **more,
     }
@@ -177,6 +184,7 @@ def network(
                 "addresses": [address + prefix[1]],
                 "hosts": addresses,
                 "shared": folders,
+                "forks": _FORKS if fork_server.ADDRESS in os.environ else None,
                 "shm_mb": shm_mb,
                 "tmp_mb": tmp_mb,
                 "other_interfaces": list(other_interfaces),
@@ -202,7 +210,7 @@ def _start_node(specification: dict[str, Any], stack: ExitStack) -> tuple[int, i
     with own, its:
         process = subprocess.Popen(
             [
-                sys.executable,
+                *fork_server.PYTHON,
                 "-m",
                 "tests.multinode.node_process",
                 str(its.fileno()),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.controller.daemons import add_key
+from tests import fork_server
 from tests.multinode.nodes import Network, own_environment
 
 OWN_SETTINGS = {"RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(100 * 2**20)}
@@ -39,7 +39,7 @@ class RayNodes:
 
     def _started(self, number: int, arguments: list[str]) -> tuple[subprocess.Popen[str], Path]:
         node = self._net.nodes[number]
-        program = [sys.executable, "-m", "megarl.launch.ray_node", "--address", node.address]
+        program = [*fork_server.PYTHON, "-m", "megarl.launch.ray_node", "--address", node.address]
         log = self._folder / f"ray-{node.name}.log"
         with log.open("a") as output:
             daemon = node.start(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import fork_server
 from tests.multinode.nodes import Link, Network, missing, network
 from tests.multinode.ray_nodes import RayNodes, ray_nodes
 
@@ -32,7 +32,7 @@ class Cluster:
         self.net = net
         self.ray = ray
         with (shared / "driver.log").open("w") as log:
-            program = [sys.executable, "-m", "tests.multinode.driver", str(shared)]
+            program = [*fork_server.PYTHON, "-m", "tests.multinode.driver", str(shared)]
             self._driver = net.nodes[0].start(
                 program, ray.environment, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
@@ -66,7 +66,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def told(forked_processes: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What the driver says while the network is disturbed and nodes vanish, one after another."""
     shared = tmp_path_factory.mktemp("cluster")
     said: dict[str, dict[str, Any]] = {}

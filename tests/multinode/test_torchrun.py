@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megarl.config.load import load_config
 from megarl.config.schema import SFTConfig
+from tests import fork_server
 from tests.integration.launched_run import save_sft_run
 from tests.integration.tiny_run import run_sft
 from tests.multinode.nodes import missing, network, own_environment
@@ -32,7 +32,7 @@ def test_a_run_over_ipv6_equals_one_on_a_single_node(ray_cluster: None, tmp_path
         launched = []
         for node in net.nodes:
             meeting = ["--master-addr", net.nodes[0].address, "--master-port", "29500"]
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *meeting]
+            torchrun = [*fork_server.PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "1", *meeting]
             command = [
                 "--nnodes",
                 "2",
