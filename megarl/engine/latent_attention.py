@@ -36,6 +36,7 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         # Under sequence parallelism each rank has a part of the tokens. Megatron sums the gradients of marked
         # parameters.
+        self.sequence_parallel: bool = config.sequence_parallel
         self.weight.sequence_parallel = config.sequence_parallel  # pyrefly: ignore[missing-attribute]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:

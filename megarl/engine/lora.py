@@ -5,6 +5,7 @@ output. The tensor table (models/adapters.py) names the matrices and determines 
 
 - If the layer shards its outputs, A is replicated and B has the rank's outputs.
 - If it shards its inputs, A has the rank's inputs and B is replicated.
+- If it is replicated, as the down projections of latent attention, so are A and B.
 
 Tensor-parallel ranks therefore exchange the product with A, which has `rank` numbers per token.
 
@@ -83,11 +84,12 @@ class LinearAdapters(torch.nn.Module):
         super().__init__()
         self._scale = scale
         self._shards_inputs = weight.cut is Cut.row
-        self._is_expert = bool(linear.is_expert)
-        self._group: dist.ProcessGroup = linear.tp_group
+        self._is_replicated = weight.cut is Cut.replicated
+        self._is_expert = weight.expert is not None
         self._size = layout.cut_of(weight)[0]
         # The layers of experts exchange nothing: their token dispatcher does.
-        self._is_sequence_parallel = linear.sequence_parallel and self._size > 1 and not self._is_expert
+        self._is_sequence_parallel = self._size > 1 and not self._is_expert and linear.sequence_parallel
+        self._group: dist.ProcessGroup | None = None if self._is_replicated else linear.tp_group
 
         # The outputs of fused projections alternate by query group.
         self._num_groups = shard_view(weight, layout)[0] if weight.cut is Cut.qkv else 1
@@ -95,7 +97,8 @@ class LinearAdapters(torch.nn.Module):
 
         for tensor in weight.tensors:
             names = parameter_names(weight.megatron_name, tensor.name)
-            outputs = tensor.shape[0] // (1 if self._shards_inputs else self._size)
+            has_all_outputs = self._shards_inputs or self._is_replicated
+            outputs = tensor.shape[0] // (1 if has_all_outputs else self._size)
             if names.a not in shapes:
                 self._parts.append((None, outputs))
                 continue
@@ -107,15 +110,15 @@ class LinearAdapters(torch.nn.Module):
 
     def _mark(self, adapter: ProjectionAdapter, weight: torch.nn.Parameter) -> None:
         """Set the attributes from which Megatron knows how gradients are summed, and counted in the norm."""
-        sharded, replicated = (adapter.a, adapter.b) if self._shards_inputs else (adapter.b, adapter.a)
-        set_tensor_model_parallel_attributes(
-            sharded, is_parallel=True, dim=int(self._shards_inputs), stride=1
-        )
-        for parameter in (sharded, replicated):
+        sharded = adapter.a if self._shards_inputs else adapter.b
+        for parameter in (adapter.a, adapter.b):
             parameter.allreduce = getattr(weight, "allreduce", True)  # pyrefly: ignore[missing-attribute]
-
-        # Each rank has the gradient of its own tokens.
-        replicated.sequence_parallel = self._is_sequence_parallel  # pyrefly: ignore[missing-attribute]
+            if parameter is sharded and not self._is_replicated:
+                dim = int(self._shards_inputs)
+                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=1)
+            else:
+                # Each rank has the gradient of its own tokens.
+                parameter.sequence_parallel = self._is_sequence_parallel  # pyrefly: ignore[missing-attribute]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map the layer's inputs (T, ..., inputs) to what is added to its outputs (T, ..., outputs)."""
@@ -142,7 +145,7 @@ class LinearAdapters(torch.nn.Module):
 
     def _exchange(self, low: Tensor) -> Tensor:
         """Complete the product with A: sum it, or gather it, over the ranks that share the layer."""
-        if self._size == 1:
+        if self._size == 1 or self._is_replicated:
             return low
         if self._shards_inputs:
             if self._is_sequence_parallel:

@@ -4,7 +4,7 @@ Every Hugging Face projection has its own pair of matrices, as in PEFT's format,
 several projections: A has the projection's name with `lora_A`, B the one with `lora_B`. The rows are derived
 from the family's rows of linear layers. An adapter is sharded like its projection: if outputs are sharded, A
 is replicated and B has the rank's outputs; if inputs are sharded, A has the rank's inputs and B is
-replicated.
+replicated. The down projections of latent attention are replicated, and so are both matrices.
 
 The embedding and the output layer can train in full next to the adapters, as PEFT's `modules_to_save`.
 """
@@ -21,7 +21,8 @@ from megarl.models.architecture import Architecture, LoRA
 from megarl.models.mapping import Cut, MappingRow, StagePlacement
 
 # The linear layers that take adapters, by Megatron's names.
-_LINEAR = re.compile(r"(.+\.linear_(?:qkv|proj|fc1|fc2))\.weight")
+_LATENT = "q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj"
+_LINEAR = re.compile(rf"(.+\.linear_(?:qkv|proj|fc1|fc2|{_LATENT}))\.weight")
 _WITH_SHARDED_OUTPUTS = (Cut.column, Cut.qkv, Cut.gated)
 _SUFFIX = ".weight"
 
@@ -160,13 +161,6 @@ def adapter_problems(
         targets: As in `LoRA`.
     """
     name = architecture.model_type
-    if architecture.latent is not None:
-        yield (
-            f"{name} has latent attention (q_a_proj, kv_b_proj, ...), whose projections cannot have adapters "
-            "yet; train all weights (lora.rank=null)"
-        )
-        return
-
     if architecture.linear_bias:
         yield (
             f"{name} has experts with biases, fused in one tensor per layer, whose projections cannot have "

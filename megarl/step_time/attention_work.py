@@ -6,12 +6,13 @@ from megarl.config.schema import ParallelConfig
 from megarl.models.architecture import Architecture, DeltaNet, LatentAttention
 from megarl.step_time.collectives import call
 from megarl.step_time.counts import NOTHING, Counts, total
-from megarl.step_time.linears import linears_of
+from megarl.step_time.linears import Linears, linears_of
 from megarl.step_time.packed_batch import KeyExchange, PackedBatch
 from megarl.step_time.work import IDLE, Edge, PassCounts, joined, linear
 
 _QKV = "self_attention.linear_qkv"
 _OUTPUT = "self_attention.linear_proj"
+_LATENT = "self_attention.linear_"
 
 
 def projections(architecture: Architecture, edge: Edge) -> PassCounts:
@@ -21,7 +22,7 @@ def projections(architecture: Architecture, edge: Edge) -> PassCounts:
     query = architecture.num_attention_heads * architecture.head_dim // shards
     if architecture.latent is not None:
         values = architecture.num_attention_heads * architecture.value_dim // shards
-        inputs = _latent_inputs(architecture, architecture.latent, edge)
+        inputs = _latent_inputs(linears, architecture, architecture.latent, edge)
         return joined((inputs, linears.row_parallel(_OUTPUT, values, edge)))
 
     key = architecture.num_key_value_heads * architecture.head_dim // shards
@@ -29,7 +30,9 @@ def projections(architecture: Architecture, edge: Edge) -> PassCounts:
     return joined((linears.column_parallel(_QKV, edge, columns), linears.row_parallel(_OUTPUT, query, edge)))
 
 
-def _latent_inputs(architecture: Architecture, latent: LatentAttention, edge: Edge) -> PassCounts:
+def _latent_inputs(
+    linears: Linears, architecture: Architecture, latent: LatentAttention, edge: Edge
+) -> PassCounts:
     """Return the work of the projections of multi-head latent attention before its core.
 
     Every rank computes the latent vectors of its own tokens. Queries, keys and values of its heads follow
@@ -41,18 +44,16 @@ def _latent_inputs(architecture: Architecture, latent: LatentAttention, edge: Ed
     key_value = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
     latents = edge._replace(width=latent.kv_lora_rank)
     parts = [
-        linear(edge.own_tokens, edge.width, latent.kv_lora_rank + latent.qk_rope_head_dim),
+        linears.replicated(f"{_LATENT}kv_down_proj", edge, latent.kv_lora_rank + latent.qk_rope_head_dim),
         edge._replace(width=latent.qk_rope_head_dim).entered(trains=False),
-        latents.entered(),
-        linear(edge.tokens, latents.width, key_value),
+        linears.column_parallel(f"{_LATENT}kv_up_proj", latents, key_value),
     ]
     if rank is None:
-        parts += [edge.entered(), linear(edge.tokens, edge.width, query)]
+        parts.append(linears.column_parallel(f"{_LATENT}q_proj", edge, query))
     else:
         parts += [
-            linear(edge.own_tokens, edge.width, rank),
-            edge._replace(width=rank).entered(),
-            linear(edge.tokens, rank, query),
+            linears.replicated(f"{_LATENT}q_down_proj", edge, rank),
+            linears.column_parallel(f"{_LATENT}q_up_proj", edge._replace(width=rank), query),
         ]
 
     return joined(parts)

@@ -85,6 +85,22 @@ class Linears(NamedTuple):
             )
         )
 
+    def replicated(self, name: str, edge: Edge, columns: int) -> PassCounts:
+        """Return the work of a layer that every rank has, which it applies to its own tokens.
+
+        Args:
+            name: The layer.
+            edge: The inputs.
+            columns: The outputs.
+        """
+        whole = linear(edge.own_tokens, edge.width, columns, trains=not self.is_frozen)
+        adapters = self.adapters.get(name)
+        if adapters is None:
+            return whole
+        rank = adapters.rank
+        products = (linear(edge.own_tokens, edge.width, rank), linear(edge.own_tokens, rank, columns))
+        return joined((whole, *products))
+
     def of_experts(
         self, name: str, rows: float, inner: int, columns: int, shards: int, times: int
     ) -> PassCounts:

@@ -141,6 +141,14 @@ def fit_engine(config: PPOConfig, architecture: Architecture) -> Violations:
     if lora is None:
         return
 
+    if architecture.latent is not None:
+        yield Violation(
+            ("actor.lora.sync",),
+            f"is adapter, but engines get the adapters of {architecture.model_type}, which has latent "
+            "attention, merged only; use merged",
+        )
+        return
+
     for target in lora.targets or available_targets(rows_of(architecture.base, "lm")):
         projection = target.rpartition(".")[2]
         if projection not in SERVED_PROJECTIONS:

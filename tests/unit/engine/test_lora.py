@@ -54,6 +54,7 @@ DENSE = ("TP1", "TP2", "TP2+SP", "PP2", "CP2", "DP2")
 VOCABULARY = ("TP2+SP", "PP2", "DP2")
 RECOMPUTED = ("TP2+SP", "PP2xVPP2")
 EXPERTS = ("DP2xEP2", "TP2+SPxEP2", "TP2+SPxETP2")
+LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 SAVED = ("embed_tokens", "lm_head")
 SAVED_TENSORS = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
 SOME = ("q_proj", "self_attn.o_proj", "up_proj")  # one projection of a fused layer, and not its neighbors
@@ -113,7 +114,7 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
         folder = tmp_path_factory.mktemp(family)
         adapted = save_adapted(family, folder, targets, saved)
         batch = weighted_batch()
-        has_experts = family.endswith("_moe")
+        has_experts = family.endswith("_moe") or (family == "deepseek_v3" and not targets)
         reference = by_hand(adapted, folder / "merged", batch) if has_experts else by_peft(adapted, batch)
         return Case(adapted, folder, batch, reference)
 
@@ -174,6 +175,33 @@ def test_recomputed_layers_keep_the_gradients_of_their_adapters(
         case=case.adapted,
         batch=case.batch,
         recomputation=FULL,
+    )
+    compare(case, case.reference, runs)
+
+
+@pytest.mark.parametrize("layout", ["TP2+SPxEP2", "TP2+SPxETP2", "DP2xEP2"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "moonlight"])
+def test_latent_attention_equals_peft(
+    family: str, layout: str, case_of: Callable[..., Case], rank_pool: RankPool
+) -> None:
+    """Moonlight projects queries directly. PEFT has no adapters on transformers' fused experts."""
+    case = case_of(family, LATENT)
+    parallel = EXPERT_LAYOUTS[layout]
+    runs = rank_pool.run(
+        run_engine, world_size=parallel.world_size, parallel=parallel, case=case.adapted, batch=case.batch
+    )
+    assert any("kv_a_proj_with_mqa.lora_B" in name for name in case.reference.gradients)
+    compare(case, case.reference, runs)
+
+
+@pytest.mark.parametrize("layout", ["TP2+SPxEP2"])
+def test_latent_attention_and_experts_equal_merged_ones(
+    layout: str, case_of: Callable[..., Case], rank_pool: RankPool
+) -> None:
+    case = case_of("deepseek_v3")
+    parallel = EXPERT_LAYOUTS[layout]
+    runs = rank_pool.run(
+        run_engine, world_size=parallel.world_size, parallel=parallel, case=case.adapted, batch=case.batch
     )
     compare(case, case.reference, runs)
 

@@ -19,6 +19,7 @@ from megarl.rehearsal.record import RankRequest
 from megarl.step_time.counts import CollectiveCount, Counts, Product, total
 from megarl.step_time.packed_batch import Rectangle, pack
 from megarl.step_time.role_counts import scoring_counts
+from tests.families import example_fields
 from tests.unit.rehearsal.runs import TINY, ppo, save_config
 from tests.unit.step_time.comparison import EXACT, differences
 
@@ -43,6 +44,15 @@ EXPERTS = {
 def test_adapters_of_sharded_experts(tmp_path: Path) -> None:
     """Dry runs in tests/unit/rehearsal compare other kinds of layers and layouts."""
     config = ppo(save_config(tmp_path / "sparse", TINY | EXPERTS), EXPERT_PARALLEL)
+    config = replace(config, actor=replace(config.actor, lora=LoRAConfig(rank=4)))
+    request = RankRequest(config, "actor", 0, 2)
+    (record,) = rehearse_ranks([request], 1)
+    assert differences(request, record, EXACT) == []
+
+
+@pytest.mark.usefixtures("forked_rehearsals")
+def test_adapters_of_latent_attention(tmp_path: Path) -> None:
+    config = ppo(save_config(tmp_path / "latent", example_fields("deepseek_v3")), EXPERT_PARALLEL)
     config = replace(config, actor=replace(config.actor, lora=LoRAConfig(rank=4)))
     request = RankRequest(config, "actor", 0, 2)
     (record,) = rehearse_ranks([request], 1)

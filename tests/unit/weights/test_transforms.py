@@ -73,6 +73,7 @@ def shards_of(case: Adapted, parallel: ParallelConfig, dtype: torch.dtype) -> li
         ("qwen2", (), TP2, torch.bfloat16),
         ("qwen2", ("embed_tokens", "lm_head"), TP2_PP2, torch.bfloat16),
         ("qwen2_moe", (), EP2, torch.float32),
+        ("deepseek_v3", (), EP2, torch.float32),
     ],
 )
 def test_what_ranks_send_is_what_peft_merges(
@@ -83,7 +84,7 @@ def test_what_ranks_send_is_what_peft_merges(
     case_of: Callable[..., Adapted],
 ) -> None:
     case = case_of(family, saved)
-    expected = merged_weights(case) if family == "qwen2_moe" else merged_by_peft(case, dtype)
+    expected = merged_weights(case) if case.architecture().experts else merged_by_peft(case, dtype)
     ranks = shards_of(case, parallel, dtype)
     for shards in ranks:
         for name, held in held_slices(shards.architecture, shards.layout).items():

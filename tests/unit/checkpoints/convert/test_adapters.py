@@ -26,10 +26,14 @@ SAVED = ("embed_tokens", "lm_head")
 LAYOUTS = {
     "qwen2": ParallelConfig(tensor_parallel_size=2, sequence_parallel=True),
     "qwen2_moe": ParallelConfig(data_parallel_size=2, expert_parallel_size=2),
+    "deepseek_v3": ParallelConfig(tensor_parallel_size=2, sequence_parallel=True, expert_parallel_size=2),
 }
 
 
-@pytest.mark.parametrize(("family", "saved"), [("qwen2", ()), ("qwen2", SAVED), ("qwen2_moe", SAVED[1:])])
+@pytest.mark.parametrize(
+    ("family", "saved"),
+    [("qwen2", ()), ("qwen2", SAVED), ("qwen2_moe", SAVED[1:]), ("deepseek_v3", SAVED)],
+)
 def test_a_peft_folder_comes_back_from_a_checkpoint(
     family: str, saved: tuple[str, ...], rank_pool: RankPool, tmp_path: Path
 ) -> None:

@@ -92,7 +92,7 @@ def test_tied_embeddings_do_not_train_next_to_adapters(tmp_path: Path) -> None:
     assert "is also its output layer (tie_word_embeddings)" in found
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_next", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next", "qwen2_5_vl"])
 def test_families_without_adapters_are_refused_by_name(family: str, tmp_path: Path) -> None:
     values = ppo_values(tmp_path)
     folder = model_folder(tmp_path / "other")
@@ -117,6 +117,18 @@ def test_adapters_of_experts_are_not_sent_separately(tmp_path: Path) -> None:
     assert [line.count("of the experts of qwen3_moe") for line in found] == [1, 1, 1], found
     attention = violations(path, *SEPARATE, "actor.lora.targets=[q_proj, k_proj, v_proj, o_proj]")
     assert not [line for line in attention if "lora" in line]
+
+
+def test_adapters_of_latent_attention_are_sent_merged(tmp_path: Path) -> None:
+    values = ppo_values(tmp_path)
+    folder = model_folder(tmp_path / "other")
+    (folder / "config.json").write_text(json.dumps(example_fields("deepseek_v3")))
+    values["model"]["path"] = str(folder)
+    values["critic"]["model"] = {"path": str(tmp_path / "model")}
+    path = write_yaml(tmp_path / "run.yaml", values)
+    assert not [line for line in violations(path, RANK) if "lora" in line]
+    (found,) = [line for line in violations(path, *SEPARATE) if "lora" in line]
+    assert "which has latent attention, merged only; use merged" in found
 
 
 @pytest.mark.parametrize("strategy", ["fully_collocate", "stand_alone"])
