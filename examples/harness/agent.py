@@ -18,7 +18,7 @@ from megarl.endpoint.harness import ModelEndpoint
 MAX_TURNS = 4
 _TOOLS: Any = [function_schema(price)]
 # Episodes share connections. Each has its own address and key.
-_CLIENT = AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=0)
+_CLIENT = AsyncOpenAI(base_url="http://unused", api_key="unused")
 
 
 async def run(task: Task, endpoint: ModelEndpoint) -> float:

@@ -22,6 +22,9 @@ from megarl.machine.ports import hold_port
 
 MODEL = "policy"  # the name under which the model is listed; requests may use any other
 _ALIVE_S = 10.0  # between two comments in a stream that waits for the model
+# Clients close idle connections first (httpx after 5 s). If the server did, a request that is sent at that
+# moment would fail.
+_KEEP_ALIVE_S = 3600
 _POLL_S = 0.05  # between two checks whether the client is still connected
 
 Body = Mapping[str, Any]
@@ -171,7 +174,13 @@ class EndpointServer:
         self._socket = hold_port(host, port)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(app, log_level=logging.WARNING, lifespan="off", access_log=False)
+        config = uvicorn.Config(
+            app,
+            log_level=logging.WARNING,
+            lifespan="off",
+            access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
         self._server = uvicorn.Server(config)
         self._serving: asyncio.Task[None] | None = None
 
