@@ -86,6 +86,7 @@ class ModelRecovery:
         self._schedule = schedule
         self._wait_for_node_s = wait_for_node_s
         self._failures: Counter[str] = Counter()  # losses by address of a node
+        self.excluded_nodes: list[str] = []  # addresses of nodes that the models have left
         self._weights = weights
         self._version_of: dict[int, int] = {}  # step -> the version of the actor's weights after it
 
@@ -202,19 +203,16 @@ class ModelRecovery:
             if not processes.pool.excluded_ranks() or processes.pool.leave_excluded_nodes():
                 moved.append(processes)
                 processes.shutdown()
+        has_left = len(moved) == len(on_bad_nodes)
+        self.excluded_nodes += sorted(bad - set(self.excluded_nodes)) if has_left else []
         for node in sorted(bad):
             _log.warning(
                 "node %s was involved in %d losses, and is excluded%s",
                 node,
                 self._failures[node],
-                "" if len(moved) == len(on_bad_nodes) else ", but no other node has free resources: it stays",
+                "" if has_left else ", but no other node has free resources: it stays",
             )
         return moved
-
-    @property
-    def excluded_nodes(self) -> list[str]:
-        """The addresses of nodes that were involved in too many losses."""
-        return [node for node, count in self._failures.items() if count >= _FAILURES]
 
     def _load(self, newest: int | None, saved: SavedStep | None) -> int:
         """Load the newest snapshot, or the checkpoint if a part of it is lost. Returns its step."""

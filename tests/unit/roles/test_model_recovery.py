@@ -1,0 +1,110 @@
+"""Test where lost processes start again, with pools that only say which nodes are lost or excluded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.controller.errors import PhaseTimeoutError
+from megarl.controller.futures import DerivedFuture
+from megarl.roles import model_recovery
+from megarl.roles.model_recovery import ModelRecovery
+from megarl.roles.offload_schedule import OffloadSchedule
+from megarl.roles.rollout.replicas import NodeLostError
+
+BAD = "10.0.0.2"
+ERROR = PhaseTimeoutError("actor", "update", 60.0, [])
+
+
+class Pool:
+    """A pool of two processes. Its node is lost until a free one has been looked for `looks` times."""
+
+    def __init__(self, looks: int, has_free_node: bool = True) -> None:
+        self.excluded: set[str] = set()
+        self.node = BAD
+        self._looks = looks
+        self._has_free_node = has_free_node
+
+    def move_from_lost_nodes(self) -> dict[int, str]:
+        self._looks -= 1
+        return {0: BAD, 1: BAD} if self._looks >= 0 else {}
+
+    def excluded_ranks(self) -> list[int]:
+        return [0] if self.node in self.excluded else []
+
+    def leave_excluded_nodes(self) -> bool:
+        self.node = "10.0.0.3" if self._has_free_node else self.node
+        return self._has_free_node
+
+
+class Processes:
+    """Stub for RayWorkerGroup."""
+
+    has_ended = False
+    roles = ("actor",)
+    ready: Any = DerivedFuture([], lambda results: None)
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.num_restarts = 0
+
+    def lost_ranks(self) -> Sequence[Any]:
+        return [SimpleNamespace(node=self.pool.node)]
+
+    def shutdown(self) -> None: ...
+
+    def restart(self) -> None:
+        self.num_restarts += 1
+
+
+def recovery_of(processes: Processes, wait_for_node_s: float) -> ModelRecovery:
+    group: Any = SimpleNamespace(role="actor", processes=processes)
+    snapshots: Any = SimpleNamespace(
+        newest_after_loss=lambda: 7, move=lambda: None, load=lambda step: None, forget=lambda: None
+    )
+    return ModelRecovery([group], snapshots, lambda folder: None, OffloadSchedule(), wait_for_node_s)
+
+
+def test_a_run_waits_for_a_node(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(model_recovery, "_LOOK_S", 0.001)
+    processes = Processes(Pool(looks=3))
+    assert recovery_of(processes, 600).recover(ERROR).step == 7
+    assert processes.num_restarts == 1
+    assert caplog.messages == [
+        "node 10.0.0.2 is lost, and no other node of the cluster has free resources for actor "
+        "(2 processes on 1 node); waiting up to 600 s for one"
+    ]
+
+
+def test_a_run_ends_when_no_node_comes_in_time() -> None:
+    processes = Processes(Pool(looks=9))
+    with pytest.raises(
+        NodeLostError, match=r"2 processes on 1 node\) after 0 s \(recovery.wait_for_node_s\)"
+    ):
+        recovery_of(processes, 0).recover(ERROR)
+    assert processes.num_restarts == 0
+
+
+def test_a_node_is_excluded_after_two_losses() -> None:
+    processes = Processes(Pool(looks=0))
+    recovery = recovery_of(processes, 0)
+    recovery.recover(ERROR)
+    assert (recovery.excluded_nodes, processes.pool.node) == ([], BAD)
+    recovery.recover(ERROR)
+    assert (recovery.excluded_nodes, processes.pool.node) == ([BAD], "10.0.0.3")
+    assert processes.num_restarts == 2
+
+
+def test_a_bad_node_stays_in_use_if_there_is_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    processes = Processes(Pool(looks=0, has_free_node=False))
+    recovery = recovery_of(processes, 0)
+    recovery.recover(ERROR)
+    recovery.recover(ERROR)
+    assert recovery.excluded_nodes == []
+    assert caplog.messages == [
+        "node 10.0.0.2 was involved in 2 losses, and is excluded, but no other node has free resources: it stays"
+    ]
+    assert processes.num_restarts == 2
