@@ -25,7 +25,7 @@ from megarl.roles.weights.rollout_weights import RolloutWeights
 
 _log = logging.getLogger(__name__)
 _FAILURES = 2  # losses in which a node is involved before it is excluded
-_LOOK_S = 1.0  # interval at which a free node is looked for
+LOOK_S = 1.0  # interval at which a free node is looked for
 _LOST_STATES = [qualified_name(kind) for kind in (NonFiniteUpdateError, ReplicaMismatchError)]
 
 
@@ -184,7 +184,7 @@ class ModelRecovery:
             if not is_told:
                 _log.warning("%s; waiting up to %g s for one", what, self._wait_for_node_s)
                 is_told = True
-            time.sleep(_LOOK_S)
+            time.sleep(LOOK_S)
 
     def _exclude(self, nodes: Sequence[str]) -> list[RayWorkerGroup]:
         """Count a loss for these nodes, and leave those that were involved in too many.
@@ -260,13 +260,16 @@ def ppo_recovery(
     handles = (roles.actor, *roles.scorers.values(), roles.critic, roles.reward.model)
     groups = [handle.group for handle in handles if handle]
     snapshots = ModelSnapshots(models.models, limit_s)
-    return ModelRecovery(
-        groups, snapshots, models.load, roles.schedule, config.wait_for_node_s, roles.weights
-    )
+    return ModelRecovery(groups, snapshots, models.load, roles.schedule, _wait_s(config), roles.weights)
 
 
 def single_recovery(models: SavedModels, config: RecoveryConfig, limit_s: float) -> ModelRecovery:
     """Build the recovery of a run that only has the models it trains. `limit_s` is the limit of a phase."""
     groups = [model.group for model in models.models]
     snapshots = ModelSnapshots(models.models, limit_s)
-    return ModelRecovery(groups, snapshots, models.load, OffloadSchedule(), config.wait_for_node_s)
+    return ModelRecovery(groups, snapshots, models.load, OffloadSchedule(), _wait_s(config))
+
+
+def _wait_s(config: RecoveryConfig) -> float:
+    """Return how long to wait for a node; not at all if the run continues without it."""
+    return 0.0 if config.allow_fewer_replicas else config.wait_for_node_s

@@ -389,6 +389,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "python -m tests.soak.network_faults": ByHand(),
     "python -m tests.soak.network_faults --recovery": ByHand(),
     "python -m tests.soak.network_faults --recovery --random 10": ByHand(),
+    "python -m tests.soak.network_faults --no-spare power_off": ByHand(),
     "python -m benchmarks.snapshots": ByHand(),
     "python -m benchmarks.goodput --plot goodput.svg": ByHand(),
     "python -m tests.soak.real_model": ByHand(),

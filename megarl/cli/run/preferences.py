@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from megarl.cli.run.context import RunContext, run_context_of
+from megarl.cli.run.fewer_replicas import run_on_what_is_left
 from megarl.cli.run.resumption import is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
 from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered, write_summary
 from megarl.config.schema import DPOConfig, PreferenceConfig
@@ -14,7 +15,6 @@ from megarl.data.images import refuse_image_columns
 from megarl.data.loader import train_loader
 from megarl.data.pairs import PairDataset, pair_encoder
 from megarl.data.tokenizer import load_tokenizer
-from megarl.doctor.examined_config import load_for_run
 from megarl.machine.wording import counted
 from megarl.models.families import read_architecture
 from megarl.roles.model_recovery import single_recovery
@@ -36,9 +36,12 @@ def run(
     Raises:
         ValueError: The configuration, model or data is invalid. Raised before any process is started.
     """
-    config = load_for_run(schema, config_path, overrides)
-    with run_context_of(config, verbose) as context:
-        return _run(config, context)
+
+    def train(config: PreferenceConfig) -> int:
+        with run_context_of(config, verbose) as context:
+            return _run(config, context)
+
+    return run_on_what_is_left(schema, config_path, overrides, train)
 
 
 def _run(config: PreferenceConfig, context: RunContext) -> int:

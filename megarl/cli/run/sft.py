@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.cli.run.context import RunContext, run_context_of
+from megarl.cli.run.fewer_replicas import run_on_what_is_left
 from megarl.cli.run.processes import refuse_launched_ranks
 from megarl.cli.run.resumption import is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
 from megarl.cli.run.session import open_monitor, open_session, report_filtered, write_summary
@@ -14,7 +15,6 @@ from megarl.data.images import refuse_image_columns
 from megarl.data.loader import train_loader
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.doctor.examined_config import load_for_run
 from megarl.models.families import read_architecture
 from megarl.roles.model_recovery import single_recovery
 from megarl.roles.saved_models import sft_models
@@ -32,9 +32,12 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
         ValueError: The configuration, model or data is invalid. Raised before any process is started.
     """
     refuse_launched_ranks("sft")
-    config = load_for_run(SFTConfig, config_path, overrides)
-    with run_context_of(config, verbose) as context:
-        return _run(config, context)
+
+    def train(config: SFTConfig) -> int:
+        with run_context_of(config, verbose) as context:
+            return _run(config, context)
+
+    return run_on_what_is_left(SFTConfig, config_path, overrides, train)
 
 
 def _run(config: SFTConfig, context: RunContext) -> int:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.user_tools import load_agent
 from megarl.cli.run import preferences, sft
 from megarl.cli.run.context import RunContext, run_context_of
+from megarl.cli.run.fewer_replicas import run_on_what_is_left
 from megarl.cli.run.processes import refuse_launched_ranks
 from megarl.cli.run.resumption import is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
 from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered, write_summary
@@ -26,7 +27,6 @@ from megarl.data.images import ImageProcessor
 from megarl.data.loader import train_loader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
-from megarl.doctor.examined_config import load_for_run
 from megarl.doctor.inputs import endless_turns
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
@@ -59,18 +59,24 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
         return sft.run(config_path, overrides, verbose)
     if issubclass(schema, PreferenceConfig):
         return preferences.run(schema, config_path, overrides, verbose)
-    config = load_for_run(PPOConfig, config_path, overrides)
 
-    with run_context_of(config, verbose) as context:
-        resume = find_resume(config)
-        if is_complete(config, resume):
-            return 0
-        with open_ppo(config, context, resume) as (session, ppo):
-            with ppo.running():
-                ppo.fit()
-            if ppo.checkpoints.stopped_after is not None:
-                return say_stopped(session, ppo.checkpoints)
-            _finish(config, session, ppo)
+    def train(config: PPOConfig) -> int:
+        with run_context_of(config, verbose) as context:
+            return _run(config, context)
+
+    return run_on_what_is_left(PPOConfig, config_path, overrides, train)
+
+
+def _run(config: PPOConfig, context: RunContext) -> int:
+    resume = find_resume(config)
+    if is_complete(config, resume):
+        return 0
+    with open_ppo(config, context, resume) as (session, ppo):
+        with ppo.running():
+            ppo.fit()
+        if ppo.checkpoints.stopped_after is not None:
+            return say_stopped(session, ppo.checkpoints)
+        _finish(config, session, ppo)
 
     return 0
 

@@ -69,7 +69,7 @@ def recovery_of(processes: Processes, wait_for_node_s: float) -> ModelRecovery:
 
 
 def test_a_run_waits_for_a_node(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(model_recovery, "_LOOK_S", 0.001)
+    monkeypatch.setattr(model_recovery, "LOOK_S", 0.001)
     processes = Processes(Pool(looks=3))
     assert recovery_of(processes, 600).recover(ERROR).step == 7
     assert processes.num_restarts == 1

@@ -1,0 +1,66 @@
+"""Continue a run that has lost a node with fewer data-parallel replicas (`recovery.allow_fewer_replicas`).
+
+The run starts again in this process, on the nodes that are left, from its last checkpoint. Checkpoints can be
+loaded in any layout.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from megarl.cli.run.context import RunFailedError
+from megarl.config.roles import REWARD_MODEL, model_roles
+from megarl.config.schema import RunConfig
+from megarl.doctor.examined_config import load_for_run
+from megarl.machine.errors import ConfigError
+from megarl.roles.rollout.replicas import NodeLostError
+
+_log = logging.getLogger(__name__)
+_SECTIONS = {"actor": "actor", "critic": "critic", REWARD_MODEL: "reward.model"}
+
+
+def on_fewer_nodes(config: RunConfig) -> list[str] | None:
+    """Return the overrides with which a run fits on one node less, or on as many fewer as are needed.
+
+    Every role with a layout of its own keeps its number of replicas per node. None if there is no such
+    number of nodes.
+    """
+    num_nodes = config.placement.num_nodes
+    sizes = {
+        f"{_SECTIONS[role.name]}.parallel.data_parallel_size": role.parallel.data_parallel_size
+        for role in model_roles(config)
+        if role.name in _SECTIONS
+    }
+    for fewer in range(num_nodes - 1, 0, -1):
+        if all(size * fewer % num_nodes == 0 for size in sizes.values()):
+            of_roles = [f"{key}={size * fewer // num_nodes}" for key, size in sizes.items()]
+            return [f"placement.num_nodes={fewer}", *of_roles]
+    return None
+
+
+def run_on_what_is_left[Run: RunConfig](
+    schema: type[Run], source: str, overrides: Sequence[str], train: Callable[[Run], int]
+) -> int:
+    """Load a configuration and train, after the loss of a node with fewer replicas if that is allowed.
+
+    Raises:
+        ValueError: The configuration is invalid. Raised before anything is started.
+        RunFailedError: The run has failed for another reason, or its batch cannot be divided among fewer
+            replicas.
+    """
+    config = load_for_run(schema, source, overrides)
+    while True:
+        try:
+            return train(config)
+        except RunFailedError as failed:
+            smaller = on_fewer_nodes(config)
+            is_allowed = config.recovery.enabled and config.recovery.allow_fewer_replicas
+            if not (is_allowed and smaller and isinstance(failed.error, NodeLostError)):
+                raise
+            overrides = [*overrides, *smaller]
+            try:
+                config = load_for_run(schema, source, overrides)
+            except ConfigError as error:
+                raise failed from error
+            _log.warning("%s\nthe run continues with %s", failed.error, " ".join(smaller))
