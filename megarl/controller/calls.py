@@ -13,6 +13,7 @@ import numpy as np
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
+from megarl.controller.call_limits import CallLimits
 from megarl.controller.cluster import ended_daemon, oom_kills
 from megarl.controller.errors import (
     PhaseTimeoutError,
@@ -40,7 +41,7 @@ _SHOWN_UIDS = 4
 class Processes(Protocol):
     """The interface of a group's processes (actors.py) that calls use."""
 
-    phase_time_limit_s: float
+    limits: CallLimits
     locations: dict[int, Location]
     construction: tuple[Call, ...]
 
@@ -112,6 +113,8 @@ class Call:
         # Keep the location: it identifies the node and log of the process if it dies in a later call.
         self.processes.locations[self.rank] = self.record.location
         self.on_record(self.role, self.rank, self.record)
+        for span in self.record.spans[:1]:  # the whole call
+            self.processes.limits.learn(self.method, span.end_s - span.start_s)
 
         if self.record.failure is not None:
             location = self.record.location

@@ -101,7 +101,8 @@ class RayEndedError(RunError):
 class PhaseTimeoutError(RunError, TimeoutError):
     """A call exceeded the time limit of its group, and the group was ended.
 
-    `rank` is the rank with the longest call; `reports` describe what each rank was doing.
+    `rank` is the rank with the longest call; `reports` describe what each rank was doing; `node` is that of
+    the first rank that did not answer, empty if all did.
     """
 
     def __init__(
@@ -112,6 +113,8 @@ class PhaseTimeoutError(RunError, TimeoutError):
         reports: Sequence[RankReport],
         rows: Rows | None = None,
         rank: int = 0,
+        *,
+        is_learned: bool = False,
     ) -> None:
         self.role = role
         self.method = method
@@ -119,14 +122,16 @@ class PhaseTimeoutError(RunError, TimeoutError):
         self.reports = tuple(reports)
         self.rows = rows
         self.rank = rank
+        # A process that does not answer is the likeliest cause: the others wait for it.
+        self.node = next((report.node for report in reports if report.activity is None), "")
         # The user did not call a constructor, so describe what it does.
         what = f"{role}.{method}"
         if method == CONSTRUCTION:
             what = f"the construction of {role} rank {rank} (loading its model, starting its engine)"
-        lines = [
-            f"{what} took longer than phase_time_limit_s={limit_s:g}; the group was ended. What each rank "
-            f"was doing:"
-        ]
+        limit = f"phase_time_limit_s={limit_s:g}"
+        if is_learned:
+            limit = f"{limit_s:.1f} s, the limit learned from its earlier calls (recovery.hang_factor)"
+        lines = [f"{what} took longer than {limit}; the group was ended. What each rank was doing:"]
         lines += [report.describe() for report in reports]
         super().__init__(
             "\n".join(lines), hint=hints.SLOW_CONSTRUCTION if method == CONSTRUCTION else hints.SLOW_CALL

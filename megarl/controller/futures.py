@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.batch.future import DataProtoFuture
+from megarl.controller.call_limits import CallLimits
 from megarl.controller.calls import Call, Processes
 from megarl.controller.cluster import ended_daemon
 from megarl.controller.dispatch import Collect, collect
@@ -266,25 +267,41 @@ def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float
     if not calls:
         return float("inf")
     now_s = time.monotonic()
-    limit_s = processes.phase_time_limit_s
-    # The ranks need not be asked until the oldest call could have exceeded the limit.
-    first_look_s = min(call.submitted_s for call in calls) + limit_s
+    limits = processes.limits
+    # The ranks need not be asked until the oldest call could have exceeded its limit.
+    first_look_s = min(call.submitted_s + limits.limit_s(call.method) for call in calls)
     if now_s < max(first_look_s, looked_at_s):
         return max(first_look_s, looked_at_s)
     # Only the ranks know how long their current call has been running.
     reports = processes.reports()
     running = {report.rank: report.activity for report in reports}
-    age_s, oldest = max(
-        ((_age_s(running[call.rank], call, now_s), call) for call in _unanswered(calls, running)),
+    left_s, age_s, oldest = min(
+        (
+            (_limit_s(limits, running[call.rank], call) - age_s, age_s, call)
+            for call in _unanswered(calls, running)
+            for age_s in (_age_s(running[call.rank], call, now_s),)
+        ),
         key=lambda one: one[0],
     )
-    if age_s < limit_s:
-        return now_s + limit_s - age_s
+    if left_s > 0:
+        return now_s + left_s
     if _is_idle(running[oldest.rank]) and ray.wait([oldest.reference], timeout=GRACE_S, fetch_local=False)[0]:
         return now_s  # it has just ended, and its record is on its way
-    error = PhaseTimeoutError(oldest.role, oldest.method, limit_s, reports, oldest.rows, oldest.rank)
+    limit_s = age_s + left_s
+    is_learned = limit_s < limits.fixed_s
+    error = PhaseTimeoutError(
+        oldest.role, oldest.method, limit_s, reports, oldest.rows, oldest.rank, is_learned=is_learned
+    )
     processes.end(error)
     raise error
+
+
+def _limit_s(limits: CallLimits, activity: RankActivity | None, call: Call) -> float:
+    """Return the limit of what a rank is doing, in seconds."""
+    # A process that does not answer may still be in an earlier call, whose time is not known.
+    if activity is None:
+        return limits.fixed_s
+    return limits.limit_s(activity.method or call.method)
 
 
 def _unanswered(calls: Sequence[Call], running: Mapping[int, RankActivity | None]) -> list[Call]:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megarl.controller.actors import ActorSet
+from megarl.controller.call_limits import NOTHING_LEARNED, LearnedLimits
 from megarl.controller.dispatch import (
     RULES,
     Collect,
@@ -68,11 +69,11 @@ class RoleGroup:
     @property
     def phase_time_limit_s(self) -> float:
         """How long a call may run, in seconds. A new value also applies to calls in progress."""
-        return self._actors.phase_time_limit_s
+        return self._actors.limits.fixed_s
 
     @phase_time_limit_s.setter
     def phase_time_limit_s(self, seconds: float) -> None:
-        self._actors.phase_time_limit_s = seconds
+        self._actors.limits.fixed_s = seconds
 
     @property
     def processes(self) -> RayWorkerGroup:
@@ -198,6 +199,7 @@ class RayWorkerGroup(RoleGroup):
             its cores if there is no GPU and the user has not set OMP_NUM_THREADS. Other methods keep the
             thread count of the previous one.
         ranks_per_relay: A larger group is called by relays, one for this number of ranks (relay.py).
+        learned_limits: The limits that are learned from earlier calls, in addition to `phase_time_limit_s`.
     """
 
     _role_group = RoleGroup  # the class of the groups that spawn() returns
@@ -213,6 +215,7 @@ class RayWorkerGroup(RoleGroup):
         rank_environments: Sequence[Mapping[str, str]] = (),
         at_work: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
         ranks_per_relay: int = RANKS_PER_RELAY,
+        learned_limits: LearnedLimits = NOTHING_LEARNED,
     ) -> None:
         if isinstance(ray_cls_with_init, ColocatedWorkerClass):
             self._roles = ray_cls_with_init.roles
@@ -236,6 +239,7 @@ class RayWorkerGroup(RoleGroup):
             self._record_spans,
             shares,
             ranks_per_relay,
+            learned_limits,
         )
         self._spawned: list[RoleGroup] = []
         actors = self._start()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from megarl.config.load import with_absolute_paths, with_dtype
 from megarl.config.roles import REWARD_MODEL, ModelRole, RoleKind, model_roles
 from megarl.config.schema import Device, EngineDType, PPOConfig, PreferenceConfig, RunConfig, SFTConfig
+from megarl.controller.call_limits import LearnedLimits
 from megarl.controller.environment import weight_group_settings
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
@@ -17,6 +18,7 @@ from megarl.engine.spec import ModelSpec, spec_of
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS
 from megarl.placement.cores import at_work
+from megarl.placement.dataflow import step_phases
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
@@ -135,7 +137,12 @@ class _Starter:
             # NCCL settings are environment variables, so they must be set before the process starts.
             environment = weight_group_settings() if joins_engines else NO_ENVIRONMENT
             started = RayWorkerGroup(
-                pool, fused, phase_time_limit_s=limit_s, environment=environment, at_work=at_work(plan)
+                pool,
+                fused,
+                phase_time_limit_s=limit_s,
+                environment=environment,
+                at_work=at_work(plan),
+                learned_limits=_learned_limits(self._config),
             )
             groups |= started.spawn()
 
@@ -161,6 +168,12 @@ class _Starter:
             quantizes=isinstance(self._config, PPOConfig) and self._config.rollout.dtype is EngineDType.fp8,
             nodes=[place.node for (place,) in rank_places(plan, "actor")],
         )
+
+
+def _learned_limits(config: RunConfig) -> LearnedLimits:
+    """Return the limits of calls that score or train a batch, which take about equally long in each step."""
+    methods = frozenset(call for phase in step_phases() for call in phase.calls)
+    return LearnedLimits(methods, config.recovery.hang_factor)
 
 
 def group_pool(plan: PlacementPlan, pools: ResourcePoolManager, group: GroupPlan) -> RayResourcePool:

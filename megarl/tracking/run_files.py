@@ -16,6 +16,7 @@ GENERATIONS_FILE = "generations.jsonl"
 CONFIG_FILE = "config.yaml"  # resolved
 SUMMARY_FILE = "summary.json"  # only of a run that succeeded
 FAILURE_FILE = "failure.txt"  # only of a run that failed
+STACKS_FOLDER = "stacks"  # what each rank was doing when a call hung
 STATUS_FILE = "status.json"  # current state of the run
 REPORT_FILE = "report.html"
 

@@ -15,11 +15,14 @@ from typing import Any, NamedTuple, Protocol
 
 from megarl.checkpoints.run_folder import step_of
 from megarl.config.schema import RecoveryConfig, RunConfig
+from megarl.controller.errors import PhaseTimeoutError
 from megarl.controller.messages import qualified_name
 from megarl.machine.errors import NonFiniteUpdateError, RunError
+from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.roles.model_recovery import ModelRecovery, Restarted, SavedStep
 from megarl.roles.model_snapshots import SnapshotLostError
+from megarl.tracking.run_files import STACKS_FOLDER, writing
 from megarl.trainers.checkpoint import STATE_FILE
 from megarl.trainers.recorded_steps import RecordedStep, RecordedSteps
 from megarl.trainers.resume import checkpoint_folder
@@ -107,6 +110,7 @@ class StepRecovery:
         self._step = last_step
         self._newest_checkpoint = newest_checkpoint
         self._steps = RecordedSteps(folder)
+        self._folder = folder
         self._losses: list[LostRanks] = []
         self._lost_s = 0.0
         self._not_finite_step: int | None = None  # the last step that was repeated for this reason
@@ -184,6 +188,8 @@ class StepRecovery:
         while True:
             if not self._models.concerns(error) or self._is_again_not_finite(error):
                 raise error
+            if isinstance(error, PhaseTimeoutError):
+                self._write_stacks(error)
             self._count(error)
             try:
                 restarted = self._models.recover(error, self._saved())  # pyrefly: ignore[bad-argument-type]  # checked above
@@ -211,6 +217,18 @@ class StepRecovery:
             now_s - noticed_s,
             f"; repeated step {', '.join(map(str, repeated))}" if repeated else "",
         )
+
+    def _write_stacks(self, error: PhaseTimeoutError) -> None:
+        """Write what each rank was doing when a call hung, because the run continues without its message."""
+        with writing(self._folder):
+            (self._folder / STACKS_FOLDER).mkdir(exist_ok=True)
+            name = f"step_{self._step:08d}_{len(self._losses) + 1}.txt"
+            stacks = (
+                f"{report.describe()}\n{report.activity.stack}"
+                for report in error.reports
+                if report.activity is not None
+            )
+            write_whole(self._folder / STACKS_FOLDER / name, "\n".join([str(error), "", *stacks]))
 
     def _is_again_not_finite(self, error: RunError) -> bool:
         """Return whether this step was repeated because it was not finite, and is not finite again."""

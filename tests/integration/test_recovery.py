@@ -196,3 +196,25 @@ def test_an_update_that_is_not_finite_is_repeated(inputs: Path, tmp_path: Path) 
     finished = run_ppo(config, look_at_phase=look)
     assert [line.get("recovery/num_recoveries") for line in finished.metrics] == [None, 0, 1, 0, 0]
     assert all(math.isfinite(line["actor/grad_norm"]) for line in finished.metrics[1:])
+
+
+def test_a_stopped_rank_is_replaced_within_its_learned_limit(inputs: Path, tmp_path: Path) -> None:
+    """SIGSTOP: the process exists, but its peer waits for it in a collective."""
+    config = grpo(inputs, tmp_path)
+    config = replace(config, recovery=RecoveryConfig(enabled=True, hang_factor=2.0))
+    stopped: list[int] = []
+
+    def look(step: int | None, phase: str, roles: PPORoles) -> None:
+        if (step, phase) == (3, "update_actor") and not stopped:
+            stopped.append(roles.actor.group.pids[1])
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    finished = run_ppo(config, look_at_phase=look)
+    line = finished.metrics[3]
+    assert line["recovery/num_recoveries"] == 1
+    assert line["timing_s/step"] < config.trainer.phase_time_limit_s / 4
+    (stacks,) = (tmp_path / "stacks").iterdir()
+    text = stacks.read_text()
+    assert "actor rank 1 (node 127.0.0.1): no answer from the process" in text
+    assert "actor rank 0 (node 127.0.0.1, pid" in text
+    assert "all_reduce" in text or "backward" in text or "forward" in text

@@ -29,3 +29,6 @@ class RecoveryConfig:
     # optimizer steps between bitwise comparisons of weights that several ranks hold; a rank whose copy
     # differs counts as lost; 0: never
     check_replicas_every: int = ranged(0, at_least=0)
+    # a call of a model that takes longer than this multiple of the median of its earlier calls, and than
+    # 10 s, counts as hung; 0: only `trainer.phase_time_limit_s` applies
+    hang_factor: float = ranged(0.0, at_least=0)
