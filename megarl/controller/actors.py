@@ -14,7 +14,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.controller.call_arguments import share, uids_of
-from megarl.controller.call_limits import CallLimits, LearnedLimits
+from megarl.controller.call_limits import GroupLimits, LearnedLimits
 from megarl.controller.calls import Call
 from megarl.controller.cluster import worker_owner
 from megarl.controller.dispatch import CallPlan
@@ -56,7 +56,7 @@ class ActorSet:
         self._use_gpu = resource_pool.use_gpu
         self._pool = resource_pool
         self.title = "+".join(roles)
-        self.limits = CallLimits(phase_time_limit_s, learned_limits)
+        self.limits = GroupLimits(phase_time_limit_s, learned_limits)
         self.locations: dict[int, Location] = {}
         self.alive = True
         self._ended_by: PhaseTimeoutError | None = None

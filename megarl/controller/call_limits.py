@@ -28,7 +28,7 @@ class LearnedLimits(NamedTuple):
 NOTHING_LEARNED = LearnedLimits()
 
 
-class CallLimits:
+class GroupLimits:
     """The limits of a group's calls.
 
     Attributes:

@@ -13,7 +13,7 @@ import numpy as np
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
-from megarl.controller.call_limits import CallLimits
+from megarl.controller.call_limits import GroupLimits
 from megarl.controller.cluster import ended_daemon, oom_kills
 from megarl.controller.errors import (
     PhaseTimeoutError,
@@ -41,7 +41,7 @@ _SHOWN_UIDS = 4
 class Processes(Protocol):
     """The interface of a group's processes (actors.py) that calls use."""
 
-    limits: CallLimits
+    limits: GroupLimits
     locations: dict[int, Location]
     construction: tuple[Call, ...]
 

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from megarl.batch.future import DataProtoFuture
-from megarl.controller.call_limits import CallLimits
+from megarl.controller.call_limits import GroupLimits
 from megarl.controller.calls import Call, Processes
 from megarl.controller.cluster import ended_daemon
 from megarl.controller.dispatch import Collect, collect
@@ -296,7 +296,7 @@ def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float
     raise error
 
 
-def _limit_s(limits: CallLimits, activity: RankActivity | None, call: Call) -> float:
+def _limit_s(limits: GroupLimits, activity: RankActivity | None, call: Call) -> float:
     """Return the limit of what a rank is doing, in seconds."""
     # A process that does not answer may still be in an earlier call, whose time is not known.
     if activity is None:

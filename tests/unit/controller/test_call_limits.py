@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.controller.call_limits import CallLimits, LearnedLimits
+from megarl.controller.call_limits import GroupLimits, LearnedLimits
 
 
-def limits(factor: float = 4.0) -> CallLimits:
-    return CallLimits(1800.0, LearnedLimits(("update",), factor, floor_s=10.0))
+def limits(factor: float = 4.0) -> GroupLimits:
+    return GroupLimits(1800.0, LearnedLimits(("update",), factor, floor_s=10.0))
 
 
 @pytest.mark.parametrize(
