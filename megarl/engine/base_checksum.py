@@ -1,4 +1,4 @@
-"""Identify the frozen base of a model with adapters, whose checkpoints hold the adapters only."""
+"""Identify the base of a model with adapters, whose checkpoints hold what trains only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from megarl.engine import platform
+from megarl.engine.base_weights import BaseChecksum
 from megarl.engine.engine import MegatronEngine
 from megarl.engine.offload import StatePart
 from megarl.machine.errors import CheckpointError
@@ -17,13 +18,15 @@ from megarl.models.tensor_table import weights_of
 from megarl.weights.checksum import MODULUS, shard_checksums
 from megarl.weights.shards import Shards
 
-BASE_CHECKSUM = "base_checksum"  # in the state that all ranks share
+# in the state that all ranks share
+BASE_CHECKSUM = "base_checksum"
+ORIGINALS_CHECKSUM = "originals_checksum"
 
 
-def base_checksum(engine: MegatronEngine) -> int | None:
-    """Return a checksum of all frozen weights, which does not depend on the layout. None without adapters.
+def base_checksum(engine: MegatronEngine) -> BaseChecksum | None:
+    """Return the checksums of the base. None without adapters.
 
-    It is computed once, with all ranks, and restores the parameters for it if they are offloaded.
+    They are computed once, with all ranks, and the parameters are restored for them if they are offloaded.
     """
     if engine.spec.architecture.lora is None:
         return None
@@ -31,18 +34,25 @@ def base_checksum(engine: MegatronEngine) -> int | None:
     if engine.known_base_checksum is None:
         offloaded = {StatePart.parameters} & engine.training_state().places.offloaded
         engine.restore(*offloaded)
-        total = torch.tensor(_signed(_own_part(engine)), dtype=torch.int64, device=platform.current().device)
+        with engine.base_weights.in_use():
+            parts = [_signed(part) for part in _own_parts(engine)]
         engine.offload(*offloaded)
 
         # Sums of int64 overflow, which is the modulus.
-        dist.all_reduce(total)
-        engine.known_base_checksum = int(total) % MODULUS
+        totals = torch.tensor(parts, dtype=torch.int64, device=platform.current().device)
+        dist.all_reduce(totals)
+        frozen, originals = (int(total) % MODULUS for total in totals)
+        # A pipeline stage may hold none of them.
+        engine.known_base_checksum = BaseChecksum(frozen, originals if engine.spec.runs_base else None)
 
     return engine.known_base_checksum
 
 
-def _own_part(engine: MegatronEngine) -> int:
-    """Return what this rank contributes. Elements that several ranks hold count once."""
+def _own_parts(engine: MegatronEngine) -> tuple[int, int]:
+    """Return what this rank contributes to the frozen weights, and to those that train in full.
+
+    Elements that several ranks hold count once.
+    """
     architecture = engine.spec.architecture
     head = engine.spec.head
     groups = engine.groups
@@ -59,7 +69,9 @@ def _own_part(engine: MegatronEngine) -> int:
     frozen = {tensor.name for weight in weights for tensor in weight.tensors}
 
     # An odd factor per name, so that exchanged tensors change the sum.
-    return sum(value * (2 * zlib.crc32(name.encode()) + 1) for name, value in sums.items() if name in frozen)
+    parts = {name: value * (2 * zlib.crc32(name.encode()) + 1) for name, value in sums.items()}
+    of_frozen = sum(part for name, part in parts.items() if name in frozen)
+    return of_frozen, sum(parts.values()) - of_frozen
 
 
 def _signed(value: int) -> int:
@@ -67,7 +79,15 @@ def _signed(value: int) -> int:
     return value - MODULUS if value >= MODULUS // 2 else value
 
 
-def check_base(folder: Path, base: int | None) -> None:
+def stored_base(base: BaseChecksum | None) -> dict[str, int]:
+    """Return what a checkpoint stores of its base."""
+    if base is None:
+        return {}
+    originals = {} if base.originals is None else {ORIGINALS_CHECKSUM: base.originals}
+    return {BASE_CHECKSUM: base.frozen} | originals
+
+
+def check_base(folder: Path, base: BaseChecksum | None) -> None:
     """Check that a checkpoint of adapters was written on this base. `base` is None without adapters.
 
     Raises:
@@ -75,9 +95,16 @@ def check_base(folder: Path, base: int | None) -> None:
     """
     if base is None:
         return
-    stored = dist_checkpointing.load_common_state_dict(str(folder)).get(BASE_CHECKSUM)
-    if stored != base:
+    stored = dist_checkpointing.load_common_state_dict(str(folder))
+    if stored.get(BASE_CHECKSUM) != base.frozen:
         raise CheckpointError(
             f"{folder}: its adapters were trained on other frozen weights than those of model.path; use the "
             "model that the run began with"
+        )
+    # A run without a reference keeps no originals.
+    originals = stored.get(ORIGINALS_CHECKSUM)
+    if None not in (originals, base.originals) and originals != base.originals:
+        raise CheckpointError(
+            f"{folder}: the reference of its run had another embedding or output layer than model.path; use "
+            "the model that the run began with"
         )

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class BaseChecksum(NamedTuple):
+    """Checksums of a base, which do not depend on the layout.
+
+    Attributes:
+        frozen: All frozen weights.
+        originals: The original weights of modules that train in full next to adapters. None if the model does
+            not keep them, because no pass uses them.
+    """
+
+    frozen: int
+    originals: int | None
 
 
 class BaseWeights:

@@ -28,7 +28,8 @@ from megarl.checkpoints.role_folder import WHOLE_FILES, check_folder, item_check
 from megarl.checkpoints.torch_dist import DistributedTensor, TorchDistIndex, read_index
 from megarl.checkpoints.torch_dist_writer import ItemToWrite, WrittenItem, write_index, write_items
 from megarl.engine import platform
-from megarl.engine.base_checksum import BASE_CHECKSUM, base_checksum, check_base
+from megarl.engine.base_checksum import base_checksum, check_base, stored_base
+from megarl.engine.base_weights import BaseChecksum
 from megarl.engine.engine import MegatronEngine, TrainingState
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.optimizer import MOMENTS, StepCounts
@@ -201,7 +202,7 @@ def _rng_entry(groups: ParallelGroups) -> ShardedObject:
     )
 
 
-def _common_state(state: TrainingState, base: int | None) -> dict:
+def _common_state(state: TrainingState, base: BaseChecksum | None) -> dict:
     """Return the state that all ranks share, in the place where Megatron's own programs expect it."""
     settings = {
         "distrib_optim_sharding_type": OPTIMIZER_FORMAT,
@@ -217,7 +218,7 @@ def _common_state(state: TrainingState, base: int | None) -> dict:
         "optimizer": optimizer,
         "opt_param_scheduler": state.optimizer.schedule_state(),
         "step_counts": counts._asdict(),
-        BASE_CHECKSUM: base,
+        **stored_base(base),
     }
 
 

@@ -25,7 +25,7 @@ from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
 from megarl.config.schema import OptimConfig, RoutingReplay
 from megarl.engine import platform
-from megarl.engine.base_weights import BaseWeights
+from megarl.engine.base_weights import BaseChecksum, BaseWeights
 from megarl.engine.context import ContextParallelRank
 from megarl.engine.data_parallel import await_parameters, expect_no_gather, start_gather, wrap_models
 from megarl.engine.groups import ParallelGroups
@@ -108,7 +108,8 @@ class MegatronEngine:
 
     Attributes:
         adapters: Turns the adapters of the model off.
-        known_base_checksum: The checksum of the frozen weights, once it has been computed.
+        base_weights: The original weights of modules that train in full next to adapters.
+        known_base_checksum: The checksums of the base, once they have been computed.
         models: This rank's stages of the model, one per virtual pipeline stage.
         chunks: The same, wrapped in Megatron's data parallelism if the model trains.
         trace: Records training passes, if set.
@@ -127,8 +128,8 @@ class MegatronEngine:
         )
         require_supported(spec.megatron, self.layers.layers, on_cuda=platform.current().is_cuda)
         self.adapters = AdapterSwitch()
-        self._base_weights = BaseWeights()
-        self.known_base_checksum: int | None = None  # see base_checksum.py
+        self.base_weights = BaseWeights()
+        self.known_base_checksum: BaseChecksum | None = None
         self.trace: PassTrace | None = None
         self.models = build_chunks(
             spec.architecture,
@@ -216,7 +217,7 @@ class MegatronEngine:
         return [parameter for model in self.models for parameter in model.parameters()]
 
     def _weight_list(self) -> list[Tensor]:
-        return [*self._parameter_list(), *self._base_weights.tensors]
+        return [*self._parameter_list(), *self.base_weights.tensors]
 
     def _gradient_list(self) -> list[Tensor]:
         return [_main_grad(parameter) for parameter in self._parameter_list() if parameter.requires_grad]
@@ -276,7 +277,7 @@ class MegatronEngine:
             value_head=value_head,
         )
         if self.spec.runs_base:
-            self._base_weights.keep(
+            self.base_weights.keep(
                 parameter
                 for name, parameter in self._named_parameters()
                 if parameter.requires_grad and name in base
@@ -342,7 +343,7 @@ class MegatronEngine:
     ) -> dict[str, RaggedTensor] | None:
         """Run `forward` on the model without its adapters, whose routers select experts themselves."""
         self._state.require("score", StatePart.parameters)
-        with torch.no_grad(), self.adapters.off(), self._base_weights.in_use():
+        with torch.no_grad(), self.adapters.off(), self.base_weights.in_use():
             results = self._run(batch, micro_batches, None, extras, selects_experts=True)
 
         # What the routers have selected is not what updates replay.

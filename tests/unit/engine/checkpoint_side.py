@@ -35,6 +35,7 @@ class Settings(NamedTuple):
     experts: ExpertsConfig = ExpertsConfig()
     lora: LoRA | None = None
     lora_path: str | None = None
+    runs_base: bool = False
 
 
 class Steps(NamedTuple):
@@ -51,7 +52,7 @@ class Steps(NamedTuple):
 
 
 def open_engine(settings: Settings) -> MegatronEngine:
-    names = ("head", "dtype", "experts", "lora", "lora_path")
+    names = ("head", "dtype", "experts", "lora", "lora_path", "runs_base")
     options = {name: getattr(settings, name) for name in names}
     return build(start(settings.parallel), settings.folder, optim=OPTIM, total_optimizer_steps=8, **options)
 

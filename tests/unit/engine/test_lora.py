@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megarl.config.schema import OptimConfig, ParallelConfig, Recomputation, Recompute
 from tests.ranks import RankPool
@@ -311,6 +313,35 @@ def test_adapters_of_another_base_are_refused(
     other = settings._replace(folder=str(save_merged(case.adapted, tmp_path / "merged")))
     (line,) = rank_pool.run(refused_load, world_size=1, settings=other, folder=tmp_path / "actor")
     assert "its adapters were trained on other frozen weights than those of model.path" in line
+
+
+@pytest.mark.parametrize("layout", ["TP2", "PP2"])
+def test_a_base_with_another_vocabulary_is_refused_if_it_is_the_reference(
+    layout: str, case_of: Callable[..., Case], rank_pool: RankPool, tmp_path: Path
+) -> None:
+    """The embedding and the output layer are in the checkpoint, but their original weights are not."""
+    case = case_of("qwen2", (), SAVED)
+    of_actor = Settings(ALL_LAYOUTS[layout], case.adapted.base, lora=case.adapted.lora, runs_base=True)
+    rank_pool.run(
+        train_and_save, world_size=2, settings=of_actor, folder=tmp_path / "actor", num_steps=1, num_after=0
+    )
+    other = Path(shutil.copytree(case.adapted.base, tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"][5, 3] += 0.5
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+
+    changed = of_actor._replace(folder=str(other), parallel=ALL_LAYOUTS["TP1"])
+    (line,) = rank_pool.run(refused_load, world_size=1, settings=changed, folder=tmp_path / "actor")
+    assert "the reference of its run had another embedding or output layer than model.path" in line
+    for same_reference in (of_actor, changed._replace(runs_base=False)):
+        rank_pool.run(
+            load_and_train,
+            world_size=same_reference.parallel.world_size,
+            settings=same_reference,
+            folder=tmp_path / "actor",
+            num_steps=1,
+            num_after=0,
+        )
 
 
 def initial(parallel: ParallelConfig, case: Adapted) -> Tensors:
