@@ -62,7 +62,7 @@ troubleshooting: $(READY)
 	MEGARL_WRITE_PAGES=1 $(BIN)/python -m pytest $$(grep -rl "check_documented(" tests --include="test_*.py")
 
 test: $(READY) static
-	$(BIN)/python -m pytest -n 3 --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 4 --no-loadscope-reorder $(ARGS)
 
 # Includes the soak tests, which take minutes each. Run them before a release, or after changes that they cover.
 test-all: $(READY) static

@@ -14,13 +14,13 @@ from xdist.scheduler import LoadFileScheduling
 
 from megarl.machine.garbage import collect_rarely
 from tests import fork_server
-from tests.fork_server.process import stay_a_trainer
+from tests.fork_server.process import stay_a_test_process
 from tests.ranks import RankPool
 
 pytest_plugins = ["tests.where_time_goes"]
 
 # Before the next conftest.py imports the engines.
-stay_a_trainer()
+stay_a_test_process()
 
 # Modules imported before the first test stay, and are many: the garbage collector would scan them again and
 # again.

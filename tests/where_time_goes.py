@@ -209,7 +209,7 @@ class Summary:
             *table(self._costs, _package),
             "",
             "The slowest files",
-            *table(self._costs, _file, most=10),
+            *table(self._costs, _file, most=25),
         ]:
             terminalreporter.write_line(line)
 

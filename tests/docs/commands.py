@@ -123,7 +123,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "make lock ARGS=--upgrade": Make(("--output-file requirements/lock.txt --upgrade",)),
     "make test": Make(_LINT_AND_TESTS),
     "make test ARGS=tests/unit/data": Make(
-        (*_LINT_AND_TESTS, "pytest -n 3 --no-loadscope-reorder tests/unit/data")
+        (*_LINT_AND_TESTS, "pytest -n 4 --no-loadscope-reorder tests/unit/data")
     ),
     "make test-wheel": Make(("-m tests.wheel",)),
     "make test-wheel ARGS=--record": Make(("-m tests.wheel --record",)),

@@ -112,9 +112,13 @@ class _SGLangComes(MetaPathFinder):
             multiprocessing.set_executable(launcher(SGLANG))
 
 
-def stay_a_trainer() -> None:
-    """Import SGLang, if at all, beside transformers, as a process that was not forked does."""
+def stay_a_test_process() -> None:
+    """Let this process, which runs tests and was perhaps forked, import packages as if it had not been."""
+    # SGLang, if at all, beside transformers.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SGLangComes)]
+    # megarl hides the package from Megatron, which has been imported by now.
+    if sys.modules.get("transformer_engine", ...) is None:
+        del sys.modules["transformer_engine"]
 
 
 def run(program: list[str]) -> NoReturn:

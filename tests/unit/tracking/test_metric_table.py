@@ -30,6 +30,7 @@ UNITS = {
     "bytes",
     "s",
     "turns",
+    "rows",
     "calls",
     "prompts",
     "versions",
