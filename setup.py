@@ -57,6 +57,7 @@ setup(
         "wandb": ["wandb>=0.30"],
         "mlflow": ["mlflow-skinny>=3"],
         "swanlab": ["swanlab>=0.10"],
+        "prometheus": ["prometheus-client>=0.20"],
         "dev": [
             "pytest",
             "hypothesis",

@@ -43,6 +43,7 @@ HOMES = {
     "wandb": ("megarl.tracking",),
     "mlflow": ("megarl.tracking",),
     "swanlab": ("megarl.tracking",),
+    "prometheus_client": ("megarl.tracking",),
 }
 WITHOUT_TORCH = (
     "megarl.models",

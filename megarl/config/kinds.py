@@ -198,10 +198,12 @@ class LoggerNeeds:
     """The requirement of a logger.
 
     Attributes:
-        package: The package that provides a module with the logger's name; None: included with megarl.
+        package: What to install; None: included with megarl.
+        module: The module that the package provides.
     """
 
     package: str | None
+    module: str = ""
 
 
 class LoggerKind(Kind):
@@ -210,6 +212,8 @@ class LoggerKind(Kind):
     console = "console", LoggerNeeds(package=None)  # one line per step
     jsonl = "jsonl", LoggerNeeds(package=None)  # a file with every metric of every step
     tensorboard = "tensorboard", LoggerNeeds(package=None)  # TensorBoard event files
-    wandb = "wandb", LoggerNeeds(package="wandb")  # Weights & Biases
-    mlflow = "mlflow", LoggerNeeds(package="mlflow-skinny")  # an MLflow server or folder
-    swanlab = "swanlab", LoggerNeeds(package="swanlab")  # SwanLab
+    wandb = "wandb", LoggerNeeds(package="wandb", module="wandb")  # Weights & Biases
+    mlflow = "mlflow", LoggerNeeds(package="mlflow-skinny", module="mlflow")  # an MLflow server or folder
+    swanlab = "swanlab", LoggerNeeds(package="swanlab", module="swanlab")  # SwanLab
+    # an HTTP endpoint that a Prometheus server scrapes
+    prometheus = "prometheus", LoggerNeeds(package="prometheus-client", module="prometheus_client")

@@ -1,4 +1,4 @@
-"""Loggers for metrics: console, JSON lines, TensorBoard, and tracking services.
+"""Loggers for metrics: console, JSON lines, TensorBoard, tracking services and Prometheus.
 
 A logger that fails warns once and never ends a run.
 """
@@ -166,6 +166,12 @@ def _swanlab(run: TrackedRun) -> Logger:
     return BackgroundLogger(lambda: SwanLabService(run))
 
 
+def _prometheus(run: TrackedRun) -> Logger:
+    from megarl.tracking.prometheus_endpoint import PrometheusEndpoint
+
+    return PrometheusEndpoint(run)
+
+
 # The package of a service is imported only if a run uses it.
 LOGGERS: dict[LoggerKind, Callable[[TrackedRun], Logger]] = {
     LoggerKind.console: ConsoleLogger,
@@ -174,6 +180,7 @@ LOGGERS: dict[LoggerKind, Callable[[TrackedRun], Logger]] = {
     LoggerKind.wandb: _wandb,
     LoggerKind.mlflow: _mlflow,
     LoggerKind.swanlab: _swanlab,
+    LoggerKind.prometheus: _prometheus,
 }
 
 

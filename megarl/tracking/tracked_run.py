@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.config.compare import flat
 from megarl.machine.files import write_whole
 
 RUN_IDS = ".*.run_id"  # in `trainer.output_dir`
+
+
+class Moment(NamedTuple):
+    """What a run does now: its step, None outside of steps, and the driver's innermost phase, if any."""
+
+    step: int | None
+    phase: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +30,9 @@ class TrackedRun:
         total_steps: Last step of the run, if known.
         resumed_after: Last step of the checkpoint from which this process resumed. Log entries of an earlier
             process for later steps are discarded.
+        now: Returns what the run does now. Thread-safe.
+        prometheus_host: Address of the endpoint for Prometheus.
+        prometheus_port: Its port; 0: a free one.
     """
 
     output_dir: Path
@@ -31,6 +41,9 @@ class TrackedRun:
     config: Mapping[str, Any] = field(default_factory=dict)
     total_steps: int | None = None
     resumed_after: int | None = None
+    now: Callable[[], Moment] = lambda: Moment(None, None)
+    prometheus_host: str = "127.0.0.1"
+    prometheus_port: int = 0
 
     def run_id(self, service: str) -> str | None:
         """Return the run id that an earlier process of this run stored for a service, or None."""

@@ -20,6 +20,7 @@ from megarl.tracking.loggers import Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.samples import SampleTable
 from megarl.tracking.timeline import Span, Timeline
+from megarl.tracking.tracked_run import Moment
 from megarl.trainers.evaluation import ValidationResult
 
 WAIT = "gen"  # phase in which the driver waits for the samples of its step
@@ -38,6 +39,11 @@ class Position:
     phases: list[str] = field(default_factory=list)
     begun: list[Began] = field(default_factory=list)  # start of each of these phases
     spent_s: dict[str, float] = field(default_factory=dict)  # seconds in completed phases, by name
+
+    def now(self) -> Moment:
+        """Return the step and the innermost phase. Thread-safe."""
+        phases = self.phases.copy()
+        return Moment(self.step, phases[-1] if phases else None)
 
     def seconds_in(self, name: str) -> float:
         """Return the seconds spent in phases of this name, including a running one. Thread-safe."""

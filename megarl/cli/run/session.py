@@ -195,6 +195,9 @@ def open_monitor(
         config=plain_values(config),
         total_steps=config.trainer.total_steps,
         resumed_after=resume.step if resume is not None and resume.is_own else None,
+        now=session.position.now,
+        prometheus_host=config.tracking.prometheus_host,
+        prometheus_port=config.tracking.prometheus_port,
     )
     plan = plan_placement(config)
     device = profile_of(config)

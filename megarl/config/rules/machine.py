@@ -133,13 +133,10 @@ def _model_files(config: RunConfig) -> Violations:
 
 
 def logger_problem(logger: LoggerKind) -> str | None:
-    """Return why a logger cannot be used on this machine, or None.
-
-    The Python module of a service has the name of its logger.
-    """
-    package = logger.needs.package
-    if package is not None and importlib.util.find_spec(logger.value) is None:
-        return f"{logger.value!r} requires a package that is not installed: pip install {package}"
+    """Return why a logger cannot be used on this machine, or None."""
+    needs = logger.needs
+    if needs.package is not None and importlib.util.find_spec(needs.module) is None:
+        return f"{logger.value!r} requires a package that is not installed: pip install {needs.package}"
     return None
 
 

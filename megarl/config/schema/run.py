@@ -185,6 +185,9 @@ class TrackingConfig:
     )
     project: str = "megarl"  # project of the run in wandb and swanlab; experiment in mlflow
     run_name: str | None = None  # name of the run in the loggers; null: the name of `trainer.output_dir`
+    # address on which the logger prometheus listens
+    prometheus_host: str = "127.0.0.1"
+    prometheus_port: int = ranged(9464, at_least=0, at_most=65535)  # its port; 0: a free one
     log_generations: int = ranged(8, at_least=0)  # samples written per validation
     # steps between files of samples in `samples/`, in addition to the first and last step; 0: none
     samples_every_steps: int = ranged(10, at_least=0)
