@@ -58,6 +58,7 @@ setup(
         "mlflow": ["mlflow-skinny>=3"],
         "swanlab": ["swanlab>=0.10"],
         "prometheus": ["prometheus-client>=0.20"],
+        "opentelemetry": ["opentelemetry-exporter-otlp-proto-http>=1.27"],
         "dev": [
             "pytest",
             "hypothesis",

@@ -44,6 +44,7 @@ HOMES = {
     "mlflow": ("megarl.tracking",),
     "swanlab": ("megarl.tracking",),
     "prometheus_client": ("megarl.tracking",),
+    "opentelemetry": ("megarl.tracking",),
 }
 WITHOUT_TORCH = (
     "megarl.models",

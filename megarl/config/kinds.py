@@ -217,3 +217,11 @@ class LoggerKind(Kind):
     swanlab = "swanlab", LoggerNeeds(package="swanlab", module="swanlab")  # SwanLab
     # an HTTP endpoint that a Prometheus server scrapes
     prometheus = "prometheus", LoggerNeeds(package="prometheus-client", module="prometheus_client")
+    # traces of steps and their phases, sent by OTLP over HTTP
+    opentelemetry = (
+        "opentelemetry",
+        LoggerNeeds(
+            package="opentelemetry-exporter-otlp-proto-http",
+            module="opentelemetry.exporter.otlp.proto.http",
+        ),
+    )

@@ -1,4 +1,4 @@
-"""Loggers for metrics: console, JSON lines, TensorBoard, tracking services and Prometheus.
+"""Loggers for metrics: console, JSON lines, TensorBoard, services, Prometheus and OpenTelemetry.
 
 A logger that fails warns once and never ends a run.
 """
@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -20,6 +20,7 @@ from megarl.machine.strict_json import dump_readable
 from megarl.tracking.background import BackgroundLogger
 from megarl.tracking.run_files import GENERATIONS_FILE, METRICS_FILE, check_run_folder, writing
 from megarl.tracking.samples import SAMPLES_FOLDER, SampleTable, SampleWriter
+from megarl.tracking.timeline import Span
 from megarl.tracking.tracked_run import TrackedRun
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -39,6 +40,13 @@ class Logger(Protocol):
         Args:
             failed: Whether an error ended the run.
         """
+
+
+@runtime_checkable
+class SpanLogger(Protocol):
+    """Logger that also receives the phases of each step."""
+
+    def log_spans(self, step: int, phases: Sequence[Span]) -> None: ...
 
 
 class ConsoleLogger:
@@ -172,6 +180,12 @@ def _prometheus(run: TrackedRun) -> Logger:
     return PrometheusEndpoint(run)
 
 
+def _opentelemetry(run: TrackedRun) -> Logger:
+    from megarl.tracking.trace_export import OpenTelemetryTraces
+
+    return OpenTelemetryTraces(run)
+
+
 # The package of a service is imported only if a run uses it.
 LOGGERS: dict[LoggerKind, Callable[[TrackedRun], Logger]] = {
     LoggerKind.console: ConsoleLogger,
@@ -181,6 +195,7 @@ LOGGERS: dict[LoggerKind, Callable[[TrackedRun], Logger]] = {
     LoggerKind.mlflow: _mlflow,
     LoggerKind.swanlab: _swanlab,
     LoggerKind.prometheus: _prometheus,
+    LoggerKind.opentelemetry: _opentelemetry,
 }
 
 
@@ -217,6 +232,12 @@ class Tracker:
         check_run_folder(self._output_dir)
         for name, logger in self._loggers.items():
             self._guarded(name, partial(logger.log, metrics, step))
+
+    def log_spans(self, step: int, phases: Sequence[Span]) -> None:
+        """Send the phases of a step, and the step itself as the phase `step`, to loggers of spans."""
+        for name, logger in self._loggers.items():
+            if isinstance(logger, SpanLogger):
+                self._guarded(name, partial(logger.log_spans, step, phases))
 
     def log_generations(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append {"step": ..., **row} per row to `generations.jsonl`, and send the rows to services.

@@ -33,6 +33,7 @@ class TrackedRun:
         now: Returns what the run does now. Thread-safe.
         prometheus_host: Address of the endpoint for Prometheus.
         prometheus_port: Its port; 0: a free one.
+        otlp_endpoint: Address of the collector for traces; None: by OpenTelemetry's variables.
     """
 
     output_dir: Path
@@ -44,6 +45,7 @@ class TrackedRun:
     now: Callable[[], Moment] = lambda: Moment(None, None)
     prometheus_host: str = "127.0.0.1"
     prometheus_port: int = 0
+    otlp_endpoint: str | None = None
 
     def run_id(self, service: str) -> str | None:
         """Return the run id that an earlier process of this run stored for a service, or None."""

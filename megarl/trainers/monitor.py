@@ -203,7 +203,8 @@ class Monitor:
         self._spans = []
         self._testing_spans = []
         self._timeline.add(spans + testing_spans, step)
-        timings = phase_timings(spans)
+        phases = phase_spans(spans)
+        timings = {f"timing_s/{phase.name}": phase.end_s - phase.start_s for phase in phases}
         self._metrics |= timings
 
         # Only training steps have tokens; a validation before the first step has none.
@@ -219,6 +220,7 @@ class Monitor:
                 self._metrics["perf/trainer_idle"] = waited_s / training_s
 
         self._tracker.log(self._metrics, step)
+        self._tracker.log_spans(step, phases)
 
         # The whole file is rewritten each time, so not after every step.
         if step % _TIMELINE_EVERY_STEPS == 0:
@@ -233,19 +235,28 @@ def phases_by_call() -> dict[tuple[str, str], str]:
     return {(phase.roles[0], call): phase.name for phase in step_phases() for call in phase.calls}
 
 
-def phase_timings(spans: Sequence[Span]) -> dict[str, float]:
-    """Return `timing_s/<phase>` in seconds: last end minus first start over the spans of a phase.
+def phase_spans(spans: Sequence[Span]) -> list[Span]:
+    """Return one span for each phase: from the first start to the last end of its calls, on any rank.
 
-    The driver's spans are named after their phase. Engine calls may belong to later steps, so `timing_s/gen`
-    is the time that the driver waits for samples.
+    The driver's spans are named after their phase. Engine calls may belong to later steps, so `gen` is the
+    time that the driver waits for samples. The role is that of the first call, or the driver.
     """
-    edges: dict[str, list[float]] = defaultdict(list)
+    by_phase: dict[str, list[Span]] = defaultdict(list)
     phases = phases_by_call()
-
-    # A phase extends over all its calls, on any rank.
     for span in spans:
         name = span.name if span.pool == _DRIVER else phases.get((span.role, span.name))
         if name is not None and (span.pool == _DRIVER or name != WAIT):
-            edges[name] += [span.start_s, span.end_s]
+            by_phase[name].append(span)
 
-    return {f"timing_s/{name}": max(times) - min(times) for name, times in edges.items()}
+    return [_whole(name, of_phase) for name, of_phase in by_phase.items()]
+
+
+def _whole(name: str, spans: Sequence[Span]) -> Span:
+    # The driver may wait in a phase of the same name, which says less than the role that computes.
+    first = next((span for span in spans if span.pool != _DRIVER), spans[0])
+    return first._replace(
+        rank=0,
+        name=name,
+        start_s=min(span.start_s for span in spans),
+        end_s=max(span.end_s for span in spans),
+    )

@@ -198,6 +198,7 @@ def open_monitor(
         now=session.position.now,
         prometheus_host=config.tracking.prometheus_host,
         prometheus_port=config.tracking.prometheus_port,
+        otlp_endpoint=config.tracking.otlp_endpoint,
     )
     plan = plan_placement(config)
     device = profile_of(config)

@@ -135,9 +135,16 @@ def _model_files(config: RunConfig) -> Violations:
 def logger_problem(logger: LoggerKind) -> str | None:
     """Return why a logger cannot be used on this machine, or None."""
     needs = logger.needs
-    if needs.package is not None and importlib.util.find_spec(needs.module) is None:
+    if needs.package is not None and not _can_be_imported(needs.module):
         return f"{logger.value!r} requires a package that is not installed: pip install {needs.package}"
     return None
+
+
+def _can_be_imported(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that contains the module is missing
+        return False
 
 
 def _gpus(config: RunConfig) -> Violations:

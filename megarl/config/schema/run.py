@@ -188,6 +188,9 @@ class TrackingConfig:
     # address on which the logger prometheus listens
     prometheus_host: str = "127.0.0.1"
     prometheus_port: int = ranged(9464, at_least=0, at_most=65535)  # its port; 0: a free one
+    # collector that the logger opentelemetry sends traces to, such as http://collector:4318; null:
+    # OTEL_EXPORTER_OTLP_ENDPOINT, or port 4318 of this machine
+    otlp_endpoint: str | None = None
     log_generations: int = ranged(8, at_least=0)  # samples written per validation
     # steps between files of samples in `samples/`, in addition to the first and last step; 0: none
     samples_every_steps: int = ranged(10, at_least=0)

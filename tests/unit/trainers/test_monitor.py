@@ -5,22 +5,23 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
 
+from megarl.config.schema import LoggerKind
 from megarl.controller.worker import registered_methods
 from megarl.machine import clock as clock_module
 from megarl.machine.errors import RunError
-from megarl.tracking.loggers import Tracker
+from megarl.tracking.loggers import LOGGERS, JsonlLogger, Tracker
 from megarl.tracking.progress import ProgressBar
 from megarl.tracking.timeline import Span, Timeline
 from megarl.tracking.tracked_run import TrackedRun
 from megarl.trainers.evaluation import ValidationResult
-from megarl.trainers.monitor import Monitor, phase_timings, phases_by_call
+from megarl.trainers.monitor import Monitor, phase_spans, phases_by_call
 from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
 from megarl.workers.reward import RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
@@ -68,14 +69,15 @@ def test_a_phase_lasts_from_its_first_start_to_its_last_end() -> None:
         span("driver", 0, "gen", 9.0, 12.5),  # the engines continued, for the next step
         span("driver", 0, "step", 10.0, 30.0),
     ]
-    assert phase_timings(spans) == {
-        "timing_s/gen": 3.5,
-        "timing_s/old_log_prob": 1.0,
-        "timing_s/ref": 2.5,
-        "timing_s/update_critic": 3.0,
-        "timing_s/update_actor": 5.5,
-        "timing_s/update_weights": 2.5,
-        "timing_s/step": 20.0,
+    phases = {each.name: (each.role, each.start_s, each.end_s) for each in phase_spans(spans)}
+    assert phases == {
+        "gen": ("driver", 9.0, 12.5),
+        "old_log_prob": ("actor", 16.0, 17.0),
+        "ref": ("reference", 17.0, 19.5),
+        "update_critic": ("critic", 20.0, 23.0),
+        "update_actor": ("actor", 20.5, 26.0),
+        "update_weights": ("driver", 26.5, 29.0),
+        "step": ("driver", 10.0, 30.0),
     }
 
 
@@ -214,3 +216,21 @@ def test_a_run_whose_folder_was_removed_ends_and_does_not_make_it_anew(group: Gr
     with pytest.raises(RunError, match=said), monitor, monitor.step(1):
         shutil.rmtree(folder)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_loggers_of_spans_get_the_phases_of_a_step(
+    group: Group, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Spans(JsonlLogger):
+        received: ClassVar[list[tuple[int, list[str]]]] = []
+
+        def log_spans(self, step: int, phases: Sequence[Span]) -> None:
+            self.received.append((step, [phase.name for phase in phases]))
+
+    monkeypatch.setitem(LOGGERS, LoggerKind.jsonl, Spans)
+    tracker = Tracker(["jsonl"], TrackedRun(output_dir=tmp_path))
+    progress = ProgressBar("test", 2, Console(file=io.StringIO()))
+    monitor = Monitor([group], tracker, Timeline(tmp_path), progress, num_devices=1)  # type: ignore[list-item]
+    with monitor, monitor.step(1):
+        group.spans.append(span("actor", 0, "update", 1.0, 2.0))
+    assert Spans.received == [(1, ["step", "update_actor"])]
