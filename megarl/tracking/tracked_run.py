@@ -14,7 +14,7 @@ RUN_IDS = ".*.run_id"  # in `trainer.output_dir`
 
 
 class Moment(NamedTuple):
-    """What a run does now: its step, None outside of steps, and the driver's innermost phase, if any."""
+    """The step of a run, None outside of steps, and the driver's innermost phase, if it is in one."""
 
     step: int | None
     phase: str | None

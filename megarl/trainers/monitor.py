@@ -252,7 +252,7 @@ def phase_spans(spans: Sequence[Span]) -> list[Span]:
 
 
 def _whole(name: str, spans: Sequence[Span]) -> Span:
-    # The driver may wait in a phase of the same name, which says less than the role that computes.
+    # The driver may wait in a phase of the same name. The role that computes is more informative.
     first = next((span for span in spans if span.pool != _DRIVER), spans[0])
     return first._replace(
         rank=0,
