@@ -60,6 +60,7 @@ RULES: Mapping[Callable[[RunConfig], Violations], Keys] = {
     run.validation: (),
     run.compared_validations: (),
     run.output_folders: (),
+    run.profile: (),
 }
 SFT_RULES: Mapping[Callable[[SFTConfig], Violations], Keys] = {
     data.chat_columns: (),

@@ -45,6 +45,7 @@ from megarl.engine.moe_router import (
 )
 from megarl.engine.offload import MovableState, OffloadableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
+from megarl.engine.phase_ranges import name_phases
 from megarl.engine.router_replay import RouterReplayBuffer
 from megarl.engine.spec import ModelSpec
 from megarl.engine.vocab_parallel import ENTROPY, Extra, token_scores
@@ -178,6 +179,7 @@ class MegatronEngine:
 
         # Created after loading, because the optimizer copies the weights into its float32 masters.
         self._optimizer = self._build_optimizer(spec.optim, dtype) if spec.optim else None
+        name_phases(self.chunks, self._optimizer.megatron_configs if self._optimizer is not None else ())
 
     def _route_keeper(self) -> RouterReplayBuffer | None:
         """Set up router replay for a policy that trains. Other models need no replay."""

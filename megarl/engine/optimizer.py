@@ -137,6 +137,11 @@ class Optimizer:
         self._clip_grad = config.clip_grad
         self._on_nonfinite = config.on_nonfinite
 
+    @property
+    def megatron_configs(self) -> list[MegatronOptimizerConfig]:
+        """The configurations of Megatron's optimizers."""
+        return [part.config for part in (self.megatron_optimizer, *self._parts()) if hasattr(part, "config")]
+
     def zero_grad(self) -> None:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -78,6 +78,7 @@ class Monitor:
         num_devices: The devices of the run.
         position: The position of the run. None: its begin.
         predict: Returns the predicted times of a step from its metrics.
+        profile: Called with the number of a step; the context in which it runs.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Monitor:
         num_devices: int,
         position: Position | None = None,
         predict: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda metrics: {},
+        profile: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
     ) -> None:
         self.position = position or Position()
         self._groups = groups
@@ -97,6 +99,7 @@ class Monitor:
         self._progress = progress
         self._num_devices = num_devices
         self._predict = predict
+        self._profile = profile
         self._metrics: dict[str, float] = {}
         self._spans: list[Span] = []
         self._testing_spans: list[Span] = []
@@ -123,7 +126,8 @@ class Monitor:
         Everything recorded in the block is logged as one step if the block ends without an error.
         """
         self.position.step = number
-        with self.phase("step"):
+        # Starting the profiler and writing traces is not part of the step's time.
+        with self._profile(number), self.phase("step"):
             yield
 
         # Reached only without an error, so that no line is written for a failed step.

@@ -234,8 +234,11 @@ class MegatronWorker(WeightExport):
 
         The result is empty on ranks without the last pipeline stage.
         """
+        from megarl.engine.phase_ranges import named_range
+
         rows = self._rows(part)
-        return _on_host(self._engine.forward(rows, part.meta_info[MICRO_BATCHES], extras) or {})
+        with named_range(f"{self.role}: score"):
+            return _on_host(self._engine.forward(rows, part.meta_info[MICRO_BATCHES], extras) or {})
 
     def _train(self, part: DataProto, loss: Loss, *, with_scores: bool = False) -> ScoredUpdate:
         """Make one optimizer step.
@@ -251,6 +254,8 @@ class MegatronWorker(WeightExport):
             `<loss.name>/lr`, router statistics as `<loss.name>/moe/...`, and the update's speed
             (speed_metrics).
         """
+        from megarl.engine.phase_ranges import named_range
+
         begin_s = time.monotonic()
         self._settle_snapshot()
         rows = self._rows(part)
@@ -258,14 +263,16 @@ class MegatronWorker(WeightExport):
             self._trace.begin_update(rows)
         arguments = (rows, part.meta_info[MICRO_BATCHES], loss, loss.extras)
         scores: Mapping[str, RaggedTensor] = {}
-        if with_scores:
-            of_loss, scores = self._engine.forward_backward_scored(*arguments)
-        else:
-            of_loss = self._engine.forward_backward(*arguments)
+        with named_range(f"{self.role}: forward and backward"):
+            if with_scores:
+                of_loss, scores = self._engine.forward_backward_scored(*arguments)
+            else:
+                of_loss = self._engine.forward_backward(*arguments)
         if self._trace is not None:
             self._trace.end_update()
         self._check_replicas()
-        step = self._engine.step()  # reads the gradient norm, which synchronizes with the device
+        with named_range(f"{self.role}: optimizer step"):
+            step = self._engine.step()  # reads the gradient norm, which synchronizes with the device
         speed = speed_metrics(
             self._spec,
             part,
@@ -407,6 +414,20 @@ class MegatronWorker(WeightExport):
         assert self._trace is not None, "no trace has begun"
         self._trace.close()
         self._trace = None
+
+    @register(blocking=False)
+    def begin_profile(self) -> None:
+        """Start to profile this process; see engine/process_profile.py."""
+        from megarl.engine.process_profile import begin_profile
+
+        begin_profile(self.role)
+
+    @register(blocking=False)
+    def end_profile(self, folder: str) -> str | None:
+        """Write the trace of this process to a folder, and return the name of the file, if this wrote it."""
+        from megarl.engine.process_profile import end_profile
+
+        return end_profile(self.role, self.rank, Path(folder))
 
     def _shards(self) -> Shards:
         spec = self._spec

@@ -77,6 +77,7 @@ from megarl.trainers.evaluation import Evaluation
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.preferences import PreferenceTrainer
+from megarl.trainers.profiling import StepProfiler
 from megarl.trainers.recovery import NoRecovery, StepRecovery, step_recovery
 from megarl.trainers.reference import fill_reference
 from megarl.trainers.resume import Resume, checkpoint_folder, find_resume
@@ -437,7 +438,12 @@ def _monitor(config: RunConfig, groups: list[RoleGroup]) -> WatchedMonitor:
     progress = ProgressBar("test", config.trainer.total_steps, Console())
     tracker = Tracker(config.tracking.loggers, TrackedRun(output_dir=output_dir))
     return WatchedMonitor(
-        groups, tracker, Timeline(output_dir), progress, num_devices=plan_placement(config).num_devices
+        groups,
+        tracker,
+        Timeline(output_dir),
+        progress,
+        num_devices=plan_placement(config).num_devices,
+        profile=StepProfiler(config.profile, groups, output_dir).step,
     )
 
 

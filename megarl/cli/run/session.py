@@ -37,6 +37,7 @@ from megarl.tracking.tracked_run import TrackedRun
 from megarl.tracking.truncate_logs import clear
 from megarl.trainers.monitor import Monitor, Position, Watched
 from megarl.trainers.prediction import StepPrediction
+from megarl.trainers.profiling import StepProfiler
 from megarl.trainers.resume import Resume, checkpoint_folder
 
 
@@ -207,6 +208,7 @@ def open_monitor(
         if isinstance(config, PPOConfig) and device is not None
         else None
     )
+    optional = {} if prediction is None else {"predict": prediction.metrics}
 
     return Monitor(
         groups,
@@ -215,7 +217,8 @@ def open_monitor(
         progress,
         plan.num_devices,
         session.position,
-        *([] if prediction is None else [prediction.metrics]),
+        profile=StepProfiler(config.profile, groups, session.output_dir).step,
+        **optional,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import lcm
 from pathlib import Path
 
+from megarl.config.roles import model_roles
 from megarl.config.schema import (
     CPCommType,
     Device,
@@ -43,6 +44,29 @@ def output_folders(config: RunConfig) -> Violations:
             yield Violation(
                 (key,), f"is {folder!r}, the root of the file system; give a separate folder for the run"
             )
+
+
+def profile(config: RunConfig) -> Violations:
+    """Check that profiled steps, roles and ranks exist."""
+    chosen = config.profile
+    if not chosen.steps:
+        return
+    total = config.trainer.total_steps
+    if absent := [step for step in chosen.steps if not 1 <= step <= total]:
+        yield Violation(("profile.steps",), f"has {absent[0]}, but the steps of the run are 1 to {total}")
+    sizes = {role.name: role.parallel.world_size for role in model_roles(config)}
+    if unknown := [role for role in chosen.roles if role not in sizes]:
+        yield Violation(
+            ("profile.roles",), f"has {unknown[0]!r}, but the models of the run are {', '.join(sizes)}"
+        )
+        return
+    for key, values in (("profile.roles", chosen.roles), ("profile.ranks", chosen.ranks)):
+        if not values:
+            yield Violation((key,), "is empty, so that no process would be profiled; name at least one")
+    num_ranks = max((sizes[role] for role in chosen.roles), default=0)
+    if num_ranks and (absent := [rank for rank in chosen.ranks if not 0 <= rank < num_ranks]):
+        message = f"has {absent[0]}, but the ranks of {' and '.join(chosen.roles)} are 0 to {num_ranks - 1}"
+        yield Violation(("profile.ranks",), message)
 
 
 def sft_metrics(config: SFTConfig) -> Violations:

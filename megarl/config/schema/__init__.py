@@ -77,6 +77,7 @@ from megarl.config.schema.models import (
 )
 from megarl.config.schema.placement import OverBudget, PlacementConfig, PlacementStrategy
 from megarl.config.schema.preferences import DPOLossConfig, DPOLossKind, RewardModelLossConfig
+from megarl.config.schema.profile import ProfileConfig
 from megarl.config.schema.recovery import RecoveryConfig
 from megarl.config.schema.reward import (
     OverlongConversation,

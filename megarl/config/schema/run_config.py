@@ -25,6 +25,7 @@ from megarl.config.schema.models import (
 )
 from megarl.config.schema.placement import PlacementConfig
 from megarl.config.schema.preferences import DPOLossConfig, RewardModelLossConfig
+from megarl.config.schema.profile import ProfileConfig
 from megarl.config.schema.recovery import RecoveryConfig
 from megarl.config.schema.reward import RewardConfig
 from megarl.config.schema.rollout import ReshardingConfig, RolloutConfig
@@ -58,6 +59,7 @@ class RunConfig(ABC):
     recovery: RecoveryConfig
     trainer: TrainerConfig | SFTTrainerConfig | PreferenceTrainerConfig
     tracking: TrackingConfig
+    profile: ProfileConfig
     device: Device
 
     def with_sections(self, **sections: object) -> Self:
@@ -172,6 +174,7 @@ class PPOConfig(RunConfig):
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     device: Device = Device.auto  # device type that the run computes on
 
     @property
@@ -252,6 +255,7 @@ class SFTConfig(RunConfig):
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     device: Device = Device.auto  # device type that the run computes on
 
     @property
@@ -354,6 +358,7 @@ class DPOConfig(PreferenceConfig):
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     trainer: PreferenceTrainerConfig = field(default_factory=PreferenceTrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     device: Device = Device.auto  # device type that the run computes on
 
 
@@ -373,6 +378,7 @@ class RewardModelRunConfig(PreferenceConfig):
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     trainer: PreferenceTrainerConfig = field(default_factory=PreferenceTrainerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     device: Device = Device.auto  # device type that the run computes on
 
 

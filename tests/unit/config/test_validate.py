@@ -366,6 +366,22 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             "critic.optim.on_nonfinite, recovery.enabled: on_nonfinite=recover returns to a snapshot, but "
             "recovery.enabled is false, so there is none; use recovery.enabled=true, or skip or stop",
         ),
+        (
+            ["profile.steps=[3,101]"],
+            "profile.steps: has 101, but the steps of the run are 1 to 100",
+        ),
+        (
+            ["profile.steps=[3]", "profile.roles=[actr]"],
+            "profile.roles: has 'actr', but the models of the run are",
+        ),
+        (
+            ["profile.steps=[3]", "profile.ranks=[0,5]"],
+            "profile.ranks: has 5, but the ranks of actor are 0 to",
+        ),
+        (
+            ["profile.steps=[3]", "profile.ranks=[]"],
+            "profile.ranks: is empty, so that no process would be profiled; name at least one",
+        ),
         (["algorithm.advantage.lam=1.5"], "algorithm.advantage.lam: is 1.5, but must be in [0, 1]"),
         (["algorithm.policy_loss.clip_low=1"], "algorithm.policy_loss.clip_low: is 1, but must be in (0, 1)"),
         (
