@@ -367,8 +367,8 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             "recovery.enabled is false, so there is none; use recovery.enabled=true, or skip or stop",
         ),
         (
-            ["profile.steps=[3,101]"],
-            "profile.steps: has 101, but the steps of the run are 1 to 100",
+            ["profile.steps=[3,11]"],
+            "profile.steps: has 11, but the steps of the run are 1 to 10",
         ),
         (
             ["profile.steps=[3]", "profile.roles=[actr]"],
