@@ -42,6 +42,7 @@ from megarl.data.whole_chat import spelled_special
 from megarl.doctor.agent_inputs import judge_agent
 from megarl.doctor.check_result import DATA, CheckResult, Status, doubtful, good, refused, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
+from megarl.doctor.judges import judge_prompts
 from megarl.doctor.reward_functions import (
     LOAD_LIMIT_S,
     MOST_TRUTHS,
@@ -137,6 +138,8 @@ def findings(
         results, keys = judge_rewards(config.reward, truths.rows)
         yield from results
         yield from judge_compared_metrics(config, truths.val_sources, keys)
+    if config.reward.judges and not any(key.startswith("reward.judges") for key in skipped):
+        yield from judge_prompts(config, skipped)
 
     if not any(key.endswith(".function") or key == "algorithm" for key in skipped):
         yield from judge_functions(config.algorithm)

@@ -87,6 +87,7 @@ def _files_of(subject: ExaminedRun) -> Generator[list[str]]:
     paths = [str(Path(role.path).absolute()) for role in model_roles(subject.config)]
     if isinstance(subject.config, PPOConfig):
         paths += [str(Path(function.path).absolute()) for function in subject.config.reward.functions]
+        paths += [str(Path(judge.prompt).absolute()) for judge in subject.config.reward.judges]
 
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # reported by the check of the checkpoints

@@ -17,7 +17,8 @@ from megarl.config.validation_metrics import (
 from megarl.data.files import DataError
 from megarl.data.prompts import GROUND_TRUTH, read_reward_inputs, read_reward_rows
 from megarl.doctor.check_result import CheckResult, doubtful, good, refused, wrong
-from megarl.rewards.process import RewardFunctionError
+from megarl.rewards.judge_reply import judge_numbers
+from megarl.rewards.process import RewardFunctionError, function_labels
 from megarl.rewards.scorer import RewardError, RewardScorer
 from megarl.rewards.truths import (
     TRUTH_FORM_HINT,
@@ -126,7 +127,16 @@ def judge_rewards(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float
         names = ", ".join(f"{function.name} in {function.path}" for function in reward.functions)
         results = [good(REWARDS, f"{names} loads{_scores(trials)}", files=files)]
 
-    return Judgment(results, keys_by_source(trials))
+    keys = keys_by_source(trials)
+    return Judgment(results, {source: _with_judges(reward, found) for source, found in keys.items()})
+
+
+def _with_judges(reward: RewardConfig, keys: RewardKeys) -> RewardKeys:
+    """Add the numbers of judges, and the score of an only function, which they make a metric."""
+    if not reward.judges:
+        return keys
+    names = {name for judge in reward.judges for name in judge_numbers(judge.name)}
+    return keys._replace(numbers=keys.numbers | names | set(function_labels(reward.functions)))
 
 
 def try_reward(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = LOAD_LIMIT_S) -> list[Trial]:
@@ -248,7 +258,8 @@ def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterat
         yield doubtful(REWARDS, message, TRUTH_FORM_HINT, files=files)
 
     threshold = reward.pass_score
-    if threshold is None or len(reward.functions) > 1 or reward.model.path is not None:
+    is_only = len(reward.functions) == 1 and not reward.judges and reward.model.path is None
+    if threshold is None or not is_only:
         return
     low = [
         trial

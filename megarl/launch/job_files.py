@@ -41,6 +41,8 @@ SHARED = frozenset(
 FUNCTIONS = frozenset({"algorithm.advantage.function", "algorithm.policy_loss.function"})
 CODE = FUNCTIONS | {
     "reward.functions.path",
+    "reward.judges.prompt",
+    "reward.judges.parse.path",
     "agent.tools.path",
     "agent.environment.path",
     "agent.harness.function.path",

@@ -15,16 +15,17 @@ import sys
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.config.schema import RewardFunctionConfig, RewardSandboxConfig
+from megarl.config.schema import JudgeConfig, RewardFunctionConfig, RewardSandboxConfig
 from megarl.machine.confined import ProcessLimits, landlock_abi
 from megarl.machine.errors import HintedError
 from megarl.machine.reaper import OWNER, start_reaper
 from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_function
 from megarl.rewards.confined_call import ConfinedCallError, call_confined
+from megarl.rewards.judge_reply import JudgeReply, LoadedJudge, load_judge, read_replies
+from megarl.rewards.returned_numbers import NotAScoreError, finite_number, shown
 from megarl.rewards.time_limit import set_sample_limit
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -69,6 +70,7 @@ class ScoreRequest(NamedTuple):
         ground_truth, extra_info: Columns of the data set; they must be picklable.
         turns: The turns after the prompt and their authors, as returned by decode_turns. None:
             `solution_str` is the only turn.
+        messages: The prompt's messages, which judges read.
     """
 
     uid: str
@@ -77,19 +79,21 @@ class ScoreRequest(NamedTuple):
     ground_truth: Any
     extra_info: dict[str, Any]
     turns: list[dict[str, str]] | None = None
+    messages: Sequence[dict[str, Any]] = ()
 
 
 class Outcome(NamedTuple):
-    """The result of all functions for one sample.
+    """The result of all functions and judges for one sample.
 
-    With an `error`, the score is a meaningless 0 and all other fields are empty.
+    With an `error`, the score is a meaningless 0, `numbers` has only the judges' failures, and all other
+    fields are empty.
 
     Attributes:
-        score: The weighted sum of the functions' scores.
+        score: The weighted sum of the scores of functions and judges.
         numbers: The numbers logged as `reward/<name>/mean`, by name: the other numbers that a function
-            returned, and with several functions also the score of each, under the function's label (see
-            `function_labels`).
-        parts: The score of each function, in order, before its weight.
+            returned, and with several functions or judges also the score of each function, under its label
+            (see `function_labels`), and those of judges (see `judge_numbers`).
+        parts: The score of each function and of each judge, in order, before its weight.
         answer: The text under "answer" in the dict of the first function that has this key; None if the
             sample has no answer.
         has_answer: For each function, whether its dict has the key "answer".
@@ -101,10 +105,6 @@ class Outcome(NamedTuple):
     parts: tuple[float, ...] = ()
     answer: str | None = None
     has_answer: tuple[bool, ...] = ()
-
-
-class NotAScoreError(ConfinedCallError):
-    """A function returned something other than a finite number, or a dict with such a `score`."""
 
 
 class LoadedFunction(NamedTuple):
@@ -119,13 +119,19 @@ class LoadedFunction(NamedTuple):
         return given
 
 
-# The state of the process, set by `start`: the loaded functions, or why they could not be loaded.
+# The state of the process, set by `start`: what was loaded, or why it could not be loaded.
 _functions: list[LoadedFunction] = []
+_judges: list[LoadedJudge] = []
 _limits = ProcessLimits(0, 0)
 _load_error: str | None = None
 
 
-def start(configs: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig, time_limit_s: float) -> None:
+def start(
+    configs: Sequence[RewardFunctionConfig],
+    judges: Sequence[JudgeConfig],
+    sandbox: RewardSandboxConfig,
+    time_limit_s: float,
+) -> None:
     """Initialize a process of the pool.
 
     This never raises, because the pool would then start processes forever; see `load_error`.
@@ -155,7 +161,8 @@ def start(configs: Sequence[RewardFunctionConfig], sandbox: RewardSandboxConfig,
         _functions[:] = [
             LoadedFunction(config, load_reward_function(config.path, config.name)) for config in configs
         ]
-    except RewardFunctionError as error:
+        _judges[:] = [load_judge(judge) for judge in judges]
+    except UserFunctionError as error:
         _load_error = str(error)
 
 
@@ -180,11 +187,18 @@ def loaded_functions() -> list[LoadedFunction]:
     return _functions
 
 
-def score(request: ScoreRequest) -> Outcome:
-    """Call all functions for one sample. This never raises: a failure is the outcome's `error`."""
+def score(request: ScoreRequest, replies: Sequence[JudgeReply] = ()) -> Outcome:
+    """Call all functions for one sample, and read the replies of the judges.
+
+    This never raises: a failure is the outcome's `error`.
+    """
     if _load_error is not None:
         return Outcome(0.0, {}, _load_error)
-    total = 0.0
+    judged = read_replies(_judges, replies, request.ground_truth, request.extra_info)
+    if judged.error is not None:
+        return Outcome(0.0, judged.numbers, judged.error)
+
+    total = sum(judge.config.weight * score for judge, score in zip(_judges, judged.scores, strict=True))
     numbers: dict[str, float] = {}
     parts = list[float]()
     answers = list[Answer]()
@@ -204,16 +218,24 @@ def score(request: ScoreRequest) -> Outcome:
         total += function.config.weight * score
         parts.append(score)
         answers.append(answer)
+        # A score that is not the only one is a metric.
+        if len(_functions) + len(_judges) > 1:
+            numbers[name] = score
         # If there are several functions, each number is named after its function.
         if len(_functions) > 1:
-            numbers[name] = score
             values = {f"{name}/{key}": value for key, value in values.items()}
         numbers |= values
 
     has_answer = tuple(answer is not None for answer in answers)
     # The first function that returns an answer provides the sample's vote.
     given = next((answer for answer in answers if answer is not None), [None])
-    return Outcome(total, numbers, parts=tuple(parts), answer=given[0], has_answer=has_answer)
+    return Outcome(
+        total,
+        numbers | judged.numbers,
+        parts=(*parts, *judged.scores),
+        answer=given[0],
+        has_answer=has_answer,
+    )
 
 
 def function_labels(configs: Sequence[RewardFunctionConfig]) -> list[str]:
@@ -285,11 +307,13 @@ def _numbers(returned: Any) -> dict[str, float]:
         )
 
     # Values that are not finite numbers, such as an answer, are not logged.
-    numbers = {str(key): number for key, value in returned.items() if (number := _number(value)) is not None}
+    numbers = {
+        str(key): number for key, value in returned.items() if (number := finite_number(value)) is not None
+    }
     if "score" not in numbers:
         value = returned["score"]
         raise NotAScoreError(
-            f"returned the {type(value).__name__} {_shown(value)} as its score, expected a finite number"
+            f"returned the {type(value).__name__} {shown(value)} as its score, expected a finite number"
         )
 
     if len(numbers) > MOST_NUMBERS:
@@ -298,28 +322,3 @@ def _numbers(returned: Any) -> dict[str, float]:
         )
 
     return numbers
-
-
-def _number(value: Any) -> float | None:
-    """Return a finite float, or None. numpy and torch scalars count as numbers."""
-    if getattr(value, "shape", None) == ():
-        value = value.item()
-    if not isinstance(value, Real):
-        return None
-
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond the range of floats
-        return None
-
-    return number if math.isfinite(number) else None
-
-
-def _shown(value: Any) -> str:
-    """Return the beginning of the value's text.
-
-    Python does not print integers with more than a few thousand digits.
-    """
-    if isinstance(value, int) and value.bit_length() > 1000:
-        return f"of {value.bit_length()} bits"
-    return repr(value)[:60]

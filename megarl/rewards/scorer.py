@@ -1,4 +1,6 @@
-"""Scores a batch of samples with the user's functions, in processes that can be killed.
+"""Scores a batch of samples with the user's functions and judges, in processes that can be killed.
+
+Judges reply first; the processes read their replies.
 
 A function may hang, raise, exit or crash. Each failure is reported for its sample and ends the run above an
 allowed rate. A failure never silently becomes a score of 0, and never affects other samples.
@@ -19,12 +21,15 @@ from typing import Literal, NamedTuple, TypeVar
 from pebble import ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
 
-from megarl.config.schema import RewardFunctionConfig, RewardSandboxConfig
+from megarl.config.schema import JudgeConfig, RewardFunctionConfig, RewardSandboxConfig
 from megarl.machine.errors import RunError
 from megarl.machine.processors import waited_for_core_s
 from megarl.machine.reaper import OWNER
 from megarl.machine.spawn import BareContext, FreshContext
+from megarl.machine.user_functions import UserFunctionError
 from megarl.rewards import process
+from megarl.rewards.judge_reply import JudgeReply
+from megarl.rewards.judges import JudgePanel
 from megarl.rewards.process import FIX_THE_FUNCTION, Outcome, RewardFunctionError, ScoreRequest
 
 START_TIME_LIMIT_S = 120.0  # for a reward file's imports
@@ -51,7 +56,7 @@ class ScoreError:
 class ScoreReport(NamedTuple):
     """The scores of a batch, in the order of the requests; see Outcome.
 
-    A sample with an error scores 0, also for each function.
+    A sample with an error scores 0, also for each function and judge.
     """
 
     scores: list[float]
@@ -69,7 +74,7 @@ class ScoreReport(NamedTuple):
 
 
 class BegunScore(NamedTuple):
-    """A sample that waits for a process of the pool, is being scored, or has been scored."""
+    """A sample that waits for judges or a process of the pool, is being scored, or has been scored."""
 
     request: ScoreRequest
     outcome: Future[Outcome]
@@ -88,6 +93,16 @@ class RewardError(RunError):
     """
 
     hint = FIX_THE_FUNCTION
+
+
+def _copy(source: Future[Outcome], target: Future[Outcome]) -> None:
+    """Give the target the result or the exception of the source."""
+    if source.cancelled():
+        target.cancel()
+    elif (error := source.exception()) is not None:
+        target.set_exception(error)
+    else:
+        target.set_result(source.result())
 
 
 def _variables(sandbox: RewardSandboxConfig) -> dict[str, str]:
@@ -111,10 +126,10 @@ class RewardScorer:
 
     A sample may take `time_limit_s` seconds for all functions together, measured from when its process starts
     on it. The processes are fresh, so the owner may have threads and a GPU; none outlives the owner, however
-    it ends.
+    it ends. The time in which judges reply does not count.
 
     Raises:
-        RewardFunctionError: The functions cannot be loaded, or not within `start_time_limit_s`.
+        RewardFunctionError: The functions or judges cannot be loaded, or not within `start_time_limit_s`.
     """
 
     def __init__(
@@ -125,10 +140,13 @@ class RewardScorer:
         num_processes: int,
         start_time_limit_s: float = START_TIME_LIMIT_S,
         sandbox: RewardSandboxConfig = RewardSandboxConfig(),  # noqa: B008  (frozen)
+        judges: Sequence[JudgeConfig] = (),
     ) -> None:
-        if not functions:
+        if not functions and not judges:
             raise RewardFunctionError("reward.functions is empty; give at least one {path, name}")
         self._functions = list(functions)
+        self._judges = list(judges)
+        self._failed = Outcome(0.0, {}, parts=(0.0,) * (len(functions) + len(judges)))
         self.time_limit_s = time_limit_s
         self._max_error_rate = max_error_rate
         self._num_processes = num_processes
@@ -143,6 +161,12 @@ class RewardScorer:
         # lives as long as the scorer starts the pool. Later processes are started by the pool's own thread.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward_pool_starter")
         self._pool = self._starter.submit(self._start).result()
+        try:
+            self._panel = JudgePanel(judges) if judges else None
+        except UserFunctionError as error:
+            self._stop()
+            self._starter.shutdown()
+            raise RewardFunctionError(str(error)) from error
 
     def __enter__(self) -> RewardScorer:
         return self
@@ -153,7 +177,9 @@ class RewardScorer:
         self.close()
 
     def close(self) -> None:
-        """End the processes, including those that are scoring a sample."""
+        """End the processes and requests, including those that are scoring a sample."""
+        if self._panel is not None:
+            self._panel.close()
         self._stop()
         self._starter.shutdown()
 
@@ -163,10 +189,35 @@ class RewardScorer:
         pool = self._pool
         limit_s = self.time_limit_s
 
+        if self._panel is not None:
+            return [
+                BegunScore(request, self._after_judges(self._panel, request), pool) for request in requests
+            ]
         return [
             BegunScore(request, pool.schedule(process.score, args=[request], timeout=limit_s), pool)
             for request in requests
         ]
+
+    def _after_judges(self, panel: JudgePanel, request: ScoreRequest) -> Future[Outcome]:
+        """Ask the judges about a sample, and then score it in a process.
+
+        The future is never completed if the pool breaks in the meantime.
+        """
+        outcome = Future[Outcome]()
+        pool = self._pool
+        limit_s = self.time_limit_s
+
+        def score(replies: Future[list[JudgeReply]]) -> None:
+            if replies.cancelled():
+                return
+            try:
+                scored = pool.schedule(process.score, args=[request, replies.result()], timeout=limit_s)
+            except RuntimeError:  # the pool has broken, see BegunScore.is_lost
+                return
+            scored.add_done_callback(lambda done: _copy(done, outcome))
+
+        panel.ask(request).add_done_callback(score)
+        return outcome
 
     def run(self, function: Callable[[ScoreRequest], Result], request: ScoreRequest) -> Future[Result]:
         """Call a function of megarl in a process that has loaded the reward functions.
@@ -207,8 +258,7 @@ class RewardScorer:
             waiting = unscored
 
         errors.sort(key=lambda error: error.index)
-        failed = Outcome(0.0, {}, parts=(0.0,) * len(self._functions))
-        rows = [outcomes.get(index, failed) for index in range(len(requests))]
+        rows = [outcomes.get(index, self._failed) for index in range(len(requests))]
 
         return ScoreReport(
             scores=[row.score for row in rows],
@@ -221,7 +271,7 @@ class RewardScorer:
 
     def _start(self) -> ProcessPool:
         """Start the processes, and wait until one of them has loaded the functions."""
-        initial = [self._functions, self._sandbox, self.time_limit_s]
+        initial = [self._functions, self._judges, self._sandbox, self.time_limit_s]
         pool = ProcessPool(
             max_workers=self._num_processes,
             initializer=process.start,
@@ -233,7 +283,8 @@ class RewardScorer:
 
         problem: str | None
         if not self._is_done_in_time(loading):
-            files = ", ".join(function.path for function in self._functions)
+            parsers = [judge.parse.path for judge in self._judges if judge.parse.path is not None]
+            files = ", ".join([*(function.path for function in self._functions), *parsers])
             problem = (
                 f"loading the reward function file(s) {files} takes more than "
                 f"{self._start_time_limit_s:g} s; move slow work out of them"
@@ -297,6 +348,8 @@ class RewardScorer:
             elif isinstance(result, Outcome) and result.error is None:
                 outcomes[index] = result
             else:
+                if isinstance(result, Outcome):
+                    outcomes[index] = self._failed._replace(numbers=result.numbers)
                 errors.append(self._describe(index, requests[index].uid, result))
                 # Later successes cannot change this, so the rest need not be scored.
                 if len(errors) > self._max_error_rate * len(requests):
@@ -386,8 +439,9 @@ class RewardScorer:
 
     def _too_many(self, errors: Sequence[ScoreError], num_requests: int) -> str:
         shown = "\n".join(f"  {error}" for error in errors[:NUM_SHOWN_ERRORS])
+        sources = [*(["reward function"] if self._functions else []), *(["judge"] if self._judges else [])]
         return (
             f"scoring failed for at least {len(errors)} of {num_requests} samples, more than "
             f"reward.max_error_rate={self._max_error_rate:g} allows:\n{shown}\n"
-            "Fix the reward function, or raise reward.max_error_rate to score such samples as 0"
+            f"Fix the {' or '.join(sources)}, or raise reward.max_error_rate to score such samples as 0"
         )

@@ -1,4 +1,4 @@
-"""The reward role: the user's functions and a reward model. A sample's score is their weighted sum."""
+"""The reward role: functions, judges and a reward model. A sample's score is their weighted sum."""
 
 from __future__ import annotations
 
@@ -34,14 +34,27 @@ def score_weights(config: RewardConfig) -> list[float]:
     """Return the weights of the K `score_parts`."""
     # The model's part comes last, as in the scores.
     of_model = [] if config.model.path is None else [config.model.weight]
-    return [*(function.weight for function in config.functions), *of_model]
+    return [*(part.weight for part in (*config.functions, *config.judges)), *of_model]
 
 
 class Reward:
-    def __init__(self, group: RoleGroup, model: RewardModel | None = None, model_weight: float = 1.0) -> None:
+    """Handle to the reward worker and a reward model.
+
+    Args:
+        with_messages: Whether judges read the prompt's messages.
+    """
+
+    def __init__(
+        self,
+        group: RoleGroup,
+        model: RewardModel | None = None,
+        model_weight: float = 1.0,
+        with_messages: bool = False,
+    ) -> None:
         self.group = group
         self.model = model
         self._model_weight = model_weight
+        self._with_messages = with_messages
         self._lock = threading.Lock()  # the generation thread may begin groups
         self._begun: set[str] = set()  # uids
         self._beginning: WorkerFuture[None] | None = None
@@ -60,7 +73,7 @@ class Reward:
             `score_parts`; the result also has `reward_function_scores` (B,) and the result of
             RewardModelWorker.score_conversations.
         """
-        return self._with_model(batch, [self.group.call(RewardWorker.score, _needed(batch), with_texts)])
+        return self._with_model(batch, [self.group.call(RewardWorker.score, self._needed(batch), with_texts)])
 
     # ---- scoring during generation
 
@@ -79,7 +92,7 @@ class Reward:
             if self._beginning is not None:
                 self._beginning.get()
             self._begun |= set(map(str, groups.non_tensor_batch["uid"]))
-            self._beginning = self.group.call(RewardWorker.begin, _needed(groups))
+            self._beginning = self.group.call(RewardWorker.begin, self._needed(groups))
 
     def scored(self) -> dict[str, list[float]]:
         """Return, by uid, the functions' scores of groups that completed since the last call.
@@ -145,7 +158,9 @@ class Reward:
             self._begun -= set(uids)
 
         # Wait for the last `begin` as well, so that its error is raised.
-        others = _needed(episodes.select_idxs([row for row, is_begun in enumerate(begun) if not is_begun]))
+        others = self._needed(
+            episodes.select_idxs([row for row, is_begun in enumerate(begun) if not is_begun])
+        )
         return self._with_model(batch, [self.group.call(RewardWorker.finish, others, uids), *beginning])
 
     def forget(self, prompts: DataProto) -> None:
@@ -158,6 +173,9 @@ class Reward:
         self.group.call(RewardWorker.forget, uids).get()
 
     # ---- internals
+
+    def _needed(self, batch: DataProto) -> DataProto:
+        return _needed(batch, ["messages"] if self._with_messages else [])
 
     def _with_model(self, batch: DataProto, functions: list[WorkerFuture]) -> DerivedFuture:
         """Add the reward model's scores. `functions[0]` returns the functions' scores."""
@@ -243,8 +261,8 @@ def _of_all(parts: Sequence[DataProto]) -> DataProto:
     return scores
 
 
-def _needed(batch: DataProto) -> DataProto:
-    """Return the columns that functions read.
+def _needed(batch: DataProto, more: Sequence[str]) -> DataProto:
+    """Return the columns that functions read, and `more`.
 
     Of an episode with several rows, this is the last one.
     """
@@ -252,7 +270,7 @@ def _needed(batch: DataProto) -> DataProto:
     rows = batch.ragged
 
     # Transfer only what functions read. For an episode the response is the last turn.
-    named = batch.select([], ["uid", "data_source", "reward_model", "extra_info"])
+    named = batch.select([], ["uid", "data_source", "reward_model", "extra_info", *more])
     answers = {"responses": rows["responses"], "response_mask": rows.get(_ANSWERS, rows["response_mask"])}
     if _ANSWERS in rows:
         answers[WROTE] = rows["response_mask"]

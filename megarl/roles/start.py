@@ -319,7 +319,7 @@ def _workers(
 def _reward(config: PPOConfig, groups: Mapping[str, RoleGroup], schedule: OffloadSchedule) -> Reward:
     settings = config.reward.model
     model = RewardModel(groups[REWARD_MODEL], settings.parallel, schedule) if REWARD_MODEL in groups else None
-    return Reward(groups["reward"], model, settings.weight)
+    return Reward(groups["reward"], model, settings.weight, with_messages=bool(config.reward.judges))
 
 
 def _weight_sync(config: PPOConfig, source: WeightSource, plan: PlacementPlan) -> WeightSync:

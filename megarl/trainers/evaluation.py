@@ -14,6 +14,7 @@ from megarl.config.schema import SamplingConfig
 from megarl.config.validation_metrics import sample_counts
 from megarl.data.loader import one_pass
 from megarl.data.prompts import PromptDataset
+from megarl.rewards.judge_reply import judge_failures
 from megarl.roles.reward import Reward
 from megarl.roles.rollout.rollout import Rollout
 
@@ -109,13 +110,15 @@ def prompt_values(samples: Sequence[ScoredSample], pass_score: float | None) -> 
                 for prompt in scored
             ]
 
-    # Reward functions may return a number for some samples only.
-    for name in sorted({name for prompt in scored for sample in prompt for name in sample.reward_numbers}):
-        numbers = [
-            [sample.reward_numbers[name] for sample in prompt if name in sample.reward_numbers]
-            for prompt in scored
+    # Samples may lack a number. Of those whose scoring failed, only the failures of judges count.
+    numbers = [
+        [each.reward_numbers if each.is_scored else judge_failures(each.reward_numbers) for each in prompt]
+        for prompt in prompts
+    ]
+    for name in sorted({name for prompt in numbers for of_sample in prompt for name in of_sample}):
+        values[f"reward/{name}/mean"] = [
+            _mean([of_sample[name] for of_sample in prompt if name in of_sample]) for prompt in numbers
         ]
-        values[f"reward/{name}/mean"] = [_mean(of_prompt) for of_prompt in numbers]
 
     values["reward/error_rate"] = [fmean(not sample.is_scored for sample in prompt) for prompt in prompts]
     turns = [[sample.num_turns for sample in prompt if sample.num_turns is not None] for prompt in prompts]

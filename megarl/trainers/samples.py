@@ -34,8 +34,9 @@ class SampleRows:
         self._model = config.model
         self._tracking = config.tracking
         self._last_step = config.trainer.total_steps
-        self._parts = [function.name for function in config.reward.functions]
-        if config.reward.model.path is not None:
+        reward = config.reward
+        self._parts = [part.name for part in (*reward.functions, *reward.judges)]
+        if reward.model.path is not None:
             self._parts.append(_REWARD_MODEL)
         self._own_log_probs = not config.algorithm.rollout_correction.bypass
 

@@ -19,9 +19,9 @@ WROTE = "model_wrote"  # column of episodes, whose `response_mask` covers only t
 
 
 class RewardWorker(Worker):
-    """Process that decodes responses and has the reward functions score them.
+    """Process that decodes responses and has the reward functions and judges score them.
 
-    Without functions it only decodes.
+    Without either it only decodes.
     """
 
     def __init__(self, config: RewardConfig, tokenizer_path: str, trust_remote_code: bool) -> None:
@@ -34,8 +34,9 @@ class RewardWorker(Worker):
                 config.max_error_rate,
                 config.num_processes,
                 sandbox=config.sandbox,
+                judges=config.judges,
             )
-            if config.functions
+            if config.functions or config.judges
             else None
         )
 
@@ -114,9 +115,9 @@ class RewardWorker(Worker):
         """Score a batch.
 
         Returns:
-            `score_parts` (B, K) of the K reward functions before weighting; `is_scored` (B,) bool, False for
-            samples whose scoring failed; and the arrays `score` and `reward_numbers` (see Outcome). With
-            `with_texts`, also the arrays `response_text`, `answer` and `has_answer`.
+            `score_parts` (B, K) of the K reward functions and judges before weighting; `is_scored` (B,) bool,
+            False for samples whose scoring failed; and the arrays `score` and `reward_numbers` (see Outcome).
+            With `with_texts`, also the arrays `response_text`, `answer` and `has_answer`.
 
         Raises:
             RewardError: The error rate is above the allowed one.
@@ -135,14 +136,15 @@ class RewardWorker(Worker):
     def _requests(self, batch: DataProto, texts: Sequence[str]) -> list[ScoreRequest]:
         arrays = batch.non_tensor_batch
         return [
-            ScoreRequest(str(uid), source, text, reward_model["ground_truth"], extra_info, turns)
-            for uid, source, text, reward_model, extra_info, turns in zip(
+            ScoreRequest(str(uid), source, text, reward_model["ground_truth"], extra_info, turns, messages)
+            for uid, source, text, reward_model, extra_info, turns, messages in zip(
                 arrays["uid"],
                 arrays["data_source"],
                 texts,
                 arrays["reward_model"],
                 arrays["extra_info"],
                 self._turns(batch),
+                arrays.get("messages", [()] * len(batch)),
                 strict=True,
             )
         ]
@@ -190,7 +192,7 @@ def _score_of(begun: BegunScore) -> float | None:
 
 
 def _no_scores(num_samples: int) -> ScoreReport:
-    """Return the report of a run with a reward model and no reward functions."""
+    """Return the report of a run with a reward model and neither functions nor judges."""
     return ScoreReport(
         scores=[0.0] * num_samples,
         numbers=[{}] * num_samples,

@@ -33,6 +33,10 @@ def run(
 
     console = output_console()
     print_run(config, console, with_push=not fast, is_here=not absent)
+    if not fast and isinstance(config, PPOConfig):
+        from megarl.cli.tables.judges import print_judge_prompts  # imports torch
+
+        print_judge_prompts(config, console)
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True, highlight=False, markup=False)
     plan = plan_placement(config)

@@ -1,4 +1,4 @@
-"""`megarl score CONFIG ROWS`: runs the reward functions on a file of responses, without a model.
+"""`megarl score CONFIG ROWS`: runs the reward functions and judges on a file of responses, without a model.
 
 This module does not import torch.
 """
@@ -18,7 +18,7 @@ from megarl.rewards.truths import NUM_SHOWN, TRUTH_FORM_HINT, Trial, TruthRow, r
 GOOD = 0
 FAILED = 1
 _NUM_CHARACTERS = 60
-_COLUMNS = ("data_source", "uid", "response", "reward_model", "ground_truth", "extra_info")
+_COLUMNS = ("data_source", "uid", "response", "reward_model", "ground_truth", "extra_info", "messages")
 
 
 class _Scored(NamedTuple):
@@ -48,14 +48,19 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
     truths = [_truth(row) for row in rows]
 
     with RewardScorer(
-        reward.functions, reward.time_limit_s, 1.0, reward.num_processes, sandbox=reward.sandbox
+        reward.functions,
+        reward.time_limit_s,
+        1.0,
+        reward.num_processes,
+        sandbox=reward.sandbox,
+        judges=[] if of_ground_truth else reward.judges,
     ) as scorer:
         if of_ground_truth:
             return _print_trials(reward, rows, try_truths(scorer, truths))
         responses = [_response(row) for row in rows]
         report = scorer.score(
             [
-                truth.request(response)._replace(uid=_uid(row))
+                truth.request(response)._replace(uid=_uid(row), messages=row.values.get("messages") or ())
                 for row, truth, response in zip(rows, truths, responses, strict=True)
             ]
         )

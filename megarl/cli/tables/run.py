@@ -251,6 +251,13 @@ def print_reward(config: PPOConfig, architectures: Mapping[str, Architecture], c
     for function in config.reward.functions:
         print_line(console, f"reward: {function.weight:g} x {function.name} in {function.path}; {processes}")
 
+    for judge in config.reward.judges:
+        print_line(
+            console,
+            f"reward: {judge.weight:g} x judge {judge.name}, {judge.model} at {judge.url}; at most "
+            f"{counted(judge.max_concurrency, 'request')} at once, {judge.time_limit_s:g} s per attempt",
+        )
+
     if (model := config.reward.model).path is not None:
         longer = (
             "longer ones are refused"

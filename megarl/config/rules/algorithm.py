@@ -32,8 +32,8 @@ def estimator(config: PPOConfig) -> Violations:
     kind = config.algorithm.advantage.estimator
     n = config.rollout.n
     needs = kind.needs
-    # A reward model adds one score to those of the functions.
-    num_scores = len(config.reward.functions) + needs_reward_model(config)
+    # A reward model adds one score to those of the functions and judges.
+    num_scores = len(config.reward.functions) + len(config.reward.judges) + needs_reward_model(config)
 
     if needs.compares_samples and n < 2:
         yield Violation(

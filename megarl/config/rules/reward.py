@@ -20,11 +20,12 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 def something_scores(config: PPOConfig) -> Violations:
     # The program of a harness may set the rewards itself.
-    if not config.reward.functions and not needs_reward_model(config) and not config.agent.harness.is_used:
+    has_source = config.reward.functions or config.reward.judges or needs_reward_model(config)
+    if not has_source and not config.agent.harness.is_used:
         yield Violation(
             ("reward.functions", "reward.model.path"),
             "there are neither functions nor a model, so samples have no scores; give a list such as "
-            "[{path: reward.py, name: compute_score}], or the folder of a reward model",
+            "[{path: reward.py, name: compute_score}], the folder of a reward model, or reward.judges",
         )
     if not needs_reward_model(config) and config.reward.model != RewardModelConfig():
         yield Violation(

@@ -52,6 +52,7 @@ from megarl.config.schema.data import (
     RatedPreferenceDataConfig,
     SFTDataConfig,
 )
+from megarl.config.schema.judges import JudgeConfig, JudgeParseConfig
 from megarl.config.schema.keys import MISSING
 from megarl.config.schema.megatron import FrozenMegatronConfig, MegatronConfig, ReferenceMegatronConfig
 from megarl.config.schema.models import (

@@ -1,10 +1,11 @@
-"""The section `reward`: functions in files, and a reward model."""
+"""The section `reward`: functions in files, judges, and a reward model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
 
+from megarl.config.schema.judges import JudgeConfig
 from megarl.config.schema.keys import MISSING, InputKind, names, ranged
 from megarl.config.schema.megatron import FrozenMegatronConfig
 from megarl.config.schema.models import MicroBatchConfig, ParallelConfig
@@ -67,6 +68,8 @@ class RewardModelConfig:
 class RewardConfig:
     # reward functions, whose weighted scores are added; see Rewards
     functions: list[RewardFunctionConfig] = field(default_factory=list)
+    # models that score through an OpenAI-compatible API, whose weighted scores are added; see Rewards
+    judges: list[JudgeConfig] = field(default_factory=list)
     sandbox: RewardSandboxConfig = field(default_factory=RewardSandboxConfig)
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     # minimum score of a sample that passes, for the metric pass@k; null: no pass@k

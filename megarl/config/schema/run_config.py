@@ -220,6 +220,10 @@ class PPOConfig(RunConfig):
     def code_files(self) -> Iterator[tuple[str, str]]:
         for index, function in enumerate(self.reward.functions):
             yield f"reward.functions[{index}].path", function.path
+        for index, judge in enumerate(self.reward.judges):
+            yield f"reward.judges[{index}].prompt", judge.prompt
+            if judge.parse.path is not None:
+                yield f"reward.judges[{index}].parse.path", judge.parse.path
         for index, tool in enumerate(self.agent.tools):
             if tool.path is not None:
                 yield f"agent.tools[{index}].path", tool.path

@@ -11,12 +11,13 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.schema import RewardConfig, RewardFunctionConfig
+from megarl.config.schema import JudgeConfig, JudgeParseConfig, RewardConfig, RewardFunctionConfig
 from megarl.controller.futures import RemoteFuture
 from megarl.controller.worker import RemoteMethod
 from megarl.roles.reward import Reward
 from megarl.workers.reward import RewardWorker
 from tests.integration.tiny_run import SYMBOLS, save_policy
+from tests.judge_server import serve_judge
 
 FUNCTION = """
 def compute_score(data_source, solution_str, ground_truth, extra_info, turns):
@@ -230,3 +231,42 @@ def test_a_model_alone(tmp_path: Path) -> None:
     scored = Reward(InThisProcess(worker), FakeModel()).score(two_answers(), with_texts=True).get()  # type: ignore[arg-type]
     assert scored.non_tensor_batch["score"].tolist() == [4, -2]
     assert scored.non_tensor_batch["response_text"].tolist() == ["12", "7"]
+
+
+def test_judges_read_the_prompt_and_their_failures_are_counted(tmp_path: Path) -> None:
+    """The judge knows no reply to 7, and the model gives 12 a score of 4 with the weight 0.5."""
+    save_policy(tmp_path / "policy")
+    (tmp_path / "judge.jinja").write_text("{{ messages[0].content }} {{ solution }}")
+    batch = two_answers().union(
+        DataProto.from_dict(non_tensors={"messages": [[{"role": "user", "content": "6 x 2 ="}]] * 2})
+    )
+
+    with serve_judge() as server:
+        server.replies = {"6 x 2 = 12": '{"score": 3}', "6 x 2 = 7": "{}"}
+        judge = JudgeConfig(
+            name="quality",
+            url=server.url,
+            model="m",
+            prompt=str(tmp_path / "judge.jinja"),
+            parse=JudgeParseConfig(json="score"),
+            weight=2.0,
+        )
+        worker = RewardWorker(
+            RewardConfig(judges=[judge], max_error_rate=0.5, num_processes=1), str(tmp_path / "policy"), False
+        )
+        reward = Reward(InThisProcess(worker), FakeModel(), 0.5, with_messages=True)  # type: ignore[arg-type]
+        scored = reward.score(batch).get()
+        reward.begin(batch)
+        while not (early := reward.scored()):
+            pass
+        worker.close()
+
+    assert scored.non_tensor_batch["score"].tolist() == [2 * 3 + 0.5 * 4, 0.5 * -2]
+    assert scored.tensors["is_scored"].tolist() == [True, False]
+    assert scored.tensors["score_parts"].tolist() == [[3, 4], [0, -2]]
+    assert [numbers["judge/quality/failed"] for numbers in scored.non_tensor_batch["reward_numbers"]] == [
+        0,
+        1,
+    ]
+    assert scored.meta_info == {"reward/error_rate": 0.5}
+    assert early.items() <= {"a": [6.0], "b": []}.items()

@@ -1,0 +1,94 @@
+"""Rules for `reward.judges`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from megarl.config.schema import JudgeConfig, PPOConfig
+from megarl.config.violation import Violation, Violations
+
+_OWNED = ("model", "messages", "temperature", "seed", "max_tokens", "n", "stream")
+
+
+def judges(config: PPOConfig) -> Violations:
+    """Check the judges' names, servers, parsers and requests."""
+    seen: dict[str, int] = {}
+    for index, judge in enumerate(config.reward.judges):
+        key = f"reward.judges[{index}]"
+
+        # Metrics are named after the judge.
+        if re.fullmatch(r"[A-Za-z0-9_-]+", judge.name) is None:
+            yield Violation(
+                (f"{key}.name",),
+                f"is {judge.name!r}, but is part of metrics such as reward/judge/<name>/mean; use letters, "
+                "digits, '_' and '-'",
+            )
+        if judge.name in seen:
+            yield Violation(
+                (f"{key}.name",),
+                f"is {judge.name!r}, the name of reward.judges[{seen[judge.name]}]; use another",
+            )
+        seen.setdefault(judge.name, index)
+
+        yield from _server(judge, key)
+        yield from _parse(judge, key)
+
+
+def _server(judge: JudgeConfig, key: str) -> Iterator[Violation]:
+    example = "give the base URL of the API, such as http://localhost:30000/v1"
+    try:
+        parts = urlsplit(judge.url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as a port that is not a number
+        is_url = False
+    if not is_url:
+        yield Violation((f"{key}.url",), f"{judge.url!r} is not an http or https URL; {example}")
+    elif parts.username is not None or parts.query or parts.fragment:
+        yield Violation(
+            (f"{key}.url",),
+            f"has a user name, a query or a fragment; {example}, and name the environment variable with the "
+            "key in api_key_env",
+        )
+    elif parts.path.rstrip("/").endswith("/chat/completions"):
+        yield Violation((f"{key}.url",), f"{judge.url!r} ends with /chat/completions; {example}")
+
+    # A key that is pasted here would be written to the run's folder.
+    if judge.api_key_env is not None and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", judge.api_key_env) is None:
+        yield Violation(
+            (f"{key}.api_key_env",),
+            "is not the name of an environment variable; give the name of the variable that contains the "
+            "key, such as OPENAI_API_KEY, and not the key",
+        )
+
+    if owned := [name for name in _OWNED if name in judge.request]:
+        yield Violation(
+            (f"{key}.request",),
+            f"has {', '.join(owned)}, which megarl sets; use the judge's own keys for model, temperature, "
+            "seed and max_tokens, and remove the others",
+        )
+
+
+def _parse(judge: JudgeConfig, key: str) -> Iterator[Violation]:
+    parse = judge.parse
+    given = [name for name in ("regex", "json", "path") if getattr(parse, name) is not None]
+    if len(given) != 1:
+        yield Violation(
+            (f"{key}.parse",),
+            f"has {' and '.join(given) or 'neither regex, json nor path'}, but needs exactly one of them, "
+            "such as {regex: 'Score: ([0-9.]+)'}",
+        )
+
+    if parse.regex is not None:
+        try:
+            groups = re.compile(parse.regex).groups
+        except re.error as error:
+            yield Violation((f"{key}.parse.regex",), f"{parse.regex!r} is no regular expression: {error}")
+            return
+        if groups != 1:
+            yield Violation(
+                (f"{key}.parse.regex",),
+                f"{parse.regex!r} has {groups} groups, but its only group must be the score, such as "
+                "'Score: ([0-9.]+)'; write other groups as (?:...)",
+            )

@@ -1,0 +1,45 @@
+"""The sections of `reward.judges`: models that score samples through an OpenAI-compatible API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.config.schema.keys import MISSING, InputKind, names, ranged
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeParseConfig:
+    """The way to get the score from a judge's reply. Set `regex`, `json` or `path`."""
+
+    # regular expression with one group; the last match in the reply is the score
+    regex: str | None = None
+    json: str | None = None  # key of the last JSON object in the reply
+    # Python file with a function of the reply; null: no function
+    path: str | None = field(default=None, metadata=names(InputKind.code))
+    name: str = "parse"  # name of the function in the file
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeConfig:
+    """A model that scores samples, served by any server with OpenAI's chat completions API."""
+
+    name: str = MISSING  # name in metrics and messages
+    url: str = MISSING  # base URL of the API, such as http://localhost:30000/v1
+    model: str = MISSING  # name of the model on the server
+    # jinja2 template of the user message; see Judges
+    prompt: str = field(default=MISSING, metadata=names(InputKind.code))
+    parse: JudgeParseConfig = field(default_factory=JudgeParseConfig)
+    weight: float = 1.0  # factor of its score
+    # name of the environment variable with the API key; null: no key is sent
+    api_key_env: str | None = None
+    temperature: float | None = ranged(0.0, at_least=0, at_most=2)  # null: not sent
+    seed: int | None = ranged(0, at_least=0)  # null: not sent
+    # maximum tokens of a reply, and a longer one is a failure; null: not sent
+    max_tokens: int | None = ranged(1024, at_least=1)
+    # further fields of the request, such as {chat_template_kwargs: {enable_thinking: false}}
+    request: dict[str, Any] = field(default_factory=dict)
+    max_concurrency: int = ranged(32, at_least=1, at_most=10000)  # requests at the same time
+    time_limit_s: float = ranged(60.0, above=0)  # time limit of each attempt
+    # attempts after status 408, 429 or 5xx, a lost connection, or the time limit, with growing pauses
+    max_attempts: int = ranged(5, at_least=1, at_most=100)

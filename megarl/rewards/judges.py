@@ -1,0 +1,75 @@
+"""Asks all judges about samples, in a thread with an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from jinja2 import Template
+
+from megarl.config.schema import JudgeConfig
+from megarl.rewards.judge_client import FIRST_PAUSE_S, JudgeClient
+from megarl.rewards.judge_prompt import JudgePromptError, load_template, render
+from megarl.rewards.judge_reply import JudgeReply
+from megarl.rewards.process import ScoreRequest
+
+
+class JudgePanel:
+    """The judges of a run.
+
+    Raises:
+        UserFunctionError: A template cannot be loaded, or an API key is missing.
+    """
+
+    def __init__(self, judges: Sequence[JudgeConfig], first_pause_s: float = FIRST_PAUSE_S) -> None:
+        self._judges = list(judges)
+        self._templates: list[Template] = [load_template(judge.prompt) for judge in judges]
+        self._clients = [
+            JudgeClient(judge, f"reward.judges[{index}]", first_pause_s) for index, judge in enumerate(judges)
+        ]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
+        self._thread.start()
+
+    def ask(self, request: ScoreRequest) -> Future[list[JudgeReply]]:
+        """Ask every judge about a sample, and return immediately. The future never raises."""
+        return asyncio.run_coroutine_threadsafe(self._ask(request), self._loop)
+
+    def close(self) -> None:
+        """Cancel all requests, and end the thread."""
+        asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _ask(self, request: ScoreRequest) -> list[JudgeReply]:
+        return await asyncio.gather(*(self._reply(index, request) for index in range(len(self._judges))))
+
+    async def _reply(self, index: int, request: ScoreRequest) -> JudgeReply:
+        try:
+            prompt = render(self._templates[index], self._judges[index].prompt, prompt_variables(request))
+        except JudgePromptError as error:
+            return JudgeReply("", 0.0, str(error))
+        return await self._clients[index].reply(prompt)
+
+    async def _cancel(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for client in self._clients:
+            await client.close()
+
+
+def prompt_variables(request: ScoreRequest) -> dict[str, object]:
+    """Return the variables of a judge's template, see judge_prompt.VARIABLES."""
+    return {
+        "messages": request.messages,
+        "solution": request.solution_str,
+        "ground_truth": request.ground_truth,
+        "extra_info": request.extra_info,
+        "data_source": request.data_source,
+        "turns": request.turns or [{"role": "assistant", "content": request.solution_str}],
+    }
