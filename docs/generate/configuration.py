@@ -126,15 +126,22 @@ def _section(section: type, value: Any, key: str, prefix: str) -> Iterator[str]:
         else:
             rows.append(_row(section, entry, f"{key}.{entry.name}", default))
             if (item := _item(kind)) is not None:
-                rows += [
-                    _row(item, each, f"{key}.{entry.name}[].{each.name}", _default(each))
-                    for each in fields(item)
-                ]
+                rows += _rows_of_item(item, f"{key}.{entry.name}[]")
 
     if rows:
         yield from _table(rows)
     for kind, default, inner_key in inner:
         yield from _section(kind, default, inner_key, prefix)
+
+
+def _rows_of_item(section: type, key: str) -> Iterator[str]:
+    """Yield the rows of a section that is an item of a list, with those of its nested sections."""
+    for entry in fields(section):
+        kind = _types(section)[entry.name]
+        if is_dataclass(kind):
+            yield from _rows_of_item(typing.cast(type, kind), f"{key}.{entry.name}")
+        else:
+            yield _row(section, entry, f"{key}.{entry.name}", _default(entry))
 
 
 def _table(rows: list[str]) -> list[str]:

@@ -87,17 +87,19 @@ class JudgeClient:
         body = request_body(self._config, prompt)
         async with self._running:
             start_s = time.monotonic()
-            for attempt in range(1, self._config.max_attempts + 1):
-                answer = await self._attempt(body)
-                if answer.error is None:
-                    return JudgeReply(answer.text, time.monotonic() - start_s)
-                if not answer.may_retry or attempt == self._config.max_attempts:
-                    break
+            attempt = 1
+            answer = await self._attempt(body)
+            while answer.may_retry and attempt < self._config.max_attempts:
                 # A pause keeps its place, so that an overloaded server gets fewer requests.
                 await asyncio.sleep(self._pause_s(attempt, answer.pause_s))
+                attempt += 1
+                answer = await self._attempt(body)
 
+        latency_s = time.monotonic() - start_s
+        if answer.error is None:
+            return JudgeReply(answer.text, latency_s)
         attempts = f" after {attempt} attempts" if attempt > 1 else ""
-        return JudgeReply("", time.monotonic() - start_s, f"{answer.error}{attempts}, from {self._url}")
+        return JudgeReply("", latency_s, f"{answer.error}{attempts}, from {self._url}")
 
     def _pause_s(self, attempt: int, asked_s: float | None) -> float:
         if asked_s is not None:

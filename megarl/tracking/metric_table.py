@@ -46,7 +46,14 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "reward/functions/{mean,max,min}",
             "",
-            "Score of the reward functions before weighting, in runs with a reward model.",
+            "Weighted score of functions and judges, in runs with a reward model.",
+        ),
+        MetricRow("reward/judge/<name>/{mean,max,min}", "", "Score of the judge before weighting."),
+        MetricRow("reward/judge/<name>/failed/mean", "share", "Samples for which the judge gave no score."),
+        MetricRow(
+            "reward/judge/<name>/latency_s/{mean,max,min}",
+            "s",
+            "Time from the first attempt at a request to the reply.",
         ),
         MetricRow("reward/model/{mean,max,min}", "", "Score of the reward model before weighting."),
         MetricRow(

@@ -42,8 +42,9 @@ def _server(judge: JudgeConfig, key: str) -> Iterator[Violation]:
         parts = urlsplit(judge.url)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # such as a port that is not a number
+        parts = None
         is_url = False
-    if not is_url:
+    if parts is None or not is_url:
         yield Violation((f"{key}.url",), f"{judge.url!r} is not an http or https URL; {example}")
     elif parts.username is not None or parts.query or parts.fragment:
         yield Violation(
