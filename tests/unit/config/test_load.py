@@ -396,7 +396,7 @@ def test_every_problem_is_listed_with_its_source(tmp_path: Path) -> None:
         "device: is 'tpu', but must be one of auto, cpu, cuda [command line]",
         "tracking.loggers: is ['console', 'papyrus'], but must be a list, each item one of console, jsonl, "
         "tensorboard, wandb, mlflow, "
-        "swanlab [command line]",
+        "swanlab, prometheus, opentelemetry [command line]",
         "model.path: is required; set it in the file or as model.path=...",
         "reward.functions[0].path: is required; set it in the file or as reward.functions[0].path=...",
     ]
