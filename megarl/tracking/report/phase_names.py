@@ -31,6 +31,8 @@ PHASE_NAMES = {
     "begin_snapshot": "begin snapshot",
     "await_snapshot": "await snapshot",
     "load_snapshot": "load snapshot",
+    "begin_profile": "begin profile",
+    "end_profile": "end profile",
     "begin_trace": "begin trace",
     "end_trace": "end trace",
     # The sending side of a weight sync.

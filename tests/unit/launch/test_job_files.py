@@ -159,7 +159,8 @@ def test_every_key_of_a_path_is_known() -> None:
         for key in leaves(schema)
         if key.rsplit(".", 1)[-1].rsplit("_", 1)[-1] in words
     }
-    assert keys | {"checkpoint.resume"} == job_files.SHARED | job_files.CODE
+    without_the_words = {"checkpoint.resume", "reward.judges.prompt"}
+    assert keys | without_the_words == job_files.SHARED | job_files.CODE
 
 
 def leaves(section: type, prefix: str = "") -> list[str]:

@@ -135,7 +135,7 @@ def test_a_kernel_without_landlock_is_said_before_anything_is_scored(monkeypatch
     monkeypatch.setattr(process.os, "setpgid", lambda *_: None)
     monkeypatch.setattr(process.signal, "signal", lambda *_: None)
     monkeypatch.setenv(process.OWNER, "")
-    process.start([SANDBOXED], RewardSandboxConfig(), 1.0)
+    process.start([SANDBOXED], [], RewardSandboxConfig(), 1.0)
     assert process.load_error().startswith(
         "reward.functions' sandbox: this kernel has no Landlock (Linux 5.13)"
     )
