@@ -113,7 +113,7 @@ class _SGLangComes(MetaPathFinder):
 
 
 def stay_a_test_process() -> None:
-    """Let this process, which runs tests and was perhaps forked, import packages as if it had not been."""
+    """Make imports of a forked test process work as in a fresh one."""
     # SGLang, if at all, beside transformers.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SGLangComes)]
     # megarl hides the package from Megatron, which has been imported by now.

@@ -1,4 +1,4 @@
-"""A session behind the real server, for a tiny model that greedily continues any conversation."""
+"""A session of the real server, with a tiny model that samples greedily."""
 
 from __future__ import annotations
 

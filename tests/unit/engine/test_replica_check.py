@@ -60,7 +60,7 @@ def test_a_rank_that_differs_from_most_is_named(rank_pool: RankPool, folders: di
 
 
 def test_norms_are_equal_on_tensor_parallel_ranks(rank_pool: RankPool, folders: dict[str, str]) -> None:
-    """With two copies there is no majority: both ranks are suspected. Other stages stop, too."""
+    """Two copies have no majority, so the error names both ranks. Other stages stop, too."""
     parallel = ALL_LAYOUTS["TP2xPP2"]
     settings = {"parallel": parallel, "folder": folders["qwen2"], "changed": "final_layernorm", "rank": 3}
     told = rank_pool.run(check, world_size=4, **settings)

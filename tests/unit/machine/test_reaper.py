@@ -86,7 +86,7 @@ time.sleep(600)
 
 
 def test_shared_memory_of_killed_processes_is_removed_unless_others_use_it() -> None:
-    """SGLang leaves its message queues behind when its processes are killed."""
+    """SGLang does not remove its message queues when its processes are killed."""
     owner = uuid.uuid4().hex
     only, used = (Path(f"/dev/shm/{kind}-{owner}") for kind in ("only", "used"))
     process = subprocess.Popen(
