@@ -166,6 +166,8 @@ def build_engine(
     from megarl.weights.shards import Shards, held_slices
 
     class Gradients:
+        megatron_configs = ()
+
         def __init__(self, chunks: Sequence[Any]) -> None:
             self._chunks = chunks
 
