@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megarl.models.families import FAMILIES
 from megarl.recipes.quickstart.prepare import MODEL, prepare
 from tests.families import SPARSE_FAMILIES
-from tests.soak.experts import LEAST_GAIN, megarl
+from tests.soak.learning import LEAST_GAIN, megarl
 
 # Models that read images learn to count shapes in tests/soak/shapes.py.
 TRAINED = [name for name, family in FAMILIES.items() if family.tower_rows is None]

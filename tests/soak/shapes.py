@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from examples.shapes.prepare import prepare
-from tests.soak.experts import LEAST_GAIN, megarl
+from tests.soak.learning import LEAST_GAIN, megarl
 
 
 def main() -> int:
