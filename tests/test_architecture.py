@@ -4,6 +4,7 @@ source is read with `ast`."""
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
@@ -277,6 +278,12 @@ def test_megarl_calls_no_worker_by_a_string() -> None:
         if "execute_" in source and (calls := calls_by_name(source))
     }
     assert calls_by_name('group.execute_all_sync("update")') == ["1: execute_all_sync"]
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "tests/soak").glob("*.py")), ids=lambda file: file.stem)
+def test_soak_tests_can_be_imported(file: Path) -> None:
+    """They run before releases only, and pyrefly does not check tests."""
+    importlib.import_module(f"tests.soak.{file.stem}")
 
 
 def test_pyrefly_checks_every_package_that_calls_workers() -> None:
