@@ -97,7 +97,7 @@ class Prompts:
 class Run:
     """Handle that `start` yields.
 
-    Roles that the configuration does not need (critic, reference) add nothing to a batch.
+    Roles that the configuration does not need (critic, reference, teacher) add nothing to a batch.
     """
 
     def __init__(self, session: Session, trainer: PPOTrainer) -> None:
@@ -114,6 +114,10 @@ class Run:
     @property
     def reference(self) -> Scorer | Absent:
         return self._trainer.roles.reference
+
+    @property
+    def teacher(self) -> Scorer | Absent:
+        return self._trainer.roles.teacher
 
     @property
     def critic(self) -> Critic | Absent:

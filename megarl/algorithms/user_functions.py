@@ -111,6 +111,7 @@ def try_functions(config: AlgorithmConfig) -> None:
             score_parts=zeros[:, :2],
             old_log_probs=zeros if needs.old_log_probs else None,
             sum_pi_squared=zeros if needs.sum_pi_squared else None,
+            teacher_log_prob=zeros if needs.teacher else None,
         )
         _try(config.advantage.function, lambda: estimator_of(config.advantage)(inputs, config.advantage))
 

@@ -46,6 +46,7 @@ RESPONSE_KEYS = (  # columns with a value for each token of the response
     "rollout_log_probs",
     "old_log_probs",
     "ref_log_prob",
+    "teacher_log_prob",
     "rollout_weights",
     "entropys",
     "sum_pi_squared",

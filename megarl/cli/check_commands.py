@@ -144,7 +144,7 @@ _DRY_RUN_DEFAULTS = {"role": "actor", "ranks": "distinct", "json": None}
 
 def _add_dry_run_options(command: argparse._ActionsContainer) -> None:
     command.add_argument(
-        "--role", metavar="ROLE", help="actor (the default), reference, critic or reward_model"
+        "--role", metavar="ROLE", help="actor (the default), reference, teacher, critic or reward_model"
     )
     command.add_argument(
         "--ranks",

@@ -47,6 +47,8 @@ class EstimatorNeeds:
         old_log_probs: It reads the trainer's `old_log_probs`, so samples are scored before the update.
         sum_pi_squared: It reads `sum_pi_squared` of the trainer's probabilities, computed with
             `old_log_probs`.
+        teacher: It reads `teacher_log_prob`, so the run has the role teacher.
+        reward: It reads the rewards, so something must score the samples. Otherwise the scores are optional.
     """
 
     compares_samples: bool
@@ -55,6 +57,8 @@ class EstimatorNeeds:
     score_parts: bool = False
     old_log_probs: bool = False
     sum_pi_squared: bool = False
+    teacher: bool = False
+    reward: bool = True
 
 
 class AdvantageEstimator(Kind):
@@ -81,6 +85,11 @@ class AdvantageEstimator(Kind):
     optimal_token_baseline = (
         "optimal_token_baseline",
         EstimatorNeeds(compares_samples=True, old_log_probs=True, sum_pi_squared=True),
+    )
+    # the log-ratio of a teacher and the policy at each token, optionally mixed with rewards
+    distillation = (
+        "distillation",
+        EstimatorNeeds(compares_samples=False, old_log_probs=True, teacher=True, reward=False),
     )
 
 

@@ -30,6 +30,7 @@ from megarl.config.schema import (
 from megarl.models.architecture import LoRA
 
 REWARD_MODEL = "reward_model"
+TEACHER = "teacher"
 ENVIRONMENT = "environment"  # the processes of an agent's environments
 
 
@@ -185,6 +186,11 @@ def needs_reference(config: PPOConfig) -> bool:
     return config.algorithm.kl.in_reward or config.algorithm.kl.in_loss
 
 
+def needs_teacher(config: PPOConfig) -> bool:
+    # A rule reports a missing path.
+    return config.algorithm.advantage.estimator.needs.teacher and config.teacher.path is not None
+
+
 def needs_critic(config: PPOConfig) -> bool:
     return config.algorithm.advantage.estimator.needs.critic
 
@@ -247,6 +253,19 @@ ROLES: tuple[Role, ...] = (
         shares_with=("actor",),
         base_of="actor",
         phases=(RolePhase(name="ref", stage=Stage.score, calls=("log_probs",), writes=("ref_log_prob",)),),
+    ),
+    Role(
+        name=TEACHER,
+        kind=RoleKind.scorer,
+        is_needed=needs_teacher,
+        path_keys=("teacher.path",),
+        parallel_key="teacher.parallel",
+        micro_batch_key="teacher.micro_batch",
+        megatron_keys=("teacher.megatron",),
+        shares_with=("actor",),
+        phases=(
+            RolePhase(name=TEACHER, stage=Stage.score, calls=("log_probs",), writes=("teacher_log_prob",)),
+        ),
     ),
     Role(
         name="critic",

@@ -86,6 +86,7 @@ PPO_RULES: Mapping[Callable[[PPOConfig], Violations], Keys] = {
     judges.judges: (),
     agent.episodes: ("rollout.max_staleness", "agent.max_turn_tokens", "data.max_response_length"),
     algorithm.estimator: ("rollout.n",),
+    algorithm.teacher: ("rollout.n", "algorithm.advantage.distillation"),
     algorithm.critic: ("trainer.critic_warmup_steps", "trainer.total_steps"),
     algorithm.policy_loss: ("trainer.updates_per_step", "trainer.epochs_per_batch"),
     algorithm.aggregations: ("data.max_response_length",),

@@ -15,7 +15,7 @@ from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms.user_functions import try_functions
-from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
+from megarl.config.roles import REWARD_MODEL, TEACHER, ModelRole, model_roles
 from megarl.config.rules.data import too_few_rows
 from megarl.config.rules.machine import has_tokenizer, has_weights
 from megarl.config.schema import (
@@ -50,6 +50,7 @@ from megarl.doctor.reward_functions import (
     judge_compared_metrics,
     judge_rewards,
 )
+from megarl.doctor.teacher import judge_teacher
 from megarl.machine.errors import ConfigError
 from megarl.machine.spawn import FreshContext
 from megarl.machine.user_functions import UserFunctionError
@@ -95,15 +96,19 @@ def findings(
     # Check each weight folder once, because several roles may share it.
     for role in (each for each in _distinct_models(config, architectures) if has_weights(each.path)):
         yield judge_model(Path(role.path), role.path_key, architectures[role.name], role)
+    policy: PreTrainedTokenizerBase | None = None
     for role in model_roles(config):
         if (
             role.name not in architectures
-            or role.name not in ("actor", REWARD_MODEL)
+            or role.name not in ("actor", REWARD_MODEL, TEACHER)
             or not has_tokenizer(role.path)
         ):
             continue
         try:
             tokenizer = load_tokenizer(role.path, config.model.trust_remote_code, role.path_key)
+            if role.name == TEACHER:
+                yield judge_teacher(role, tokenizer, policy)
+                continue
             yield judge_tokenizer(role, tokenizer)
         except ValueError as error:
             hint = (
@@ -114,6 +119,7 @@ def findings(
             continue
         # The data is rendered with the policy's tokenizer, so it is checked here.
         if role.name == "actor":
+            policy = tokenizer
             tools = None
             if (
                 isinstance(config, PPOConfig)

@@ -26,6 +26,7 @@ SHARED = frozenset(
     {
         "model.path",
         "reference.path",
+        "teacher.path",
         "actor.lora.path",
         "critic.lora.path",
         "critic.model.path",

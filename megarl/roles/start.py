@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megarl.config.load import with_absolute_paths, with_dtype
-from megarl.config.roles import REWARD_MODEL, ModelRole, RoleKind, model_roles
+from megarl.config.roles import REWARD_MODEL, TEACHER, ModelRole, RoleKind, model_roles
 from megarl.config.schema import Device, EngineDType, PPOConfig, PreferenceConfig, RunConfig, SFTConfig
 from megarl.controller.call_limits import LearnedLimits
 from megarl.controller.environment import weight_group_settings
@@ -72,6 +72,10 @@ class PPORoles:
     @property
     def reference(self) -> Scorer | Absent:
         return self.scorer("reference")
+
+    @property
+    def teacher(self) -> Scorer | Absent:
+        return self.scorer(TEACHER)
 
     @property
     def groups(self) -> list[RoleGroup | Rollout]:

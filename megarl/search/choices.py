@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from megarl.config.roles import ModelRole
+from megarl.config.roles import TEACHER, ModelRole
 from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, Recomputation
 from megarl.models.architecture import Architecture
 from megarl.placement.expert_activations import layers_of_stage
@@ -34,6 +34,8 @@ def with_choice(config: PPOConfig, unit: Unit, choice: Choice) -> PPOConfig:
         if role.name == "reference":
             limit = _limited(config.reference.micro_batch, choice.reference_tokens)
             config = config.with_sections(reference=replace(config.reference, micro_batch=limit))
+        elif role.name == TEACHER:
+            config = config.with_sections(teacher=replace(config.teacher, parallel=choice.parallel))
         elif choice.recomputation is None:
             model = replace(config.reward.model, parallel=choice.parallel)
             config = config.with_sections(reward=replace(config.reward, model=model))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import gcd
 from typing import NamedTuple
 
+from megarl.config.roles import TEACHER
 from megarl.config.schema import PlacementConfig, PlacementStrategy
 from megarl.machine.errors import ConfigError
 from megarl.search.space import ROLLOUT, Space
@@ -162,12 +163,13 @@ def _strategy(space: Space, partition: Partition) -> PlacementStrategy:
 def _named(space: Space) -> dict[PlacementStrategy, list[list[str]]]:
     """Return the pools of each strategy, as placement/requests.py places the roles."""
     names = [unit.name for unit in space.units]
-    # A reward model shares the critic's devices if there is a critic.
-    scoring = [[name for name in names if name != "actor"]]
+    # A teacher shares the actor's devices, and a reward model those of the critic if there is one.
+    policies = [name for name in names if name in ("actor", TEACHER)]
+    scoring = [[name for name in names if name not in policies]]
     scoring = [] if not scoring[0] else scoring
     pools = {
-        PlacementStrategy.hybrid: [["actor", ROLLOUT], *scoring],
-        PlacementStrategy.split_collocate: [["actor"], *scoring, [ROLLOUT]],
+        PlacementStrategy.hybrid: [[*policies, ROLLOUT], *scoring],
+        PlacementStrategy.split_collocate: [policies, *scoring, [ROLLOUT]],
         PlacementStrategy.fully_collocate: [[*names, ROLLOUT]],
     }
     # Alone, a reference would have devices of its own.

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from operator import attrgetter
 from typing import NamedTuple
 
-from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
+from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import ParallelConfig, PPOConfig, RolloutEngineKind
 from megarl.machine.errors import ConfigError
 
@@ -86,7 +86,7 @@ def free_keys(config: PPOConfig) -> tuple[str, ...]:
         section = role.parallel_key.removesuffix(".parallel")
         if role.optim is not None:
             keys += [f"{section}.{name}" for name in _TRAINED]
-        elif role.name != REWARD_MODEL:
+        elif role.name == "reference":
             keys.append(f"{role.micro_batch_key}.max_tokens")
 
     engine: RolloutEngineKind = config.rollout.engine

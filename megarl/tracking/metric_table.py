@@ -148,6 +148,12 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "Coefficient of the KL penalty in the reward, which an adaptive controller adjusts.",
         ),
         MetricRow(
+            "distillation/reverse_kl/mean",
+            "nats",
+            f"Log-prob of the policy minus that of the teacher, mean {_TOKENS}: an estimate of the "
+            "reverse KL, which distillation minimizes.",
+        ),
+        MetricRow(
             "{actor,critic,sft}/moe/expert_share/max",
             "share",
             "Largest share of a layer's tokens that was routed to one expert.",

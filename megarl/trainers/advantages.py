@@ -8,6 +8,7 @@ from typing import cast
 import torch
 
 from megarl.algorithms.advantages import AdvantageInputs
+from megarl.algorithms.advantages.distillation import distillation_metrics
 from megarl.algorithms.kl import KL_CONTROLLERS, apply_kl_penalty, sequence_mean_kl
 from megarl.algorithms.masked import map_tokens, masked_column, on_every_token, row_lengths
 from megarl.algorithms.rollout_correction import correct
@@ -52,7 +53,8 @@ class AdvantageStep:
         rewards are added, and its rows share the advantages.
 
         Returns:
-            The batch, and the metrics of `penalise_overlong` (if that penalty is enabled) and `kl_metrics`.
+            The batch, and the metrics of `penalise_overlong` (if that penalty is enabled), `kl_metrics`, and
+            `distillation_metrics` (if there is a teacher).
 
         Raises:
             ValueError: Rewards are NaN or infinite.
@@ -72,6 +74,7 @@ class AdvantageStep:
             if self._algorithm.advantage.estimator.needs.old_log_probs
             else None,
             sum_pi_squared=tensors.get("sum_pi_squared"),
+            teacher_log_prob=tensors.get("teacher_log_prob"),
         )
         estimate = self._estimate(inputs, self._algorithm.advantage)
         added: dict[str, Column] = {
@@ -79,6 +82,8 @@ class AdvantageStep:
             "advantages": estimate.advantages,
             "returns": estimate.returns,
         }
+        if self._algorithm.advantage.estimator.needs.teacher:
+            metrics |= distillation_metrics(inputs)
         if episodes is not batch:
             added = dict(split_branches(cast("dict[str, RaggedTensor]", added), batch))
 

@@ -241,6 +241,7 @@ class PPOTrainer:
         weights = self.roles.weights
         actor = roles.actor
         reference = roles.reference
+        teacher = roles.teacher
         critic = roles.critic
 
         with phase("gen"):
@@ -249,7 +250,11 @@ class PPOTrainer:
 
         # Start all models that score the samples; `union` waits for their results.
         batch = batch.union(
-            *scores, actor.old_log_probs(batch, step), reference.log_probs(batch), critic.values(batch)
+            *scores,
+            actor.old_log_probs(batch, step),
+            reference.log_probs(batch),
+            teacher.log_probs(batch),
+            critic.values(batch),
         )
 
         with phase("adv"):

@@ -131,6 +131,8 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "make docs": InTest("tests/docs/test_site.py::test_every_page_is_in_the_site", ("--fail-on-warning",)),
     "megarl check configs/quickstart.yaml": Executed(),
     "megarl check configs/quickstart.yaml --fast": Executed(),
+    "megarl check configs/quickstart.yaml --fast algorithm.advantage.estimator=distillation algorithm.kl.where=none "
+    "teacher.path=outputs/quickstart/sft/huggingface": Executed(),
     "megarl check configs/quickstart.yaml actor.optm.lr=1e-3": Executed(status=2),
     "megarl check configs/qwen2.5_7b_grpo.yaml": Executed(),
     "megarl check configs/qwen2.5_7b_grpo.yaml actor.lora=lora": Executed(),

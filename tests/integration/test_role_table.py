@@ -13,13 +13,13 @@ from megarl.config import roles as table
 from megarl.roles.models import ABSENT
 from megarl.roles.start import PPORoles
 from tests.integration.tiny_run import run_ppo, save_inputs, tiny_config
-from tests.unit.roles.test_role_table import TEACHER
+from tests.unit.roles.test_role_table import EXAMINER
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def test_a_row_in_the_table_is_a_role_that_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "ROLES", (*table.ROLES, TEACHER))
+    monkeypatch.setattr(table, "ROLES", (*table.ROLES, EXAMINER))
     save_inputs(tmp_path)
     rows = DataProto.from_dict(
         {
@@ -32,12 +32,12 @@ def test_a_row_in_the_table_is_a_role_that_scores(tmp_path: Path, monkeypatch: p
 
     def look(step: int, roles: PPORoles) -> None:
         assert roles.scorer("nobody") is ABSENT
-        scored.extend(scorer.log_probs(rows).get() for scorer in (roles.scorer("teacher"), roles.reference))
+        scored.extend(scorer.log_probs(rows).get() for scorer in (roles.scorer("examiner"), roles.reference))
 
     run = run_ppo(
         tiny_config(tmp_path, tmp_path / "out", trainer={"total_steps": 1, "validate_before": False}), look
     )
-    (teacher, reference) = scored
-    assert set(teacher.ragged) == {"teacher_log_prob"}
-    assert torch.equal(teacher.ragged["teacher_log_prob"].flat(), reference.ragged["ref_log_prob"].flat())
+    (examiner, reference) = scored
+    assert set(examiner.ragged) == {"examiner_log_prob"}
+    assert torch.equal(examiner.ragged["examiner_log_prob"].flat(), reference.ragged["ref_log_prob"].flat())
     assert "timing_s/ref" in run.metrics[0]

@@ -45,6 +45,7 @@ class AdvantageInputs:
     old_log_probs: Column | None = None  # (B, R)
     # (B, R): the sum of the squared probabilities over the vocabulary, at each token
     sum_pi_squared: Column | None = None
+    teacher_log_prob: Column | None = None  # (B, R)
 
     def __post_init__(self) -> None:
         refuse_unusable("the sum of token_level_rewards", self.outcomes, self.uid)

@@ -10,14 +10,13 @@ import logging
 from collections.abc import Callable, Sequence
 
 from megarl.cli.run.context import RunFailedError
-from megarl.config.roles import REWARD_MODEL, model_roles
+from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.doctor.examined_config import load_for_run
 from megarl.machine.errors import ConfigError
 from megarl.roles.rollout.replicas import NodeLostError
 
 _log = logging.getLogger(__name__)
-_SECTIONS = {"actor": "actor", "critic": "critic", REWARD_MODEL: "reward.model"}
 
 
 def on_fewer_nodes(config: RunConfig) -> list[str] | None:
@@ -28,9 +27,8 @@ def on_fewer_nodes(config: RunConfig) -> list[str] | None:
     """
     num_nodes = config.placement.num_nodes
     sizes = {
-        f"{_SECTIONS[role.name]}.parallel.data_parallel_size": role.parallel.data_parallel_size
+        f"{role.parallel_key}.data_parallel_size": role.parallel.data_parallel_size
         for role in model_roles(config)
-        if role.name in _SECTIONS
     }
     for fewer in range(num_nodes - 1, 0, -1):
         if all(size * fewer % num_nodes == 0 for size in sizes.values()):

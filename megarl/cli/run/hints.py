@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from megarl.config.paths import checkpoint_path
-from megarl.config.roles import REWARD_MODEL
+from megarl.config.roles import REWARD_MODEL, TEACHER
 from megarl.config.schema import RunConfig
 from megarl.controller import hints
 from megarl.machine.wording import counted
@@ -124,7 +124,7 @@ def _setting(config: RunConfig | None, key: str) -> Any:
 def _section(role: str) -> str:
     """Return the configuration section of a role, or of the first of several roles in one process."""
     first = role.split("+")[0]
-    return {REWARD_MODEL: "reward.model", "critic": "critic"}.get(first, "actor")
+    return {REWARD_MODEL: "reward.model", TEACHER: TEACHER, "critic": "critic"}.get(first, "actor")
 
 
 # ---- facts

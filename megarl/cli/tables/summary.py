@@ -28,6 +28,7 @@ _NAMES = {
     AdvantageEstimator.remax: "ReMax",
     AdvantageEstimator.grpo_pass_k: "GRPO for pass@k",
     AdvantageEstimator.optimal_token_baseline: "optimal token baseline",
+    AdvantageEstimator.distillation: "on-policy distillation",
 }
 
 

@@ -14,6 +14,7 @@ from megarl.config.schema import (
 from megarl.config.violation import Violation, Violations
 
 _ESTIMATOR = "algorithm.advantage.estimator"
+_REWARD_WEIGHT = "algorithm.advantage.distillation.reward_weight"
 _KIND = "algorithm.policy_loss.kind"
 _WHERE = "algorithm.kl.where"
 _AGGREGATION = "algorithm.policy_loss.aggregation"
@@ -64,6 +65,39 @@ def estimator(config: PPOConfig) -> Violations:
                 ("algorithm.overlong.buffer_share", _ESTIMATOR),
                 f"{unread}; use 0, and a reward function that scores the length",
             )
+
+
+def teacher(config: PPOConfig) -> Violations:
+    """Check the settings of distillation: a teacher, and rewards that are read if they are shaped."""
+    advantage = config.algorithm.advantage
+    if not advantage.estimator.needs.teacher:
+        return
+
+    if config.teacher.path is None:
+        yield Violation(
+            ("teacher.path", _ESTIMATOR),
+            f"{advantage.estimator.name} needs a teacher, but the path is null; give the folder of a model "
+            f"with the policy's tokenizer",
+        )
+
+    weight = advantage.distillation.reward_weight
+    if weight and config.rollout.n < 2:
+        yield Violation(
+            ("rollout.n", _REWARD_WEIGHT),
+            f"the rewards of the samples of a prompt are compared, but n is {config.rollout.n}, so they have "
+            f"no effect; use 2 or more, or reward_weight 0",
+        )
+    if weight:
+        return
+
+    unread = "with reward_weight 0 the rewards are not read, so a penalty in them has no effect"
+    if config.algorithm.kl.in_reward:
+        yield Violation((_WHERE, _REWARD_WEIGHT), f"{unread}; use where=none or where=loss")
+    if config.algorithm.overlong.buffer_share:
+        yield Violation(
+            ("algorithm.overlong.buffer_share", _REWARD_WEIGHT),
+            f"{unread}; use 0, or a reward_weight above 0",
+        )
 
 
 def critic(config: PPOConfig) -> Violations:

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from megarl.config.paths import is_url
-from megarl.config.roles import REWARD_MODEL, model_roles
+from megarl.config.roles import REWARD_MODEL, TEACHER, model_roles
 from megarl.config.rules.data import FORMATS, SAVED_TO_DISK, SPLITS
 from megarl.config.rules.megatron import requirements_here
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, LoggerKind, RunConfig
@@ -106,7 +106,9 @@ def _model_files(config: RunConfig) -> Violations:
     `validate` reports a missing `config.json`.
     """
     folders = {role.path: role.path_key for role in model_roles(config)}
-    with_tokenizer = {role.path for role in model_roles(config) if role.name in ("actor", REWARD_MODEL)}
+    with_tokenizer = {
+        role.path for role in model_roles(config) if role.name in ("actor", REWARD_MODEL, TEACHER)
+    }
 
     for folder, key in folders.items():
         if not os.path.isfile(Path(folder) / "config.json"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import gcd
 
 from megarl.config.batch_arithmetic import room_of_longest_row
-from megarl.config.roles import ModelRole, RoleKind, model_roles
+from megarl.config.roles import TEACHER, ModelRole, RoleKind, model_roles
 from megarl.config.schema import (
     Device,
     DType,
@@ -295,7 +295,8 @@ def _too_short(
 def same_vocabulary(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
     """Check that all models can read the policy's token ids.
 
-    Frozen policies must have the same vocabulary.
+    Frozen policies must have the same vocabulary. Models of one family and several sizes may pad it to
+    several sizes, so a teacher may have more rows; `megarl.doctor` compares the tokenizers.
     """
     if "actor" not in architectures:
         return
@@ -304,7 +305,8 @@ def same_vocabulary(config: PPOConfig, architectures: Mapping[str, Architecture]
     for role in model_roles(config):
         if role.kind is not RoleKind.scorer or role.name not in architectures:
             continue
-        if (vocab_size := architectures[role.name].vocab_size) != policy:
+        vocab_size = architectures[role.name].vocab_size
+        if vocab_size != policy and not (role.name == TEACHER and vocab_size > policy):
             yield Violation(
                 tuple(dict.fromkeys((role.row.path_keys[0], "model.path"))),
                 f"the {role.name} has vocab_size {vocab_size}, the policy {policy}, but comparing their "

@@ -21,11 +21,19 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 def something_scores(config: PPOConfig) -> Violations:
     # The program of a harness may set the rewards itself.
     has_source = config.reward.functions or config.reward.judges or needs_reward_model(config)
-    if not has_source and not config.agent.harness.is_used:
+    has_scores = has_source or config.agent.harness.is_used
+    if not has_scores and config.algorithm.reads_rewards:
         yield Violation(
             ("reward.functions", "reward.model.path"),
             "there are neither functions nor a model, so samples have no scores; give a list such as "
             "[{path: reward.py, name: compute_score}], the folder of a reward model, or reward.judges",
+        )
+    if not has_scores and not config.algorithm.reads_rewards and config.data.val_files:
+        yield Violation(
+            ("data.val_files", "reward.functions"),
+            "nothing scores the responses to held-out prompts, because there are neither reward functions "
+            "nor a model; remove the files, or give a reward function (it does not affect the training with "
+            "algorithm.advantage.distillation.reward_weight 0)",
         )
     if not needs_reward_model(config) and config.reward.model != RewardModelConfig():
         yield Violation(

@@ -25,6 +25,7 @@ from megarl.config.schema.algorithm import (
     CorrectionKind,
     CorrectionLevel,
     CovarianceConfig,
+    DistillationConfig,
     DynamicSamplingConfig,
     KLConfig,
     KLControllerConfig,
@@ -74,6 +75,7 @@ from megarl.config.schema.models import (
     Recompute,
     RecomputeModule,
     ReferenceConfig,
+    TeacherConfig,
     TrainedModelConfig,
 )
 from megarl.config.schema.placement import OverBudget, PlacementConfig, PlacementStrategy

@@ -59,6 +59,16 @@ class RejectionLevel(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationConfig:
+    """How the estimator `distillation` weighs the teacher against the rewards."""
+
+    # weight of the teacher's log-prob minus the policy's, at each token
+    coefficient: float = ranged(1.0, above=0)
+    # weight of the advantage that grpo computes from the rewards; 0: rewards have no effect on the training
+    reward_weight: float = ranged(0.0, at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
     # how advantages are computed from rewards; see Algorithms
     estimator: AdvantageEstimator = AdvantageEstimator.gae
@@ -69,6 +79,7 @@ class AdvantageConfig:
     lam: float = ranged(1.0, at_least=0, at_most=1)  # gae: lambda; 1 relies on rewards, 0 on the critic
     # grpo, grpo_pass_k: divide by the group's standard deviation; false is Dr. GRPO (Liu et al. 2025)
     normalize_by_std: bool = True
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +223,12 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether the rewards affect the training."""
+        advantage = self.advantage
+        return advantage.estimator.needs.reward or advantage.distillation.reward_weight > 0
 
     @property
     def own_functions(self) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from megarl.config.schema.keys import MISSING, InputKind, names, numbers, ranged
-from megarl.config.schema.megatron import MegatronConfig, ReferenceMegatronConfig
+from megarl.config.schema.megatron import FrozenMegatronConfig, MegatronConfig, ReferenceMegatronConfig
 from megarl.models.architecture import LoRA
 
 
@@ -282,3 +282,14 @@ class ReferenceConfig:
     path: str | None = field(default=None, metadata=names(InputKind.data))
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
     megatron: ReferenceMegatronConfig = field(default_factory=ReferenceMegatronConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """A frozen policy whose log-probs of the samples are the target of the estimator `distillation`."""
+
+    # model folder of the teacher, with the policy's tokenizer; its architecture and size may be others
+    path: str | None = field(default=None, metadata=names(InputKind.data))
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
+    megatron: FrozenMegatronConfig = field(default_factory=FrozenMegatronConfig)

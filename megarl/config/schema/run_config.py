@@ -21,6 +21,7 @@ from megarl.config.schema.models import (
     CriticConfig,
     ModelConfig,
     ReferenceConfig,
+    TeacherConfig,
     TrainedModelConfig,
 )
 from megarl.config.schema.placement import PlacementConfig
@@ -163,6 +164,7 @@ class PPOConfig(RunConfig):
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

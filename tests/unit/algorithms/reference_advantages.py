@@ -40,6 +40,21 @@ def advantages(kind, batch, config):
 
     if kind == "optimal_token_baseline":
         return optimal_token_baseline(batch, mask, group, to_go), to_go
+
+    if kind == "distillation":
+        section = config.distillation
+        of_rewards = [normalized(scores, group[i], i, config.normalize_by_std) for i in rows]
+        mixed = [
+            [
+                section.coefficient * (teacher - old) + section.reward_weight * of_rewards[i] if keep else 0.0
+                for teacher, old, keep in zip(
+                    batch["teacher_log_prob"][i], batch["old_log_probs"][i], mask[i], strict=True
+                )
+            ]
+            for i in rows
+        ]
+        return mixed, mixed
+
     per_row = {
         "grpo": lambda: [normalized(scores, group[i], i, config.normalize_by_std) for i in rows],
         "grpo_pass_k": lambda: [pass_k(scores, group[i], i, config.normalize_by_std) for i in rows],

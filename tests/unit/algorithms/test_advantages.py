@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from megarl.algorithms.advantages.distillation import distillation_metrics
 from megarl.algorithms.advantages.token_level import gae, rewards_to_go
 from megarl.algorithms.groups import Groups
 from megarl.batch import ragged
-from megarl.config.schema import AdvantageConfig, AdvantageEstimator
+from megarl.config.schema import AdvantageConfig, AdvantageEstimator, DistillationConfig
 from tests.unit.algorithms import reference_advantages
 from tests.unit.algorithms.reference import gae_row
 from tests.unit.algorithms.strategies import masks, normal, poison
@@ -25,6 +26,7 @@ INPUTS_OF = {
     "score_parts": ("score_parts",),
     "old_log_probs": ("old_log_probs",),
     "sum_pi_squared": ("sum_pi_squared",),
+    "teacher": ("teacher_log_prob",),
 }  # the inputs of each need, except those of the samples
 FRACTIONS = st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0])
 
@@ -218,6 +220,50 @@ def test_optimal_token_baseline_by_hand():
     assert returns.tolist() == [[1.0, 1.0], [5.0, 0.0]]
 
 
+def test_distillation_by_hand():
+    """The second row ends after a token; what stands behind it has no effect, and nor has a reward."""
+    inputs = distilled([[-1.0, -3.0], [-0.5, NAN]], [[-2.0, -1.0], [-0.25, INF]])
+    advantages, returns = ADVANTAGE_ESTIMATORS[AdvantageEstimator.distillation](
+        inputs, AdvantageConfig(distillation=DistillationConfig(coefficient=0.5))
+    )
+    # 0.5 x (-1 + 2), 0.5 x (-3 + 1), 0.5 x (-0.5 + 0.25)
+    assert advantages.tolist() == [[0.5, -1.0], [-0.125, 0.0]]
+    assert returns.tolist() == advantages.tolist()
+    # (-2 + 1) + (-1 + 3) + (-0.25 + 0.5) = 1.25 over three tokens
+    assert distillation_metrics(inputs) == {"distillation/reverse_kl/mean": pytest.approx(1.25 / 3)}
+
+
+def test_distillation_mixes_with_rewards_by_weight():
+    """Scores 1 and 5: the mean is 3, so the group's advantages are -2 and 2 without the deviation."""
+    inputs = distilled([[-1.0, -3.0], [-0.5, NAN]], [[-2.0, -1.0], [-0.25, INF]])
+    section = DistillationConfig(coefficient=2.0, reward_weight=0.25)
+    config = AdvantageConfig(normalize_by_std=False, distillation=section)
+    advantages, _ = ADVANTAGE_ESTIMATORS[AdvantageEstimator.distillation](inputs, config)
+    assert advantages.tolist() == [[2.0 - 0.5, -4.0 - 0.5], [-0.5 + 0.5, 0.0]]
+
+
+def distilled(teacher, old):
+    """Return two samples of one prompt with the scores 1 and 5, of two tokens and one token."""
+    teacher_log_prob, old_log_probs = (torch.tensor(rows, dtype=torch.float64) for rows in (teacher, old))
+    return inputs_of([1.0, 5.0], "aa", [2, 1], teacher_log_prob=teacher_log_prob, old_log_probs=old_log_probs)
+
+
+@pytest.mark.parametrize("coefficient", [1.0, 0.3])
+@settings(max_examples=30, deadline=None)
+@given(mask=masks(max_rows=7), seed=st.integers(0, 1000), weight=st.sampled_from([0.0, 0.5, 2.0]))
+def test_distillation_is_the_reference_with_any_weights(coefficient, mask, seed, weight):
+    batch = batch_of(mask, seed)
+    section = DistillationConfig(coefficient=coefficient, reward_weight=weight)
+    config = AdvantageConfig(estimator=AdvantageEstimator.distillation, distillation=section)
+    got = ADVANTAGE_ESTIMATORS[config.estimator](AdvantageInputs(**poisoned(batch)), config)
+    expected, _ = reference_advantages.advantages(
+        "distillation", {key: x.tolist() for key, x in batch.items()}, config
+    )
+    np.testing.assert_allclose(
+        got.advantages.numpy(), np.array(expected).reshape(mask.shape), rtol=1e-9, atol=1e-9
+    )
+
+
 def batch_of(mask, seed):
     """Generate random inputs of all estimators by name.
 
@@ -239,10 +285,11 @@ def batch_of(mask, seed):
         "score_weights": torch.tensor([1.0, 0.5], dtype=torch.float64),
         "old_log_probs": -normal(mask, seed + 3).abs(),
         "sum_pi_squared": normal(mask, seed + 4).abs().clamp(max=1.0),
+        "teacher_log_prob": -normal(mask, seed + 5).abs(),
     }
 
 
-PER_TOKEN = ("token_level_rewards", "values", "old_log_probs", "sum_pi_squared")
+PER_TOKEN = ("token_level_rewards", "values", "old_log_probs", "sum_pi_squared", "teacher_log_prob")
 
 
 def poisoned(batch, value=NAN):
@@ -338,6 +385,8 @@ def test_a_single_valid_token_of_the_batch(kind):
 
     if kind is AdvantageEstimator.remax:
         assert advantages[0, 1] == batch["token_level_rewards"][0, 1] - batch["baseline_scores"][0]
+    elif kind is AdvantageEstimator.distillation:
+        assert advantages[0, 1] == batch["teacher_log_prob"][0, 1] - batch["old_log_probs"][0, 1]
     else:
         assert not advantages.any()
 
@@ -406,6 +455,8 @@ def test_many_bad_samples_are_not_all_listed():
         (AdvantageEstimator.gdpo, "score_parts", "use grpo"),
         (AdvantageEstimator.optimal_token_baseline, "old_log_probs", "use rloo"),
         (AdvantageEstimator.optimal_token_baseline, "sum_pi_squared", "use rloo"),
+        (AdvantageEstimator.distillation, "teacher_log_prob", "add run.teacher.log_probs"),
+        (AdvantageEstimator.distillation, "old_log_probs", "add run.actor.log_probs"),
     ],
 )
 def test_a_missing_input_is_named_with_its_estimator(kind, missing, hint):
@@ -433,7 +484,7 @@ def test_an_estimator_declares_whether_it_compares_samples(kind):
 def test_an_estimator_declares_what_it_reads(kind):
     """An estimator works with exactly its declared inputs, and reports a missing one."""
     declared = [name for need, names in INPUTS_OF.items() if getattr(kind.needs, need) for name in names]
-    assert {field.name for field in fields(kind.needs)} == {"compares_samples", *INPUTS_OF}
+    assert {field.name for field in fields(kind.needs)} == {"compares_samples", "reward", *INPUTS_OF}
     batch = batch_of(torch.ones(3, 2, dtype=torch.bool), 1)
     given = {key: batch[key] for key in ("token_level_rewards", "response_mask", "uid", *declared)}
     ADVANTAGE_ESTIMATORS[kind](AdvantageInputs(**given), AdvantageConfig(estimator=kind))

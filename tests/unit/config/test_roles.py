@@ -35,6 +35,7 @@ def test_a_coefficient_of_0_needs_no_reference(where: str) -> None:
         (["algorithm.rollout_correction.rejection.estimator=k3"], False),
         (["algorithm.rollout_correction.bypass=true"], False),
         (["algorithm.advantage.estimator=optimal_token_baseline"], False),
+        (["algorithm.advantage.estimator=distillation", "teacher.path=t"], False),
         (["algorithm.policy_loss.kind=clip_cov"], False),
         (["algorithm.policy_loss.kind=kl_cov"], False),
         (["algorithm.entropy_coefficient=0.1"], True),

@@ -9,16 +9,27 @@ import pytest
 
 from megarl.config import roles
 from megarl.config.roles import ROLES, Role, RoleKind, RolePhase, Stage, model_roles, role_named
-from megarl.config.schema import PlacementStrategy, SFTConfig
+from megarl.config.schema import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    FrozenMegatronConfig,
+    KLConfig,
+    KLWhere,
+    ParallelConfig,
+    PlacementStrategy,
+    PPOConfig,
+    SFTConfig,
+    TeacherConfig,
+)
 from megarl.placement.dataflow import Item, overlaps, phases_of, step_phases, waits_for
-from megarl.placement.memory import plan_memory
+from megarl.placement.memory import plan_memory, stage_parameters
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.plan import plan_placement
 from megarl.trainers.monitor import phases_by_call
 from tests.unit.placement.test_memory import EVERY_ROLE, QWEN_7B, config
 
-TEACHER = Role(
-    name="teacher",
+EXAMINER = Role(
+    name="examiner",
     kind=RoleKind.scorer,
     is_needed=lambda config: True,
     path_keys=("reference.path", "model.path"),
@@ -26,55 +37,57 @@ TEACHER = Role(
     micro_batch_key="reference.micro_batch",
     megatron_keys=("reference.megatron", "actor.megatron"),
     shares_with=("actor",),
-    phases=(RolePhase(name="teach", stage=Stage.score, calls=("log_probs",), writes=("teacher_log_prob",)),),
+    phases=(
+        RolePhase(name="examine", stage=Stage.score, calls=("log_probs",), writes=("examiner_log_prob",)),
+    ),
 )
 
 
 @pytest.fixture
-def with_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "ROLES", (*ROLES, TEACHER))
+def with_examiner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "ROLES", (*ROLES, EXAMINER))
 
 
-@pytest.mark.usefixtures("with_teacher")
+@pytest.mark.usefixtures("with_examiner")
 def test_the_run_has_a_model_that_is_configured_by_the_keys_of_the_row() -> None:
     run = config(PlacementStrategy.hybrid)
-    run = replace(run, reference=replace(run.reference, path="teacher-folder"))
-    teacher = model_roles(run)[-1]
-    assert (teacher.name, teacher.path, teacher.path_key, teacher.optim) == (
-        "teacher",
-        "teacher-folder",
+    run = replace(run, reference=replace(run.reference, path="other-folder"))
+    examiner = model_roles(run)[-1]
+    assert (examiner.name, examiner.path, examiner.path_key, examiner.optim) == (
+        "examiner",
+        "other-folder",
         "reference.path",
         None,
     )
-    assert (teacher.parallel, teacher.micro_batch) == (run.actor.parallel, run.reference.micro_batch)
+    assert (examiner.parallel, examiner.micro_batch) == (run.actor.parallel, run.reference.micro_batch)
     assert [role.name for role in model_roles(SFTConfig())] == ["actor"]
 
 
-@pytest.mark.usefixtures("with_teacher")
+@pytest.mark.usefixtures("with_examiner")
 def test_its_phase_is_part_of_the_step() -> None:
     before = waits_for(step_phases())
-    assert before["teach"] == {"gen"}
-    assert "teach" in before["adv"] & before["update_actor"]  # which may read its column
-    assert phases_by_call()["teacher", "log_probs"] == "teach"
+    assert before["examine"] == {"gen"}
+    assert "examine" in before["adv"] & before["update_actor"]  # which may read its column
+    assert phases_by_call()["examiner", "log_probs"] == "examine"
     plan = plan_placement(config(PlacementStrategy.stand_alone))
-    assert ("ref", "teach") in overlaps(plan)
+    assert ("ref", "examine") in overlaps(plan)
 
 
-@pytest.mark.usefixtures("with_teacher")
+@pytest.mark.usefixtures("with_examiner")
 def test_it_is_placed_and_offloaded_with_the_others() -> None:
     hybrid = plan_placement(config(PlacementStrategy.hybrid))
-    assert hybrid.group_of("teacher").roles == ("actor", "reference", "teacher")
+    assert hybrid.group_of("examiner").roles == ("actor", "reference", "examiner")
     # the engines have the actor's devices
-    assert Item("teacher", "parameters") in OffloadPlan(hybrid).offloadable
-    assert plan_placement(config(PlacementStrategy.stand_alone)).role_pools["teacher"] == "teacher"
+    assert Item("examiner", "parameters") in OffloadPlan(hybrid).offloadable
+    assert plan_placement(config(PlacementStrategy.stand_alone)).role_pools["examiner"] == "examiner"
 
 
-@pytest.mark.usefixtures("with_teacher")
+@pytest.mark.usefixtures("with_examiner")
 def test_its_memory_is_planned() -> None:
     run = config(PlacementStrategy.fully_collocate)
-    phases = plan_memory(run, plan_placement(run), {**EVERY_ROLE, "teacher": QWEN_7B})[0].phases
-    assert phases["teach"]["teacher"].parameters == phases["ref"]["reference"].parameters > 0
-    assert phases["gen"]["teacher"].parameters == 0
+    phases = plan_memory(run, plan_placement(run), {**EVERY_ROLE, "examiner": QWEN_7B})[0].phases
+    assert phases["examine"]["examiner"].parameters == phases["ref"]["reference"].parameters > 0
+    assert phases["gen"]["examiner"].parameters == 0
 
 
 def test_without_the_row_there_is_no_such_role() -> None:
@@ -82,7 +95,7 @@ def test_without_the_row_there_is_no_such_role() -> None:
     assert [role.name for role in model_roles(run)] == ["actor", "reference", "critic"]
     assert {phase.name for phase in phases_of(plan_placement(run).roles)} == {
         phase.name for phase in step_phases()
-    } - {"reward_model"}
+    } - {"reward_model", "teacher"}
 
 
 def test_every_row_can_be_found_by_name() -> None:
@@ -90,3 +103,61 @@ def test_every_row_can_be_found_by_name() -> None:
     assert len({phase.name for role in ROLES for phase in role.phases}) == sum(
         len(role.phases) for role in ROLES
     )
+
+
+def distilled(strategy: PlacementStrategy) -> PPOConfig:
+    """A run with a teacher in two pipeline stages, next to an actor of four tensor-parallel ranks."""
+    run = config(strategy)
+    teacher = TeacherConfig(
+        path="teacher-folder",
+        parallel=ParallelConfig(pipeline_parallel_size=2),
+        micro_batch=run.reference.micro_batch,
+        megatron=FrozenMegatronConfig(transformer={"fp8": "hybrid"}),
+    )
+    advantage = AdvantageConfig(estimator=AdvantageEstimator.distillation)
+    algorithm = replace(run.algorithm, advantage=advantage, kl=KLConfig(where=KLWhere.none))
+    return replace(run, teacher=teacher, algorithm=algorithm)
+
+
+def test_a_teacher_has_a_folder_a_layout_and_options_of_its_own() -> None:
+    run = distilled(PlacementStrategy.hybrid)
+    actor, teacher = model_roles(run)
+    assert (actor.name, teacher.name, teacher.kind) == ("actor", "teacher", RoleKind.scorer)
+    assert (teacher.path, teacher.path_key) == ("teacher-folder", "teacher.path")
+    assert (teacher.parallel, teacher.micro_batch) == (run.teacher.parallel, run.teacher.micro_batch)
+    assert teacher.megatron.transformer == {"fp8": "hybrid"}
+    assert teacher.optim is None
+    assert [role.name for role in model_roles(replace(run, teacher=TeacherConfig()))] == ["actor"]
+    grpo = replace(
+        run, algorithm=replace(run.algorithm, advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo))
+    )
+    assert [role.name for role in model_roles(grpo)] == ["actor"]
+
+
+def test_a_teacher_shares_the_devices_of_the_actor_in_processes_of_its_own() -> None:
+    for strategy in (PlacementStrategy.hybrid, PlacementStrategy.split_collocate):
+        plan = plan_placement(distilled(strategy))
+        assert plan.group_of("teacher").roles == ("teacher",)
+        assert plan.share_devices("actor", "teacher")
+    hybrid = OffloadPlan(plan_placement(distilled(PlacementStrategy.hybrid)))
+    assert Item("teacher", "parameters") in hybrid.offloadable
+    alone = plan_placement(distilled(PlacementStrategy.stand_alone))
+    assert alone.role_pools["teacher"] == "teacher"
+    assert ("old_log_prob", "teacher") in overlaps(alone)
+
+
+def test_the_phase_of_a_teacher_is_before_the_advantages() -> None:
+    before = waits_for(step_phases())
+    assert before["teacher"] == {"gen"}
+    assert "teacher" in before["adv"] & before["update_actor"]
+    assert phases_by_call()["teacher", "log_probs"] == "teacher"
+
+
+def test_the_memory_of_a_teacher_is_that_of_its_own_stages() -> None:
+    run = distilled(PlacementStrategy.stand_alone)
+    half = replace(QWEN_7B, num_hidden_layers=14)
+    devices = plan_memory(run, plan_placement(run), {"actor": QWEN_7B, "teacher": half})
+    first, last = [device.phases["teacher"]["teacher"] for device in devices if device.pool == "teacher"]
+    stages = [stage_parameters(half, run.teacher.parallel, stage, with_value_head=False) for stage in (0, 1)]
+    assert [first.parameters, last.parameters] == [2 * stage.total for stage in stages]  # in bfloat16
+    assert (first.gradients, first.optimizer) == (0, 0)

@@ -18,7 +18,7 @@ from megarl.config.schema import (
     PPOConfig,
 )
 from megarl.config.validate import validate
-from tests.unit.config.folders import ppo_values, write_yaml
+from tests.unit.config.folders import model_folder, ppo_values, write_yaml
 
 GRPO = ("advantage.estimator=grpo",)
 CORRECTION = "rollout_correction"
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Any:
     path = write_yaml(tmp_path / "run.yaml", values)
 
     def violations(*overrides: str) -> list[str]:
-        sections = ("trainer.", "rollout.", "reward.")
+        sections = ("trainer.", "rollout.", "reward.", "teacher.", "data.")
         keys = [
             override if override.startswith(sections) else f"algorithm.{override}" for override in overrides
         ]
@@ -55,7 +55,7 @@ def test_which_estimators_need_several_samples(run: Any, estimator: AdvantageEst
         for message in run(f"advantage.estimator={estimator.name}", "rollout.n=1")
         if message.startswith("rollout.n")
     ]
-    assert len(found) == (estimator.name not in {"gae", "reinforce_plus_plus"})
+    assert len(found) == (estimator.name not in {"gae", "reinforce_plus_plus", "distillation"})
     assert len(found) == (estimator.needs.compares_samples or estimator.name == "remax")
 
     if estimator.name == "remax":
@@ -197,3 +197,67 @@ ALLOWED = [
 @pytest.mark.parametrize("overrides", ALLOWED, ids=[" ".join(overrides) for overrides in ALLOWED])
 def test_a_combination_with_sense(run: Any, overrides: tuple[str, ...]) -> None:
     assert run(*overrides) == []
+
+
+@pytest.fixture
+def distilled(run: Any, tmp_path: Path) -> Any:
+    """A run with a teacher. Overrides come after those of the algorithm."""
+    folder = model_folder(tmp_path / "teacher", hidden_size=64, vocab_size=128)
+    base = ("advantage.estimator=distillation", "kl.where=none", f"teacher.path={folder}")
+    return lambda *overrides: run(*base, *overrides)
+
+
+def test_a_teacher_may_have_another_size_and_a_longer_vocabulary(distilled: Any) -> None:
+    assert distilled() == []
+    assert distilled("rollout.n=1", "trainer.prompts_per_step=48") == []
+    assert distilled("advantage.distillation.reward_weight=0.5", "kl.where=reward") == []
+    assert distilled("kl.where=loss") == []
+
+
+DISTILLATION_REFUSED = [
+    (("teacher.path=null",), "teacher.path, algorithm.advantage.estimator: distillation needs a teacher"),
+    (("kl.where=reward",), "with reward_weight 0 the rewards are not read, so a penalty in them has no"),
+    (("overlong.buffer_share=0.5",), "so a penalty in them has no effect; use 0, or a reward_weight above 0"),
+    (
+        ("advantage.distillation.reward_weight=1", "rollout.n=1", "trainer.prompts_per_step=48"),
+        "the rewards of the samples of a prompt are compared, but n is 1, so they have no effect",
+    ),
+    (("advantage.distillation.coefficient=0",), "algorithm.advantage.distillation.coefficient: is 0"),
+    (("teacher.parallel.tensor_parallel_size=3",), "teacher.parallel.tensor_parallel_size: num_attention"),
+    (("teacher.micro_batch.max_tokens=8",), "teacher.micro_batch.max_tokens, data.max_prompt_length"),
+    (
+        (f"{CORRECTION}.bypass=true",),
+        "distillation needs the trainer's probabilities of the samples, which bypass does not compute",
+    ),
+    (("dynamic_sampling.enabled=true",), "distillation does not compare the samples of a prompt"),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    DISTILLATION_REFUSED,
+    ids=[" ".join(overrides) for overrides, _ in DISTILLATION_REFUSED],
+)
+def test_a_distillation_without_sense(distilled: Any, overrides: tuple[str, ...], expected: str) -> None:
+    (found,) = distilled(*overrides)
+    assert expected in found
+
+
+def test_a_teacher_of_fewer_tokens_than_the_policy(run: Any, distilled: Any, tmp_path: Path) -> None:
+    smaller = model_folder(tmp_path / "smaller", vocab_size=100)
+    (found,) = distilled(f"teacher.path={smaller}")
+    assert found.startswith("teacher.path, model.path: the teacher has vocab_size 100, the policy 101")
+
+
+def test_distillation_needs_no_reward_unless_it_is_weighted(distilled: Any, tmp_path: Path) -> None:
+    """Without rewards, validation has nothing to report."""
+    none = "reward.functions=[]"
+    assert distilled(none) == []
+    (found,) = distilled(none, "advantage.distillation.reward_weight=1")
+    assert found.startswith("reward.functions, reward.model.path: there are neither functions nor a model")
+    (found,) = distilled(none, f"data.val_files=[{tmp_path}/train.parquet]")
+    assert found.startswith("data.val_files, reward.functions: nothing scores the responses")
+
+
+def test_the_settings_of_a_teacher_that_is_not_needed_are_not_checked(run: Any) -> None:
+    assert run("teacher.path=nowhere", "teacher.parallel.tensor_parallel_size=3") == []

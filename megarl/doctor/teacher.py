@@ -1,0 +1,49 @@
+"""Check that a teacher reads the policy's token ids as the policy does."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from megarl.config.roles import ModelRole
+from megarl.doctor.check_result import CheckResult, good, wrong
+
+_CHECK = "tokenizers"
+
+
+def judge_teacher(
+    role: ModelRole, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase | None
+) -> CheckResult:
+    """Compare the vocabularies of a teacher's and the policy's tokenizers, with their special tokens.
+
+    Args:
+        role: The teacher.
+        tokenizer: Its tokenizer.
+        policy: The policy's tokenizer. None if it has a problem, which is reported elsewhere.
+    """
+    facts = {"folder": role.path, "tokens": len(tokenizer)}
+    if policy is None:
+        return good(_CHECK, f"{role.path}: {len(tokenizer):,} tokens", **facts)
+
+    tokens = _by_id(tokenizer)
+    expected = _by_id(policy)
+    different = sorted(
+        index for index in tokens.keys() | expected.keys() if tokens.get(index) != expected.get(index)
+    )
+    if not different:
+        return good(_CHECK, f"{role.path}: {len(tokenizer):,} tokens, those of the policy", **facts)
+
+    first = different[0]
+    message = (
+        f"{role.path_key}: {role.path}: the tokenizer differs from the policy's in {len(different):,} of "
+        f"{len(expected):,} ids, first in id {first}: {_shown(tokens.get(first))}, and the policy's "
+        f"{_shown(expected.get(first))}, so the teacher would score other text than the policy writes"
+    )
+    return wrong(_CHECK, message, "use a teacher of the policy's model family", **facts)
+
+
+def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    return {index: token for token, index in tokenizer.get_vocab().items()}
+
+
+def _shown(token: str | None) -> str:
+    return "no token" if token is None else repr(token)

@@ -1,0 +1,307 @@
+"""Test on-policy distillation: the gradient of an update, from the teacher's forward pass to the student's backward
+pass, is that of a float64 reference in every kind of layout, and a student of another size than its teacher trains."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from megarl.algorithms.losses import ActorLoss, MiniBatchCounts
+from megarl.algorithms.scores import place_scores
+from megarl.batch.data_proto import DataProto
+from megarl.batch.metrics import merge_metrics, values_of
+from megarl.batch.ragged import RaggedTensor
+from megarl.config.schema import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    AlgorithmConfig,
+    DistillationConfig,
+    KLConfig,
+    KLWhere,
+    MicroBatchConfig,
+    OptimConfig,
+    ParallelConfig,
+    PPOConfig,
+    TeacherConfig,
+)
+from megarl.roles.models import actor_rows
+from megarl.roles.start import PPORoles
+from megarl.trainers.advantages import AdvantageStep
+from tests.families import example_config
+from tests.integration.tiny_run import SYMBOLS, run_ppo, save_inputs, tiny_config
+from tests.ranks import RankPool, gather
+from tests.unit.engine.comparison import assert_same
+from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_model, scores_of
+from tests.unit.engine.rank_side import (
+    ALL_LAYOUTS,
+    Tensors,
+    build,
+    deal,
+    hf_gradients,
+    join_rows,
+    merge,
+    start,
+    take,
+)
+
+NUM_ROWS = 8
+RESPONSE_LENGTH = 9
+UIDS = ["a", "a", "b", "b", "b", "c", "c", "c"]
+SCORES = [1.0, 0.0, 0.5, 0.0, 1.0, 0.25, 0.25, 0.25]
+COEFFICIENT = 0.5
+REWARD_WEIGHT = 0.25
+TOLERANCE = 1e-5  # relative to a tensor's norm, as in the parity tests
+FLOOR = 1e-4  # relative to the whole gradient's norm
+ALGORITHM = AlgorithmConfig(
+    advantage=AdvantageConfig(
+        estimator=AdvantageEstimator.distillation,
+        distillation=DistillationConfig(coefficient=COEFFICIENT, reward_weight=REWARD_WEIGHT),
+    ),
+    kl=KLConfig(where=KLWhere.none),
+)
+
+
+# ---- the gradient of an update
+
+
+class Update(NamedTuple):
+    gradients: Tensors
+    reverse_kl: float
+    loss: float
+
+
+def save_teacher(folder: Path) -> None:
+    """Save a Llama that is wider than the student and has as many layers as two stages can share."""
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(
+        example_config("llama", **sizes, **heads, rope_scaling=None, rope_theta=1e4), dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)  # so that log-probs differ by nats
+    model.save_pretrained(folder)
+
+
+def run_update(parallel: ParallelConfig, student: str, teacher: str, batch: Tensors) -> tuple[Any, ...]:
+    """Run in a rank: score with both models, compute advantages like the driver, and the gradient."""
+    groups = start(parallel)
+    engines = {
+        "old_log_probs": build(groups, student, optim=OptimConfig()),
+        "teacher_log_prob": build(groups, teacher),
+    }
+    rows = list(range(NUM_ROWS))
+    for column, engine in engines.items():
+        outputs = engine.forward(take(batch, rows), deal(NUM_ROWS, 2))
+        batch = {**batch, column: join_rows(rows, outputs, NUM_ROWS)["log_probs"]}
+
+    made, metrics = with_advantages(batch)
+    columns = actor_rows(made, ALGORITHM, one_update=True, seed=0).tensors
+    keys = ("input_ids", "attention_mask", "response_mask", "advantages")
+    loss = ActorLoss(algorithm=ALGORITHM, counts=MiniBatchCounts.of(columns["response_mask"]))
+    found = engines["old_log_probs"].forward_backward(
+        take({key: columns[key].clone() for key in keys}, rows), deal(NUM_ROWS, 2), loss, loss.extras
+    )
+    gathered = gather(found if groups.tensor_rank == groups.context_rank == 0 else {})
+    gradients = hf_gradients(engines["old_log_probs"])
+    return tuple(
+        Update(
+            gradients,
+            metrics["distillation/reverse_kl/mean"],
+            values_of(merge_metrics(gathered))["actor/pg_loss"],
+        )
+    )
+
+
+def with_advantages(batch: Tensors) -> tuple[DataProto, dict[str, float]]:
+    scores = {"token_level_scores": place_scores(SCORES, batch["response_mask"])}
+    made = DataProto.from_dict({**batch, **scores}, {"uid": UIDS})
+    return AdvantageStep(ALGORITHM, max_response_length=RESPONSE_LENGTH)(made)
+
+
+def reference_update(student: Path, teacher: Path, batch: Tensors) -> Update:
+    """Compute the same update with Hugging Face in float64."""
+    policy, frozen = (load_lm(folder, torch.float64) for folder in (student, teacher))
+    log_probs = scores_of(reference_logits(policy, batch), batch)["log_probs"]
+    with torch.no_grad():
+        of_teacher = scores_of(reference_logits(frozen, batch), batch)["log_probs"]
+    mask = batch["response_mask"]
+    difference = (log_probs.detach() - of_teacher)[mask]
+
+    # The advantage of GRPO by hand: (score - mean) / (unbiased deviation + 1e-6); equal scores have none.
+    scores = torch.tensor(SCORES, dtype=torch.float64)
+    compared = torch.zeros(NUM_ROWS, dtype=torch.float64)
+    for uid in ("a", "b"):
+        group = [row for row, other in enumerate(UIDS) if other == uid]
+        compared[group] = (scores[group] - scores[group].mean()) / (scores[group].std() + 1e-6)
+
+    advantages = (
+        COEFFICIENT * (of_teacher - log_probs.detach()) + REWARD_WEIGHT * compared[:, None].expand(mask.shape)
+    )[mask]
+    # With one update, the ratio is 1, and its gradient is that of the log-prob.
+    objective = (advantages * log_probs[mask]).mean()
+    (-objective).backward()
+    gradients = {name: parameter.grad for name, parameter in policy.named_parameters()}
+    return Update(
+        {name: gradient for name, gradient in gradients.items() if gradient is not None},
+        float(difference.mean()),
+        -float(advantages.mean()),
+    )
+
+
+class Setting(NamedTuple):
+    student: Path
+    teacher: Path
+    batch: Tensors
+    expected: Update
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    folder = tmp_path_factory.mktemp("distillation")
+    save_model("qwen2-tied", folder / "student")
+    save_teacher(folder / "teacher")
+    batch = make_batch(num_rows=NUM_ROWS, response_length=RESPONSE_LENGTH)
+    batch["response_mask"][0, 2:4] = False  # written by a tool
+    return Setting(
+        folder / "student",
+        folder / "teacher",
+        batch,
+        reference_update(folder / "student", folder / "teacher", batch),
+    )
+
+
+@pytest.mark.parametrize("layout", ["TP1", "TP2", "PP2", "CP2"])
+def test_the_gradient_of_an_update_is_that_of_a_float64_reference(
+    setting: Setting, layout: str, rank_pool: RankPool
+) -> None:
+    parallel = ALL_LAYOUTS[layout]
+    ranks = rank_pool.run(
+        run_update,
+        world_size=parallel.world_size,
+        parallel=parallel,
+        student=str(setting.student),
+        teacher=str(setting.teacher),
+        batch=setting.batch,
+    )
+    updates = [Update(*rank) for rank in ranks]
+    norm = math.sqrt(sum(float(each.norm()) ** 2 for each in setting.expected.gradients.values()))
+    assert abs(setting.expected.reverse_kl) > 0.5
+
+    for update in updates:
+        assert update.reverse_kl == pytest.approx(setting.expected.reverse_kl, rel=1e-5)
+        assert update.loss == pytest.approx(setting.expected.loss, rel=1e-5)
+    assert_same(
+        merge([update.gradients for update in updates]),
+        setting.expected.gradients,
+        TOLERANCE,
+        floor=FLOOR * norm,
+    )
+
+
+# ---- a run
+
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of `save_inputs`, and a `teacher/` that is wider and shallower, with a padded vocabulary."""
+    save_inputs(folder := tmp_path_factory.mktemp("inputs"))
+    config = Qwen2Config(
+        vocab_size=len(SYMBOLS) + 3,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(5)
+    Qwen2ForCausalLM(config).float().save_pretrained(folder / "teacher")
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(folder / "policy" / file, folder / "teacher")
+    return folder
+
+
+def distilled(inputs: Path, output_dir: Path, reward_weight: float, **changes: Any) -> PPOConfig:
+    section = DistillationConfig(reward_weight=reward_weight)
+    advantage = AdvantageConfig(estimator=AdvantageEstimator.distillation, distillation=section)
+    config = tiny_config(
+        inputs,
+        output_dir,
+        algorithm=AlgorithmConfig(advantage=advantage, kl=KLConfig(where=KLWhere.none)),
+        teacher=TeacherConfig(
+            path=str(inputs / "teacher"),
+            parallel=ParallelConfig(tensor_parallel_size=2),
+            micro_batch=MicroBatchConfig(max_tokens=64),
+        ),
+        trainer={"total_steps": STEPS, "validate_before": False},
+    )
+    return replace(config, **changes)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_student_of_another_size_approaches_its_teacher_without_rewards(
+    inputs: Path, tmp_path: Path
+) -> None:
+    tokens = [[2, 5, 14, 3], [2, 7, 8, 14, 3]], [[6, 7, 1], [9, 4]]
+    rows = DataProto.from_dict(
+        {
+            "prompts": RaggedTensor.of_rows(tokens[0], torch.int32, on_left=True),
+            "responses": RaggedTensor.of_rows(tokens[1], torch.int32),
+            "response_mask": RaggedTensor.of_rows([[True] * 3, [True] * 2], torch.bool),
+        }
+    )
+    scored: list[torch.Tensor] = []
+
+    def look(step: int, roles: PPORoles) -> None:
+        if step in (1, STEPS):
+            scored.append(roles.teacher.log_probs(rows).get().ragged["teacher_log_prob"].flat())
+
+    config = distilled(inputs, tmp_path, reward_weight=0.0)
+    lines = run_ppo(replace(config, reward=replace(config.reward, functions=[])), look).metrics
+
+    # The teacher has the log-probs of Hugging Face, and does not train.
+    teacher = AutoModelForCausalLM.from_pretrained(inputs / "teacher", dtype=torch.float64)
+    expected = []
+    for prompt, response in zip(*tokens, strict=True):
+        logits = teacher(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
+        expected += [float(logits[len(prompt) - 1 + at, token]) for at, token in enumerate(response)]
+    for each in scored:
+        assert each.tolist() == pytest.approx(expected, abs=1e-4)
+
+    divergence = [line["distillation/reverse_kl/mean"] for line in lines]
+    assert len(divergence) == STEPS
+    assert divergence[-1] < 0.7 * divergence[0]
+    assert all(line["actor/grad_norm"] > 0 and line["timing_s/teacher"] > 0 for line in lines)
+    # Nothing scores the samples; the advantage of a token is minus its log-ratio.
+    assert all(line["critic/score/mean"] == 0 for line in lines)
+    for line in lines:
+        assert line["critic/advantages/mean"] == pytest.approx(
+            -line["distillation/reverse_kl/mean"], rel=1e-4
+        )
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_rewards_mix_with_the_teacher(inputs: Path, tmp_path: Path) -> None:
+    config = distilled(inputs, tmp_path, reward_weight=1.0)
+    lines = run_ppo(replace(config, trainer=replace(config.trainer, total_steps=2))).metrics
+    for line in (line for line in lines if line["step"] > 0):
+        assert line["critic/score/max"] > 0
+        # Group-relative advantages change what the teacher's term would be alone.
+        assert line["critic/advantages/mean"] != pytest.approx(
+            -line["distillation/reverse_kl/mean"], rel=1e-3
+        )
