@@ -1,4 +1,4 @@
-"""On-policy distillation: the log-ratio of a teacher and the policy is the advantage of each token."""
+"""Advantages of on-policy distillation: each token's is the log-ratio of a teacher and the policy."""
 
 from __future__ import annotations
 
