@@ -41,6 +41,7 @@ TOKEN_KEYS = (
     "old_log_probs",
     "rollout_log_probs",
     "ref_log_prob",
+    "teacher_log_prob",
     "sum_pi_squared",
 )
 WIDTH = 7
@@ -82,7 +83,9 @@ class Case:
             uid=self.uid,
             baseline_scores=self.parts[:, 0],
             score_parts=self.parts,
-            **{key: columns[key] for key in ("values", "old_log_probs", "sum_pi_squared")},
+            **{
+                key: columns[key] for key in ("values", "old_log_probs", "teacher_log_prob", "sum_pi_squared")
+            },
         )
 
 

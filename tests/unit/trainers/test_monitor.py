@@ -38,6 +38,7 @@ WORKERS = {
     "reward_model": RewardModelWorker,
     "actor": ActorWorker,
     "reference": PolicyWorker,
+    "teacher": PolicyWorker,
     "critic": CriticWorker,
 }
 
