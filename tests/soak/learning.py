@@ -1,4 +1,4 @@
-"""Train a tiny model on the quickstart's sums: first on demonstrations, then by PPO with SGLang."""
+"""Train a tiny model on the quickstart's sums: first on demonstrations, then by RL."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megarl.recipes.quickstart.prepare import prepare
 from tests.docs.pages import ROOT
 
 LEAST_GAIN = 0.2
+
+
+class Accuracy(NamedTuple):
+    """Shares of the held-out sums that the policy gets right."""
+
+    before: float
+    after: float
 
 
 def run_seeds(
@@ -31,13 +39,7 @@ def run_seeds(
         demonstration_options: The options of supervised fine-tuning.
         options: The options of PPO.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--steps", type=int, default=70)
-    parser.add_argument("--folder", type=Path, help="default: a temporary one")
-    arguments = parser.parse_args()
+    arguments = read_arguments(description)
     gains = []
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -45,27 +47,47 @@ def run_seeds(
             folder = (arguments.folder or Path(temporary)) / str(seed)
             prepare(folder, seed)
             save_model(folder / "model", seed)
-            gains.append(learn(folder, seed, arguments.steps, demonstration_options, options))
+            demonstrate(folder, seed, demonstration_options)
+            found = reinforce(folder, seed, arguments.steps, options)
+            gains.append(found.after - found.before)
 
     return int(min(gains) < LEAST_GAIN)
 
 
-def learn(
-    folder: Path, seed: int, steps: int, demonstration_options: Sequence[str], options: Sequence[str]
-) -> float:
-    """Train from random weights, first on demonstrations, then by PPO. Returns the gain of PPO."""
+def read_arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--steps", type=int, default=70)
+    parser.add_argument("--folder", type=Path, help="default: a temporary one")
+
+    return parser.parse_args()
+
+
+def demonstrate(folder: Path, seed: int, options: Sequence[str] = ()) -> None:
+    """Train the folder's model on demonstrations. The folder `sft` receives the result."""
     data = folder / "data"
-    seeds = (f"trainer.seed={seed}", f"data.seed={seed}")
     megarl(
         "sft",
         "configs/quickstart_sft.yaml",
         f"model.path={folder / 'model'}",
         f"data.train_files=[{data / 'sft_train.parquet'}]",
         f"data.val_files=[{data / 'sft_validation.parquet'}]",
-        *demonstration_options,
+        *options,
         f"trainer.output_dir={folder / 'sft'}",
-        *seeds,
+        f"trainer.seed={seed}",
+        f"data.seed={seed}",
     )
+
+
+def reinforce(folder: Path, seed: int, steps: int, options: Sequence[str] = ()) -> Accuracy:
+    """Train the model that `demonstrate` left, by PPO unless the options say otherwise.
+
+    The folder `rl` receives the result.
+    """
+    data = folder / "data"
+    output = folder / "rl"
     megarl(
         "train",
         "configs/quickstart.yaml",
@@ -74,19 +96,19 @@ def learn(
         f"data.val_files=[{data / 'validation.parquet'}]",
         *options,
         f"trainer.total_steps={steps}",
-        f"trainer.output_dir={folder / 'ppo'}",
-        *seeds,
+        f"trainer.output_dir={output}",
+        f"trainer.seed={seed}",
+        f"data.seed={seed}",
     )
-    summary = json.loads((folder / "ppo" / "summary.json").read_text())
-    before = summary["validation"]["before"]
-    after = summary["validation"]["after"]
+    summary = json.loads((output / "summary.json").read_text())
+    found = Accuracy(summary["validation"]["before"], summary["validation"]["after"])
     print(
-        f"seed {seed}: {before:.1%} before, {after:.1%} after {steps} steps in "
+        f"seed {seed}: {found.before:.1%} before, {found.after:.1%} after {steps} steps in "
         f"{summary['seconds'] / 60:.1f} minutes",
         flush=True,
     )
 
-    return float(after - before)
+    return found
 
 
 def megarl(*arguments: str) -> None:
