@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 import megarl
 from megarl.config.load import contents_of
 from megarl.config.paths import is_url
-from megarl.config.schema import RunConfig
+from megarl.config.schema import PPOConfig, RunConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import is_hub_name
 from megarl.machine.errors import ConfigError
@@ -89,6 +89,21 @@ def pack(config: RunConfig, folder: Path, here: Path) -> Package:
 
     OmegaConf.save(OmegaConf.create(resolved), folder / RUN_FILE)
     return Package(len(files) + 1, sum(sizes.values()))
+
+
+def absent_secrets(config: RunConfig) -> list[str]:
+    """Return a line for each API key that the job needs and does not receive.
+
+    The variables of a job are shown to everyone who can see the cluster's dashboard, so it gets no keys.
+    """
+    if not isinstance(config, PPOConfig):
+        return []
+    return [
+        f"reward.judges[{index}].api_key_env: {judge.api_key_env}; export it on the cluster's nodes before "
+        "`ray start`"
+        for index, judge in enumerate(config.reward.judges)
+        if judge.api_key_env is not None
+    ]
 
 
 def _own_files() -> Iterator[tuple[Path, Path]]:

@@ -26,7 +26,7 @@ from megarl.config.load import read_config, schema_of
 from megarl.config.rules.machine import code_files
 from megarl.controller.environment import users_settings
 from megarl.doctor.checked_config import load_checked_anywhere, refuse
-from megarl.launch.job_files import RUN_FILE, pack
+from megarl.launch.job_files import RUN_FILE, absent_secrets, pack
 
 FAILED = 1
 INTERRUPTED = 130
@@ -72,6 +72,8 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
     refuse(config_path, [str(violation) for violation in code_files(config)])  # code is uploaded
     for line in absent:
         print(f"not on this machine: {line}", flush=True)
+    for line in absent_secrets(config):
+        print(f"not sent with the job: {line}", flush=True)
     address = address or os.environ.get("RAY_API_SERVER_ADDRESS")
     client = _connect(address)
 

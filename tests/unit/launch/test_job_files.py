@@ -15,6 +15,7 @@ from megarl.config.schema import (
     AlgorithmConfig,
     DataConfig,
     DType,
+    JudgeConfig,
     ModelConfig,
     PolicyLossConfig,
     PPOConfig,
@@ -174,3 +175,15 @@ def leaves(section: type, prefix: str = "") -> list[str]:
         found += leaves(inner, f"{key}.") if isinstance(inner, type) else [key]
 
     return found
+
+
+def test_keys_of_judges_are_not_sent() -> None:
+    judges = [
+        JudgeConfig(name=name, url="http://host/v1", model="m", prompt="prompt.jinja", api_key_env=variable)
+        for name, variable in (("open", None), ("closed", "SECRET"))
+    ]
+    run = replace(config(), reward=RewardConfig(judges=judges))
+    assert job_files.absent_secrets(run) == [
+        "reward.judges[1].api_key_env: SECRET; export it on the cluster's nodes before `ray start`"
+    ]
+    assert job_files.absent_secrets(SFTConfig()) == []
