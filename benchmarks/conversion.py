@@ -32,12 +32,13 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoints.convert.distributed_writer import write_distributed
-from megarl.checkpoints.convert.hugging_face import write_hugging_face
+from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.role_folder import Layout
 from megarl.machine.files import sync_tree
 from megarl.models.families import read_architecture
-from megarl.weights.manifest import SINGLE_FILE, manifest_of
+from megarl.weights.checkpoint_index import SINGLE_FILE
+from megarl.weights.manifest import manifest_of
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.tensors import ChunkMeta
 

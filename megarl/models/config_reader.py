@@ -20,7 +20,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "mlp_bias": (False, None),
     "rope_interleaved": (False, None),
     "use_mrope": (False, None),
-    "quantization_config": (None,),
     "is_encoder_decoder": (False, None),
     "add_cross_attention": (False, None),
     "cross_attention_hidden_size": (None,),

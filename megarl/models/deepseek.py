@@ -28,10 +28,6 @@ def _read(reader: ConfigReader) -> Architecture:
     for name in _HARMLESS:
         reader.take(name)
 
-    if reader.take("quantization_config") is not None:
-        needed = "use a copy of the folder in bfloat16, whose config.json has no such field"
-        reader.refuse("quantization_config", f"weights in float8 cannot be read yet; {needed}")
-
     architecture = read_trunk(
         reader, read_experts=read_sigmoid_experts, read_latent=read_latent, may_have_mtp=True
     )
@@ -96,8 +92,5 @@ DEEPSEEK_V3 = Family(
     sglang_fields=_FIXED,
     sglang_differs=_sglang_differs,
     models="DeepSeek-V3, R1 and V3.1, Kimi-K2 (`kimi_k2`), Moonlight",
-    limits=(
-        "weights in float8 are refused",
-        "layers that predict further tokens are neither trained nor written",
-    ),
+    limits=("layers that predict further tokens are neither trained nor written",),
 )

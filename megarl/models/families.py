@@ -20,6 +20,7 @@ from megarl.models.ministral import MINISTRAL
 from megarl.models.mistral import MISTRAL
 from megarl.models.mixtral import MIXTRAL
 from megarl.models.olmo import OLMO2, OLMO3
+from megarl.models.quantization import check_quantization
 from megarl.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.models.qwen3_next import QWEN3_NEXT
 from megarl.models.qwen_vl import QWEN2_5_VL, QWEN3_VL
@@ -86,6 +87,7 @@ def read_architecture(path: str, trust_remote_code: bool = False) -> Architectur
     # Run all checks before raising, so that the error lists every problem.
     architecture = family.read(reader)
     _check_class(reader, family, trust_remote_code)
+    check_quantization(reader)
     reader.check_neutral()
     reader.check_left_over()
     if reader.problems:

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
+from typing import Any
 
 from megarl.models.architecture import Architecture
+from megarl.models.quantization import BLOCK, BLOCK_FP8
 from megarl.models.tensor_table import Weight, weights_of
 
-BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
 SCALE_BYTES = 4
 # The layers that SGLang quantizes. Its router, norms, embeddings and output layer keep their dtype.
@@ -48,6 +49,32 @@ def quantized_tensors(architecture: Architecture) -> Mapping[str, tuple[int, ...
             if tensor.name.endswith(_QUANTIZED)
         }
     )
+
+
+def unsupported_parts(architecture: Architecture) -> list[str]:
+    """Return the parts of a model that cannot be quantized."""
+    parts = {
+        "a vision tower": architecture.vision is not None,
+        "gated delta nets": architecture.delta_net is not None,
+        "experts with biases": architecture.linear_bias,
+    }
+    return [name for name, is_there in parts.items() if is_there]
+
+
+def folder_field(architecture: Architecture) -> dict[str, Any]:
+    """Return the `quantization_config` of a folder in FP8.
+
+    Transformers would replace every linear module, so those that keep their dtype are listed.
+    """
+    quantized = quantized_tensors(architecture)
+    others = [
+        tensor.name.removesuffix(".weight")
+        for weight in weights_of(architecture.base, "lm")
+        if weight.layer is not None
+        for tensor in weight.tensors
+        if len(tensor.shape) == 2 and tensor.name not in quantized
+    ]
+    return {**BLOCK_FP8, "fmt": "e4m3", "modules_to_not_convert": [*others, "lm_head"]}
 
 
 def _is_quantized(weight: Weight) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -19,8 +19,11 @@ import torch
 from megarl.machine.files import whole_folder, write_whole
 from megarl.models.architecture import Architecture
 from megarl.models.families import CRITIC_CLASS, FAMILIES, REWARD_CLASS, family_of
+from megarl.models.fp8 import scale_name, scale_shape
+from megarl.models.quantization import FIELD as QUANTIZATION
 from megarl.models.tensor_table import Head, unique_tensors
-from megarl.weights.manifest import INDEX_FILE, SINGLE_FILE, manifest_of
+from megarl.weights.checkpoint_index import INDEX_FILE, SINGLE_FILE
+from megarl.weights.manifest import manifest_of
 from megarl.weights.shard_layout import ShardLayout, held_weights
 from megarl.weights.tensors import Manifest, TensorMeta
 
@@ -39,6 +42,7 @@ def copy_companions(
     dtype: torch.dtype | None = None,
     head: Head | None = None,
     value_class: str | None = None,
+    quantization: Mapping[str, Any] | None = None,
 ) -> None:
     """Copy everything except weights.
 
@@ -49,6 +53,7 @@ def copy_companions(
         head: The head of the model class that config.json names afterwards. None: unchanged.
         value_class: The suffix of the class that config.json then names for a value head. None: the source's
             class if it has one, otherwise a critic's.
+        quantization: The format that config.json specifies afterwards, if `dtype` is given.
     """
     # Skip the source's index, which lists other weight files, and config.json, which is written below.
     for path in sorted({path for pattern in _COPIED for path in source.glob(pattern)}):
@@ -58,7 +63,9 @@ def copy_companions(
     config: dict[str, Any] = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
     if dtype is not None:
         config.pop("torch_dtype", None)  # the older name of the field
-        config.pop("quantization_config", None)
+        config.pop(QUANTIZATION, None)
+        if quantization is not None:
+            config[QUANTIZATION] = dict(quantization)
         # Models of several parts also specify it for each part.
         for part in (config, *(value for value in config.values() if isinstance(value, dict))):
             if part is config or "dtype" in part:
@@ -121,6 +128,7 @@ def plan_files(
     dtype: torch.dtype,
     head: Head = "lm",
     max_file_bytes: int = DEFAULT_FILE_BYTES,
+    quantized: Collection[str] = (),
 ) -> tuple[FilePlan, ...]:
     """Assign tensors to files of at most `max_file_bytes`. A larger tensor gets a file of its own.
 
@@ -130,8 +138,12 @@ def plan_files(
         dtype: The dtype of the files.
         head: The head of the model.
         max_file_bytes: The maximum size of a file.
+        quantized: The names of the tensors in block-scaled FP8, whose scales are in the same file.
     """
-    whole = manifest_of(architecture, dtype, head)
+    whole = {
+        name: _metas(name, meta, name in quantized)
+        for name, meta in manifest_of(architecture, dtype, head).items()
+    }
     parts: list[tuple[int, dict]] = []
 
     for stage, layout in enumerate(stages):
@@ -140,16 +152,16 @@ def plan_files(
         # The layout describes one rank, but the stage holds the experts of all its ranks.
         layout = replace(layout, experts=range(architecture.num_experts))
         for tensor in unique_tensors(held_weights(architecture, layout, head)):
-            nbytes = prod(tensor.shape) * whole[tensor.name].dtype.itemsize
+            nbytes = sum(prod(meta.shape) * meta.dtype.itemsize for meta in whole[tensor.name].values())
             if nbytes > room:
                 parts.append((stage, {}))
                 room = max(max_file_bytes, nbytes)
-            parts[-1][1][tensor.name] = whole[tensor.name]
+            parts[-1][1].update(whole[tensor.name])
             room -= nbytes
 
-    assert sorted(whole) == sorted(name for _, manifest in parts for name in manifest), (
-        "stages must hold each tensor once"
-    )
+    assert sorted(name for metas in whole.values() for name in metas) == sorted(
+        name for _, manifest in parts for name in manifest
+    ), "stages must hold each tensor once"
 
     # A single file contains everything, and its standard name needs no index.
     if len(parts) == 1:
@@ -158,6 +170,16 @@ def plan_files(
         FilePlan(f"model-{number:05d}-of-{len(parts):05d}.safetensors", stage, manifest)
         for number, (stage, manifest) in enumerate(parts, start=1)
     )
+
+
+def _metas(name: str, meta: TensorMeta, is_quantized: bool) -> Manifest:
+    """Return the stored tensors of a tensor: itself, or its values in FP8 and their scales."""
+    if not is_quantized:
+        return {name: meta}
+    return {
+        name: TensorMeta(meta.shape, torch.float8_e4m3fn),
+        scale_name(name): TensorMeta(scale_shape(meta.shape), torch.float32),
+    }
 
 
 def save_hf_folder(

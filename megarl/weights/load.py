@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from math import prod
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,18 +12,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.models.architecture import Architecture
+from megarl.models.fp8 import scale_name
 from megarl.models.tensor_table import OUTPUT_LAYER, VALUE_HEAD_TENSOR, Head, Weight, stored_weights
+from megarl.weights.block_scaling import ScaledMatrix
+from megarl.weights.checkpoint_index import CheckpointIndex, Packing, TensorInFile, read_checkpoint_index
 from megarl.weights.manifest import (
-    CheckpointIndex,
     check_index,
     check_tied_head,
     check_value_bias,
     is_harmless_extra,
-    read_checkpoint_index,
     stored_manifest,
 )
 from megarl.weights.mxfp4 import BLOCKS, SCALES, read_unpacked
-from megarl.weights.piece import Piece, axis_groups
+from megarl.weights.piece import Piece, enclosing_slice
 from megarl.weights.shard_layout import (
     ShardLayout,
     padding,
@@ -31,7 +32,7 @@ from megarl.weights.shard_layout import (
     shard_shapes,
     shard_view,
 )
-from megarl.weights.tensors import WeightTransferError, tiling_fault
+from megarl.weights.tensors import TensorSlice, WeightTransferError, tiling_fault
 
 ValueHead = Literal["stored", "initial"]
 
@@ -72,7 +73,8 @@ def load_into_shards(
         for weight in filter(layout.holds, stored_weights(architecture, head, index.tensors)):
             if weight.megatron_name == OUTPUT_LAYER and head == "value" and value_head == "initial":
                 continue
-            fill_parameter(parameters[weight.megatron_name], weight, layout, reader.read)
+            parameter = parameters[weight.megatron_name]
+            fill_parameter(parameter, weight, layout, partial(reader.read, dtype=parameter.dtype))
 
 
 def value_head_of(index: CheckpointIndex, head: Head, trains: bool) -> ValueHead:
@@ -184,58 +186,41 @@ class _Reader(ExitStack):
         self._index = index
         self._opened: dict[Path, Any] = {}
 
-    def read(self, piece: Piece) -> torch.Tensor:
-        """Return the elements of the piece, in the shape of `piece.hf`."""
+    def read(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+        """Return the elements of the piece, in the shape of `piece.hf`.
+
+        Only what is computed, the elements of a matrix in FP8, is converted to `dtype`.
+        """
         stored = self._index.tensors[piece.hf_name]
+        where = enclosing_slice(piece.hf, piece.hf_view, stored.shape)
         try:
-            slices, view, index = _stored_slices(piece, stored.shape)
-            if stored.scales_file is None:
-                values = self._stored(stored.file, piece.hf_name, slices)
-            else:
-                files = {BLOCKS: stored.file, SCALES: stored.scales_file}
-                values = read_unpacked(
-                    lambda suffix, part: self._stored(files[suffix], piece.hf_name + suffix, part), slices
-                )
+            values = self._elements(piece.hf_name, stored, where.part, dtype)
         except SafetensorError as error:
             raise WeightTransferError(f"{stored.file}: cannot read {piece.hf_name}: {error}") from error
 
-        return values.reshape(view)[index]
+        return values.reshape(where.view)[where.index]
+
+    def _elements(
+        self, name: str, stored: TensorInFile, part: TensorSlice, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if stored.scales is None:
+            return self._stored(stored.file, name, part.index)
+
+        if stored.scales.packing is Packing.mxfp4:
+            files = {BLOCKS: stored.file, SCALES: stored.scales.file}
+            return read_unpacked(
+                lambda suffix, slices: self._stored(files[suffix], name + suffix, slices), part.index
+            )
+
+        values = self._file(stored.file).get_slice(name)
+        scales = self._stored(stored.scales.file, scale_name(name), (slice(None), slice(None)))
+        return ScaledMatrix(values, scales, stored.shape, stored.shape).read(part, dtype)
 
     def _stored(self, file: Path, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        if file not in self._opened:
-            self._opened[file] = self.enter_context(safe_open(file, framework="pt"))
-        values: torch.Tensor = self._opened[file].get_slice(name)[slices]
+        values: torch.Tensor = self._file(file).get_slice(name)[slices]
         return values
 
-
-def _stored_slices(
-    piece: Piece, stored_shape: tuple[int, ...]
-) -> tuple[tuple[slice, ...], tuple[int, ...], tuple[slice, ...]]:
-    """Return the smallest slice of the stored tensor that contains the piece, and where it lies there.
-
-    Returns:
-        The slice of the stored tensor, the view of its elements, and the slice of that view.
-    """
-    slices = []
-    view = list(piece.hf.shape)
-    index = [slice(None)] * len(view)
-
-    for group in axis_groups(stored_shape, piece.hf_view):
-        # Axes of which the piece has one element need not be read completely.
-        start = 0
-        outer = 0
-        while outer < len(group) - 1 and piece.hf.shape[group[outer]] == 1:
-            start = start * piece.hf_view[group[outer]] + piece.hf.starts[group[outer]]
-            outer += 1
-
-        # The others are read completely, except the first of them.
-        axis = group[outer]
-        inner = group[outer + 1 :]
-        stride = prod(piece.hf_view[each] for each in inner)
-        start = (start * piece.hf_view[axis] + piece.hf.starts[axis]) * stride
-        slices.append(slice(start, start + piece.hf.shape[axis] * stride))
-        for each in inner:
-            view[each] = piece.hf_view[each]
-            index[each] = piece.hf.index[each]
-
-    return tuple(slices), tuple(view), tuple(index)
+    def _file(self, file: Path) -> Any:
+        if file not in self._opened:
+            self._opened[file] = self.enter_context(safe_open(file, framework="pt"))
+        return self._opened[file]

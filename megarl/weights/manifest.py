@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from megarl.machine.files import read_json_object
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
+from megarl.models.fp8 import BLOCK, scale_name, scale_shape
 from megarl.models.mapping import HF_LAYER
 from megarl.models.tensor_table import (
     LM_HEAD_TENSOR,
@@ -26,41 +23,20 @@ from megarl.models.tensor_table import (
     unique_tensors,
     weights_of,
 )
-from megarl.weights.mxfp4 import BLOCKS, SCALES, unpacked_shape
+from megarl.weights.checkpoint_index import (
+    FLOAT8,
+    SCALE_DTYPES,
+    TORCH_DTYPES,
+    CheckpointIndex,
+    Packing,
+    TensorInFile,
+)
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-_LFS = b"version https://git-lfs"
 # rows of each matrix in memory at a time, when a tied output layer is compared with the embedding
 _COMPARED_ROWS = 4096
 
-TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LAYER_TENSOR = re.compile(HF_LAYER.replace(".", r"\.").format(layer=r"(\d+)"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorInFile:
-    """The metadata of a tensor in a safetensors file. The values are not loaded.
-
-    Attributes:
-        file: The file that contains the tensor.
-        shape: The shape of the tensor.
-        dtype: The dtype as the format names it, such as BF16.
-        scales_file: The file of the scales, if the tensor is stored in MXFP4 (see mxfp4.py). Its shape and
-            dtype are those that it is read with.
-    """
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-    scales_file: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointIndex:
-    folder: Path
-    tensors: dict[str, TensorInFile]
 
 
 def manifest_of(architecture: Architecture, dtype: torch.dtype, head: Head = "lm") -> Manifest:
@@ -94,134 +70,6 @@ def dtype_of(weight: Weight, dtype: torch.dtype) -> torch.dtype:
     return dtype if weight.dtype is None else getattr(torch, weight.dtype)
 
 
-def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
-    """Read the headers of `model.safetensors`, or of the files listed in `model.safetensors.index.json`.
-
-    Raises:
-        WeightTransferError: There are no weights, a file is missing, truncated or corrupt, or the index
-            disagrees with its files. The message names the file and the tensor.
-    """
-    folder = Path(folder)
-    index_path = folder / INDEX_FILE
-
-    if index_path.is_file():
-        return CheckpointIndex(folder=folder, tensors=_unpacked(_read_sharded(folder, index_path)))
-
-    if (folder / SINGLE_FILE).is_file():
-        return CheckpointIndex(folder=folder, tensors=_unpacked(_read_header(folder / SINGLE_FILE)))
-
-    raise WeightTransferError(
-        f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; convert weights in another format to safetensors "
-        "(transformers: model.save_pretrained)"
-    )
-
-
-def _read_sharded(folder: Path, index_path: Path) -> dict[str, TensorInFile]:
-    try:
-        file_of = read_json_object(index_path).get("weight_map")
-    except (OSError, ValueError) as error:
-        raise WeightTransferError(
-            f"{index_path}: not a safetensors index with a weight_map: {error}"
-        ) from error
-
-    if not isinstance(file_of, dict):
-        raise WeightTransferError(
-            f"{index_path}: not a safetensors index with a weight_map: weight_map is {file_of!r}"
-        )
-
-    tensors: dict[str, TensorInFile] = {}
-
-    # Refuse paths outside the folder before any file is opened.
-    for name, file in file_of.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise WeightTransferError(
-                f"{index_path}: maps {name} to {file!r}; only files in this folder are allowed"
-            )
-
-    for name, file in file_of.items():
-        if not (folder / file).is_file():
-            raise WeightTransferError(f"{folder / file}: file is missing; it should contain {name}")
-
-    # Headers and index must agree: neither may list a tensor that the other lacks.
-    for file in sorted(set(file_of.values())):
-        for name, stored in _read_header(folder / file).items():
-            if file_of.get(name) != file:
-                raise WeightTransferError(
-                    f"{folder / file}: contains {name!r}, which {INDEX_FILE} maps to {file_of.get(name)!r}"
-                )
-            tensors[name] = stored
-
-    for name, file in file_of.items():
-        if name not in tensors:
-            raise WeightTransferError(
-                f"{folder / file}: does not contain {name!r}, which {INDEX_FILE} maps to it"
-            )
-
-    return tensors
-
-
-def _unpacked(tensors: dict[str, TensorInFile]) -> dict[str, TensorInFile]:
-    """List blocks and scales in MXFP4 as the tensor that they form."""
-    found: dict[str, TensorInFile] = {}
-    for name, stored in tensors.items():
-        scales = tensors.get(name.removesuffix(BLOCKS) + SCALES)
-        if name.endswith(BLOCKS) and stored.dtype == "U8" and scales is not None:
-            found[name.removesuffix(BLOCKS)] = TensorInFile(
-                file=stored.file,
-                shape=unpacked_shape(stored.shape),
-                dtype="BF16",
-                scales_file=scales.file,
-            )
-        elif not (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in tensors):
-            found[name] = stored
-
-    return found
-
-
-def _read_header(path: Path) -> dict[str, TensorInFile]:
-    try:
-        # Open the file first: the error of safetensors for an unreadable file does not contain the reason.
-        with path.open("rb") as opened:
-            if opened.read(len(_LFS)) == _LFS:
-                raise WeightTransferError(
-                    f"{path}: is a Git LFS pointer, not the weights; run `git lfs pull`"
-                )
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-            return {
-                name: TensorInFile(file=path, shape=tuple(s.get_shape()), dtype=s.get_dtype())
-                for name, s in slices.items()
-            }
-    except OSError as error:
-        raise WeightTransferError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except SafetensorError as error:
-        size = f"{path.stat().st_size:,} bytes"
-        raise WeightTransferError(
-            f"{path}: truncated or not a safetensors file, {size}: {error}{_cut_off(path)}"
-        ) from error
-
-
-def _cut_off(path: Path) -> str:
-    """Describe the first incomplete tensor of a truncated file. Empty if the header itself is damaged."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        encoded = file.read(min(length, path.stat().st_size))
-
-    try:
-        # Offsets in the header count from its end; the eight bytes before the header give its length.
-        ends = {
-            name: 8 + length + entry["data_offsets"][1]
-            for name, entry in json.loads(encoded).items()
-            if name != "__metadata__"
-        }
-        lost = [name for name, end in ends.items() if end > path.stat().st_size]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # damaged header
-        return ""
-
-    first = min(lost, key=lambda name: ends[name], default=None)
-    return "" if first is None else f"; {first} is incomplete ({len(lost)} of {len(ends)} tensors are)"
-
-
 def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable[[str], bool]) -> None:
     """Compare the stored names, shapes and dtypes with the manifest.
 
@@ -242,11 +90,8 @@ def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable
             faults.append(
                 f"{name} in {stored.file.name} has shape {stored.shape}, but config.json implies {meta.shape}"
             )
-        elif stored.dtype not in TORCH_DTYPES:
-            faults.append(
-                f"{name} in {stored.file.name} is stored as {stored.dtype}, not one of "
-                f"{', '.join(TORCH_DTYPES)}"
-            )
+        elif (fault := _format_fault(name, stored)) is not None:
+            faults.append(fault)
 
     # A tensor that no parameter uses is a sign of another architecture.
     for name, stored in index.tensors.items():
@@ -257,6 +102,28 @@ def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable
         raise WeightTransferError(
             f"{index.folder}: {len(faults)} tensors do not match config.json: " + "; ".join(faults[:8])
         )
+
+
+def _format_fault(name: str, stored: TensorInFile) -> str | None:
+    """Return what prevents a tensor from being read, None if it can be read."""
+    where = f"{name} in {stored.file.name}"
+    if stored.dtype == FLOAT8:
+        return f"{where} is stored as {FLOAT8}, but {scale_name(name)}, the scales of its blocks, is missing"
+    if stored.dtype not in TORCH_DTYPES:
+        return f"{where} is stored as {stored.dtype}, not one of {', '.join(TORCH_DTYPES)}"
+
+    scales = stored.scales
+    if scales is None or scales.packing is not Packing.block_fp8:
+        return None
+    if len(stored.shape) != 2:
+        return f"{where} is stored as {FLOAT8} with {len(stored.shape)} axes; only matrices are supported"
+    if scales.shape != scale_shape(stored.shape):
+        implied = f"blocks of {BLOCK} x {BLOCK} of shape {stored.shape} have {scale_shape(stored.shape)}"
+        return f"{scale_name(name)} in {scales.file.name} has shape {scales.shape}, but {implied}"
+    if scales.dtype not in SCALE_DTYPES:
+        allowed = ", ".join(SCALE_DTYPES)
+        return f"{scale_name(name)} in {scales.file.name} is stored as {scales.dtype}, not one of {allowed}"
+    return None
 
 
 def _hint_for_missing(name: str) -> str:

@@ -150,6 +150,50 @@ def axis_groups(shape: tuple[int, ...], view: tuple[int, ...]) -> tuple[tuple[in
     return tuple(groups)
 
 
+class EnclosingSlice(NamedTuple):
+    """The smallest slice of a stored tensor that contains a slice of its view.
+
+    Attributes:
+        part: The slice of the tensor.
+        view: The view of the elements of `part`.
+        index: The slice of that view.
+    """
+
+    part: TensorSlice
+    view: tuple[int, ...]
+    index: tuple[slice, ...]
+
+
+def enclosing_slice(
+    tensor_slice: TensorSlice, view: tuple[int, ...], shape: tuple[int, ...]
+) -> EnclosingSlice:
+    """Find the smallest slice of a tensor of shape `shape` that contains a slice of its view `view`."""
+    ranges = []
+    inner_view = list(tensor_slice.shape)
+    index = [slice(None)] * len(inner_view)
+
+    for group in axis_groups(shape, view):
+        # Axes of which the slice has one element need not be read completely.
+        start = 0
+        outer = 0
+        while outer < len(group) - 1 and tensor_slice.shape[group[outer]] == 1:
+            start = start * view[group[outer]] + tensor_slice.starts[group[outer]]
+            outer += 1
+
+        # The others are read completely, except the first of them.
+        axis = group[outer]
+        inner = group[outer + 1 :]
+        stride = prod(view[each] for each in inner)
+        start = (start * view[axis] + tensor_slice.starts[axis]) * stride
+        ranges.append((start, start + tensor_slice.shape[axis] * stride))
+        for each in inner:
+            inner_view[each] = view[each]
+            index[each] = tensor_slice.index[each]
+
+    part = TensorSlice(tuple(start for start, _ in ranges), tuple(stop for _, stop in ranges))
+    return EnclosingSlice(part, tuple(inner_view), tuple(index))
+
+
 def in_shape(
     tensor_slice: TensorSlice, shape: tuple[int, ...], view: tuple[int, ...]
 ) -> tuple[TensorSlice, ...]:

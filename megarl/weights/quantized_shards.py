@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from megarl.models.fp8 import (
-    BLOCK,
     SCALE_SUFFIX,
     STEP_ELEMENTS,
     num_blocks,
@@ -22,6 +21,7 @@ from megarl.models.fp8 import (
     scale_name,
     scale_shape,
 )
+from megarl.weights.block_scaling import block_maxima, quantize, scales_of
 from megarl.weights.checksum import add_checksums, checksum, shard_checksums
 from megarl.weights.fp8 import block_slice
 from megarl.weights.piece import in_shape
@@ -30,45 +30,9 @@ from megarl.weights.shard_layout import held_weights, numbered_pieces
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import TensorSlice, contiguous_blocks, flat_index, row_major_strides
 
-LARGEST = 448.0  # of float8_e4m3fn
-_LEAST_MAXIMUM = 1e-12  # a block of zeros gets a scale above 0
 _STEP_ELEMENTS_ON_A_CPU = 2**18  # stays in its caches
 
 Reduce = Callable[[torch.Tensor], object]  # replaces a tensor by its maximum over all trainer ranks
-
-
-def scales_of(maxima: torch.Tensor) -> torch.Tensor:
-    """Return the scales of blocks, float32, from their largest magnitudes."""
-    return maxima.float().clamp_min(_LEAST_MAXIMUM) / LARGEST
-
-
-def block_maxima(values: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
-    """Return the largest magnitude of a matrix's elements in each block that it touches, float32.
-
-    Args:
-        values: A slice of a tensor.
-        starts: Its first element in the tensor.
-    """
-    offsets = [start % BLOCK for start in starts]
-    rows, columns = values.shape
-    padding = (offsets[1], -(offsets[1] + columns) % BLOCK, offsets[0], -(offsets[0] + rows) % BLOCK)
-    padded = torch.nn.functional.pad(values.float().abs(), padding)
-    return padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).amax((1, 3))
-
-
-def expanded(scales: torch.Tensor, part: TensorSlice) -> torch.Tensor:
-    """Return the scale of each element of a slice, from the scales of the whole tensor."""
-    blocks = block_slice(part)
-    rows, columns = blocks.shape
-    each = scales[blocks.index][:, None, :, None]
-    wide = each.expand(rows, BLOCK, columns, BLOCK).reshape(rows * BLOCK, columns * BLOCK)
-    return wide[part.relative_to(tuple(start * BLOCK for start in blocks.starts)).index]
-
-
-def quantize(values: torch.Tensor, scales: torch.Tensor, part: TensorSlice) -> torch.Tensor:
-    """Return a slice of a tensor in float8_e4m3fn, given the scales of the whole tensor."""
-    scaled = values.float() / expanded(scales, part)
-    return scaled.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
 class QuantizedShards:

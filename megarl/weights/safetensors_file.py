@@ -15,7 +15,13 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.weights.tensors import ChunkMeta, Manifest, WeightReceipt, WeightTransferError
 
-DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 
 # Write in pieces of this size: data that fits into a core's cache is copied twice as fast.
 _WRITE_BYTES = 2**20

@@ -343,6 +343,9 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl submit --address http://HEAD:8265 configs/quickstart.yaml trainer.total_steps=10": InTest(
         f"{_LAUNCH}::test_a_submitted_run_trains_and_its_status_is_the_commands", ("submit", "--address")
     ),
+    "megarl convert megatron-to-hf --input outputs/run/checkpoints --output HF_DIR --dtype fp8": InTest(
+        "tests/unit/cli/test_convert.py::test_a_folder_in_fp8", ("megatron-to-hf", "--dtype", "fp8")
+    ),
     "megarl convert megatron-to-hf --input outputs/quickstart_lora/checkpoints --output ADAPTER_DIR": InTest(
         _ADAPTERS, ("megatron-to-hf", "--input", "--output")
     ),

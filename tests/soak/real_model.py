@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.tutorial.model import convert
 from megarl.checkpoints.convert.distributed_writer import write_distributed
-from megarl.checkpoints.convert.hugging_face import write_hugging_face
+from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.verify import Match, compare
 from megarl.checkpoints.role_folder import Layout

@@ -1,71 +1,49 @@
-"""Reads and writes Hugging Face folders.
-
-Reading returns a `ModelSource` with memory-mapped safetensors. Writing adds index, configuration, tokenizer
-and chat template.
-"""
+"""Opens Hugging Face folders as a `ModelSource` with memory-mapped safetensors."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
-from math import prod
 from pathlib import Path
 
 import torch
 
-from megarl.checkpoints.convert.source import ModelSource, SourceTensor, StoredPiece, checked_tensors
-from megarl.checkpoints.convert.streaming import (
-    BLOCK_BYTES,
-    Job,
-    Progress,
-    Room,
-    Workers,
-    Written,
-    in_turns,
-    new_folder,
-    no_progress,
-)
+from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
 from megarl.checkpoints.torch_file import mapped
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
+from megarl.models.fp8 import scale_name
 from megarl.models.tensor_table import (
-    VALUE_BIAS_TENSOR,
     VALUE_HEAD_TENSOR,
     Head,
     HFTensor,
     stored_weights,
     weights_of,
 )
-from megarl.weights.hf_folder import (
-    DEFAULT_FILE_BYTES,
-    FilePlan,
-    copy_companions,
-    has_bias,
-    plan_files,
-    write_index,
-)
-from megarl.weights.manifest import (
+from megarl.weights.block_scaling import Elements, ScaledMatrix
+from megarl.weights.checkpoint_index import (
+    SCALE_DTYPES,
     TORCH_DTYPES,
     CheckpointIndex,
+    Packing,
+    ScalesInFile,
     TensorInFile,
+    read_checkpoint_index,
+)
+from megarl.weights.manifest import (
     check_index,
     check_tied_head,
     check_value_bias,
     is_harmless_extra,
-    read_checkpoint_index,
     stored_manifest,
 )
 from megarl.weights.mxfp4 import BLOCK, BLOCKS, SCALES, unpack
 from megarl.weights.piece import EqualSlices, Piece
-from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import numbered_pieces, whole_layout
 from megarl.weights.shard_layout import pieces as shard_pieces
-from megarl.weights.tensors import ChunkMeta, TensorMeta, TensorSlice, contiguous_blocks
-
-_JOB_BYTES = 64 * 2**20  # part of a tensor written by one thread
+from megarl.weights.tensors import TensorSlice
 
 
 def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSource:
@@ -89,20 +67,24 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
     if head == "value":
         check_value_bias(index)
     # Read each header once, however many tensors its file has.
-    files = {stored.file for stored in index.tensors.values()}
-    files |= {stored.scales_file for stored in index.tensors.values() if stored.scales_file is not None}
+    files = {file for stored in index.tensors.values() for file in stored.files}
     starts = {file: _data_starts(file) for file in files}
     dtypes, pieces = _stored_pieces(index, architecture, head, starts)
 
     return ModelSource(
         folder=folder,
         kind="Hugging Face",
-        layout=f"{len(starts)} safetensors files",
+        layout=f"{len(starts)} safetensors files{_packing(index)}",
         companions=folder,
         architecture=architecture,
         head=head,
         tensors=checked_tensors(folder, architecture, head, dtypes, pieces),
     )
+
+
+def _packing(index: CheckpointIndex) -> str:
+    packings = {stored.scales.packing for stored in index.tensors.values() if stored.scales is not None}
+    return "".join(f", in {packing.value}" for packing in packings)
 
 
 def _stored_pieces(
@@ -115,20 +97,25 @@ def _stored_pieces(
     own_weights = weights_of(architecture, head)
     read_weights = stored_weights(architecture, head, index.tensors)
 
-    def opened(hf: HFTensor) -> Callable[[], torch.Tensor]:
+    def opened(hf: HFTensor) -> Callable[[], Elements]:
         stored = index.tensors[hf.name]
-        assert stored.scales_file is None, "no family has fused rows and MXFP4"
-        return partial(mapped, stored.file, starts[stored.file][hf.name], hf.view, TORCH_DTYPES[stored.dtype])
+        start = starts[stored.file][hf.name]
+        if stored.scales is None:
+            return partial(mapped, stored.file, start, hf.view, TORCH_DTYPES[stored.dtype])
+        assert stored.scales.packing is Packing.block_fp8, "no family has fused rows and MXFP4"
+        return partial(
+            _open_scaled, stored, stored.scales, hf, start, starts[stored.scales.file][scale_name(hf.name)]
+        )
 
     for own, read in zip(own_weights, read_weights, strict=True):
         if own is read or own.tensors == read.tensors:
             for hf in own.tensors:
                 stored = index.tensors[hf.name]
                 dtypes[hf.name] = TORCH_DTYPES[stored.dtype]
-                if stored.scales_file is None:
+                if stored.scales is None or stored.scales.packing is Packing.block_fp8:
                     pieces[hf.name] = [StoredPiece(place=TensorSlice.whole(hf.view), open=opened(hf))]
                 elif hf.name not in pieces:
-                    pieces[hf.name] = list(_unpacked_pieces(stored, stored.scales_file, hf, starts))
+                    pieces[hf.name] = list(_unpacked_pieces(stored, stored.scales.file, hf, starts))
             continue
 
         # The same parameter consists of these tensors and of those: equal elements lie at the same place.
@@ -149,6 +136,15 @@ def _stored_pieces(
                 )
 
     return dtypes, pieces
+
+
+def _open_scaled(
+    stored: TensorInFile, scales: ScalesInFile, hf: HFTensor, start: int, scales_start: int
+) -> ScaledMatrix:
+    """Open a matrix in block-scaled FP8, of which slices are dequantized to float32."""
+    values = mapped(stored.file, start, stored.shape, torch.float8_e4m3fn)
+    of_blocks = mapped(scales.file, scales_start, scales.shape, SCALE_DTYPES[scales.dtype])
+    return ScaledMatrix(values, of_blocks, stored.shape, hf.view)
 
 
 def _unpacked_pieces(
@@ -179,7 +175,7 @@ def _open_unpacked(
 
 
 def _open_other(
-    open_whole: Callable[[], torch.Tensor], stored: Piece, match: EqualSlices, piece: Piece
+    open_whole: Callable[[], Elements], stored: Piece, match: EqualSlices, piece: Piece
 ) -> torch.Tensor:
     elements = open_whole()[match.hf.index]
     if stored.rearrangement is not None:
@@ -197,102 +193,3 @@ def _data_starts(file: Path) -> dict[str, int]:
         for name, entry in header.items()
         if name != "__metadata__"
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Part:
-    """The slice `place` of a tensor, which begins at the element `offset`."""
-
-    tensor: SourceTensor
-    place: TensorSlice
-    offset: int
-
-
-def write_hugging_face(
-    source: ModelSource,
-    folder: Path,
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = DEFAULT_FILE_BYTES,
-    progress: Progress = no_progress,
-) -> Written:
-    """Write a model as a Hugging Face folder.
-
-    Args:
-        folder: Must not exist or be empty.
-        dtype: None: the dtype of the source.
-
-    Raises:
-        CheckpointError: The source is damaged or the disk cannot store the result. No files remain.
-    """
-    dtype = dtype or source.single_dtype
-    files = plan_files(
-        source.architecture, [whole_layout(source.architecture)], dtype, source.head, max_shard_bytes
-    )
-    total = sum(prod(meta.shape) * meta.dtype.itemsize for file in files for meta in file.manifest.values())
-
-    with new_folder(folder, total) as unfinished:
-        copy_companions(source.companions, unfinished, dtype, source.head)
-        # A class whose value head has a bias cannot load a folder without one.
-        if source.head == "value" and has_bias(unfinished):
-            files = _with_bias(files, dtype)
-        _Writer(source, dtype, lambda nbytes: progress(nbytes, total)).write(unfinished, files)
-        write_index(
-            unfinished, [(name, meta, file.name) for file in files for name, meta in file.manifest.items()]
-        )
-        nbytes = sum((unfinished / file.name).stat().st_size for file in files)
-
-    return Written(folder=folder, num_files=len(files), nbytes=nbytes)
-
-
-def _with_bias(files: Sequence[FilePlan], dtype: torch.dtype) -> tuple[FilePlan, ...]:
-    *others, last = files
-    return (*others, last._replace(manifest={**last.manifest, VALUE_BIAS_TENSOR: TensorMeta((1,), dtype)}))
-
-
-class _Writer:
-    def __init__(self, source: ModelSource, dtype: torch.dtype, report: Callable[[int], None]) -> None:
-        self._source = source
-        self._dtype = dtype
-        self._report = report
-        self._workers = Workers()
-
-    def write(self, folder: Path, files: Sequence[FilePlan]) -> None:
-        opened: list[SafetensorsFile] = []
-        jobs: list[list[Job]] = []
-
-        try:
-            for file in files:
-                output = SafetensorsFile(folder / file.name, file.manifest)
-                opened.append(output)
-                jobs.append([])
-                for name in file.manifest:
-                    if name == VALUE_BIAS_TENSOR:
-                        output.write(ChunkMeta(name, 0, 1), torch.zeros(1, dtype=self._dtype))
-                    else:
-                        dtype = file.manifest[name].dtype
-                        jobs[-1] += [
-                            partial(self._write_part, output, part, dtype) for part in self._parts(name)
-                        ]
-            self._workers.run(in_turns(jobs))
-        # Close the files on interrupts too.
-        except BaseException:
-            for output in opened:
-                output.abandon()
-            raise
-
-        for output in opened:
-            output.close()
-
-    def _parts(self, name: str) -> Iterator[_Part]:
-        tensor = self._source.tensors[name]
-        for offset, place in contiguous_blocks(tensor.hf.view, _JOB_BYTES // self._dtype.itemsize):
-            yield _Part(tensor=tensor, place=place, offset=offset)
-
-    def _write_part(self, output: SafetensorsFile, part: _Part, dtype: torch.dtype, room: Room) -> None:
-        for first, inner in contiguous_blocks(part.place.shape, BLOCK_BYTES // dtype.itemsize):
-            # A failure of another thread stops this one between two blocks.
-            self._workers.check()
-            place = inner.relative_to((0,) * len(inner.starts), part.place.starts)
-            block = part.tensor.block(place, dtype, room.tensor).reshape(-1)
-            output.write(ChunkMeta(part.tensor.hf.name, part.offset + first, block.numel()), block)
-            self._report(block.nbytes)

@@ -12,19 +12,21 @@ import torch
 from megarl.machine.errors import CheckpointError
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head, HFTensor, hf_tensors
+from megarl.weights.block_scaling import Elements
 from megarl.weights.message_words import word_counts
-from megarl.weights.tensors import TensorSlice, chunks_fault
+from megarl.weights.tensors import TensorSlice, chunks_fault, range_slices
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredPiece:
     """The elements `place` of a tensor in the view `HFTensor.view`.
 
-    `open` memory-maps them, so only accessed elements are read.
+    `open` memory-maps them, so only accessed elements are read. Those of packed tensors are converted when
+    they are accessed.
     """
 
     place: TensorSlice
-    open: Callable[[], torch.Tensor]
+    open: Callable[[], Elements]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,17 @@ class SourceTensor:
                 f"{self.hf.name} has elements that float16 cannot represent; choose bfloat16 or float32"
             )
 
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return rows of a matrix, contiguous. Raises CheckpointError like `fill`."""
+        num_columns = self.hf.shape[1]
+        matrix = torch.empty(stop - start, num_columns, dtype=dtype)
+        flat = matrix.view(-1)
+        filled = 0
+        for place in range_slices(self.hf.view, start * num_columns, stop * num_columns):
+            self.fill(flat[filled : filled + place.volume].view(place.shape), place)
+            filled += place.volume
+        return matrix
+
     def block(
         self, place: TensorSlice, dtype: torch.dtype, room: Callable[..., torch.Tensor] = torch.empty
     ) -> torch.Tensor:
@@ -67,7 +80,7 @@ class SourceTensor:
         for piece in self.pieces:
             if self.dtype == dtype and piece.place.intersect(place) == place:
                 stored = piece.open()[place.relative_to(piece.place.starts).index]
-                if stored.is_contiguous():
+                if stored.dtype == dtype and stored.is_contiguous():
                     return stored
 
         block = room(place.shape, dtype=dtype)

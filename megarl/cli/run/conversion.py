@@ -30,7 +30,8 @@ from rich.table import Table
 
 from megarl.checkpoints.convert.adapters import merged_source, write_peft
 from megarl.checkpoints.convert.distributed_writer import write_distributed
-from megarl.checkpoints.convert.hugging_face import open_hugging_face, write_hugging_face
+from megarl.checkpoints.convert.hugging_face import open_hugging_face
+from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
 from megarl.checkpoints.convert.inspect import ModelDescription, describe
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.source import ModelSource
@@ -40,6 +41,7 @@ from megarl.checkpoints.convert.verify import Comparison, Match, TensorCompariso
 from megarl.checkpoints.object_storage import local_copy
 from megarl.checkpoints.role_folder import Layout
 from megarl.checkpoints.run_folder import CheckpointFolder
+from megarl.cli.run.convert import FP8
 from megarl.cli.tables.console import output_console
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import existing_folder
@@ -109,6 +111,11 @@ def hf_to_megatron(parsed: argparse.Namespace) -> int:
 def megatron_to_hf(parsed: argparse.Namespace) -> int:
     def write(source: ModelSource, dtype: torch.dtype | None, report: Report) -> Written:
         if source.architecture.lora is not None:
+            if parsed.dtype == FP8:
+                raise CheckpointError(
+                    f"{parsed.input}: has adapters, which are not quantized; merge them into the base model "
+                    "with megarl convert merge-adapter --dtype fp8, or use --dtype bfloat16"
+                )
             return write_peft(source, parsed.output, dtype, report)
         return write_hugging_face(source, parsed.output, dtype, parsed.max_shard_size, report)
 
@@ -136,7 +143,7 @@ def _convert(
     start_s = time.monotonic()
     source = _open(parsed.input, parsed)
     with _progress_bar(parsed.conversion) as report:
-        written = write(source, getattr(torch, parsed.dtype) if parsed.dtype else None, report)
+        written = write(source, _dtype(parsed.dtype), report)
     seconds = time.monotonic() - start_s
     print(
         f"{parsed.output}: {counted(source.num_parameters, 'parameter')}, {counted(written.nbytes, 'byte')} "
@@ -146,6 +153,13 @@ def _convert(
     )
 
     return GOOD
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype: torch.dtype = torch.float8_e4m3fn if name == FP8 else getattr(torch, name)
+    return dtype
 
 
 @_in_one_line

@@ -14,6 +14,7 @@ from pathlib import Path
 from megarl.config.paths import is_url
 
 DTYPES = ("float32", "bfloat16", "float16")
+FP8 = "fp8"  # Hugging Face folders only
 _UNITS = {
     "": 1,
     "KB": 10**3,
@@ -85,7 +86,7 @@ def _add_to_hugging_face(commands: Commands[argparse.ArgumentParser]) -> None:
         type=_model,
         help="a checkpoint of megarl or Megatron-LM, or the URL of one that checkpoint.upload has copied",
     )
-    _add_output(command, "HF_DIR")
+    _add_output(command, "HF_DIR", FP8)
     _add_shard_size(command)
     _add_source_options(command)
 
@@ -103,7 +104,7 @@ def _add_merge(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument(
         "--base", required=True, metavar="HF_DIR", type=Path, help="the folder of the base model"
     )
-    _add_output(command, "HF_DIR")
+    _add_output(command, "HF_DIR", FP8)
     _add_shard_size(command)
     _add_source_options(command)
 
@@ -119,10 +120,14 @@ def _command(
     return command
 
 
-def _add_output(command: argparse.ArgumentParser, metavar: str) -> None:
+def _add_output(command: argparse.ArgumentParser, metavar: str, *more_dtypes: str) -> None:
     command.add_argument("--output", required=True, metavar=metavar, type=Path, help="a new or empty folder")
+    about_fp8 = ", bfloat16 for one in FP8; fp8: projections in blocks of 128 x 128, the rest in bfloat16"
     command.add_argument(
-        "--dtype", choices=DTYPES, help="data type of the written weights; the default is that of the input"
+        "--dtype",
+        choices=(*DTYPES, *more_dtypes),
+        help="data type of the written weights; the default is that of the input"
+        + (about_fp8 if FP8 in more_dtypes else ", bfloat16 for one in FP8"),
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoints.convert.hugging_face import write_hugging_face
+from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.run_folder import DESCRIPTION_FILE, CheckpointFolder, step_name
@@ -24,7 +24,8 @@ from megarl.config.sources import is_hub_name
 from megarl.data.hub import model_folder
 from megarl.machine.errors import CheckpointError
 from megarl.trainers.checkpoint import CONFIG_FILE
-from megarl.weights.manifest import TORCH_DTYPES, manifest_of, read_checkpoint_index
+from megarl.weights.checkpoint_index import TORCH_DTYPES, read_checkpoint_index
+from megarl.weights.manifest import manifest_of
 from megarl.weights.tensors import Manifest, TensorMeta
 
 LATEST = "latest"
@@ -170,9 +171,13 @@ def hugging_face_folder(
 
     if source.kind == "Hugging Face":
         stored = read_checkpoint_index(source.folder).tensors
-        # Engines read every file of the folder, so extra files would be loaded too.
-        if stored.keys() == expected.keys() and {each.file for each in stored.values()} == set(
-            source.folder.glob("*.safetensors")
+        # Engines read every file of the folder, so extra files would be loaded too. Packed tensors are
+        # converted.
+        is_plain = all(each.scales is None for each in stored.values())
+        if (
+            is_plain
+            and stored.keys() == expected.keys()
+            and {each.file for each in stored.values()} == set(source.folder.glob("*.safetensors"))
         ):
             yield (
                 source.folder,

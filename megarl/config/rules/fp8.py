@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megarl.config.schema import CorrectionLevel, EngineDType, PPOConfig, RolloutEngineKind, Transport
 from megarl.config.violation import Violation, Violations, either
 from megarl.models.architecture import Architecture, LatentAttention
-from megarl.models.fp8 import BLOCK
+from megarl.models.fp8 import BLOCK, unsupported_parts
 
 _DTYPE = "rollout.dtype"
 _TP = "rollout.tensor_parallel_size"
@@ -55,12 +55,7 @@ def fits_model(config: PPOConfig, policy: Architecture) -> Violations:
         return
 
     path = config.model.path
-    unsupported = {
-        "a vision tower": policy.vision is not None,
-        "gated delta nets": policy.delta_net is not None,
-        "experts with biases": policy.linear_bias,
-    }
-    if parts := [name for name, is_there in unsupported.items() if is_there]:
+    if parts := unsupported_parts(policy):
         yield Violation(
             (_DTYPE,),
             f"is fp8, but {path} ({policy.model_type}) has {' and '.join(parts)}, which are not supported in "

@@ -18,14 +18,13 @@ from typing import Any
 from megarl.config.schema import Device, EngineDType, RolloutConfig
 from megarl.machine.errors import ConfigError
 from megarl.models.families import family_of
-from megarl.models.fp8 import BLOCK
+from megarl.models.quantization import BLOCK_FP8
+from megarl.models.quantization import FIELD as QUANTIZATION
 from megarl.rollout.interface import RolloutEngineSpec, end_token_ids
 from megarl.rollout.nodes import EngineNode
 from megarl.rollout.sglang.adapters import server_arguments
 
 WEIGHT_LOADER: str = "megarl.rollout.sglang.loader.run"
-# What a folder in block-scaled FP8 has in its config.json (see models/fp8.py).
-BLOCK_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 START_LIMIT_S = 600.0  # kernels may be compiled
 
 # Arguments that megarl sets, and the key that a user sets instead.
@@ -141,9 +140,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         "ep_size": rollout.expert_parallel_size,
         "max_running_requests": rollout.max_concurrency,
         "context_length": longest + _SPARE_TOKENS,
-        "json_model_override_args": json.dumps(
-            _overridden_fields(model.path) | ({"quantization_config": BLOCK_FP8} if is_fp8 else {})
-        ),
+        "json_model_override_args": json.dumps(_overridden_fields(model.path, is_fp8)),
         "skip_tokenizer_init": not needs_tokenizer(rollout, model.path),
         "load_format": "dummy",  # the weights come from a weight sync, so that they are always the trainer's
         "custom_weight_loader": [WEIGHT_LOADER],
@@ -201,11 +198,17 @@ def node_args(node: EngineNode, ranks_port: int) -> dict[str, Any]:
     return {"nnodes": node.num_nodes, "node_rank": node.rank, "dist_init_addr": f"{host}:{ranks_port}"}
 
 
-def _overridden_fields(path: str) -> dict[str, Any]:
+def _overridden_fields(path: str, is_fp8: bool) -> dict[str, Any]:
     """Return the fields of config.json that SGLang gets with other values, or in addition."""
     config = _read_config(path)
     family = family_of(config.get("model_type"))
     missing = family.added_for_sglang(config) if family else {}
+
+    # The format of the weights that a sync sends, whatever that of the folder.
+    if is_fp8:
+        missing = {**missing, QUANTIZATION: BLOCK_FP8}
+    elif QUANTIZATION in config:
+        missing = {**missing, QUANTIZATION: None}
 
     # With the tokens of generation_config.json, which SGLang adds, exactly the tokens that end a sample in
     # every other engine.

@@ -60,6 +60,23 @@ def test_there_and_back_and_compared(
     assert "identical except for rounding (float32 and bfloat16" in capsys.readouterr().out
 
 
+def test_a_folder_in_fp8(hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fp8, back, plain = (str(tmp_path / name) for name in ("fp8", "back", "plain"))
+    to_fp8 = ["convert", "megatron-to-hf", "--input", str(hugging_face), "--output", fp8, "--dtype", "fp8"]
+    assert main(to_fp8) == 0
+    assert main(["convert", "inspect", fp8]) == 0
+    said = capsys.readouterr().out
+    assert "1 safetensors files, in block-scaled FP8" in said
+    assert "bfloat16" in said
+    assert main(["convert", "hf-to-megatron", "--input", fp8, "--output", back]) == 0
+    assert main(["convert", "megatron-to-hf", "--input", back, "--output", plain]) == 0
+    assert main(["convert", "verify", fp8, plain]) == 0
+    assert "identical: " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["convert", "hf-to-megatron", "--input", fp8, "--output", str(tmp_path / "x"), "--dtype", "fp8"])
+    assert "argument --dtype: invalid choice: 'fp8'" in capsys.readouterr().err
+
+
 def test_a_checkpoint_in_object_storage(
     hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -282,7 +282,7 @@ def test_first_llama_files_leave_out_heads_and_rope(tmp_path: Path) -> None:
         (QWEN25_V4, {"use_mrope": True}, "'use_mrope' is True"),
         (LLAMA31_V4, {"attention_bias": True}, "'attention_bias' is True"),
         (LLAMA31_V4, {"mlp_bias": True}, "'mlp_bias' is True"),
-        (LLAMA31_V4, {"quantization_config": {"bits": 4}}, "'quantization_config' is {'bits': 4}"),
+        (LLAMA31_V4, {"quantization_config": {"bits": 4}}, "'quant_method' is None, but only 'fp8'"),
         (LLAMA31_V4, {"logit_scale": 0.25}, "'logit_scale' is 0.25"),
         (LLAMA31_V4, {"rope_scaling": LLAMA31_V4["rope_scaling"] | {"mscale": 1.0}}, "'mscale' is 1.0"),
         (

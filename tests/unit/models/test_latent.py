@@ -47,7 +47,6 @@ def test_their_code_is_accepted_if_the_user_says_so() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "float8 cannot be read yet; use a copy"),
         ({"num_key_value_heads": 4}, "'num_key_value_heads' is 4, but must equal 'num_attention_heads' 8"),
         ({"v_head_dim": 25}, "'v_head_dim' is 25, but must be at most 24"),
         ({"qk_rope_head_dim": 7}, "rotary embeddings rotate pairs"),

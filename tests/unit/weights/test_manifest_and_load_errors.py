@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.models.families import FAMILIES
+from megarl.weights.checkpoint_index import read_checkpoint_index
 from megarl.weights.load import load_into_shards
-from megarl.weights.manifest import manifest_of, read_checkpoint_index
+from megarl.weights.manifest import manifest_of
 from megarl.weights.shard_layout import model_layouts, shard_shapes
 from megarl.weights.tensors import WeightTransferError
 from tests.unit.weights.models import PADDED_VOCAB, architecture_of, random_model, save, stored_state

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megarl.checkpoints.convert.distributed_writer import write_distributed
-from megarl.checkpoints.convert.hugging_face import write_hugging_face
+from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.role_folder import Layout
 from megarl.checkpoints.torch_dist import TorchDistIndex, read_chunk, read_index

@@ -27,7 +27,7 @@ from transformers import (
 
 from megarl.checkpoints.convert import distributed_writer, streaming
 from megarl.checkpoints.convert.distributed_writer import plan_distributed, write_distributed
-from megarl.checkpoints.convert.hugging_face import write_hugging_face
+from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.checkpoints.convert.streaming import Progress, no_progress

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.checkpoints.convert.distributed_writer import write_distributed
-from megarl.checkpoints.convert.hugging_face import write_hugging_face
+from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.role_folder import Layout
 from megarl.rollout.interface import SamplingParameters

@@ -24,6 +24,7 @@ from megarl.config.schema import (
     SGLangConfig,
 )
 from megarl.machine.errors import ConfigError
+from megarl.models.quantization import BLOCK_FP8
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang.server_args import (
     build_server_args,
@@ -182,6 +183,14 @@ def test_engines_in_fp8_have_the_fields_of_a_folder_in_fp8(tmp_path: Path) -> No
     assert "fp8_gemm_runner_backend" not in build_server_args(spec(tmp_path, dtype=EngineDType.fp8))
     with pytest.raises(ConfigError, match=r"quantization is set by megarl; set rollout\.dtype"):
         refuse_unknown_server_args({"quantization": "fp8"})
+
+
+def test_the_format_of_the_folder_is_not_that_of_the_engine(tmp_path: Path) -> None:
+    asked = spec(tmp_path, Device.cuda)
+    file = Path(asked.model.path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": BLOCK_FP8}))
+    fields = json.loads(build_server_args(asked)["json_model_override_args"])
+    assert fields == {"eos_token_id": [3], "quantization_config": None}
 
 
 def test_the_users_arguments_win_over_defaults(tmp_path: Path) -> None:

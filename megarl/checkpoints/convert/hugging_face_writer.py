@@ -1,0 +1,191 @@
+"""Writes a model as a Hugging Face folder: weights, index, configuration, tokenizer and chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import torch
+
+from megarl.checkpoints.convert.source import ModelSource, SourceTensor
+from megarl.checkpoints.convert.streaming import (
+    BLOCK_BYTES,
+    Job,
+    Progress,
+    Room,
+    Workers,
+    Written,
+    in_turns,
+    new_folder,
+    no_progress,
+)
+from megarl.machine.errors import CheckpointError
+from megarl.models.fp8 import (
+    BLOCK,
+    SCALE_SUFFIX,
+    folder_field,
+    quantized_tensors,
+    scale_name,
+    unsupported_parts,
+)
+from megarl.models.tensor_table import VALUE_BIAS_TENSOR
+from megarl.weights.block_scaling import block_maxima, quantize, scales_of
+from megarl.weights.hf_folder import (
+    DEFAULT_FILE_BYTES,
+    FilePlan,
+    copy_companions,
+    has_bias,
+    plan_files,
+    write_index,
+)
+from megarl.weights.safetensors_file import SafetensorsFile
+from megarl.weights.shard_layout import whole_layout
+from megarl.weights.tensors import ChunkMeta, TensorMeta, TensorSlice, contiguous_blocks
+
+_JOB_BYTES = 64 * 2**20  # part of a tensor written by one thread
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """The slice `place` of a tensor, which begins at the element `offset`."""
+
+    tensor: SourceTensor
+    place: TensorSlice
+    offset: int
+
+
+def write_hugging_face(
+    source: ModelSource,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = DEFAULT_FILE_BYTES,
+    progress: Progress = no_progress,
+) -> Written:
+    """Write a model as a Hugging Face folder.
+
+    Args:
+        folder: Must not exist or be empty.
+        dtype: None: the dtype of the source. float8_e4m3fn: projections in block-scaled FP8, and the rest in
+            bfloat16.
+
+    Raises:
+        CheckpointError: The source is damaged, the disk cannot store the result, or the model cannot be
+            quantized. No files remain.
+    """
+    architecture = source.architecture
+    is_fp8 = dtype == torch.float8_e4m3fn
+    if is_fp8 and (parts := unsupported_parts(architecture)):
+        raise CheckpointError(
+            f"{source.folder}: has {' and '.join(parts)}, which are not supported in FP8; use --dtype "
+            "bfloat16"
+        )
+    kept = torch.bfloat16 if is_fp8 else dtype or source.single_dtype
+    quantized = quantized_tensors(architecture) if is_fp8 else {}
+    files = plan_files(
+        architecture, [whole_layout(architecture)], kept, source.head, max_shard_bytes, quantized
+    )
+    total = sum(prod(meta.shape) * meta.dtype.itemsize for file in files for meta in file.manifest.values())
+
+    with new_folder(folder, total) as unfinished:
+        field = folder_field(architecture) if is_fp8 else None
+        copy_companions(source.companions, unfinished, kept, source.head, quantization=field)
+        # A class whose value head has a bias cannot load a folder without one.
+        if source.head == "value" and has_bias(unfinished):
+            files = _with_bias(files, kept)
+        _Writer(source, kept, quantized, lambda nbytes: progress(nbytes, total)).write(unfinished, files)
+        write_index(
+            unfinished, [(name, meta, file.name) for file in files for name, meta in file.manifest.items()]
+        )
+        nbytes = sum((unfinished / file.name).stat().st_size for file in files)
+
+    return Written(folder=folder, num_files=len(files), nbytes=nbytes)
+
+
+def _with_bias(files: Sequence[FilePlan], dtype: torch.dtype) -> tuple[FilePlan, ...]:
+    *others, last = files
+    return (*others, last._replace(manifest={**last.manifest, VALUE_BIAS_TENSOR: TensorMeta((1,), dtype)}))
+
+
+def _rows_per_job(num_columns: int) -> int:
+    """Return a multiple of the block's rows."""
+    return max(1, _JOB_BYTES // (BLOCK * num_columns)) * BLOCK
+
+
+class _Writer:
+    def __init__(
+        self,
+        source: ModelSource,
+        dtype: torch.dtype,
+        quantized: Collection[str],
+        report: Callable[[int], None],
+    ) -> None:
+        self._source = source
+        self._dtype = dtype
+        self._quantized = quantized
+        self._report = report
+        self._workers = Workers()
+
+    def write(self, folder: Path, files: Sequence[FilePlan]) -> None:
+        opened: list[SafetensorsFile] = []
+        jobs: list[list[Job]] = []
+
+        try:
+            for file in files:
+                output = SafetensorsFile(folder / file.name, file.manifest)
+                opened.append(output)
+                jobs.append([])
+                for name, meta in file.manifest.items():
+                    jobs[-1] += self._jobs(output, name, meta)
+            self._workers.run(in_turns(jobs))
+        # Close the files on interrupts too.
+        except BaseException:
+            for output in opened:
+                output.abandon()
+            raise
+
+        for output in opened:
+            output.close()
+
+    def _jobs(self, output: SafetensorsFile, name: str, meta: TensorMeta) -> list[Job]:
+        """Return the jobs that write a tensor. Scales are written together with their values."""
+        if name in self._quantized:
+            tensor = self._source.tensors[name]
+            rows = range(0, meta.shape[0], _rows_per_job(meta.shape[1]))
+            return [partial(self._write_quantized, output, tensor, start, rows.step) for start in rows]
+        if name.removesuffix(SCALE_SUFFIX) in self._quantized:
+            return []
+        if name == VALUE_BIAS_TENSOR:
+            return [lambda room: output.write(ChunkMeta(name, 0, 1), torch.zeros(1, dtype=self._dtype))]
+        return [partial(self._write_part, output, part, meta.dtype) for part in self._parts(name)]
+
+    def _write_quantized(
+        self, output: SafetensorsFile, tensor: SourceTensor, first: int, num_rows: int, room: Room
+    ) -> None:
+        """Write rows of a matrix in FP8, a row of blocks at a time, and their scales."""
+        num_columns = tensor.hf.shape[1]
+        for start in range(first, min(first + num_rows, tensor.hf.shape[0]), BLOCK):
+            self._workers.check()
+            rows = tensor.rows(start, min(start + BLOCK, tensor.hf.shape[0]), torch.float32)
+            scales = scales_of(block_maxima(rows, (0, 0)))
+            values = quantize(rows, scales, TensorSlice.whole(rows.shape)).reshape(-1)
+            output.write(ChunkMeta(tensor.hf.name, start * num_columns, values.numel()), values)
+            place = ChunkMeta(scale_name(tensor.hf.name), start // BLOCK * scales.shape[1], scales.numel())
+            output.write(place, scales.reshape(-1))
+            self._report(values.nbytes + scales.nbytes)
+
+    def _parts(self, name: str) -> Iterator[_Part]:
+        tensor = self._source.tensors[name]
+        for offset, place in contiguous_blocks(tensor.hf.view, _JOB_BYTES // self._dtype.itemsize):
+            yield _Part(tensor=tensor, place=place, offset=offset)
+
+    def _write_part(self, output: SafetensorsFile, part: _Part, dtype: torch.dtype, room: Room) -> None:
+        for first, inner in contiguous_blocks(part.place.shape, BLOCK_BYTES // dtype.itemsize):
+            # A failure of another thread stops this one between two blocks.
+            self._workers.check()
+            place = inner.relative_to((0,) * len(inner.starts), part.place.starts)
+            block = part.tensor.block(place, dtype, room.tensor).reshape(-1)
+            output.write(ChunkMeta(part.tensor.hf.name, part.offset + first, block.numel()), block)
+            self._report(block.nbytes)

@@ -1,0 +1,219 @@
+"""Read the headers of the safetensors files in a folder: which tensors they store, and in which format."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megarl.machine.files import read_json_object
+from megarl.models.fp8 import SCALE_SUFFIX, scale_name
+from megarl.weights.mxfp4 import BLOCKS, SCALES, unpacked_shape
+from megarl.weights.tensors import WeightTransferError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_LFS = b"version https://git-lfs"
+
+TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOAT8 = "F8_E4M3"
+# Dtypes in which folders in block-scaled FP8 store their scales.
+SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E8M0": torch.float8_e8m0fnu}
+
+
+class Packing(Enum):
+    """The formats of fewer bits that are converted to bfloat16 when they are read."""
+
+    mxfp4 = "MXFP4"  # see mxfp4.py
+    block_fp8 = "block-scaled FP8"  # see models/fp8.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalesInFile:
+    """The metadata of the scales of a packed tensor.
+
+    Attributes:
+        packing: The format of the tensor.
+        file: The file that contains the scales.
+        shape: The shape of the scales.
+        dtype: The dtype of the scales as the format names it.
+    """
+
+    packing: Packing
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInFile:
+    """The metadata of a tensor in a safetensors file. The values are not loaded.
+
+    Attributes:
+        file: The file that contains the tensor.
+        shape: The shape of the tensor.
+        dtype: The dtype as the format names it, such as BF16.
+        scales: The scales of a packed tensor, whose shape and dtype are those that it is read with.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    scales: ScalesInFile | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of the tensor and of its scales."""
+        return (self.file,) if self.scales is None else (self.file, self.scales.file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointIndex:
+    folder: Path
+    tensors: dict[str, TensorInFile]
+
+
+def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
+    """Read the headers of `model.safetensors`, or of the files listed in `model.safetensors.index.json`.
+
+    Raises:
+        WeightTransferError: There are no weights, a file is missing, truncated or corrupt, or the index
+            disagrees with its files. The message names the file and the tensor.
+    """
+    folder = Path(folder)
+    index_path = folder / INDEX_FILE
+
+    if index_path.is_file():
+        return CheckpointIndex(folder=folder, tensors=_unpacked(_read_sharded(folder, index_path)))
+
+    if (folder / SINGLE_FILE).is_file():
+        return CheckpointIndex(folder=folder, tensors=_unpacked(_read_header(folder / SINGLE_FILE)))
+
+    raise WeightTransferError(
+        f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; convert weights in another format to safetensors "
+        "(transformers: model.save_pretrained)"
+    )
+
+
+def _read_sharded(folder: Path, index_path: Path) -> dict[str, TensorInFile]:
+    try:
+        file_of = read_json_object(index_path).get("weight_map")
+    except (OSError, ValueError) as error:
+        raise WeightTransferError(
+            f"{index_path}: not a safetensors index with a weight_map: {error}"
+        ) from error
+
+    if not isinstance(file_of, dict):
+        raise WeightTransferError(
+            f"{index_path}: not a safetensors index with a weight_map: weight_map is {file_of!r}"
+        )
+
+    tensors: dict[str, TensorInFile] = {}
+
+    # Refuse paths outside the folder before any file is opened.
+    for name, file in file_of.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise WeightTransferError(
+                f"{index_path}: maps {name} to {file!r}; only files in this folder are allowed"
+            )
+
+    for name, file in file_of.items():
+        if not (folder / file).is_file():
+            raise WeightTransferError(f"{folder / file}: file is missing; it should contain {name}")
+
+    # Headers and index must agree: neither may list a tensor that the other lacks.
+    for file in sorted(set(file_of.values())):
+        for name, stored in _read_header(folder / file).items():
+            if file_of.get(name) != file:
+                raise WeightTransferError(
+                    f"{folder / file}: contains {name!r}, which {INDEX_FILE} maps to {file_of.get(name)!r}"
+                )
+            tensors[name] = stored
+
+    for name, file in file_of.items():
+        if name not in tensors:
+            raise WeightTransferError(
+                f"{folder / file}: does not contain {name!r}, which {INDEX_FILE} maps to it"
+            )
+
+    return tensors
+
+
+def _unpacked(tensors: dict[str, TensorInFile]) -> dict[str, TensorInFile]:
+    """List packed tensors and their scales as the tensors that they form."""
+    found: dict[str, TensorInFile] = {}
+    for name, stored in tensors.items():
+        blocks = tensors.get(name.removesuffix(SCALES) + BLOCKS) if name.endswith(SCALES) else None
+        values = tensors.get(name.removesuffix(SCALE_SUFFIX)) if name.endswith(SCALE_SUFFIX) else None
+
+        if blocks is not None and blocks.dtype == "U8":
+            shape = unpacked_shape(blocks.shape)
+            found[name.removesuffix(SCALES)] = _packed(Packing.mxfp4, blocks, shape, stored)
+        elif values is not None and values.dtype == FLOAT8:
+            found[name.removesuffix(SCALE_SUFFIX)] = _packed(Packing.block_fp8, values, values.shape, stored)
+
+    parts = {part for name, stored in found.items() for part in _stored_names(name, stored)}
+    return found | {name: stored for name, stored in tensors.items() if name not in parts}
+
+
+def _packed(
+    packing: Packing, values: TensorInFile, shape: tuple[int, ...], scales: TensorInFile
+) -> TensorInFile:
+    of_scales = ScalesInFile(packing=packing, file=scales.file, shape=scales.shape, dtype=scales.dtype)
+    return TensorInFile(file=values.file, shape=shape, dtype="BF16", scales=of_scales)
+
+
+def _stored_names(name: str, stored: TensorInFile) -> tuple[str, str]:
+    """Return the names of the values and of the scales of a packed tensor."""
+    assert stored.scales is not None
+    if stored.scales.packing is Packing.mxfp4:
+        return name + BLOCKS, name + SCALES
+    return name, scale_name(name)
+
+
+def _read_header(path: Path) -> dict[str, TensorInFile]:
+    try:
+        # Open the file first: the error of safetensors for an unreadable file does not contain the reason.
+        with path.open("rb") as opened:
+            if opened.read(len(_LFS)) == _LFS:
+                raise WeightTransferError(
+                    f"{path}: is a Git LFS pointer, not the weights; run `git lfs pull`"
+                )
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+            return {
+                name: TensorInFile(file=path, shape=tuple(s.get_shape()), dtype=s.get_dtype())
+                for name, s in slices.items()
+            }
+    except OSError as error:
+        raise WeightTransferError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
+        size = f"{path.stat().st_size:,} bytes"
+        raise WeightTransferError(
+            f"{path}: truncated or not a safetensors file, {size}: {error}{_cut_off(path)}"
+        ) from error
+
+
+def _cut_off(path: Path) -> str:
+    """Describe the first incomplete tensor of a truncated file. Empty if the header itself is damaged."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        encoded = file.read(min(length, path.stat().st_size))
+
+    try:
+        # Offsets in the header count from its end; the eight bytes before the header give its length.
+        ends = {
+            name: 8 + length + entry["data_offsets"][1]
+            for name, entry in json.loads(encoded).items()
+            if name != "__metadata__"
+        }
+        lost = [name for name, end in ends.items() if end > path.stat().st_size]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # damaged header
+        return ""
+
+    first = min(lost, key=lambda name: ends[name], default=None)
+    return "" if first is None else f"; {first} is incomplete ({len(lost)} of {len(ends)} tensors are)"
