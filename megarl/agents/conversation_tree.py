@@ -8,8 +8,9 @@ each begin a branch. What the model wrote is kept as the tokens that it sampled.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megarl.agents.trajectory import Segment, Trajectory
@@ -91,11 +92,14 @@ class ConversationTree:
         path = [self.turns[each] for each in self._path(number)]
         return [token for turn in path for token in (*turn.bridge, *turn.written.token_ids.tolist())]
 
-    def rows(self) -> list[Trajectory]:
+    def rows(self, rewards: Mapping[int, float] = MappingProxyType({})) -> list[Trajectory]:
         """Return one training row per leaf, ordered by their last turns.
 
         Each turn has its loss in the first row that contains it. In later rows its tokens belong to the
         prompt, so each sampled token is trained once.
+
+        Args:
+            rewards: Rewards of turns by number. The others have 0.
         """
         rows = []
         trained: set[int] = set()
@@ -106,11 +110,11 @@ class ConversationTree:
             path = list(self._path(leaf))
             new = [number for number in path if number not in trained]
             trained.update(new)
-            rows.append(self._row(new))
+            rows.append(self._row(new, rewards))
 
         return rows
 
-    def _row(self, numbers: Sequence[int]) -> Trajectory:
+    def _row(self, numbers: Sequence[int], rewards: Mapping[int, float]) -> Trajectory:
         """Return the row that trains these turns, which follow one another."""
         first, *later = (self.turns[number] for number in numbers)
         segments = [first.written]
@@ -120,7 +124,7 @@ class ConversationTree:
         return Trajectory(
             prompt=[*self.token_ids(first.parent), *first.bridge],
             segments=segments,
-            turn_rewards=[0.0] * len(numbers),
+            turn_rewards=[rewards.get(number, 0.0) for number in numbers],
         )
 
     def _path(self, number: int | None) -> Iterator[int]:

@@ -149,10 +149,9 @@ class Trajectory:
 
 
 def session_trajectory(
-    prompt: Sequence[int], branches: Sequence[Trajectory], reward: float, end: EpisodeEnd, num_calls: int
+    prompt: Sequence[int], branches: Sequence[Trajectory], end: EpisodeEnd, num_calls: int
 ) -> Trajectory:
-    """Build the episode of an agent program from its conversations. The reward is that of its last turn."""
-    branches[-1].turn_rewards[-1] = reward
+    """Build the episode of an agent program from its conversations."""
     return Trajectory(
         prompt=prompt,
         segments=[segment for branch in branches for segment in branch.segments],

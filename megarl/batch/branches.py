@@ -29,6 +29,16 @@ def episode_numbers(batch: DataProto) -> np.ndarray:
     return np.cumsum(batch.non_tensor_batch[BRANCH].astype(np.int64) == 0) - 1
 
 
+def rows_of_episodes(batch: DataProto) -> list[np.ndarray]:
+    """Return the numbers of the rows of each episode."""
+    return np.split(np.arange(len(batch)), np.flatnonzero(ends_episode(batch))[:-1] + 1)
+
+
+def branch_column(batch: DataProto) -> list[str]:
+    """Return the name of the array BRANCH, if the batch has it."""
+    return [BRANCH] if BRANCH in batch.non_tensor_batch else []
+
+
 def ends_episode(batch: DataProto) -> np.ndarray:
     """Return whether each row is the last one of its episode, (B,) bool."""
     numbers = episode_numbers(batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -100,7 +99,7 @@ def message(body: Mapping[str, Any], reply: TurnReply) -> dict[str, Any]:
     """Return the object `message`."""
     (choice,) = reply.choices
     return {
-        **_head(body),
+        **_head(body, reply),
         "content": _blocks(choice),
         **_end(choice),
         "usage": _usage(reply, len(choice.tokens)),
@@ -111,7 +110,7 @@ def events(body: Mapping[str, Any], reply: TurnReply) -> Iterator[str]:
     """Yield the server-sent events of a streamed answer. Each block is sent at once."""
     (choice,) = reply.choices
     empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(reply, 0)}
-    yield _event("message_start", message={**_head(body), **empty})
+    yield _event("message_start", message={**_head(body, reply), **empty})
 
     for index, block in enumerate(_blocks(choice)):
         kind = block["type"]
@@ -137,9 +136,9 @@ def _event(kind: str, **fields: Any) -> str:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
 
 
-def _head(body: Mapping[str, Any]) -> dict[str, Any]:
+def _head(body: Mapping[str, Any], reply: TurnReply) -> dict[str, Any]:
     return {
-        "id": f"msg_{uuid.uuid4().hex}",
+        "id": f"msg_{reply.id}",
         "type": "message",
         "role": "assistant",
         "model": body.get("model"),

@@ -15,7 +15,7 @@ from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.harness import HarnessError, HarnessFailure
 from megarl.endpoint.request_fields import bearer_key, json_body
 from megarl.endpoint.session import AgentSession
-from megarl.endpoint.session_access import checked_reward, environment_of, task_fields
+from megarl.endpoint.session_access import environment_of, record_reward, task_fields
 
 KEY_VARIABLE = "MEGARL_ENDPOINT_KEY"
 _SHORTEST_KEY = 16
@@ -28,7 +28,7 @@ class _Episode:
     def __init__(self, session: AgentSession, url: str) -> None:
         self.session = session
         self.url = url
-        self.result: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 class ExternalHarness:
@@ -48,11 +48,11 @@ class ExternalHarness:
         self._offered: asyncio.Queue[_Episode] = asyncio.Queue()
         self._claimed: dict[str, _Episode] = {}
 
-    async def run(self, session: AgentSession, url: str) -> float | None:
+    async def run(self, session: AgentSession, url: str) -> None:
         episode = _Episode(session, url)
         self._offered.put_nowait(episode)
         try:
-            return await episode.result
+            await episode.result
         finally:
             episode.result.cancel()
             self._claimed.pop(session.key, None)
@@ -85,14 +85,15 @@ class ExternalHarness:
             if episode is None or episode.result.done():
                 raise ApiError("no episode of this key is open", status=401, code="invalid_api_key")
             body = await json_body(request)
-            reward = body.get("reward")
-            value = None if reward is None else checked_reward(reward)
+            given = {name: body[name] for name in ("reward", "responses") if body.get(name) is not None}
+            if given:
+                record_reward(episode.session, given)
             if body.get("error") is not None:
                 why = str(body["error"])
                 episode.result.set_exception(HarnessError(HarnessFailure.reported, why))
             else:
-                episode.result.set_result(value)
-            return {"reward": value}
+                episode.result.set_result(None)
+            return {"reward": episode.session.reward}
 
     async def _next(self, request: Request) -> _Episode | None:
         """Return the next episode that is still open, or None if the client has gone."""

@@ -20,7 +20,7 @@ from megarl.agents.protocol import Task
 from megarl.config.schema import HarnessConfig
 from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.session import AgentSession
-from megarl.endpoint.session_access import checked_reward, environment_of, task_fields
+from megarl.endpoint.session_access import environment_of, record_reward, task_fields
 from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_name
 
 _KEPT = 2000  # characters of a program's output in an error
@@ -66,8 +66,8 @@ class ModelEndpoint:
 
 
 class Harness(Protocol):
-    async def run(self, session: AgentSession, url: str) -> float | None:
-        """Run the program, and return its reward if it returned one. Raises HarnessError."""
+    async def run(self, session: AgentSession, url: str) -> None:
+        """Run the program, and record the reward that it returns. Raises HarnessError."""
 
 
 def load_harness(config: HarnessConfig, num_threads: int) -> Harness:
@@ -106,7 +106,7 @@ class FunctionHarness:
         self._function = function
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="harness")
 
-    async def run(self, session: AgentSession, url: str) -> float | None:
+    async def run(self, session: AgentSession, url: str) -> None:
         variables = environment_of(url, session)
         endpoint = ModelEndpoint(
             base_url=variables["OPENAI_BASE_URL"], root_url=url, api_key=session.key, environment=variables
@@ -119,7 +119,8 @@ class FunctionHarness:
                 result = await loop.run_in_executor(self._threads, self._function, session.task, endpoint)
         except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's code may raise anything)
             raise HarnessError(HarnessFailure.raised, last_line(error)) from error
-        return None if result is None else _reward(result)
+        if result is not None:
+            _record_returned(session, result)
 
 
 class CommandHarness:
@@ -132,7 +133,7 @@ class CommandHarness:
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
 
-    async def run(self, session: AgentSession, url: str) -> float | None:
+    async def run(self, session: AgentSession, url: str) -> None:
         prompt = str(session.task.messages[-1].get("content", "")) if session.task.messages else ""
         host = urlsplit(url).hostname or ""
         excluded = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), host]))
@@ -155,7 +156,7 @@ class CommandHarness:
 
         if status:
             raise HarnessError(HarnessFailure.exit_code, f"exit code {status}: {said[-_KEPT:].strip()}")
-        return _printed_reward(said)
+        _record_printed(session, said)
 
 
 async def _write_task(process: asyncio.subprocess.Process, task: Task) -> None:
@@ -176,19 +177,18 @@ async def _last_output(process: asyncio.subprocess.Process) -> str:
     return kept.decode(errors="replace")
 
 
-def _printed_reward(said: str) -> float | None:
+def _record_printed(session: AgentSession, said: str) -> None:
     lines = said.strip().splitlines()
     try:
         printed = json.loads(lines[-1]) if lines else None
     except ValueError:
-        return None
-    return _reward(printed) if isinstance(printed, dict) and "reward" in printed else None
+        return
+    if isinstance(printed, dict) and "reward" in printed:
+        _record_returned(session, printed)
 
 
-def _reward(result: Any) -> float:
-    """Return the reward of a number or of a mapping with `reward`."""
-    value = result.get("reward") if isinstance(result, Mapping) else result
+def _record_returned(session: AgentSession, result: Any) -> None:
     try:
-        return checked_reward(value)
+        record_reward(session, result)
     except ApiError as error:
         raise HarnessError(HarnessFailure.bad_reward, error.message) from error

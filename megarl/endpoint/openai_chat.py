@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -128,7 +127,7 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
 def completion(body: Mapping[str, Any], reply: TurnReply) -> dict[str, Any]:
     """Return the object `chat.completion`."""
     return {
-        **_head(body, "chat.completion"),
+        **_head(body, reply, "chat.completion"),
         "choices": [
             {
                 "index": index,
@@ -144,7 +143,7 @@ def completion(body: Mapping[str, Any], reply: TurnReply) -> dict[str, Any]:
 
 def chunks(body: Mapping[str, Any], reply: TurnReply) -> Iterator[str]:
     """Yield the server-sent events of a streamed answer. Each choice is sent at once."""
-    head = _head(body, "chat.completion.chunk")
+    head = _head(body, reply, "chat.completion.chunk")
 
     def event(choices: list[dict[str, Any]], **more: Any) -> str:
         return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
@@ -180,9 +179,9 @@ def usage(reply: TurnReply) -> dict[str, Any]:
     }
 
 
-def _head(body: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _head(body: Mapping[str, Any], reply: TurnReply, kind: str) -> dict[str, Any]:
     return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "id": f"chatcmpl-{reply.id}",
         "object": kind,
         "created": int(time.time()),
         "model": body.get("model"),

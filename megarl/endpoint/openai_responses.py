@@ -100,7 +100,7 @@ def response(body: Mapping[str, Any], reply: TurnReply) -> dict[str, Any]:
     is_cut = choice.finish_reason == "length"
     counts = usage(reply)
     return {
-        **_head(body),
+        **_head(body, reply),
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": _output(choice),
@@ -158,9 +158,9 @@ def error_event(error: ApiError) -> str:
     return f"event: error\ndata: {json.dumps(data)}\n\n"
 
 
-def _head(body: Mapping[str, Any]) -> dict[str, Any]:
+def _head(body: Mapping[str, Any], reply: TurnReply) -> dict[str, Any]:
     return {
-        "id": f"resp_{uuid.uuid4().hex}",
+        "id": f"resp_{reply.id}",
         "object": "response",
         "created_at": int(time.time()),
         "model": body.get("model"),

@@ -16,7 +16,7 @@ from megarl.endpoint import anthropic_messages, openai_chat, openai_responses
 from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.request_fields import bearer_key, json_body
 from megarl.endpoint.session import AgentSession, TurnPlan
-from megarl.endpoint.session_access import checked_reward, task_fields
+from megarl.endpoint.session_access import record_reward, task_fields
 from megarl.endpoint.turn_query import TurnQuery, TurnReply
 from megarl.machine.ports import hold_port
 
@@ -106,7 +106,7 @@ def build_app(sessions: Mapping[str, AgentSession], ignored: Collection[str]) ->
     @app.post("/session/reward")
     async def reward(request: Request) -> dict[str, Any]:
         session = _session_of(request, sessions)
-        session.reward = checked_reward((await json_body(request)).get("reward"))
+        record_reward(session, await json_body(request))
         return {"reward": session.reward}
 
     return app

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+import uuid
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -80,7 +81,9 @@ class AgentSession:
 
     Attributes:
         key: The secret by which clients name the session.
-        reward: The reward that the agent has set.
+        reward: The reward of the episode that the agent has set.
+        turn_rewards: Rewards of turns that the agent has set, by the turns' numbers in the tree.
+        answered: Numbers of the turns of each answer, by its id.
         limit: The first limit that refused a request.
         num_abandoned: Requests whose client disconnected.
         is_abandoned: Whether the client of the last request disconnected.
@@ -92,6 +95,8 @@ class AgentSession:
         self.task = task
         self.tree = ConversationTree()
         self.reward: float | None = None
+        self.turn_rewards: dict[int, float] = {}
+        self.answered: dict[str, list[int]] = {}
         self.limit: EpisodeEnd | None = None
         self.num_calls = 0
         self.is_truncated = False
@@ -139,8 +144,13 @@ class AgentSession:
         samples = await asyncio.gather(
             *(self._generate(plan.token_ids, plan.max_new_tokens, seed) for seed in plan.seeds)
         )
+        first = len(self.tree.turns)
         choices = [self._record(plan, sample) for sample in samples]
-        return TurnReply(choices, len(plan.token_ids), len(plan.token_ids) - len(plan.bridge))
+        reply = TurnReply(
+            uuid.uuid4().hex, choices, len(plan.token_ids), len(plan.token_ids) - len(plan.bridge)
+        )
+        self.answered[reply.id] = list(range(first, len(self.tree.turns)))
+        return reply
 
     def abandon(self) -> None:
         """Note that the client of a request has disconnected."""

@@ -65,6 +65,11 @@ class SessionServer:
         """The address of the server, without a path."""
         return self._server.url
 
+    @property
+    def num_open(self) -> int:
+        """Number of open sessions, and of requests without an answer."""
+        return len(self._sessions) + len(self._waiting)
+
     async def start(self) -> None:
         await self._server.start()
 
@@ -120,22 +125,22 @@ class SessionServer:
             await asyncio.wait({running})
 
         try:
-            returned = running.result()
+            running.result()
         except HarnessError as error:
             # A program may end with an error because a limit of the run has refused its request.
             if session.limit is None or error.kind is HarnessFailure.bad_reward:
                 return failed_trajectory(order.prompt, error.kind.value), str(error)
-            returned = None
 
-        branches = session.tree.rows()
+        branches = session.tree.rows(session.turn_rewards)
         if not branches:
             kind = HarnessFailure.no_turn
             return failed_trajectory(
                 order.prompt, kind.value
             ), "the program ended without a turn of the model"
-        reward = session.reward if returned is None else returned
+        # The reward of the episode is that of its last turn.
+        branches[-1].turn_rewards[-1] += session.reward or 0.0
         end = session.limit or (EpisodeEnd.length if session.is_truncated else EpisodeEnd.done)
-        return session_trajectory(order.prompt, branches, reward or 0.0, end, session.num_calls), ""
+        return session_trajectory(order.prompt, branches, end, session.num_calls), ""
 
     async def _generate(
         self, episode: int, token_ids: list[int], max_new_tokens: int, seed: int

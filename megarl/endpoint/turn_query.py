@@ -63,10 +63,12 @@ class TurnReply(NamedTuple):
     """The answer to a request.
 
     Attributes:
+        id: Names the answer among those of the process. APIs write it with a prefix.
         num_prompt_tokens: Tokens before the samples.
         num_reused: How many of them are recorded tokens of earlier turns.
     """
 
+    id: str
     choices: Sequence[SampledChoice]
     num_prompt_tokens: int
     num_reused: int

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from megarl.algorithms.losses import MiniBatchCounts
+from megarl.batch.branches import rows_of_episodes
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
 from megarl.batch.ragged import RaggedTensor
@@ -52,25 +53,32 @@ class MiniBatchPlan:
         return int(np.random.SeedSequence([self.seed, step, update]).generate_state(1)[0])
 
     def mini_batches(self, batch: DataProto, step: int) -> Iterator[DataProto]:
-        """Yield mini-batches of equal size.
+        """Yield mini-batches with the same number of episodes each, which have one row or several.
 
-        Each pass contains each row once, in an order that depends on pass and step.
+        Each pass contains each episode once, in an order that depends on pass and step.
 
         Raises:
-            ValueError: The rows do not divide evenly, so there would be more updates than the learning-rate
-                schedule assumes.
+            ValueError: The episodes do not divide evenly, so there would be more updates than the
+                learning-rate schedule assumes.
         """
-        size, left_over = divmod(len(batch), self.updates_per_step)
+        # Most batches have one row per episode.
+        rows = rows_of_episodes(batch)
+        size, left_over = divmod(len(rows), self.updates_per_step)
         if left_over:
             raise ValueError(
-                f"{len(batch)} samples do not divide into trainer.updates_per_step={self.updates_per_step} "
+                f"{len(rows)} samples do not divide into trainer.updates_per_step={self.updates_per_step} "
                 f"equal mini-batches; "
                 f"{left_over} would be left over: make trainer.prompts_per_step x rollout.n a multiple of it"
             )
 
         # With a single mini-batch per pass, shuffling the rows would change nothing.
-        return batch.make_iterator(
-            size, epochs=self.epochs_per_batch, seed=self.seed + step if self.updates_per_step > 1 else None
+        seed = self.seed + step if self.updates_per_step > 1 else None
+        if len(rows) == len(batch):
+            return batch.make_iterator(size, epochs=self.epochs_per_batch, seed=seed)
+        episodes = DataProto.from_dict({"episode": torch.arange(len(rows))})
+        return (
+            batch.select_idxs(np.concatenate([rows[number] for number in part.tensors["episode"]]))
+            for part in episodes.make_iterator(size, epochs=self.epochs_per_batch, seed=seed)
         )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
 from megarl.algorithms.rollout_correction import refuse_unusable_log_probs
 from megarl.algorithms.user_functions import policy_loss_of
+from megarl.batch.branches import branch_column
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import merge_metrics, over_updates
 from megarl.batch.token_rows import ROUTED_EXPERTS, model_keys
@@ -115,7 +116,8 @@ class Critic(MegatronRole):
 
         Returns the metrics of CriticLoss, `critic/grad_norm` and `critic/lr`.
         """
-        rows = batch.select([*model_keys(batch.columns), "values", "returns"], uid_column(batch))
+        arrays = [*uid_column(batch), *branch_column(batch)]
+        rows = batch.select([*model_keys(batch.columns), "values", "returns"], arrays)
         mini_batches = self._updates.mini_batches(rows, step)
         return self.update_with(
             mini_batches,

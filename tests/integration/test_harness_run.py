@@ -27,8 +27,8 @@ async def run(task, endpoint):
     if task.seed % 6 == 0:
         raise LookupError("no such shop")
     client = agent._CLIENT.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
-    await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "ab"}])
-    return await agent.run(task, endpoint)
+    other = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "ab"}])
+    return {"reward": await agent.run(task, endpoint), "responses": {other.id: 0.25}}
 """
 
 
@@ -58,6 +58,7 @@ def test_a_model_is_trained_through_the_endpoint(tmp_path: Path) -> None:
             "rollout.validation={n: 1, temperature: 0}",
             "trainer.total_steps=2",
             "trainer.prompts_per_step=6",
+            "trainer.updates_per_step=2",
             "trainer.validate_every_steps=2",
             "trainer.validate_before=false",
             "actor.parallel.data_parallel_size=1",
@@ -78,7 +79,8 @@ def test_a_model_is_trained_through_the_endpoint(tmp_path: Path) -> None:
     assert line["agent/branches/mean"] == pytest.approx(2 - share)
     samples = read_samples(sample_files(finished.output_dir)[1]).rows.to_pylist()
     assert len(samples) == round(24 * (2 - share))
-    assert 0 < line["critic/score/mean"] < 1
+    # Each episode that did not fail has 0.25 for its first conversation, and 0 or 1 for the second.
+    assert 0.25 * (1 - share) < line["critic/score/mean"] < 1.25 * (1 - share)
     assert second["val/score/mean"] > 0.5
 
     by_end = {end: [row for row in samples if row["episode_end"] == end] for end in ("failed", "done")}
@@ -89,5 +91,6 @@ def test_a_model_is_trained_through_the_endpoint(tmp_path: Path) -> None:
     # Both conversations of an episode have its score and its advantage.
     for first, last in zip(by_end["done"][::2], by_end["done"][1::2], strict=True):
         assert first["uid"] == last["uid"]
-        assert first["score"] == last["score"]
+        assert first["score"] == last["score"] == sum(first["turn_rewards"]) + sum(last["turn_rewards"])
+        assert first["turn_rewards"] == [0.25]
         assert first["advantage"] == pytest.approx(last["advantage"])

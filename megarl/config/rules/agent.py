@@ -78,11 +78,6 @@ def _harness(config: PPOConfig) -> Violations:
     algorithm = config.algorithm
     combined = (
         (
-            "trainer.updates_per_step",
-            config.trainer.updates_per_step > 1,
-            "the rows of a step do not divide into mini-batches; use 1 (epochs_per_batch may be higher)",
-        ),
-        (
             "algorithm.dynamic_sampling.enabled",
             algorithm.dynamic_sampling.enabled,
             "groups of such episodes cannot be filtered yet; use false",

@@ -145,8 +145,7 @@ def _sessions(rows: DataProto, branches: list[Trajectory], begins: list[int]) ->
             episodes.append(first)
             continue
         assert first.end is not None
-        reward = own[-1].turn_rewards[-1]
-        episodes.append(session_trajectory(first.prompt, own, reward, first.end, first.num_calls))
+        episodes.append(session_trajectory(first.prompt, own, first.end, first.num_calls))
     return episodes
 
 

@@ -287,6 +287,21 @@ def test_rewards_tasks_and_models(served: Served, session: AgentSession) -> None
         answer = httpx.post(f"{served.url}/session/reward", content=bad, headers=key)
         assert answer.status_code == 400, bad
     assert session.reward == 0.5
+
+    # Rewards of turns, by the ids of the three APIs. The first two requests are one conversation.
+    chatted = chat(openai_client(served, session))
+    answer = anthropic_client(served, session).messages.create(model="any", messages=[USER], max_tokens=9)
+    two = openai_client(served, session).chat.completions.create(model="any", messages=[USER], n=2)
+    rewards = {chatted.id: 2, answer.id: -1.5}
+    post = httpx.post(f"{served.url}/session/reward", json={"responses": rewards}, headers=key)
+    assert (post.json(), session.turn_rewards) == ({"reward": 0.5}, {0: 2.0, 1: -1.5})
+    rows = session.tree.rows(session.turn_rewards)
+    assert [row.turn_rewards for row in rows] == [[2.0], [-1.5], [0.0], [0.0]]
+    for responses, why in (({two.id: 1}, "several choices"), ({"chatcmpl-0": 1}, "not a response"), ([], "")):
+        body = {"reward": 7, "responses": responses}
+        refused = httpx.post(f"{served.url}/session/reward", json=body, headers=key)
+        assert why in refused.text
+    assert (session.reward, len(session.turn_rewards)) == (0.5, 2)
     assert httpx.get(f"{served.url}/session/task", headers=key).json()["seed"] == 3
     assert [model.id for model in openai_client(served, session).models.list()] == ["policy"]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megarl.algorithms.losses import MiniBatchCounts, SFTLoss
+from megarl.batch.branches import BRANCH
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.batch.ragged import RaggedTensor
@@ -59,6 +60,28 @@ def test_every_pass_has_each_row_once_in_an_order_of_its_own() -> None:
 def test_one_update_keeps_the_order() -> None:
     plan = MiniBatchPlan(updates_per_step=1, epochs_per_batch=2, seed=5)
     assert rows_of(plan, 4, step=1) == [[0, 1, 2, 3]] * 2
+
+
+def test_the_rows_of_an_episode_are_in_one_mini_batch() -> None:
+    """Six episodes, of 1, 3, 1, 2, 1 and 2 rows, in three updates with two episodes each."""
+    branches = [0, 0, 1, 2, 0, 0, 1, 0, 0, 1]
+    episodes = [0, 1, 1, 1, 2, 3, 3, 4, 5, 5]
+    batch = DataProto.from_dict({"row": torch.arange(10)}, {BRANCH: branches})
+    plan = MiniBatchPlan(updates_per_step=3, epochs_per_batch=2, seed=5)
+    passes = [mini_batch.tensors["row"].tolist() for mini_batch in plan.mini_batches(batch, step=1)]
+    assert len(passes) == 6
+    for rows in (passes[:3], passes[3:]):
+        assert sorted(sum(rows, [])) == list(range(10))
+        assert [len({episodes[row] for row in each}) for each in rows] == [2, 2, 2]
+    assert passes[:3] != passes[3:]
+    # The rows of an episode keep their order.
+    (together,) = (rows for rows in passes[:3] if 1 in rows)
+    first = together.index(1)
+    assert together[first : first + 3] == [1, 2, 3]
+
+    plan = MiniBatchPlan(updates_per_step=5, epochs_per_batch=1, seed=0)
+    with pytest.raises(ValueError, match="6 samples do not divide into trainer.updates_per_step=5"):
+        list(plan.mini_batches(batch, step=1))
 
 
 @pytest.mark.parametrize(("num_rows", "updates"), [(12, 5), (4, 5)])

@@ -78,7 +78,6 @@ BASE = PPOConfig(agent=AgentConfig(harness=HARNESS))
             "need one address",
         ),
         (replace(BASE, agent=replace(BASE.agent, tools=TOOLS.tools)), "brings its own tools"),
-        (replace(BASE, trainer=replace(BASE.trainer, updates_per_step=2)), "do not divide into mini-batches"),
         (
             replace(BASE, algorithm=AlgorithmConfig(dynamic_sampling=DynamicSamplingConfig(enabled=True))),
             "cannot be filtered yet",
