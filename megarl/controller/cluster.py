@@ -131,6 +131,27 @@ def ended_daemon() -> str | None:
     return next((name for name, descriptor in _needed.items() if has_ended(descriptor)), None)
 
 
+def is_joined() -> bool:
+    """Return whether this process has joined a cluster that it did not start, and that outlives it."""
+    return ray.is_initialized() and not _needed
+
+
+@contextmanager
+def visit() -> Generator[None]:
+    """Be in the cluster of RAY_ADDRESS during the block, unless this process already is in one."""
+    named = cluster_address()
+    if ray.is_initialized() or named is None:
+        yield
+        return
+    address = _found(named)
+    with loopback_only() if address.startswith(LOOPBACK) else nullcontext():
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
 def _found(address: str) -> str:
     """Return the address of the cluster to join, after checking that it answers.
 

@@ -1,21 +1,26 @@
 """Memory for snapshots on every node of the trainers, with a copy of each file on a second node.
 
 One small actor per node holds the files (machine/memory_files.py), so a file outlives the rank that writes
-it, and a copy outlives the node.
+it, and a copy outlives the node. In a cluster that outlives the driver, so do the holders: the next driver of
+the same run finds them by their names. They end by themselves when no driver needs them for some time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
+import xxhash
 from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl.controller.cluster import is_joined
 from megarl.controller.node_resources import living_nodes
 from megarl.machine.errors import RunError
 from megarl.machine.memory_files import HEADER_BYTES, Header, MemoryFiles
@@ -23,6 +28,9 @@ from megarl.machine.memory_files import HEADER_BYTES, Header, MemoryFiles
 _PART_BYTES = 32 * 2**20
 _LOOK_S = 0.05  # interval at which a holder looks for complete files
 _ANSWER_S = 10.0  # after which a holder's answer is not awaited any longer
+_NAMESPACE = "megarl snapshots"
+_ATTEND_S = 10.0  # interval at which a driver tells its holders that it needs them
+KEPT_S = 900.0  # how long a holder without a driver keeps its files
 
 
 class FileLostError(RunError):
@@ -30,14 +38,30 @@ class FileLostError(RunError):
 
 
 class SnapshotHolder:
-    """The actor of one node. Imports no torch, so that it is small and starts quickly."""
+    """The actor of one node. Imports no torch, so that it is small and starts quickly.
 
-    def __init__(self) -> None:
+    Args:
+        kept_s: How long it lives after a driver needed it last. None: until it is ended.
+    """
+
+    def __init__(self, kept_s: float | None) -> None:
+        self._needed_s = time.monotonic()  # when a driver needed it last
+        if kept_s is not None:
+            threading.Thread(target=self._end_when_left, args=(kept_s,), daemon=True).start()
         self._files = MemoryFiles()
         self._copied: dict[str, Header] = {}  # the files that the buddy has
         self._buddy: Any = None
         self._names: list[str] = []  # the files that are copied to it
         self._thread = threading.Thread(target=self._copy_forever, daemon=True)
+
+    def attend(self) -> None:
+        """Tell the holder that a driver needs it."""
+        self._needed_s = time.monotonic()
+
+    def _end_when_left(self, kept_s: float) -> None:
+        while time.monotonic() < self._needed_s + kept_s:
+            time.sleep(min(1.0, kept_s))
+        os._exit(0)  # the files are released with the process
 
     def paths(self, names: Sequence[str]) -> list[str]:
         return [self._files.path(name) for name in names]
@@ -91,35 +115,71 @@ class SnapshotMemory:
     """The driver's handle on the holders of all nodes.
 
     Args:
+        run: The name of the run.
         node_of: Ray's id of the node of each file, by name.
+        continues: Whether the files of an earlier driver of the run are used. Otherwise they are released.
     """
 
-    def __init__(self, node_of: Mapping[str, str]) -> None:
+    def __init__(self, run: str, node_of: Mapping[str, str], continues: bool = False) -> None:
+        self._run = run
         self._node_of: dict[str, str] = {}
         self._holders: dict[str, Any] = {}  # by node; Ray's annotations do not have the methods of an actor
+        self._left: dict[str, Any] = {}  # of nodes without ranks, by node: they may have the only copy
         self._dead: set[str] = set()  # nodes whose holder has died
+        if continues:
+            self._holders = holders_of(run)
+        else:
+            _end(holders_of(run).values())
         self.place(node_of)
+        self._is_closed = threading.Event()
+        if is_joined():
+            threading.Thread(target=self._attend, daemon=True).start()
+
+    def close(self) -> None:
+        """Release all files."""
+        self._is_closed.set()
+        _end([*self._holders.values(), *self._left.values()])
+        self._holders = {}
+        self._left = {}
 
     def place(self, node_of: Mapping[str, str]) -> None:
-        """Use other nodes, after some were lost. Files on nodes that stay are kept."""
+        """Use other nodes, after some were lost. Files on all living nodes are kept until `settle`."""
         self._node_of = dict(node_of)
         nodes = list(dict.fromkeys(node_of.values()))
         self._ask("complete")  # finds the dead
-        self._holders = {node: holder for node, holder in self._holders.items() if node not in self._dead}
+        living = {node: holder for node, holder in self._all().items() if node not in self._dead}
         self._dead.clear()
-        actor = ray.remote(SnapshotHolder)
-        self._holders = {
-            node: self._holders.get(node)
-            or actor.options(
-                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-            ).remote()
-            for node in nodes
-        }
+        self._holders = {node: living.pop(node, None) or self._start(node) for node in nodes}
+        self._left = living
         # Each node's files are copied to the next node.
         if len(nodes) > 1:
             for node, buddy in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
                 own = [name for name, home in node_of.items() if home == node]
                 self._holders[node].copy_to.remote(self._holders[buddy], own)
+
+    def settle(self) -> None:
+        """Release the files on nodes without ranks."""
+        _end(self._left.values())
+        self._left = {}
+
+    def _start(self, node: str) -> Any:
+        """Start a holder. In a cluster that outlives this process, so does the holder."""
+        outlives = is_joined()
+        of_run = {"name": f"{self._run} {node}", "namespace": _NAMESPACE, "lifetime": "detached"}
+        actor = ray.remote(SnapshotHolder).options(
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            **(of_run if outlives else {}),
+        )
+        return actor.remote(KEPT_S if outlives else None)
+
+    def _attend(self) -> None:
+        while not self._is_closed.wait(_ATTEND_S) and ray.is_initialized():
+            for holder in self._all().values():
+                holder.attend.remote()
+
+    def _all(self) -> dict[str, Any]:
+        return {**self._left, **self._holders}
 
     def replace_dead(self) -> bool:
         """Start holders that have died again, without their files. Returns whether there were any.
@@ -150,11 +210,7 @@ class SnapshotMemory:
 
     def steps(self) -> dict[str, set[int]]:
         """Return the steps of which a living node has a complete file, by name."""
-        steps: dict[str, set[int]] = {}
-        for files in self._ask("complete").values():
-            for name, header in files.items():
-                steps.setdefault(name, set()).add(header.step)
-        return steps
+        return _steps(self._ask("complete"))
 
     def has_all(self, names: Iterable[str], step: int) -> bool:
         """Return whether these files of a step are complete, with their copies."""
@@ -187,18 +243,60 @@ class SnapshotMemory:
     def _fetch(self, name: str, source: str, target: str, header: Header) -> None:
         for start in [*range(HEADER_BYTES, header.nbytes, _PART_BYTES), 0]:  # the header last
             count = HEADER_BYTES if start == 0 else min(_PART_BYTES, header.nbytes - start)
-            part = self._holders[source].read.remote(name, start, count)
+            part = self._all()[source].read.remote(name, start, count)
             ray.get(self._holders[target].write.remote(name, start, part))
 
     def _ask(self, method: str) -> dict[str, dict[str, Header]]:
         """Call a method without arguments on all holders. Lost ones are left out."""
-        asking = {node: getattr(holder, method).remote() for node, holder in self._holders.items()}
-        answers = {}
-        for node, reference in asking.items():
-            try:
-                answers[node] = ray.get(reference, timeout=_ANSWER_S)
-            except ActorDiedError:
-                self._dead.add(node)
-            except RayError:
-                continue
+        answers, dead = _answers(self._all(), method)
+        self._dead |= dead
         return answers
+
+
+def run_name(output_dir: str | Path) -> str:
+    """Return the name that the holders of a run have in common."""
+    return xxhash.xxh3_64_hexdigest(os.fsencode(Path(output_dir).absolute()))
+
+
+def holders_of(run: str) -> dict[str, Any]:
+    """Return the holders that an earlier driver of the run has left in the cluster, by node."""
+    found = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        name, _, node = actor["name"].partition(" ")
+        if actor["namespace"] == _NAMESPACE and name == run:
+            with contextlib.suppress(ValueError):  # it has ended in the meantime
+                found[node] = ray.get_actor(actor["name"], _NAMESPACE)
+    return found
+
+
+def steps_left(run: str) -> dict[str, set[int]]:
+    """Return the steps of the complete files that an earlier driver of the run has left, by name."""
+    return _steps(_answers(holders_of(run), "complete")[0])
+
+
+def _end(holders: Iterable[Any]) -> None:
+    for holder in holders:
+        ray.kill(holder)
+
+
+def _answers(holders: Mapping[str, Any], method: str) -> tuple[dict[str, dict[str, Header]], set[str]]:
+    """Call a method of all holders. Returns the answers by node, and the nodes whose holder has died."""
+    asking = {node: getattr(holder, method).remote() for node, holder in holders.items()}
+    answers = {}
+    dead = set()
+    for node, reference in asking.items():
+        try:
+            answers[node] = ray.get(reference, timeout=_ANSWER_S)
+        except ActorDiedError:
+            dead.add(node)
+        except RayError:
+            continue
+    return answers, dead
+
+
+def _steps(files_of_nodes: Mapping[str, Mapping[str, Header]]) -> dict[str, set[int]]:
+    steps: dict[str, set[int]] = {}
+    for files in files_of_nodes.values():
+        for name, header in files.items():
+            steps.setdefault(name, set()).add(header.step)
+    return steps

@@ -247,26 +247,24 @@ class ModelRecovery:
 
 
 def ppo_recovery(
-    roles: PPORoles, models: SavedModels, config: RecoveryConfig, limit_s: float
+    roles: PPORoles, models: SavedModels, snapshots: ModelSnapshots, config: RecoveryConfig
 ) -> ModelRecovery:
     """Build the recovery of a run's models; its rollout and reward functions recover by themselves.
 
     Args:
         roles: All roles.
         models: The trained models.
+        snapshots: Their snapshots.
         config: Its limits.
-        limit_s: Limit of a phase.
     """
     handles = (roles.actor, *roles.scorers.values(), roles.critic, roles.reward.model)
     groups = [handle.group for handle in handles if handle]
-    snapshots = ModelSnapshots(models.models, limit_s)
     return ModelRecovery(groups, snapshots, models.load, roles.schedule, _wait_s(config), roles.weights)
 
 
-def single_recovery(models: SavedModels, config: RecoveryConfig, limit_s: float) -> ModelRecovery:
-    """Build the recovery of a run that only has the models it trains. `limit_s` is the limit of a phase."""
+def single_recovery(models: SavedModels, snapshots: ModelSnapshots, config: RecoveryConfig) -> ModelRecovery:
+    """Build the recovery of a run that only has the models it trains."""
     groups = [model.group for model in models.models]
-    snapshots = ModelSnapshots(models.models, limit_s)
     return ModelRecovery(groups, snapshots, models.load, OffloadSchedule(), _wait_s(config))
 
 

@@ -7,13 +7,15 @@ newer one is complete, with its copies.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from megarl.config.roles import model_roles
+from megarl.config.schema import RunConfig
 from megarl.controller.futures import WorkerFuture, gather
-from megarl.controller.snapshot_memory import FileLostError, SnapshotMemory
+from megarl.controller.snapshot_memory import FileLostError, SnapshotMemory, run_name
 from megarl.machine.errors import RunError
 from megarl.placement.snapshots import NUM_KEPT
-from megarl.roles.saved_models import SavedModel
+from megarl.roles.saved_models import SavedModel, SavedModels
 from megarl.workers.megatron import MegatronWorker
 
 _LOOK_S = 0.02
@@ -28,11 +30,18 @@ class ModelSnapshots:
     """Takes and loads snapshots of the trained models of a run.
 
     Args:
+        run: The name of the run (run_name).
         models: The trained models.
         copy_limit_s: How long copies to other nodes may take.
+        continued: The step of a snapshot of an earlier driver from which the run continues. None: those of
+            earlier drivers are released.
     """
 
-    def __init__(self, models: Sequence[SavedModel], copy_limit_s: float) -> None:
+    def __init__(
+        self, run: str, models: Sequence[SavedModel], copy_limit_s: float, continued: int | None = None
+    ) -> None:
+        self._run = run
+        self._continued = continued
         self._models = tuple(models)
         self._copy_limit_s = copy_limit_s
         self._memory: SnapshotMemory | None = None
@@ -48,6 +57,7 @@ class ModelSnapshots:
             RunError: The previous snapshot is not complete in time.
         """
         memory = self._opened()
+        memory.settle()
         self.finish()
         if memory.replace_dead():
             self._paths |= memory.paths()
@@ -58,7 +68,7 @@ class ModelSnapshots:
         self._slot_of = {other: used for other, used in self._slot_of.items() if used != slot} | {step: slot}
         self._copying = self._on_each_rank(
             lambda model, rank: model.group.call_rank(
-                rank, MegatronWorker.begin_snapshot, self._paths[_name(model, rank, slot)], step
+                rank, MegatronWorker.begin_snapshot, self._paths[_name(model.name, rank, slot)], step
             )
         )
 
@@ -128,15 +138,18 @@ class ModelSnapshots:
             WorkerError: A rank failed or died, or its snapshot is damaged.
             SnapshotLostError: A file is lost.
         """
+        memory = self._opened()
+        if step not in self._slot_of:
+            raise SnapshotLostError(f"no node has the snapshot of step {step}")
         try:
-            paths = self._opened().bring_home(self._names(step), step)
+            paths = memory.bring_home(self._names(step), step)
         except FileLostError as error:
             raise SnapshotLostError(str(error)) from error
         slot = self._slot_of[step]
         gather(
             *self._on_each_rank(
                 lambda model, rank: model.group.call_rank(
-                    rank, MegatronWorker.load_snapshot, paths[_name(model, rank, slot)]
+                    rank, MegatronWorker.load_snapshot, paths[_name(model.name, rank, slot)]
                 )
             )
         )
@@ -144,30 +157,67 @@ class ModelSnapshots:
         # A newer snapshot is incomplete, or of a state that is computed again.
         self._slot_of = {other: used for other, used in self._slot_of.items() if other <= step}
         self._copying = []
+        memory.settle()
+
+    def close(self) -> None:
+        """Release the memory of all snapshots."""
+        if self._memory is not None:
+            self._memory.close()
 
     def _opened(self) -> SnapshotMemory:
         """Start the holders when the first snapshot is taken, when the ranks' nodes are known."""
         if self._memory is None:
-            self._memory = SnapshotMemory(self._node_of())
+            continued = self._continued
+            self._memory = SnapshotMemory(self._run, self._node_of(), continues=continued is not None)
             self._paths = self._memory.paths()
+            if continued is not None:
+                sizes = {model.name: model.group.world_size for model in self._models}
+                slot = slot_of_step(self._memory.steps(), sizes, continued)
+                self._slot_of = {} if slot is None else {continued: slot}
         return self._memory
 
     def _node_of(self) -> dict[str, str]:
         """Return Ray's id of the node of each file, which is that of its rank."""
         return {
-            _name(model, rank, slot): node
+            _name(model.name, rank, slot): node
             for model in self._models
             for rank, node in enumerate(model.group.processes.pool.node_ids())
             for slot in range(NUM_KEPT)
         }
 
     def _names(self, step: int) -> list[str]:
-        slot = self._slot_of[step]
-        return [_name(model, rank, slot) for model in self._models for rank in range(model.group.world_size)]
+        sizes = {model.name: model.group.world_size for model in self._models}
+        return _names(sizes, self._slot_of[step])
 
     def _on_each_rank(self, call: Callable[[SavedModel, int], WorkerFuture]) -> list[WorkerFuture]:
         return [call(model, rank) for model in self._models for rank in range(model.group.world_size)]
 
 
-def _name(model: SavedModel, rank: int, slot: int) -> str:
-    return f"{model.name}-{rank}-{slot}"
+def model_snapshots(config: RunConfig, models: SavedModels, continued: int | None) -> ModelSnapshots:
+    """Return the snapshots of a run. `continued` is explained in ModelSnapshots."""
+    run = run_name(config.trainer.output_dir)
+    return ModelSnapshots(run, models.models, config.trainer.phase_time_limit_s, continued)
+
+
+def sizes_of_trained(config: RunConfig) -> dict[str, int]:
+    """Return the number of ranks of each model that a run trains."""
+    return {role.name: role.parallel.world_size for role in model_roles(config) if role.optim is not None}
+
+
+def slot_of_step(steps: Mapping[str, Collection[int]], sizes: Mapping[str, int], step: int) -> int | None:
+    """Return the slot that has the complete snapshot of a step, or None.
+
+    Args:
+        steps: The steps of each file, by name.
+        sizes: The number of ranks of each model.
+    """
+    slots = range(NUM_KEPT)
+    return next((s for s in slots if all(step in steps.get(name, ()) for name in _names(sizes, s))), None)
+
+
+def _names(sizes: Mapping[str, int], slot: int) -> list[str]:
+    return [_name(model, rank, slot) for model, size in sizes.items() for rank in range(size)]
+
+
+def _name(model: str, rank: int, slot: int) -> str:
+    return f"{model}-{rank}-{slot}"

@@ -14,12 +14,14 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import json
+import logging
 import platform
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,13 +31,14 @@ from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder
 from megarl.config.load import dump_config
 from megarl.config.schema import RunConfig
 from megarl.machine.errors import UNWRITTEN, CheckpointError, RunError
-from megarl.machine.files import write_whole
 from megarl.machine.processors import threads_setting
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.best_so_far import BestSoFar, patience_is_over
+from megarl.trainers.driver_states import DriverStates
 from megarl.trainers.uploads import Uploads
 
 STATE_FILE = "trainer.json"
+_log = logging.getLogger(__name__)
 
 State = dict[str, Any]
 
@@ -94,6 +97,8 @@ class Checkpointer:
         monitor: RunFiles,
         *,
         resumed: State | None = None,
+        from_memory: bool = False,
+        driver_states: DriverStates | None = None,
         uploads: Uploads | None = None,
         is_told_to_end: Callable[[], bool] = lambda: False,
         say: Callable[[str], None] = print,
@@ -105,6 +110,9 @@ class Checkpointer:
         Args:
             retry: Runs an action between two steps, again if a process of a model was lost and restarted.
             resumed: Contents of the `trainer.json` of the checkpoint that is resumed.
+            from_memory: Whether it is that of a snapshot in memory. If checkpoints are written regularly, the
+                next step is then saved, because one may have been lost with the previous driver.
+            driver_states: Where the driver's part of snapshots is written; None if there are none.
             uploads: Copies each checkpoint elsewhere.
             clock: Monotonic seconds since any origin; it must not follow the wall clock, which may be
                 changed.
@@ -134,7 +142,10 @@ class Checkpointer:
 
         self._under_way: _Save | None = None
         self._sources: tuple[Callable[[], State], Callable[[], Mapping[str, bytes]]] | None = None
-        self._is_lost = False  # whether the last save failed, so that it is due again if the run continues
+        # Whether the last save failed or may have, so that it is due again if the run continues.
+        checkpoint = config.checkpoint
+        self._is_lost = from_memory and bool(checkpoint.every_steps or checkpoint.every_minutes)
+        self._driver_states = driver_states
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.stopped_after: int | None = None  # the step after which the run was told to end
 
@@ -178,6 +189,7 @@ class Checkpointer:
             self.last_step = step
             # The metrics of this step are complete now, so its checkpoint may be committed.
             self._retry(self._continue_save)
+            self._write_driver_state(step)
         self._retry(lambda: self._continue_save(at_end=True))
         if self._uploads is not None:
             self._uploads.finish()
@@ -188,6 +200,18 @@ class Checkpointer:
             state, files = self._sources
             self._begin(self.last_step, state(), files())
         self.advance_save(wait=at_end or not self._config.checkpoint.asynchronous)
+
+    def _write_driver_state(self, step: int) -> None:
+        """Write what the next driver needs, besides the snapshot in memory, to continue after this step."""
+        every = self._config.recovery.snapshot_every_steps
+        if self._driver_states is None or step % every or self._sources is None:
+            return
+        state, files = self._sources
+        self._monitor.flush()
+        try:
+            self._driver_states.write(step, partial(self._write_own, step, state(), files()))
+        except OSError as error:
+            _log.warning("%s: %s; a new driver cannot continue after step %d", error.filename, error, step)
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the validation after `step`. Call this within the step, before `save`."""
@@ -224,6 +248,9 @@ class Checkpointer:
         A save that is being sealed becomes a checkpoint; partial saves are removed.
         """
         self._thread.shutdown()
+        if self._driver_states is not None:
+            with suppress(OSError):  # they are useless without the snapshots, which end with the run
+                self._driver_states.clear()
         if self._uploads is not None:
             self._uploads.close()
         with suppress(OSError):  # the next run tries again, and reports the error
@@ -247,7 +274,22 @@ class Checkpointer:
         save = _Save(step, self._folder.path, self._clock(), self.best)
         self._saved_s = save.started_s
 
-        # Read everything now, since training changes it while the files are written.
+        # Models first: their ranks write in the background while the small files are written here.
+        with self._or_nothing(save):
+            save.folder = self._folder.begin(step)
+            self._models.begin_save(save.folder)
+            if self._config.checkpoint.save_hf:
+                self._models.save_policy(save.folder / HUGGING_FACE_FOLDER)
+            self._write_own(step, state, files, save.folder)
+            if not self._config.checkpoint.asynchronous:
+                self._models.finish_save(save.folder, step)
+
+        # Training can continue from here on.
+        save.blocked_s = self._clock() - save.started_s
+        self._under_way = save
+
+    def _write_own(self, step: int, state: State, files: Mapping[str, bytes], folder: Path) -> None:
+        """Write the driver's files of a checkpoint to a folder."""
         of_run = {
             "step": step,
             "seconds": self.seconds,
@@ -255,23 +297,10 @@ class Checkpointer:
             "best": None if self._best is None else self._best.state_dict(),
             "early_stop": None if self._early_stop is None else self._early_stop.state_dict(),
         }
-
-        # Models first: their ranks write in the background while the small files are written here.
-        with self._or_nothing(save):
-            save.folder = self._folder.begin(step)
-            self._models.begin_save(save.folder)
-            if self._config.checkpoint.save_hf:
-                self._models.save_policy(save.folder / HUGGING_FACE_FOLDER)
-            dump_config(self._config, save.folder / CONFIG_FILE)
-            for name, content in files.items():
-                write_whole(save.folder / name, content)
-            write_whole(save.folder / STATE_FILE, json.dumps(of_run | state, indent=2) + "\n")
-            if not self._config.checkpoint.asynchronous:
-                self._models.finish_save(save.folder, step)
-
-        # Training can continue from here on.
-        save.blocked_s = self._clock() - save.started_s
-        self._under_way = save
+        dump_config(self._config, folder / CONFIG_FILE)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        (folder / STATE_FILE).write_text(json.dumps(of_run | state, indent=2) + "\n", encoding="utf-8")
 
     def advance_save(self, wait: bool) -> None:
         """Advance the save in progress without blocking, or to completion if `wait` is true."""

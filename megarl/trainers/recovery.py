@@ -107,6 +107,7 @@ class StepRecovery:
         self._config = config
         self._models = models
         self._monitor = monitor
+        self._first_step = last_step  # the samples of steps up to this one are not recorded
         self._step = last_step
         self._newest_checkpoint = newest_checkpoint
         self._steps = RecordedSteps(folder)
@@ -258,7 +259,11 @@ class StepRecovery:
     def _saved(self) -> SavedStep | None:
         """Return the newest checkpoint, if the steps after it can be repeated."""
         folder = self._newest_checkpoint()
-        if folder is None or step_of(folder) > self._step or not self._steps.reach_back_to(step_of(folder)):
+        if (
+            folder is None
+            or not self._first_step <= step_of(folder) <= self._step
+            or not self._steps.reach_back_to(step_of(folder))
+        ):
             return None
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         return SavedStep(state["step"], folder, state.get("weight_version"))

@@ -15,7 +15,13 @@ import yaml
 
 from megarl.checkpoints.object_storage import ObjectStorage, local_copy
 from megarl.checkpoints.role_folder import HUGGING_FACE_FOLDER, check_folder, read_manifest
-from megarl.checkpoints.run_folder import DESCRIPTION_FILE, LATEST_FILE, CheckpointFolder, check_files
+from megarl.checkpoints.run_folder import (
+    DESCRIPTION_FILE,
+    LATEST_FILE,
+    CheckpointFolder,
+    check_files,
+    step_of,
+)
 from megarl.config.compare import FIXED, Difference, differences
 from megarl.config.paths import checkpoint_path
 from megarl.config.roles import model_roles
@@ -36,10 +42,11 @@ class Resume:
     """Checkpoint from which a run resumes.
 
     Attributes:
-        checkpoint: Folder of the checkpoint.
+        checkpoint: Folder of the checkpoint; of the driver's part if the models are in memory.
         state: State of the trainer.
         is_own: Whether it is in the run's own checkpoint folder, so that the run's files continue. A
             checkpoint of another run starts a new run.
+        in_memory: Whether the state of the models is a snapshot in memory.
     """
 
     checkpoint: Path
@@ -47,6 +54,7 @@ class Resume:
     state: dict[str, Any]
     differences: Sequence[Difference]
     is_own: bool
+    in_memory: bool = False
 
 
 def checkpoint_folder(config: RunConfig) -> CheckpointFolder:
@@ -136,36 +144,62 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {older_ones(checkpoint)}") from error
 
+    return _resume(
+        Resume(
+            checkpoint=checkpoint,
+            step=state["step"],
+            state=state,
+            differences=changes,
+            is_own=_is_in(checkpoint, folder),
+        ),
+        config,
+        _role_problems(checkpoint, description["roles"], config),
+    )
+
+
+def read_driver_state(folder: Path, config: RunConfig) -> Resume:
+    """Read the driver's part of a snapshot in memory.
+
+    Raises:
+        ConfigError: The configuration does not fit it.
+        CheckpointError: It cannot be read.
+    """
+    state = _state(folder, step_of(folder))
+    found = Resume(
+        checkpoint=folder,
+        step=state["step"],
+        state=state,
+        differences=_changes(folder, config),
+        is_own=True,
+        in_memory=True,
+    )
+    return _resume(found, config, [])
+
+
+def _resume(found: Resume, config: RunConfig, problems: Sequence[str]) -> Resume:
+    """Add the number of threads to the differences, and raise ConfigError if there are any problems."""
+    changes = list(found.differences)
     # On a CPU the order of summation depends on the number of threads.
-    if config.device is not Device.cuda and state.get("threads", now := threads_setting()) != now:
+    if config.device is not Device.cuda and found.state.get("threads", now := threads_setting()) != now:
         changes.append(
             Difference(
                 "OMP_NUM_THREADS, or cores: the last bits of CPU results depend on it",
-                state["threads"],
+                found.state["threads"],
                 now,
             )
         )
 
     # Collect all problems, so that the user sees them at once.
-    problems = [
+    of_keys = [
         f"{change.key}: is {change.now!r}, but the checkpoint was written with {change.before!r}, and this "
         f"key decides {FIXED[change.key]}; "
         "use the same value, or start again in another folder"
         for change in changes
         if change.is_fixed
     ]
-    problems += _role_problems(checkpoint, description["roles"], config)
-    problems += _step_problems(state, config)
-    if problems:
-        raise ConfigError(f"{checkpoint}, from which the run would resume", problems)
-
-    return Resume(
-        checkpoint=checkpoint,
-        step=state["step"],
-        state=state,
-        differences=changes,
-        is_own=_is_in(checkpoint, folder),
-    )
+    if all_problems := [*of_keys, *problems, *_step_problems(found.state, config)]:
+        raise ConfigError(f"{found.checkpoint}, from which the run would resume", all_problems)
+    return replace(found, differences=changes)
 
 
 def _check_steps(checkpoint: Path, description: dict[str, Any]) -> None:

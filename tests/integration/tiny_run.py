@@ -61,6 +61,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.models.families import read_architecture
 from megarl.placement.plan import plan_placement
 from megarl.roles.model_recovery import ppo_recovery, single_recovery
+from megarl.roles.model_snapshots import model_snapshots
 from megarl.roles.models import Actor
 from megarl.roles.preferences import PairPolicy
 from megarl.roles.rollout.rollout import TokenRules
@@ -311,7 +312,7 @@ def run_ppo(
             monitor.look = lambda step, phase: look_at_phase(step, phase, roles)
             recovery = step_recovery(
                 config,
-                lambda: ppo_recovery(roles, saved, config.recovery, 60),
+                lambda: ppo_recovery(roles, saved, model_snapshots(config, saved, None), config.recovery),
                 monitor,
                 0 if resume is None else resume.step,
             )
@@ -370,7 +371,12 @@ def run_sft(
         with _ended([actor.group]), _monitor(config, [actor.group]) as monitor:
             monitor.look = lambda step, phase: look_at_phase(step, phase, actor)
             saved = sft_models(config, actor)
-            recovery = step_recovery(config, lambda: single_recovery(saved, config.recovery, 60), monitor, 0)
+            recovery = step_recovery(
+                config,
+                lambda: single_recovery(saved, model_snapshots(config, saved, None), config.recovery),
+                monitor,
+                0,
+            )
             checkpoints = _checkpoints(config, saved, monitor, recovery=recovery)
             SFTTrainer(config, actor, loader, held_out, monitor, checkpoints, recovery).fit()
             actor.save_hf(Path(config.trainer.output_dir) / "huggingface", path)

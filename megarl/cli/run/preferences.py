@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megarl.cli.run.context import RunContext, run_context_of
 from megarl.cli.run.fewer_replicas import run_on_what_is_left
-from megarl.cli.run.resumption import is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
+from megarl.cli.run.resumption import is_complete, open_checkpoints, restore_models, say_ended, say_stopped
 from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered, write_summary
 from megarl.config.schema import DPOConfig, PreferenceConfig
 from megarl.data.chat_clock import saved_chat_time, set_chat_time
@@ -22,10 +22,10 @@ from megarl.roles.preferences import PairPolicy
 from megarl.roles.saved_models import pair_models
 from megarl.roles.start import start_preferences
 from megarl.tracking.run_files import writing
+from megarl.trainers.memory_resume import find_newest
 from megarl.trainers.preferences import PreferenceTrainer
 from megarl.trainers.recovery import step_recovery
 from megarl.trainers.reference import FILES, fill_reference
-from megarl.trainers.resume import find_resume
 
 
 def run(
@@ -45,7 +45,7 @@ def run(
 
 
 def _run(config: PreferenceConfig, context: RunContext) -> int:
-    resume = find_resume(config)
+    resume = find_newest(config)
     if is_complete(config, resume):
         return 0
     architecture = read_architecture(config.model.path, config.model.trust_remote_code)
@@ -79,11 +79,11 @@ def _run(config: PreferenceConfig, context: RunContext) -> int:
             _reference(config, session, model, "data.train_files", train, numbers)
             if held_out is not None:
                 _reference(config, session, model, "data.val_files", held_out, range(len(held_out)))
-        load_checkpoint(session, config, saved, resume)
+        snapshots = restore_models(session, config, saved, resume)
         with open_monitor(session, config, [model.group], resume) as monitor:
             recovery = step_recovery(
                 config,
-                lambda: single_recovery(saved, config.recovery, trainer.phase_time_limit_s),
+                lambda: single_recovery(saved, snapshots, config.recovery),
                 monitor,
                 0 if resume is None else resume.step,
             )

@@ -6,6 +6,7 @@ It loads the state, truncates the run's files, and reports differences.
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from megarl.cli.tables.console import print_line
 from megarl.config.schema import RunConfig
 from megarl.machine.errors import CheckpointError
 from megarl.machine.wording import counted
+from megarl.roles.model_snapshots import ModelSnapshots, model_snapshots
 from megarl.roles.saved_models import SavedModels
 from megarl.tracking.run_files import SUMMARY_FILE
 from megarl.tracking.truncate_logs import cut_after
 from megarl.trainers.best_so_far import ends_early
 from megarl.trainers.checkpoint import Checkpointer, best_checkpoint
+from megarl.trainers.driver_states import driver_states
 from megarl.trainers.monitor import Monitor
 from megarl.trainers.recovery import NoRecovery, StepRecovery
 from megarl.trainers.resume import Resume, checkpoint_folder, older_ones
@@ -85,34 +88,48 @@ def _to_train_on(config: RunConfig, why_it_ended_early: str | None) -> str:
     )
 
 
-def load_checkpoint(session: Session, config: RunConfig, models: SavedModels, resume: Resume | None) -> None:
-    """Load the models from the checkpoint, and truncate the run's files to its step.
+def restore_models(
+    session: Session, config: RunConfig, models: SavedModels, resume: Resume | None
+) -> ModelSnapshots:
+    """Load the models from the checkpoint or snapshot, and truncate the run's files to its step.
 
-    Raises CheckpointError.
+    Returns the snapshots of the run, which are released with the session.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+        SnapshotLostError: The snapshot was lost in the meantime.
     """
+    in_memory = resume.step if resume is not None and resume.in_memory else None
+    snapshots = model_snapshots(config, models, in_memory)
+    session.at_end.enter_context(closing(snapshots))
     if resume is None:
-        return
+        return snapshots
     _print_differences(session.console, resume)
     start_s = time.monotonic()
 
-    try:
-        models.load(resume.checkpoint)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}. {older_ones(resume.checkpoint)}") from error
+    if resume.in_memory:
+        snapshots.load(resume.step)
+    else:
+        try:
+            models.load(resume.checkpoint)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. {older_ones(resume.checkpoint)}") from error
 
     if resume.is_own:
         # Later checkpoints, metrics and samples belong to steps that will be repeated.
         folder = checkpoint_folder(config)
-        folder.point_at(resume.checkpoint)  # later checkpoints are dropped
+        if not resume.in_memory:
+            folder.point_at(resume.checkpoint)  # later checkpoints are dropped
         folder.point_at_best(best_checkpoint(config, resume.state))
         cut_after(session.output_dir, resume.step)
         (session.output_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
     seconds = time.monotonic() - start_s
+    source = "the snapshot in memory" if resume.in_memory else resume.checkpoint
     session.console.print(
-        f"resumed from {resume.checkpoint} after step {resume.step}, loaded in {seconds:.1f} s",
-        soft_wrap=True,
+        f"resumed from {source} after step {resume.step}, loaded in {seconds:.1f} s", soft_wrap=True
     )
+    return snapshots
 
 
 def open_checkpoints(
@@ -131,14 +148,20 @@ def open_checkpoints(
         storage = ObjectStorage(config.checkpoint.upload)
         uploads = Uploads(storage, say)
         # The previous attempt may have ended before it copied its last checkpoint.
-        if resume is not None and resume.is_own and storage.latest() != resume.checkpoint.name:
-            uploads.add(resume.checkpoint)
+        newest = checkpoint_folder(config).latest() if resume is not None and resume.is_own else None
+        if newest is not None and storage.latest() != newest.name:
+            uploads.add(newest)
+    # States of steps that are made again, or whose snapshots are released, must not be used.
+    states = driver_states(config)
+    states.clear(after=resume.step if resume is not None and resume.in_memory else -1)
     checkpoints = Checkpointer(
         config,
         checkpoint_folder(config),
         models,
         monitor,
         resumed=None if resume is None else resume.state,
+        from_memory=resume is not None and resume.in_memory,
+        driver_states=states if isinstance(recovery, StepRecovery) else None,
         is_told_to_end=lambda: session.termination.requested,
         uploads=uploads,
         say=say,

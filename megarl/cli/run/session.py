@@ -48,6 +48,7 @@ class Session:
     console: Console
     termination: Termination
     position: Position
+    at_end: ExitStack  # closed before the processes end
     at_last: ExitStack  # closed after the processes have ended
 
 
@@ -86,6 +87,7 @@ def open_session(context: RunContext, resume: Resume | None) -> Generator[Sessio
     with (
         ExitStack() as at_last,
         ray_processes(context, console) as started,
+        ExitStack() as at_end,
         Termination(lambda text: console.print(text, soft_wrap=True)) as termination,
     ):
         yield Session(
@@ -94,6 +96,7 @@ def open_session(context: RunContext, resume: Resume | None) -> Generator[Sessio
             console=console,
             termination=termination,
             position=position,
+            at_end=at_end,
             at_last=at_last,
         )
 

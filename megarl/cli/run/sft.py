@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megarl.cli.run.context import RunContext, run_context_of
 from megarl.cli.run.fewer_replicas import run_on_what_is_left
 from megarl.cli.run.processes import refuse_launched_ranks
-from megarl.cli.run.resumption import is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
+from megarl.cli.run.resumption import is_complete, open_checkpoints, restore_models, say_ended, say_stopped
 from megarl.cli.run.session import open_monitor, open_session, report_filtered, write_summary
 from megarl.config.schema import SFTConfig
 from megarl.data.chat_clock import saved_chat_time, set_chat_time
@@ -20,8 +20,8 @@ from megarl.roles.model_recovery import single_recovery
 from megarl.roles.saved_models import sft_models
 from megarl.roles.start import start_sft
 from megarl.tracking.run_files import writing
+from megarl.trainers.memory_resume import find_newest
 from megarl.trainers.recovery import step_recovery
-from megarl.trainers.resume import find_resume
 from megarl.trainers.sft import SFTTrainer
 
 
@@ -41,7 +41,7 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
 
 
 def _run(config: SFTConfig, context: RunContext) -> int:
-    resume = find_resume(config)
+    resume = find_newest(config)
     if is_complete(config, resume):
         return 0
     architecture = read_architecture(config.model.path, config.model.trust_remote_code)
@@ -66,11 +66,11 @@ def _run(config: SFTConfig, context: RunContext) -> int:
         )
         actor = start_sft(config, architecture, session.processes.device, session.processes.pools)
         saved = sft_models(config, actor)
-        load_checkpoint(session, config, saved, resume)
+        snapshots = restore_models(session, config, saved, resume)
         with open_monitor(session, config, [actor.group], resume) as monitor:
             recovery = step_recovery(
                 config,
-                lambda: single_recovery(saved, config.recovery, trainer.phase_time_limit_s),
+                lambda: single_recovery(saved, snapshots, config.recovery),
                 monitor,
                 0 if resume is None else resume.step,
             )

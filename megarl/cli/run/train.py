@@ -15,7 +15,7 @@ from megarl.cli.run import preferences, sft
 from megarl.cli.run.context import RunContext, run_context_of
 from megarl.cli.run.fewer_replicas import run_on_what_is_left
 from megarl.cli.run.processes import refuse_launched_ranks
-from megarl.cli.run.resumption import is_complete, load_checkpoint, open_checkpoints, say_ended, say_stopped
+from megarl.cli.run.resumption import is_complete, open_checkpoints, restore_models, say_ended, say_stopped
 from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered, write_summary
 from megarl.cli.tables.summary import title_of
 from megarl.config.load import schema_of
@@ -36,9 +36,10 @@ from megarl.roles.saved_models import ppo_models
 from megarl.roles.start import start_ppo
 from megarl.tracking.run_files import writing
 from megarl.trainers.evaluation import Evaluation
+from megarl.trainers.memory_resume import find_newest
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.recovery import NoRecovery, step_recovery
-from megarl.trainers.resume import Resume, find_resume
+from megarl.trainers.resume import Resume
 from megarl.workers.reward_model import Reading, conversation_encoder
 
 _log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
 
 
 def _run(config: PPOConfig, context: RunContext) -> int:
-    resume = find_resume(config)
+    resume = find_newest(config)
     if is_complete(config, resume):
         return 0
     with open_ppo(config, context, resume) as (session, ppo):
@@ -130,7 +131,7 @@ def open_ppo(
         # Start the roles, then restore models, run files and trainer from the checkpoint.
         roles = start_ppo(config, models, rules, session.processes.device, session.processes.pools)
         saved = ppo_models(config, roles)
-        load_checkpoint(session, config, saved, resume)
+        snapshots = restore_models(session, config, saved, resume)
         monitor = open_monitor(session, config, roles.groups, resume)
         # A user's own loop cannot be repeated.
         recovery = (
@@ -138,7 +139,7 @@ def open_ppo(
             if own_loop
             else step_recovery(
                 config,
-                lambda: ppo_recovery(roles, saved, config.recovery, trainer.phase_time_limit_s),
+                lambda: ppo_recovery(roles, saved, snapshots, config.recovery),
                 monitor,
                 0 if resume is None else resume.step,
             )

@@ -1,0 +1,60 @@
+"""Continue from a snapshot in memory that an earlier driver of the run has left in the cluster.
+
+It is used if it is newer than the last checkpoint. The models must be stored in it as this run stores them;
+a checkpoint can be loaded in any layout.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from megarl.checkpoints.run_folder import step_of
+from megarl.config.schema import RESUME_AUTO, RunConfig
+from megarl.controller.cluster import visit
+from megarl.controller.snapshot_memory import run_name, steps_left
+from megarl.roles.model_snapshots import sizes_of_trained, slot_of_step
+from megarl.trainers.best_so_far import ends_early
+from megarl.trainers.driver_states import driver_states
+from megarl.trainers.resume import Resume, find_resume, read_driver_state
+
+_log = logging.getLogger(__name__)
+_OF_MODELS = ("model.", "actor.", "critic.", "reward.model.")
+
+
+def find_newest(config: RunConfig) -> Resume | None:
+    """Return the newest state of the run, on disk or in memory; None if the run starts from the beginning.
+
+    Raises the errors of find_resume.
+    """
+    saved = find_resume(config)
+    return _newer_in_memory(config, 0 if saved is None else saved.step) or saved
+
+
+def _newer_in_memory(config: RunConfig, saved_step: int) -> Resume | None:
+    states = [path for path in driver_states(config).steps() if step_of(path) > saved_step]
+    if not (states and config.recovery.enabled and config.checkpoint.resume == RESUME_AUTO):
+        return None
+    with visit():
+        steps = steps_left(run_name(config.trainer.output_dir))
+    for state in states:
+        if slot_of_step(steps, sizes_of_trained(config), step_of(state)) is None:
+            continue
+        found = read_driver_state(state, config)
+        return found if _can_continue(config, state, found) else None
+    return None
+
+
+def _can_continue(config: RunConfig, path: Path, found: Resume) -> bool:
+    # What follows the last step needs the checkpoint of that step.
+    if found.step >= config.trainer.total_steps or ends_early(config.trainer.early_stop, found.state):
+        return False
+    changed = [change.key for change in found.differences if change.key.startswith(_OF_MODELS)]
+    if changed:
+        _log.warning(
+            "the snapshot of step %d in memory is not used, because %s changed since %s",
+            found.step,
+            ", ".join(changed),
+            path,
+        )
+    return not changed
