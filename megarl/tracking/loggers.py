@@ -263,11 +263,16 @@ class Tracker:
         """Write the step's file in `samples/` in the background; see SampleWriter."""
         self._guarded(SAMPLES_FOLDER, lambda: self._samples.write(step, make, max_bytes))
 
-    def flush(self) -> None:
-        """Make everything logged so far durable, however the process ends."""
+    def flush(self, services: bool = True) -> None:
+        """Make everything logged so far durable, however the process ends.
+
+        Args:
+            services: Whether this includes services, which may take seconds.
+        """
         self._guarded(SAMPLES_FOLDER, self._samples.flush)
         for name, logger in self._loggers.items():
-            self._guarded(name, logger.flush)
+            if services or not isinstance(logger, BackgroundLogger):
+                self._guarded(name, logger.flush)
 
     def close(self, failed: bool = False) -> None:
         self._guarded(SAMPLES_FOLDER, self._samples.close)

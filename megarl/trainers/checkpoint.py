@@ -63,7 +63,7 @@ class RunFiles(Protocol):
 
     def phase(self, name: str) -> AbstractContextManager[None]: ...
 
-    def flush(self) -> None: ...
+    def flush(self, services: bool = True) -> None: ...
 
 
 @dataclass
@@ -207,7 +207,7 @@ class Checkpointer:
         if self._driver_states is None or step % every or self._sources is None:
             return
         state, files = self._sources
-        self._monitor.flush()
+        self._monitor.flush(services=False)
         try:
             self._driver_states.write(step, partial(self._write_own, step, state(), files()))
         except OSError as error:

@@ -181,9 +181,9 @@ class Monitor:
         """Record current values on the timeline. Thread-safe."""
         self._timeline.count(name, values, time.time())
 
-    def flush(self) -> None:
-        """Make the metrics of all completed steps durable."""
-        self._tracker.flush()
+    def flush(self, services: bool = True) -> None:
+        """Make the metrics of all completed steps durable; see Tracker.flush."""
+        self._tracker.flush(services)
 
     def record(self, metrics: Mapping[str, float]) -> None:
         self._metrics |= metrics

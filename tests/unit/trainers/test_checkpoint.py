@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder, check_files
+from megarl.checkpoints.run_folder import BestCheckpoint, CheckpointFolder, check_files, step_of
 from megarl.config.schema import (
     CheckpointConfig,
     EarlyStopConfig,
     KeepBestConfig,
     MetricMode,
     ModelConfig,
+    RecoveryConfig,
     SFTConfig,
     SFTDataConfig,
     SFTTrainerConfig,
@@ -30,6 +31,7 @@ from megarl.machine.errors import CheckpointError
 from megarl.machine.processors import threads_setting
 from megarl.trainers.best_so_far import ends_early
 from megarl.trainers.checkpoint import Checkpointer, best_checkpoint
+from megarl.trainers.driver_states import DriverStates
 
 
 class FakeModels:
@@ -70,7 +72,7 @@ class FakeMonitor:
         yield
         self.phases.append(name)
 
-    def flush(self) -> None:
+    def flush(self, services: bool = True) -> None:
         self.num_flushes += 1
 
 
@@ -81,6 +83,8 @@ class Case:
         total_steps: int = 5,
         resumed: dict[str, Any] | None = None,
         early_stop: EarlyStopConfig | None = None,
+        from_memory: bool = False,
+        with_snapshots: bool = False,
         **checkpoint: Any,
     ) -> None:
         config = SFTConfig(
@@ -88,7 +92,9 @@ class Case:
             data=SFTDataConfig(train_files=["train.parquet"]),
             checkpoint=CheckpointConfig(**checkpoint),
             trainer=SFTTrainerConfig(total_steps=total_steps, early_stop=early_stop or EarlyStopConfig()),
+            recovery=RecoveryConfig(snapshot_every_steps=2),
         )
+        self.states = DriverStates(folder / "driver")
         self.config = config
         self.folder = CheckpointFolder(folder / "checkpoints")
         self.models = FakeModels()
@@ -104,6 +110,8 @@ class Case:
             self.models,
             self.monitor,
             resumed=resumed,
+            from_memory=from_memory,
+            driver_states=self.states if with_snapshots else None,
             is_told_to_end=lambda: self.is_told_to_end,
             say=self.said.append,
             clock=lambda: self.clock_s,
@@ -145,6 +153,29 @@ def test_saves_every_so_often_and_at_the_end(tmp_path: Path) -> None:
     assert case.monitor.phases == ["save_checkpoint"] * 3
     assert len(case.said) == 3
     assert case.said[0].startswith("checkpoint of step 2: ")
+
+
+def test_the_part_of_the_driver_is_written_with_each_snapshot(tmp_path: Path) -> None:
+    case = Case(tmp_path, total_steps=8, with_snapshots=True)
+    written = [[step_of(path) for path in case.states.steps()] for _ in case.train()]
+    assert written == [[], [], [2], [2], [4, 2], [4, 2], [6, 4], [6, 4]]
+    (newest, _) = case.states.steps()
+    assert json.loads((newest / "trainer.json").read_text())["position"] == 80
+    assert (newest / "config.yaml").exists()
+    assert case.monitor.num_flushes == 4 + 1  # the metrics of the step come first
+    case.checkpoints.close()
+    assert not case.states.path.exists()
+
+
+@pytest.mark.parametrize(("every_steps", "saved"), [(4, [3, 4, 5]), (0, [5])])
+def test_after_a_resume_in_memory_the_next_step_is_saved(
+    every_steps: int, saved: list[int], tmp_path: Path
+) -> None:
+    """The checkpoint of step 2 may have been lost with the driver."""
+    state = {"step": 2, "seconds": 1.0}
+    case = Case(tmp_path, resumed=state, from_memory=True, every_steps=every_steps, keep=0)
+    assert list(case.train()) == [3, 4, 5]
+    assert case.saved == saved
 
 
 def test_by_default_the_end_alone_is_saved(tmp_path: Path) -> None:

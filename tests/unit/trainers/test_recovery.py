@@ -56,14 +56,14 @@ class Positions:
 class Steps:
     """Steps that lose a rank in some attempts, counted from 0 over all steps."""
 
-    def __init__(self, *losses: int, folder: Path = Path(), **recovery: Any) -> None:
+    def __init__(self, *losses: int, folder: Path = Path(), last_step: int = 0, **recovery: Any) -> None:
         self.models: Any = Models()
         self.checkpoint: Path | None = None
         self.recovery = StepRecovery(
             RecoveryConfig(enabled=True, **recovery),
             self.models,
             Positions(),
-            0,
+            last_step,
             folder,
             lambda: self.checkpoint,
         )
@@ -114,6 +114,19 @@ def test_goodput_is_the_share_of_time_that_was_not_lost() -> None:
     assert RecoveryTotals(2, 25.0).goodput(100.0) == 0.75
     assert RecoveryTotals(2, 25.0).goodput(20.0) == 0.0
     assert RecoveryTotals().goodput(0.0) == 1.0
+
+
+def test_a_checkpoint_from_before_a_resume_in_memory_is_not_loaded(tmp_path: Path) -> None:
+    """The samples of the steps in between died with the previous driver."""
+    steps = Steps(0, folder=tmp_path, last_step=3)
+    steps.save(tmp_path, 1)
+    with pytest.raises(SnapshotLostError):
+        steps.run(4)
+
+    steps = Steps(0, folder=tmp_path, last_step=3)
+    steps.save(tmp_path, 3)
+    steps.run(4)
+    assert steps.trained == [4, 4]
 
 
 def test_steps_without_a_complete_snapshot_are_repeated_first() -> None:

@@ -1,0 +1,88 @@
+"""Test the memory of snapshots that outlives its driver. Lost nodes are tested in tests/integration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from megarl.controller import snapshot_memory
+from megarl.controller.node_resources import living_nodes
+from megarl.controller.snapshot_memory import SnapshotHolder, SnapshotMemory, holders_of, run_name, steps_left
+from megarl.machine.memory_files import HEADER_BYTES, Header
+from megarl.roles.model_snapshots import slot_of_step
+from tests.processes import gone_within
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+DATA = bytes(range(100))
+
+
+def write(path: str, step: int) -> None:
+    with Path(path).open("r+b") as file:
+        file.seek(HEADER_BYTES)
+        file.write(DATA)
+        file.seek(0)
+        file.write(Header(step, HEADER_BYTES, len(DATA)).encode())
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster of the tests, as if another process had started it."""
+    monkeypatch.setattr(snapshot_memory, "is_joined", lambda: True)
+
+
+def test_the_next_driver_of_the_run_finds_the_files(joined: None, tmp_path: Path) -> None:
+    (node,) = (each.identity for each in living_nodes())
+    node_of = {"actor-0-0": node, "actor-0-1": node}
+    run = run_name(tmp_path)
+    first = SnapshotMemory(run, node_of)
+    write(first.paths()["actor-0-1"], step=7)
+    assert steps_left(run) == {"actor-0-1": {7}}
+    assert steps_left(run_name(tmp_path / "other")) == {}
+
+    second = SnapshotMemory(run, node_of, continues=True)
+    assert second.paths() == first.paths()
+    assert Path(second.bring_home(["actor-0-1"], 7)["actor-0-1"]).read_bytes()[HEADER_BYTES:] == DATA
+
+    # A driver that starts from elsewhere must not find these steps.
+    third = SnapshotMemory(run, node_of)
+    assert third.steps() == {}
+    third.close()
+    assert holders_of(run) == {}
+
+
+def test_a_holder_on_a_node_without_ranks_is_read_and_then_released(joined: None, tmp_path: Path) -> None:
+    (node,) = (each.identity for each in living_nodes())
+    memory = SnapshotMemory(run_name(tmp_path), {"actor-0-0": node})
+    write(memory.paths()["actor-0-0"], step=3)
+    memory.place({})
+    assert memory.steps() == {"actor-0-0": {3}}
+    memory.settle()
+    assert memory.steps() == {}
+    memory.close()
+
+
+def test_a_holder_that_no_driver_needs_ends(joined: None) -> None:
+    holder = ray.remote(SnapshotHolder).options(num_cpus=0).remote(2.0)
+    (path,) = ray.get(holder.paths.remote(["file"]))
+    pid = int(path.split("/")[2])
+    assert gone_within([psutil.Process(pid)], 60) == []
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(holder.complete.remote())
+
+
+def test_a_slot_has_a_step_if_the_files_of_all_ranks_do() -> None:
+    sizes = {"actor": 2, "critic": 1}
+    files = {
+        "actor-0-0": [4],
+        "actor-1-0": [4],
+        "critic-0-0": [4],
+        "actor-0-1": [5],
+        "actor-1-1": [3],
+        "critic-0-1": [5],
+    }
+    assert [slot_of_step(files, sizes, step) for step in (3, 4, 5)] == [None, 0, None]
+    assert slot_of_step(files | {"actor-1-1": [5]}, sizes, 5) == 1
+    assert slot_of_step({}, sizes, 4) is None

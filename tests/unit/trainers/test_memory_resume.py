@@ -1,0 +1,104 @@
+"""Test which snapshot in memory a new driver continues from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import dump_config
+from megarl.config.schema import CheckpointConfig, PPOConfig, RecoveryConfig
+from megarl.machine.errors import ConfigError
+from megarl.trainers import memory_resume
+from megarl.trainers.driver_states import driver_states
+from megarl.trainers.memory_resume import find_newest
+from tests.unit.trainers.test_resume import config, save  # noqa: F401  (a fixture)
+
+SIZES = {"actor": 4, "critic": 2}  # ranks
+# Step 4 is complete in slot 0; in slot 1, a file of step 5 is missing.
+FILES = {
+    f"{role}-{rank}-{slot}": {4 + slot} for role in SIZES for rank in range(SIZES[role]) for slot in (0, 1)
+}
+FILES["critic-1-1"] = {3}
+
+
+@pytest.fixture
+def run(config: PPOConfig, monkeypatch: pytest.MonkeyPatch) -> PPOConfig:  # noqa: F811
+    """A run whose driver died after step 5."""
+    monkeypatch.setattr(memory_resume, "steps_left", lambda name: FILES)
+    config = replace(config, recovery=RecoveryConfig(enabled=True))
+    for step in (4, 5):
+        write_state(config, step)
+    return config
+
+
+def write_state(config: PPOConfig, step: int) -> None:  # noqa: F811
+    def write(folder: Path) -> None:
+        state = {"step": step, "trainer": "ppo", "seconds": 1.0, "data": {}}
+        (folder / "trainer.json").write_text(json.dumps(state))
+        dump_config(config, folder / "config.yaml")
+
+    driver_states(config).write(step, write)
+
+
+def test_the_newest_snapshot_that_all_ranks_have_is_used(run: PPOConfig) -> None:
+    save(run, 2)
+    found = find_newest(run)
+    assert found is not None
+    assert (found.step, found.in_memory, found.is_own, found.differences) == (4, True, True, [])
+    assert found.state["step"] == 4
+
+
+def test_a_newer_checkpoint_is_used_instead(run: PPOConfig) -> None:
+    checkpoint = save(run, 4)
+    found = find_newest(run)
+    assert found is not None
+    assert (found.checkpoint, found.in_memory) == (checkpoint, False)
+
+
+def test_the_snapshot_alone_suffices(run: PPOConfig) -> None:
+    found = find_newest(run)
+    assert found is not None
+    assert found.step == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: replace(run, recovery=RecoveryConfig()),
+        lambda run: replace(run, checkpoint=CheckpointConfig(resume="disable")),
+        # The export after the last step belongs to its checkpoint.
+        lambda run: replace(run, trainer=replace(run.trainer, total_steps=4)),
+    ],
+    ids=["recovery is off", "resume is disabled", "the last step is made"],
+)
+def test_it_is_not_used_if(change: Callable[[PPOConfig], PPOConfig], run: PPOConfig) -> None:
+    assert find_newest(change(run)) is None
+
+
+def test_models_of_another_configuration_are_not_read(
+    run: PPOConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    optim = replace(run.actor.optim, lr=run.actor.optim.lr / 2)
+    assert find_newest(replace(run, actor=replace(run.actor, optim=optim))) is None
+    assert "the snapshot of step 4 in memory is not used, because actor.optim.lr changed since" in caplog.text
+
+
+def test_a_key_that_must_not_change_is_refused(run: PPOConfig) -> None:
+    changed = replace(run, data=replace(run.data, seed=run.data.seed + 1))
+    with pytest.raises(ConfigError, match="data.seed: is"):
+        find_newest(changed)
+
+
+def test_without_files_in_memory_the_run_starts_from_the_disk(
+    run: PPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_resume, "steps_left", lambda name: {})
+    assert find_newest(run) is None
+    save(run, 2)
+    found = find_newest(run)
+    assert found is not None
+    assert (found.step, found.in_memory) == (2, False)
