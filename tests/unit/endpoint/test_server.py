@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Generator
 from typing import Any
+from urllib.parse import urlsplit
 
 import anthropic
 import httpx
@@ -321,6 +323,16 @@ def test_a_client_that_disconnects_cancels_its_request(served: Served, session: 
     assert session.tree.turns == []
     chat(openai_client(served, session))
     assert not session.is_abandoned
+
+
+def test_a_client_may_disconnect_before_its_request_has_arrived(
+    served: Served, session: AgentSession
+) -> None:
+    address = urlsplit(served.url)
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nx-api-key: {session.key}\r\n"
+        connection.sendall(f'{head}Content-Length: 100\r\n\r\n{{"model": '.encode())
+    wait_until(lambda: session.num_abandoned == 1)
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
