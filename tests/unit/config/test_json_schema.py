@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,14 @@ NEEDED: dict[type, dict[str, Any]] = {
 }
 
 
+@cache
+def validator(kind: str) -> Draft202012Validator:
+    return Draft202012Validator(json_schema(kind))
+
+
 def refused(kind: str, values: Any) -> set[str]:
     """Return the dotted keys about which a validator complains; "" for the whole file."""
-    return {
-        key for error in Draft202012Validator(json_schema(kind)).iter_errors(values) for key in keys_of(error)
-    }
+    return {key for error in validator(kind).iter_errors(values) for key in keys_of(error)}
 
 
 def keys_of(error: ValidationError) -> set[str]:
@@ -317,6 +321,7 @@ def test_every_key_has_its_default_and_what_the_reference_says(schema: type) -> 
     found = dict(described(json_schema(RUN_KINDS[schema])["properties"]))
     defaults = plain_values(schema())
     defaults["kind"] = None
+    values = OmegaConf.create(defaults)
 
     for leaf in leaves(schema()):
         entry = found[leaf.key]
@@ -324,7 +329,7 @@ def test_every_key_has_its_default_and_what_the_reference_says(schema: type) -> 
         if leaf.value == "???":
             assert "default" not in entry
         elif leaf.key != "kind":
-            value = OmegaConf.select(OmegaConf.create(defaults), leaf.key)
+            value = OmegaConf.select(values, leaf.key)
             assert entry["default"] == (
                 OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
             ), leaf.key
