@@ -13,6 +13,7 @@ import gc
 import io
 import pickle
 import queue
+import sys
 import tempfile
 import time
 import traceback
@@ -76,7 +77,10 @@ def _serve(rank: int, store_dir: str, inbox: mp.Queue, outbox: mp.Queue) -> None
     while (call := inbox.get()) is not None:
         call_id, world_size, work = call
         try:
+            num_modules = len(sys.modules)
             function, arguments = pickle.loads(work)
+            if len(sys.modules) > num_modules:
+                gc.freeze()  # what was imported is not visited by the collection after each call
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{store_dir}/{call_id}",

@@ -249,12 +249,11 @@ def _hf_tensors(engine: MegatronEngine, named: Tensors) -> Tensors:
         *(gathered if layout.tensor_parallel_rank == 0 else ()),
         *(gathered_experts if dist.get_rank() == 0 else ()),
     ]
+    manifest = manifest_of(spec.architecture, torch.float32, spec.head)
     tensors: Tensors = {}
 
     for (name, tensor_slice), elements in (item for part in parts for item in part.items()):
-        whole = tensors.setdefault(
-            name, torch.full(manifest_of(spec.architecture, torch.float32, spec.head)[name].shape, torch.nan)
-        )
+        whole = tensors.setdefault(name, torch.full(manifest[name].shape, torch.nan))
         copy = whole[tensor_slice.index]
         assert copy.isnan().all() or torch.equal(copy, elements.view(tensor_slice.shape)), (
             f"copies of {name} differ"
