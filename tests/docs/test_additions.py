@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 from megarl.models.families import FAMILIES
-from tests.fork_server import ADDRESS
+from tests.fork_server import ADDRESS, WITHOUT_SGLANG
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -197,9 +197,15 @@ _TESTS_OF_FAMILY = (
     "tests/unit/engine/test_parity.py::test_engine_gives_what_hugging_face_gives",
     "tests/unit/checkpoints/convert/test_writers.py::test_there_and_back_is_the_same_to_the_bit",
 )
-# Pushes weights of the family into a rollout engine, and generates with both.
-_PUSH = """
-import sys, torch
+# Runs tests, then pushes weights of the family into a rollout engine, and generates with both.
+_TEST_AND_PUSH = """
+import sys
+import pytest
+
+if pytest.main(["-q", "-p", "no:cacheprovider", "-k", "seed_oss", *sys.argv[2:]]):
+    sys.exit(1)
+
+import torch
 from pathlib import Path
 from megarl.rollout.interface import SamplingParameters
 from tests.unit.rollout.models import engine_for, push, random_model
@@ -219,20 +225,14 @@ def test_the_family_that_the_page_adds_is_tested_by_its_registration(
     with_additions: Path, tmp_path: Path
 ) -> None:
     """Run the tests that every family has (parity, conversion, counts), and a push into an engine."""
-    commands = (
-        ["-m", "pytest", "-q", "-p", "no:cacheprovider", *_TESTS_OF_FAMILY, "-k", "seed_oss"],
-        ["-c", _PUSH, str(tmp_path)],
-    )
     # The fork server of this process has imported megarl without the family.
     environment = {name: value for name, value in os.environ.items() if name != ADDRESS}
-
-    for command in commands:
-        used = subprocess.run(
-            [sys.executable, *command],
-            cwd=with_additions,
-            env=environment | {"PYTHONPATH": str(with_additions)},
-            capture_output=True,
-            text=True,
-        )
-        assert used.returncode == 0, used.stdout + used.stderr
+    used = subprocess.run(
+        [sys.executable, "-c", _TEST_AND_PUSH, str(tmp_path), *_TESTS_OF_FAMILY],
+        cwd=with_additions,
+        env=environment | {"PYTHONPATH": str(with_additions), WITHOUT_SGLANG: "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert used.returncode == 0, used.stdout + used.stderr
     assert "seed_oss" not in FAMILIES

@@ -33,6 +33,7 @@ SITE = Path(__file__).with_name("site")
 # used like `python`: with a module, a script or a program text, and its arguments
 PYTHON = [sys.executable, "-I", "-S", str(CLIENT)]
 ROOM = "WARM_ROOM"  # environment variable of the server
+WITHOUT_SGLANG = "WARM_WITHOUT_SGLANG"  # environment variable: no test will use it
 # /proc shows at most the number of environment bytes with which a program was started
 _ENVIRONMENT_BYTES = 2**16
 

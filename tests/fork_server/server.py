@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from megarl.config.schema import Device
-from tests.fork_server import aside, write_launchers
+from megarl.machine.garbage import collect_rarely
+from tests.fork_server import WITHOUT_SGLANG, aside, write_launchers
 from tests.fork_server.client import (
     DAEMON,
     DRIVER,
@@ -51,6 +52,7 @@ def _import_for_training() -> None:
     for name in (
         # most of Ray's imports
         *("jsonschema", "pydantic.v1", "requests", "starlette.datastructures"),
+        "megarl.algorithms.losses",
         "megarl.config.load",
         "megarl.engine.checkpoint",
         "megarl.placement.plan",
@@ -59,6 +61,7 @@ def _import_for_training() -> None:
         "megarl.workers.reward",
         "megarl.workers.reward_model",
         "megarl.workers.rollout_worker",
+        "megatron.core.models.mimo",  # by the first optimizer
         "pyarrow.parquet",
         "rich.progress",
         "transformers.models.llama.modeling_llama",
@@ -67,7 +70,8 @@ def _import_for_training() -> None:
     ):
         importlib.import_module(name)
 
-    aside.import_sglang()
+    if WITHOUT_SGLANG not in os.environ:
+        aside.import_sglang()
 
 
 def _import_for_a_rehearsal() -> None:
@@ -241,6 +245,7 @@ class Server:
         assert len(os.listdir("/proc/self/task")) == 1
         gc.collect()
         gc.freeze()  # existing objects are not scanned again, so that their memory stays shared
+        collect_rarely()
         gc.enable()
 
     def serve(self) -> Request:
