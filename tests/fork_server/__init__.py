@@ -28,7 +28,7 @@ from typing import Any
 
 from tests.fork_server.client import ADDRESS, DAEMON, REHEARSAL, SGLANG, TRAINING
 
-CLIENT = Path(__file__).with_name("client.py")
+CLIENT = Path(__file__).with_name("stub.py")
 SITE = Path(__file__).with_name("site")
 # used like `python`: with a module, a script or a program text, and its arguments
 PYTHON = [sys.executable, "-I", "-S", str(CLIENT)]

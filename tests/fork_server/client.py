@@ -1,5 +1,5 @@
 """Stub of `python`: the process that runs the program is forked from the fork server, and this one ends as it
-does.
+does. It starts thousands of times, so it imports only what loads quickly.
 
 The forked process gets this one's arguments, environment, folder, open files, and signals. Ray's nodes start
 workers in this script as well, instead of Ray's setup_worker.py, and daemons. If there is no server, or for
@@ -8,13 +8,11 @@ unknown options or kinds, Python itself starts. Standard library only.
 
 from __future__ import annotations
 
-import array
+import _signal  # `signal` and `socket` without their enums, which take longer to load than Python itself
+import _socket
 import marshal
 import os
-import signal
-import socket
 import sys
-import zlib
 
 ADDRESS = "WARM_PROCESSES"  # environment variable: the folder of the servers' sockets
 # Kinds of processes, which are names of sockets; the last is for Ray's own.
@@ -24,7 +22,7 @@ SGLANG = "sglang"
 DAEMON = "daemon"
 DRIVER = "driver"  # begins the name of a socket: for commands, in whose processes Ray is imported
 MAX_MESSAGE_BYTES = 2**18
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FORWARDED = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 _WITHOUT_MEANING = ("-B", "-W")  # ignored options, for compiling and warnings
 _UNBUFFERED = "-u"
 # Imports nothing, and is needed by processes that end after the server.
@@ -94,6 +92,8 @@ def _is_driver(program: list[str]) -> bool:
 
 def _node_address(name: str) -> str:
     """Return the address of the server for processes with the same settings, which may exist."""
+    import zlib
+
     settings = "".join(f"{name}={value}\0" for name, value in read_by_ray(dict(os.environ)).items())
     return f"{os.environ[ADDRESS]}/{name}-{zlib.crc32(settings.encode()):x}"
 
@@ -133,27 +133,27 @@ def _takes_context(arguments: list[str]) -> bool:
 def run(program: list[str], kind: str, unbuffered: bool, node: str) -> int:
     """Run a program, and return its exit code, or minus the number of the signal that ended it. `unbuffered`:
     whether its output is. `node`: of a Ray worker, the possible address of its node's server."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
-        connection.connect(node if os.path.exists(node) else f"{os.environ[ADDRESS]}/{kind}")
-        files = _inherited()
-        ignored = [int(number) for number in _FORWARDED if signal.getsignal(number) is signal.SIG_IGN]
-        request = {
-            "program": program,
-            "environment": dict(os.environ),
-            "folder": os.getcwd(),
-            "files": files,
-            "ignored": ignored,
-            "client": os.getpid(),
-            "unbuffered": unbuffered,
-            "node": node,
-        }
-        connection.sendmsg(
-            [marshal.dumps(request)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
-        )
-        for number in set(_FORWARDED) - set(ignored):
-            signal.signal(number, lambda number, frame: connection.send(str(number).encode()) and None)
-        return int(connection.recv(64) or -signal.SIGKILL)
+    connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+    connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_SNDBUF, MAX_MESSAGE_BYTES)
+    files = _inherited()
+    connection.connect(node if os.path.exists(node) else f"{os.environ[ADDRESS]}/{kind}")
+    ignored = [number for number in _FORWARDED if _signal.getsignal(number) == _signal.SIG_IGN]
+    request = {
+        "program": program,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "files": files,
+        "ignored": ignored,
+        "client": os.getpid(),
+        "unbuffered": unbuffered,
+        "node": node,
+    }
+    numbers = b"".join(number.to_bytes(4, sys.byteorder) for number in files)
+    connection.sendmsg([marshal.dumps(request)], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, numbers)])
+    for number in set(_FORWARDED) - set(ignored):
+        _signal.signal(number, lambda number, frame: connection.send(str(number).encode()) and None)
+
+    return int(connection.recv(64) or -_signal.SIGKILL)
 
 
 def _inherited() -> list[int]:
@@ -171,11 +171,7 @@ def _inherited() -> list[int]:
 
 def end_as(code: int) -> None:
     if code < 0:
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
+        if -code != _signal.SIGKILL:
+            _signal.signal(-code, _signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
