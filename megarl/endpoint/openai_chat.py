@@ -11,12 +11,13 @@ from megarl.agents.protocol import Message
 from megarl.endpoint.api_error import ApiError, invalid, refuse_unsupported, unsupported
 from megarl.endpoint.request_fields import (
     call_of,
-    function_schema,
     joined_text,
     objects,
+    openai_tools,
     parsed_arguments,
     positive,
     stop_texts,
+    template_role,
 )
 from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
 
@@ -61,7 +62,7 @@ def read_query(body: Mapping[str, Any], ignored: Collection[str]) -> TurnQuery:
     refuse_answered(messages)
     return TurnQuery(
         messages=messages,
-        tools=_tools(body.get("tools")),
+        tools=openai_tools(body.get("tools"), lambda tool: tool.get("function") or {}),
         num_choices=positive(body, "n") or 1,
         max_tokens=positive(body, "max_completion_tokens", "max_tokens"),
         stop=stop_texts(body.get("stop"), "stop"),
@@ -78,11 +79,8 @@ def refuse_answered(messages: list[Message]) -> None:
 
 def _message(message: Mapping[str, Any], index: int) -> Message:
     where = f"messages[{index}]"
-    role = message.get("role")
-    if role not in _ROLES:
-        raise invalid(f"{where}.role", f"is {role!r}; it must be one of {', '.join(_ROLES)}")
     made: Message = {
-        "role": _ROLES[role],
+        "role": template_role(message, _ROLES, where),
         "content": joined_text(message.get("content"), f"{where}.content", _TEXT),
     }
 
@@ -100,25 +98,6 @@ def _message(message: Mapping[str, Any], index: int) -> Message:
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = call.get("function") or {}
     return call_of(call.get("id"), function.get("name"), parsed_arguments(function.get("arguments")), where)
-
-
-def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    if not tools:
-        return None
-    made = []
-    for index, tool in enumerate(objects(tools, "tools")):
-        if tool.get("type") != "function":
-            raise unsupported(f"tools[{index}].type={tool.get('type')!r}", "tools must be functions")
-        function = tool.get("function") or {}
-        made.append(
-            function_schema(
-                function.get("name"),
-                function.get("description"),
-                function.get("parameters"),
-                f"tools[{index}]",
-            )
-        )
-    return made
 
 
 # ---- answers

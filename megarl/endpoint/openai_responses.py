@@ -9,15 +9,16 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megarl.agents.protocol import Message
-from megarl.endpoint.api_error import ApiError, invalid, refuse_unsupported, unsupported
+from megarl.endpoint.api_error import ApiError, refuse_unsupported, unsupported
 from megarl.endpoint.openai_chat import refuse_answered, usage
 from megarl.endpoint.request_fields import (
     call_of,
-    function_schema,
     joined_text,
     objects,
+    openai_tools,
     parsed_arguments,
     positive,
+    template_role,
 )
 from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
 
@@ -51,7 +52,9 @@ def read_query(body: Mapping[str, Any], ignored: Collection[str]) -> TurnQuery:
 
     refuse_answered(messages)
     return TurnQuery(
-        messages=messages, tools=_tools(body.get("tools")), max_tokens=positive(body, "max_output_tokens")
+        messages=messages,
+        tools=openai_tools(body.get("tools"), lambda tool: tool),
+        max_tokens=positive(body, "max_output_tokens"),
     )
 
 
@@ -59,11 +62,8 @@ def _append(messages: list[Message], item: Mapping[str, Any], where: str) -> Non
     """Append an item. Text and calls of one answer are items of their own, and become one message."""
     kind = item.get("type") or "message"
     if kind == "message":
-        role = item.get("role")
-        if role not in _ROLES:
-            raise invalid(f"{where}.role", f"is {role!r}; it must be one of {', '.join(_ROLES)}")
         text = joined_text(item.get("content"), f"{where}.content", _TEXT)
-        messages.append({"role": _ROLES[role], "content": text})
+        messages.append({"role": template_role(item, _ROLES, where), "content": text})
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
@@ -74,21 +74,6 @@ def _append(messages: list[Message], item: Mapping[str, Any], where: str) -> Non
         messages.append({"role": "tool", "content": text, "tool_call_id": item.get("call_id")})
     elif kind != "reasoning":  # reasoning is in the recorded tokens
         raise unsupported(f"{where}.type={kind!r}", "give messages, function calls and their outputs")
-
-
-def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    if not tools:
-        return None
-    made = []
-    for index, tool in enumerate(objects(tools, "tools")):
-        if tool.get("type") != "function":
-            raise unsupported(f"tools[{index}].type={tool.get('type')!r}", "tools must be functions")
-        made.append(
-            function_schema(
-                tool.get("name"), tool.get("description"), tool.get("parameters"), f"tools[{index}]"
-            )
-        )
-    return made
 
 
 # ---- answers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -67,6 +67,33 @@ def function_schema(name: Any, description: Any, parameters: Any, where: str) ->
         function["description"] = description
     function["parameters"] = parameters if parameters is not None else {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
+
+
+def openai_tools(
+    tools: Any, function_of: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> list[dict[str, Any]] | None:
+    """Return the tools of a request to an API of OpenAI, or None without tools.
+
+    Args:
+        function_of: Returns the fields of a tool's function, which the APIs write in different places.
+    """
+    if not tools:
+        return None
+    made = []
+    for index, tool in enumerate(objects(tools, "tools")):
+        if tool.get("type") != "function":
+            raise unsupported(f"tools[{index}].type={tool.get('type')!r}", "tools must be functions")
+        fields = [function_of(tool).get(name) for name in ("name", "description", "parameters")]
+        made.append(function_schema(*fields, f"tools[{index}]"))
+    return made
+
+
+def template_role(message: Mapping[str, Any], roles: Mapping[str, str], where: str) -> str:
+    """Return the role of a message as chat templates read it. `roles` has the API's roles."""
+    role = message.get("role")
+    if role not in roles:
+        raise invalid(f"{where}.role", f"is {role!r}; it must be one of {', '.join(roles)}")
+    return roles[role]
 
 
 def call_of(call_id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
