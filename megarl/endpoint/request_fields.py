@@ -83,8 +83,9 @@ def openai_tools(
     for index, tool in enumerate(objects(tools, "tools")):
         if tool.get("type") != "function":
             raise unsupported(f"tools[{index}].type={tool.get('type')!r}", "tools must be functions")
-        fields = [function_of(tool).get(name) for name in ("name", "description", "parameters")]
-        made.append(function_schema(*fields, f"tools[{index}]"))
+        function = function_of(tool)
+        name, description = function.get("name"), function.get("description")
+        made.append(function_schema(name, description, function.get("parameters"), f"tools[{index}]"))
     return made
 
 
