@@ -296,7 +296,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         "tests/unit/test_episode_throughput.py::test_programs_that_fail_or_disconnect_leave_nothing",
         ("benchmarks.endpoint",),
     ),
-    ".venv/bin/python -m tests.soak.frameworks frameworks/bin/python": ByHand(),
+    ".venv/bin/python -m tests.soak.frameworks.train frameworks/bin/python": ByHand(),
     ".venv/bin/python -m benchmarks.async_rollout": InTest(
         "tests/unit/test_async_rollout.py::test_the_schedule_gains_what_the_page_says",
         ("benchmarks.async_rollout",),

@@ -1,4 +1,4 @@
-"""Train agents of four frameworks, unmodified, through the endpoint: `python -m tests.soak.frameworks
+"""Train agents of four frameworks, unmodified, through the endpoint: `python -m tests.soak.frameworks.train
 VENV/bin/python [PROGRAM ...]`.
 
 VENV has smolagents, pydantic-ai-slim[openai], mini-swe-agent, langgraph and langchain-openai. The task is the
