@@ -13,6 +13,7 @@ from megarl.config.rules import (
     data,
     experts,
     fp8,
+    fp8_training,
     judges,
     lora,
     megatron,
@@ -105,6 +106,7 @@ ROLE_RULES: Mapping[Callable[[RunConfig, ModelRole], Violations], Keys] = {
     lora.options: (),
     models.rows_of_mini_batch: (*_ROWS, "{role}.data_parallel_size"),
     megatron.options: (),
+    fp8_training.recipe: (),
 }
 # Rules for each model whose architecture could be read.
 MODEL_RULES: Mapping[Callable[[ModelRole, Architecture], Violations], Keys] = {
@@ -113,6 +115,7 @@ MODEL_RULES: Mapping[Callable[[ModelRole, Architecture], Violations], Keys] = {
     lora.fit_model: (),
     vision.fit_layout: ("{role}",),
     megatron.fit_model: (),
+    fp8_training.fit_model: ("{role}",),
 }
 # Rules for the architecture of one role's model.
 PPO_MODEL_RULES: Mapping[str, Mapping[Callable[[PPOConfig, Architecture], Violations], Keys]] = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megarl.config.roles import REWARD_MODEL, ModelRole
-from megarl.config.rules import experts, models, vision
+from megarl.config.rules import experts, fp8_training, models, vision
 from megarl.config.schema import MicroBatchConfig, ParallelConfig, Recomputation
 from megarl.config.validate import MODEL_RULES, ROLE_RULES
 from megarl.config.violation import Violation
@@ -20,7 +20,7 @@ _MOST_CONTEXT = 16
 _MOST_TENSOR = 64
 _VIRTUAL = (2, 4)
 # Rules about sizes that have to divide.
-_DIVISIBILITY = (models.fit_layout, experts.fit_layout, vision.fit_layout)
+_DIVISIBILITY = (models.fit_layout, experts.fit_layout, vision.fit_layout, fp8_training.fit_model)
 # These rules depend on what is chosen for a layout afterwards.
 _OF_VARIANTS = (models.micro_batch, models.recomputation)
 

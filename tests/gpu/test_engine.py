@@ -21,11 +21,20 @@ from torch import Tensor
 
 from megarl.batch.metrics import Metric
 from megarl.config.layers import has_transformer_engine
-from megarl.config.schema import Device, Layers, OptimConfig, ParallelConfig, Recomputation, Recompute
+from megarl.config.schema import (
+    Device,
+    Layers,
+    MegatronConfig,
+    OptimConfig,
+    ParallelConfig,
+    Recomputation,
+    Recompute,
+)
 from megarl.engine import platform
 from megarl.engine.offload import StatePart
 from megarl.models.families import read_architecture
 from tests.unit.engine.comparison import assert_same, max_difference
+from tests.unit.engine.fp8_products import BLOCKWISE, multiply_in_fp8, save_model_of_whole_blocks
 from tests.unit.engine.models import (
     EXPERT_FAMILIES,
     FAMILIES,
@@ -95,9 +104,13 @@ def on_host(tensors: Mapping[str, Tensor]) -> Tensors:
     return {name: tensor.detach().float().cpu() for name, tensor in tensors.items()}
 
 
-def run_hugging_face(folder: Path, dtype: torch.dtype, device: torch.device) -> Compared:
+def run_hugging_face(
+    folder: Path, dtype: torch.dtype, device: torch.device, *, in_fp8: bool = False
+) -> Compared:
     batch = {name: tensor.to(device) for name, tensor in weighted_batch().items()}
     model = load_lm(folder, dtype).to(device)
+    if in_fp8:
+        multiply_in_fp8(model)
     with kernels_of_torch(model) if device.type == "cpu" else nullcontext():
         outputs = scores_of(reference_logits(model, batch).float(), batch)
         sum((outputs[key] * batch[f"weight/{key}"]).sum() for key in KEYS).backward()
@@ -122,7 +135,13 @@ def kernels_of_torch(model: torch.nn.Module) -> Iterator[None]:
 
 
 def run_engine(
-    folder: Path, dtype: torch.dtype, layers: Layers, packing: bool, recompute: Recompute, groups: Any
+    folder: Path,
+    dtype: torch.dtype,
+    layers: Layers,
+    packing: bool,
+    recompute: Recompute,
+    groups: Any,
+    megatron: MegatronConfig | None = None,
 ) -> Compared:
     engine = build(
         groups,
@@ -133,6 +152,7 @@ def run_engine(
         layers=layers,
         optim=OptimConfig(),
         recomputation=Recomputation(how=recompute),
+        megatron=megatron or MegatronConfig(),
     )
     batch = unpadded(weighted_batch())
     outputs = engine.forward(batch, MICRO_BATCHES)
@@ -232,6 +252,39 @@ def test_in_bfloat16_they_are_as_near_to_float32_as_hugging_faces(
     record_property(f"{layers.value}: distance from float32, and Hugging Face's", said)
     for name, distance in ours.items():
         assert 0 < distance <= ROUNDING * theirs[name], said
+
+
+@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.full])
+def test_in_fp8_they_are_as_near_to_float32_as_emulated_ones(
+    recompute: Recompute,
+    device: torch.device,
+    run: Run,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """tests/unit/engine/test_fp8_training.py compares the emulation with the engine on a CPU."""
+    need(Layers.transformer_engine, device)
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        pytest.skip("products with a scale for each block need Hopper")
+    save_model_of_whole_blocks(tmp_path)
+    host = torch.device("cpu")
+    want = run_hugging_face(tmp_path, torch.float32, host)
+    peer = run_hugging_face(tmp_path, torch.float32, host, in_fp8=True)
+    got: Compared = run(
+        run_engine,
+        folder=tmp_path,
+        dtype=torch.bfloat16,
+        layers=Layers.transformer_engine,
+        packing=True,
+        recompute=recompute,
+        megatron=BLOCKWISE,
+    )
+    ours, theirs = (distances(side, want) for side in (got, peer))
+    said = ", ".join(f"{name} {ours[name]:.2e} and {theirs[name]:.2e}" for name in ours)
+    record_property("FP8: distance from float32, and the emulation's", said)
+    for name, distance in ours.items():
+        # Less would mean that products are not in FP8.
+        assert 0.5 * theirs[name] < distance <= ROUNDING * theirs[name], said
 
 
 def distances(got: Compared, want: Compared) -> dict[str, float]:

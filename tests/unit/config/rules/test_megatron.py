@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,11 +20,13 @@ from megarl.config.megatron_options import (
     uncounted_options,
 )
 from megarl.config.review import schema_keys
-from megarl.config.roles import model_roles
-from megarl.config.schema import DType, MegatronConfig, PPOConfig
+from megarl.config.roles import ROLES, ModelRole, model_roles
+from megarl.config.rules.fp8_training import MULTIPLE, fit_model
+from megarl.config.schema import DType, MegatronConfig, MicroBatchConfig, ParallelConfig, PPOConfig
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import validate
 from megarl.machine.errors import ConfigError
+from tests.families import example_architecture
 from tests.unit.config.folders import model_folder, ppo_values, write_yaml
 from tests.unit.config.rules.test_experts import EXPERTS
 
@@ -37,7 +41,9 @@ PRESETS = sorted(file.stem for file in (CONFIGS_DIR / "megatron").glob("*.yaml")
 def ppo(tmp_path: Path) -> str:
     """The actor and the reference have experts, the critic is dense."""
     values = ppo_values(tmp_path)
-    values["model"]["path"] = str(model_folder(tmp_path / "experts", **EXPERTS))
+    # Sizes that FP8 multiplies.
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    values["model"]["path"] = str(model_folder(tmp_path / "experts", **(EXPERTS | sizes)))
     values["critic"]["model"] = {"path": str(tmp_path / "model")}
     values["actor"]["parallel"]["sequence_parallel"] = True
     values["rollout"]["engine"] = "sglang"
@@ -136,6 +142,56 @@ def test_refused(ppo: str, overrides: str, expected: str) -> None:
     (found,) = violations(ppo, *_ON_CUDA, overrides)
     assert found.startswith(overrides.partition("=")[0])
     assert expected in found
+
+
+@pytest.mark.parametrize("given", ["", ", fp8_recipe: delayed"])
+def test_scales_of_earlier_batches_are_refused(ppo: str, given: str) -> None:
+    (found,) = violations(ppo, *_ON_CUDA, f"{_T}={{fp8: hybrid{given}}}")
+    assert found.startswith(f"{_T}.fp8_recipe: is {'delayed' if given else 'not set, so it is delayed'}")
+    assert "log-probs would depend on what ran before" in found
+    assert "use blockwise (Hopper), mxfp8 (Blackwell) or tensorwise" in found
+    (found,) = violations(ppo, *_ON_CUDA, f"{_T}={{fp8: hybrid, fp8_recipe: current}}")
+    assert "must be one of" in found
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "parallel", "expected"),
+    [
+        ("qwen3", {}, {}, ""),
+        ("qwen3", {"intermediate_size": 104}, {}, "104 columns of down_proj"),
+        ("qwen3", {}, {"tensor_parallel_size": 4}, "24 columns of down_proj"),
+        ("qwen3", {"head_dim": 10}, {"tensor_parallel_size": 2}, "40 columns of o_proj"),
+        ("qwen3_moe", {"moe_intermediate_size": 24}, {}, "24 columns of an expert's down_proj"),
+        ("deepseek_v3", {}, {}, "24 rows of q_a_proj, 28 rows of kv_a_proj_with_mqa, 20 columns of kv_b"),
+    ],
+)
+def test_sizes_that_are_not_multiplied_in_fp8_are_refused(
+    family: str, changes: dict[str, int], parallel: dict[str, int], expected: str
+) -> None:
+    """Evidence for the number is in Transformer Engine's source."""
+    fp8 = MegatronConfig(transformer={"fp8": "e4m3", "fp8_recipe": "blockwise"})
+    config = ParallelConfig(**parallel)
+    role = ModelRole(
+        row=ROLES[0],
+        path="here",
+        path_key="model.path",
+        parallel=config,
+        micro_batch=MicroBatchConfig(),
+        optim=None,
+        megatron=fp8,
+    )
+    architecture = example_architecture(family, **changes)
+    found = [violation.message for violation in fit_model(role, architecture)]
+    assert len(found) == bool(expected)
+    assert all(expected in message for message in found)
+    assert list(fit_model(replace(role, megatron=MegatronConfig()), architecture)) == []
+
+
+def test_the_multiple_is_transformer_engines() -> None:
+    folder = Path(str(find_spec("transformer_engine").origin)).parent / "pytorch"
+    assert MULTIPLE == 16
+    assert "tensor.shape[-1] % 16 != 0" in (folder / "utils.py").read_text()
+    assert "assert_dim_for_fp8_exec(inputmat, weight)" in (folder / "module" / "linear.py").read_text()
 
 
 def test_experts_options_of_a_dense_model_are_refused(ppo: str) -> None:
