@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from operator import attrgetter
+from typing import NamedTuple
 
 from megarl.config.schema import (
     AlgorithmConfig,
     ExpertsConfig,
     FrozenMegatronConfig,
+    JudgeConfig,
     MegatronConfig,
     MicroBatchConfig,
     OptimConfig,
@@ -31,6 +33,7 @@ from megarl.models.architecture import LoRA
 
 REWARD_MODEL = "reward_model"
 TEACHER = "teacher"
+JUDGE = "judge"  # followed by the judge's name: a role of the run that serves a judge's model
 ENVIRONMENT = "environment"  # the processes of an agent's environments
 
 
@@ -309,6 +312,31 @@ ROLES: tuple[Role, ...] = (
         ),
     ),
 )
+
+
+class ServedJudge(NamedTuple):
+    """A judge whose model the run serves.
+
+    Attributes:
+        key: Its configuration key.
+        path: The folder of its model.
+        settings: Its configuration.
+    """
+
+    key: str
+    path: str
+    settings: JudgeConfig
+
+
+def judge_roles(config: RunConfig) -> dict[str, ServedJudge]:
+    """Return the judges whose models the run serves, by the names of their roles."""
+    if not isinstance(config, PPOConfig):
+        return {}
+    return {
+        f"{JUDGE}_{judge.name}": ServedJudge(f"reward.judges[{index}]", judge.path, judge)
+        for index, judge in enumerate(config.reward.judges)
+        if judge.path is not None
+    }
 
 
 def role_named(name: str) -> Role:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
+from megarl.config.roles import REWARD_MODEL, ModelRole, judge_roles, model_roles
 from megarl.config.rules import (
     agent,
     algorithm,
@@ -231,6 +231,15 @@ def read_architectures(config: RunConfig) -> tuple[Architectures, list[Violation
             architectures[role.name] = replace(architecture, lora=role.lora)
         except ConfigError as error:
             violations.append(Violation((role.path_key,), f"{error.source}: {'; '.join(error.problems)}"))
+
+    # Judges that the run serves are no model roles, but their memory is planned.
+    for name, judge in judge_roles(config).items():
+        try:
+            architectures[name] = read_architecture(judge.path, config.model.trust_remote_code)
+        except ConfigError as error:
+            violations.append(
+                Violation((f"{judge.key}.path",), f"{error.source}: {'; '.join(error.problems)}")
+            )
 
     return architectures, violations
 

@@ -45,7 +45,7 @@ def judge_prompts(config: PPOConfig, skipped: Collection[str]) -> Iterator[Check
                 judge=judge.name,
             )
         else:
-            yield good(REWARDS, f"judge {judge.name}: {judge.model} at {judge.url}{shown}", judge=judge.name)
+            yield good(REWARDS, f"judge {judge.name}: {judge.served_by}{shown}", judge=judge.name)
 
 
 def first_sample(data: DataConfig) -> ScoreRequest | None:

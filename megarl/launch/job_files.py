@@ -31,6 +31,7 @@ SHARED = frozenset(
         "critic.lora.path",
         "critic.model.path",
         "reward.model.path",
+        "reward.judges.path",
         "data.train_files",
         "data.val_files",
         "checkpoint.dir",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterator
 
-from megarl.config.roles import role_named
+from megarl.config.roles import judge_roles, role_named
 from megarl.config.schema import PlacementConfig, PlacementStrategy, PPOConfig, RunConfig
 from megarl.placement.assign import fits_alone
 from megarl.placement.requests import WITHOUT_DEVICES, GroupRequest, group_requests
@@ -28,7 +28,11 @@ def custom_problems(config: RunConfig) -> list[str]:
 
     requests = group_requests(config)
     # Sizes can only be checked once every role has a pool and every pool is valid.
-    problems = [*_role_problems(placement, requests), *_pool_problems(placement)]
+    problems = [
+        *_role_problems(placement, requests),
+        *_judge_problems(placement, judge_roles(config)),
+        *_pool_problems(placement),
+    ]
     return problems or list(_sizes(placement, requests))
 
 
@@ -60,6 +64,17 @@ def _role_problems(placement: PlacementConfig, requests: Collection[GroupRequest
                 f"{_ROLES}.{role}, {_POOLS}: there is no pool {pool!r}; "
                 f"{known}{_nearest(pool, placement.pools)}; "
                 f"define its devices per node, such as {_POOLS}.{pool}=[4]"
+            )
+
+
+def _judge_problems(placement: PlacementConfig, judges: Collection[str]) -> Iterator[str]:
+    for judge in judges:
+        pool = placement.roles.get(judge)
+        others = [role for role, other in placement.roles.items() if other == pool and role != judge]
+        if pool is not None and others:
+            yield (
+                f"{_ROLES}.{judge}: the pool {pool!r} is also that of {', '.join(others)}, but a judge that "
+                "the run serves always uses its devices; give it a pool of its own"
             )
 
 
@@ -121,4 +136,6 @@ def _sizes(placement: PlacementConfig, requests: Collection[GroupRequest]) -> It
 def _keys_of(request: GroupRequest) -> str:
     if request.name == "rollout":
         return "rollout.num_replicas, rollout.tensor_parallel_size"
+    if request.parallel is None:
+        return "num_replicas and tensor_parallel_size of the judge in reward.judges"
     return role_named(request.name).parallel_key

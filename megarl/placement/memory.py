@@ -15,7 +15,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megarl.config.megatron_options import element_bytes
-from megarl.config.roles import ModelRole, model_roles
+from megarl.config.roles import ModelRole, judge_roles, model_roles
 from megarl.config.schema import (
     Device,
     DType,
@@ -220,6 +220,7 @@ class _Sizes:
         self._turns = turns
         self._buffers = sync_buffers(config, plan, turns, architectures)
         self._roles = {role.name: role for role in model_roles(config)}
+        self._judges = judge_roles(config)
         self._architectures = architectures
         self._known: dict[tuple[str, int], RoleMemory] = {}
 
@@ -228,6 +229,11 @@ class _Sizes:
         return stage_of(self._roles[role].parallel, rank) if role in self._roles else 0
 
     def usage(self, role: str, stage: int, phase: Phase, held: frozenset[Item]) -> Usage:
+        # SGLang's cache takes what a judge's weights leave of its devices.
+        if role in self._judges:
+            devices = self._judges[role].settings.tensor_parallel_size
+            weights = num_parameters(self._architectures[role]) * weight_bytes(self._config.model.dtype)
+            return Usage(parameters=weights // devices)
         # Only the engine has no model role; it is in memory entirely or not at all.
         if role not in self._roles:
             return self._engine(phase) if Item(role, ENGINE) in held else Usage()

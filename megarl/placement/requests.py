@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megarl.config.roles import ENVIRONMENT, model_roles, needs_critic
+from megarl.config.roles import ENVIRONMENT, judge_roles, model_roles, needs_critic
 from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig, RunConfig
 
 # Reward functions and tools run on a CPU, so a custom placement may omit them.
@@ -115,8 +115,8 @@ def _joined(groups: tuple[GroupRequest, ...], new: GroupRequest) -> tuple[GroupR
 def group_requests(config: RunConfig) -> list[GroupRequest]:
     """Return one request for each role of the run.
 
-    These are the roles with a model, the reward functions and an agent's environments on CPUs, and the
-    engines with one process on each node of a replica.
+    These are the roles with a model, the reward functions and an agent's environments on CPUs, the engines
+    with one process on each node of a replica, and the servers of judges.
     """
     requests = [
         GroupRequest(
@@ -145,6 +145,15 @@ def group_requests(config: RunConfig) -> list[GroupRequest]:
                 nodes_per_engine=num_nodes,
             )
         )
+        requests += [
+            GroupRequest(
+                roles=(name,),
+                num_processes=judge.settings.num_replicas,
+                together=judge.settings.tensor_parallel_size,
+                devices_per_process=judge.settings.tensor_parallel_size,
+            )
+            for name, judge in judge_roles(config).items()
+        ]
 
     return requests
 
@@ -194,7 +203,13 @@ def _split_collocate(config: PPOConfig) -> Mapping[str, _Pool]:
     """
     models = {role.name: _Pool(role.shares_with or role.name) for role in model_roles(config)}
     functions = _Pool("critic" if needs_critic(config) else "reward")
-    return {**models, "reward": functions, ENVIRONMENT: functions, "rollout": _Pool("rollout")}
+    others = {"reward": functions, ENVIRONMENT: functions, "rollout": _Pool("rollout")}
+    return {**models, **others, **_judges(config)}
+
+
+def _judges(config: PPOConfig) -> Mapping[str, _Pool]:
+    """Place each judge in a pool of its own: SGLang takes all memory of a device, and judges always serve."""
+    return {role: _Pool(role) for role in judge_roles(config)}
 
 
 def _hybrid(config: PPOConfig) -> Mapping[str, _Pool]:
@@ -204,7 +219,8 @@ def _hybrid(config: PPOConfig) -> Mapping[str, _Pool]:
 
 def _fully_collocate(config: PPOConfig) -> Mapping[str, _Pool]:
     everywhere = _Pool("all")
-    return {role: everywhere for request in group_requests(config) for role in request.roles}
+    together = {role: everywhere for request in group_requests(config) for role in request.roles}
+    return {**together, **_judges(config)}
 
 
 def _stand_alone(config: PPOConfig) -> Mapping[str, _Pool]:

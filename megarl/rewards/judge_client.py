@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import httpx
@@ -17,8 +19,22 @@ from megarl.rewards.judge_reply import JudgeReply
 
 FIRST_PAUSE_S = 0.5  # doubled after each attempt
 _LONGEST_PAUSE_S = 60.0
+_LONGEST_OWN_PAUSE_S = 4.0  # for a server of the run, which only this process asks
 _RETRIED = (408, 429)  # and all from 500
+_RESTART_LIMIT_S = 900.0  # how long a server of the run may be away, which includes the start of its model
 _NUM_SHOWN = 200  # characters of a server's message in an error
+
+
+class JudgeEndpoint(NamedTuple):
+    """A server of a judge.
+
+    Attributes:
+        url: The base URL of its API.
+        key: Its API key. None: it needs none.
+    """
+
+    url: str
+    key: str | None = None
 
 
 class _Answer(NamedTuple):
@@ -28,19 +44,21 @@ class _Answer(NamedTuple):
         error: Why there is no text.
         may_retry: Whether another attempt may succeed.
         pause_s: The pause that the server asks for.
+        is_lost: Whether there was no connection to the server, or it ended.
     """
 
     text: str = ""
     error: str | None = None
     may_retry: bool = False
     pause_s: float | None = None
+    is_lost: bool = False
 
 
 def request_body(config: JudgeConfig, prompt: str) -> dict[str, Any]:
     """Return the body of a request. Equal prompts have equal requests."""
     chosen = {"temperature": config.temperature, "seed": config.seed, "max_tokens": config.max_tokens}
     return {
-        "model": config.model,
+        "model": config.model or config.name,  # a server of the run has only one
         "messages": [{"role": "user", "content": prompt}],
         **{name: value for name, value in chosen.items() if value is not None},
         **config.request,
@@ -48,7 +66,9 @@ def request_body(config: JudgeConfig, prompt: str) -> dict[str, Any]:
 
 
 class JudgeClient:
-    """Connections to the server of a judge. Everything except the constructor runs in one event loop.
+    """Connections to the servers of a judge. Everything except the constructor runs in one event loop.
+
+    A judge with `path` has no server before `endpoints` is set.
 
     Args:
         key: The configuration key of the judge, for errors.
@@ -59,7 +79,7 @@ class JudgeClient:
     """
 
     def __init__(self, config: JudgeConfig, key: str, first_pause_s: float = FIRST_PAUSE_S) -> None:
-        headers = {}
+        secret = None
         if config.api_key_env is not None:
             secret = os.environ.get(config.api_key_env, "")
             if not secret:
@@ -67,14 +87,15 @@ class JudgeClient:
                     f"{key}.api_key_env: the environment variable {config.api_key_env} is not set on "
                     f"{socket.gethostname()}; export it before the run, or before `ray start` on a cluster"
                 )
-            headers["Authorization"] = f"Bearer {secret}"
 
         self._config = config
-        self._url = f"{config.url.rstrip('/')}/chat/completions"
+        self.endpoints: Sequence[JudgeEndpoint] = (
+            [] if config.url is None else [JudgeEndpoint(config.url.rstrip("/"), secret)]
+        )
+        self._turns = itertools.count()
         self._first_pause_s = first_pause_s
         self._running = asyncio.Semaphore(config.max_concurrency)
         self._client = httpx.AsyncClient(
-            headers=headers,
             timeout=None,  # `_attempt` limits the whole request
             limits=httpx.Limits(max_connections=config.max_concurrency),
         )
@@ -88,36 +109,53 @@ class JudgeClient:
         async with self._running:
             start_s = time.monotonic()
             attempt = 1
-            answer = await self._attempt(body)
-            while answer.may_retry and attempt < self._config.max_attempts:
+            endpoint = self._next_endpoint()
+            answer = await self._attempt(endpoint, body)
+            while answer.may_retry and (
+                attempt < self._config.max_attempts or self._is_restarted(answer, start_s)
+            ):
                 # A pause keeps its place, so that an overloaded server gets fewer requests.
                 await asyncio.sleep(self._pause_s(attempt, answer.pause_s))
                 attempt += 1
-                answer = await self._attempt(body)
+                endpoint = self._next_endpoint()
+                answer = await self._attempt(endpoint, body)
 
         latency_s = time.monotonic() - start_s
         if answer.error is None:
             return JudgeReply(answer.text, latency_s)
         attempts = f" after {attempt} attempts" if attempt > 1 else ""
-        return JudgeReply("", latency_s, f"{answer.error}{attempts}, from {self._url}")
+        return JudgeReply("", latency_s, f"{answer.error}{attempts}, from {endpoint.url}/chat/completions")
+
+    def _next_endpoint(self) -> JudgeEndpoint:
+        """Return the servers in turn. An attempt after the loss of one thus goes to another."""
+        return self.endpoints[next(self._turns) % len(self.endpoints)]
+
+    def _is_restarted(self, answer: _Answer, start_s: float) -> bool:
+        """Whether a server of the run may return, which takes longer than the pauses between attempts."""
+        is_own = self._config.path is not None
+        return is_own and answer.is_lost and time.monotonic() - start_s < _RESTART_LIMIT_S
 
     def _pause_s(self, attempt: int, asked_s: float | None) -> float:
         if asked_s is not None:
             return min(asked_s, _LONGEST_PAUSE_S)
         # Random pauses keep the requests that an outage has stopped from returning all at once.
-        longest_s = min(self._first_pause_s * 2 ** (attempt - 1), _LONGEST_PAUSE_S)
+        most_s = _LONGEST_PAUSE_S if self._config.path is None else _LONGEST_OWN_PAUSE_S
+        longest_s = min(self._first_pause_s * 2 ** (attempt - 1), most_s)
         return longest_s * random.uniform(0.5, 1.0)
 
-    async def _attempt(self, body: dict[str, Any]) -> _Answer:
+    async def _attempt(self, endpoint: JudgeEndpoint, body: dict[str, Any]) -> _Answer:
         limit_s = self._config.time_limit_s
+        headers = {} if endpoint.key is None else {"Authorization": f"Bearer {endpoint.key}"}
         try:
             async with asyncio.timeout(limit_s):
-                response = await self._client.post(self._url, json=body)
+                response = await self._client.post(
+                    f"{endpoint.url}/chat/completions", json=body, headers=headers
+                )
         except TimeoutError:
             return _Answer(error=f"no reply within time_limit_s={limit_s:g} s", may_retry=True)
         except httpx.TransportError as error:
             reason = str(error) or type(error).__name__
-            return _Answer(error=f"the connection failed ({reason})", may_retry=True)
+            return _Answer(error=f"the connection failed ({reason})", may_retry=True, is_lost=True)
 
         if response.status_code != httpx.codes.OK:
             return _Answer(
@@ -140,6 +178,9 @@ class JudgeClient:
         if reason == "length":
             limit = self._config.max_tokens
             return _Answer(error=f"the reply was truncated at its token limit (max_tokens={limit})")
+        # SGLang completes the requests of a server that ends with what it has.
+        if reason == "abort":
+            return _Answer(error="the server aborted the reply", may_retry=True, is_lost=True)
         if not isinstance(text, str):
             return _Answer(error=f"the reply has no text (finish_reason {reason!r})")
         return _Answer(text)

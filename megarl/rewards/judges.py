@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from jinja2 import Template
 
 from megarl.config.schema import JudgeConfig
-from megarl.rewards.judge_client import FIRST_PAUSE_S, JudgeClient
+from megarl.rewards.judge_client import FIRST_PAUSE_S, JudgeClient, JudgeEndpoint
 from megarl.rewards.judge_prompt import JudgePromptError, load_template, render
 from megarl.rewards.judge_reply import JudgeReply
 from megarl.rewards.process import ScoreRequest
@@ -32,6 +32,15 @@ class JudgePanel:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="judges", daemon=True)
         self._thread.start()
+
+    def use(self, endpoints: Mapping[str, Sequence[JudgeEndpoint]]) -> None:
+        """Set the servers of the judges that the run serves, by the judge's name.
+
+        They must be set before the first question.
+        """
+        for judge, client in zip(self._judges, self._clients, strict=True):
+            if judge.name in endpoints:
+                client.endpoints = endpoints[judge.name]
 
     def ask(self, request: ScoreRequest) -> Future[list[JudgeReply]]:
         """Ask every judge about a sample, and return immediately. The future never raises."""

@@ -28,6 +28,7 @@ from megarl.machine.reaper import OWNER
 from megarl.machine.spawn import BareContext, FreshContext
 from megarl.machine.user_functions import UserFunctionError
 from megarl.rewards import process
+from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rewards.judge_reply import JudgeReply
 from megarl.rewards.judges import JudgePanel
 from megarl.rewards.process import FIX_THE_FUNCTION, Outcome, RewardFunctionError, ScoreRequest
@@ -182,6 +183,11 @@ class RewardScorer:
             self._panel.close()
         self._stop()
         self._starter.shutdown()
+
+    def use_judges(self, endpoints: Mapping[str, Sequence[JudgeEndpoint]]) -> None:
+        """Set the servers of the judges that the run serves, by the judge's name."""
+        assert self._panel is not None
+        self._panel.use(endpoints)
 
     def begin(self, requests: Sequence[ScoreRequest]) -> list[BegunScore]:
         """Start scoring and return immediately; `score` waits for the results."""

@@ -42,6 +42,7 @@ class Reward:
 
     Args:
         with_messages: Whether judges read the prompt's messages.
+        judges: The servers of judges that the run serves.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class Reward:
         model: RewardModel | None = None,
         model_weight: float = 1.0,
         with_messages: bool = False,
+        judges: Sequence[RoleGroup] = (),
     ) -> None:
         self.group = group
+        self.judges = judges
         self.model = model
         self._model_weight = model_weight
         self._with_messages = with_messages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megarl.config.load import with_absolute_paths, with_dtype
@@ -31,6 +31,7 @@ from megarl.roles.preferences import PairModel, PairPolicy, PairRewardModel
 from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout.rollout import Rollout, TokenRules
 from megarl.roles.rollout.scaling import ReplicaScaling
+from megarl.roles.start_judges import connect_judges, start_judges
 from megarl.roles.start_rollout import replica_scaling, start_replicas, start_rollout
 from megarl.roles.weights.forecast import rank_places
 from megarl.roles.weights.rollout_weights import FolderWeights, RolloutWeights
@@ -81,7 +82,7 @@ class PPORoles:
     def groups(self) -> list[RoleGroup | Rollout]:
         """Processes of all roles, which the driver monitors and ends."""
         roles = (self.actor, *self.scorers.values(), self.critic, self.reward, self.reward.model)
-        return [*(role.group for role in roles if role), self.rollout]
+        return [*(role.group for role in roles if role), *self.reward.judges, self.rollout]
 
     def drain_metrics(self) -> dict[str, float]:
         """Return the metrics of the roles since the last call: memory, weight syncs, replicas."""
@@ -212,6 +213,7 @@ def start_ppo(
 
     # Start the models first, because they free devices that engines share with them.
     groups = starter.groups(plan, _workers(config, models, starter, rules))
+    judges = start_judges(config, device, plan, pools)
     replicas = start_replicas(config, device, plan, pools, turns.engines_move, config.actor.served_adapters)
     schedule = OffloadSchedule(
         turns, {role: group for role, group in groups.items() if role != "reward"}, replicas
@@ -222,6 +224,7 @@ def start_ppo(
     sync = _weight_sync(config, source, plan)
     weights = RolloutWeights(sync, replicas, schedule)
     rollout = start_rollout(config, plan, pools, replicas, weights, rules)
+    connect_judges(judges, groups["reward"])
 
     return PPORoles(
         actor=_actor(config, groups["actor"], source, updates, schedule),
@@ -229,7 +232,7 @@ def start_ppo(
         scorers=_scorers(config, groups, schedule),
         rollout=rollout,
         weights=weights,
-        reward=_reward(config, groups, schedule),
+        reward=_reward(config, groups, schedule, judges),
         schedule=schedule,
         scaling=None
         if turns.engines_move
@@ -320,10 +323,21 @@ def _workers(
     return workers
 
 
-def _reward(config: PPOConfig, groups: Mapping[str, RoleGroup], schedule: OffloadSchedule) -> Reward:
+def _reward(
+    config: PPOConfig,
+    groups: Mapping[str, RoleGroup],
+    schedule: OffloadSchedule,
+    judges: Mapping[str, Sequence[RoleGroup]],
+) -> Reward:
     settings = config.reward.model
     model = RewardModel(groups[REWARD_MODEL], settings.parallel, schedule) if REWARD_MODEL in groups else None
-    return Reward(groups["reward"], model, settings.weight, with_messages=bool(config.reward.judges))
+    return Reward(
+        groups["reward"],
+        model,
+        settings.weight,
+        with_messages=bool(config.reward.judges),
+        judges=[server for servers in judges.values() for server in servers],
+    )
 
 
 def _weight_sync(config: PPOConfig, source: WeightSource, plan: PlacementPlan) -> WeightSync:
@@ -370,13 +384,15 @@ def start_evaluation(
         if role in ("reward", REWARD_MODEL)
     }
     groups = starter.groups(plan, workers)
+    judges = start_judges(config, device, plan, pools)
     replicas = start_replicas(config, device, plan, pools, takes_turns=False)
     rollout_weights = RolloutWeights(weights, replicas, schedule)
     rollout_weights.push()
+    connect_judges(judges, groups["reward"])
 
     return EvaluationRoles(
         rollout=start_rollout(config, plan, pools, replicas, rollout_weights, rules),
-        reward=_reward(config, groups, schedule),
+        reward=_reward(config, groups, schedule, judges),
     )
 
 

@@ -33,15 +33,17 @@ _ROOM_LIMIT_S = 10.0  # how long a joining replica waits for free devices
 _ANSWER_GRACE_S = 30.0
 
 
-def replica_places(plan: PlacementPlan, device: Device, pools: ResourcePoolManager) -> list[ReplicaPlace]:
-    """Return the location of each replica.
+def replica_places(
+    plan: PlacementPlan, device: Device, pools: ResourcePoolManager, role: str = "rollout"
+) -> list[ReplicaPlace]:
+    """Return the location of each replica of the rollout, or of each server of a judge.
 
     It has, on each node of the replica, the bundle of the first device there, and the names of all devices
     there if they span several bundles.
     """
-    bundles = plan.bundles("rollout")
-    pool = pools.get_resource_pool("rollout")
-    engines = list(batched(bundles, plan.group_of("rollout").nodes_per_engine))
+    bundles = plan.bundles(role)
+    pool = pools.get_resource_pool(role)
+    engines = list(batched(bundles, plan.group_of(role).nodes_per_engine))
     parts = [pool.part([numbers[0] for numbers in engine]) for engine in engines]
     if device is not Device.cuda or all(len(numbers) == 1 for numbers in bundles):
         return [ReplicaPlace(part) for part in parts]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megarl.config.roles import judge_roles
 from megarl.config.validate import PPO_RULES, read_architectures, validate
 from megarl.machine.errors import ConfigError
 from megarl.placement.memory import budget_problems, plan_memory
@@ -115,6 +116,14 @@ class _Search:
         self._architectures, unreadable = read_architectures(space.config)
         if unreadable:
             raise ConfigError("tune", [str(each) for each in unreadable])
+        if served := judge_roles(space.config):
+            raise ConfigError(
+                "tune",
+                [
+                    f"reward.judges: the search places no judges that the run serves ({', '.join(served)}); "
+                    "start their servers by hand, and set url and model instead of path"
+                ],
+            )
         self.rejections = Rejections()
         self.tables = Tables(space, self._architectures, costs, self.rejections)
         self.best = BestSolutions(space, self._architectures, costs, self.rejections, num_results)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 
 import numpy as np
@@ -13,6 +13,7 @@ from megarl.config.schema import RewardConfig
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import Worker, register
 from megarl.data.tokenizer import decode_rows, decode_turns, load_tokenizer
+from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rewards.scorer import BegunScore, RewardScorer, ScoreReport, ScoreRequest
 
 WROTE = "model_wrote"  # column of episodes, whose `response_mask` covers only the last turn
@@ -47,6 +48,12 @@ class RewardWorker(Worker):
         """End the scoring processes."""
         if self._scorer is not None:
             self._scorer.close()
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def use_judges(self, endpoints: Mapping[str, Sequence[JudgeEndpoint]]) -> None:
+        """Set the servers of the judges that the run serves, by the judge's name."""
+        if self._scorer is not None:
+            self._scorer.use_judges(endpoints)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def begin(self, groups: DataProto) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megarl.config.load import load_config
+from megarl.config.roles import judge_roles
 from megarl.config.schema import PPOConfig, RewardConfig
 from megarl.data.tables import DataRow, read_rows, typed_value
+from megarl.machine.errors import ConfigError
 from megarl.machine.wording import counted
 from megarl.rewards.scorer import RewardScorer
 from megarl.rewards.truths import NUM_SHOWN, TRUTH_FORM_HINT, Trial, TruthRow, refused, try_truths, worthless
@@ -42,7 +44,17 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
         DataError: A row has no response.
         RewardFunctionError: A function cannot be loaded.
     """
-    reward = load_config(PPOConfig, config_path, overrides).reward
+    config = load_config(PPOConfig, config_path, overrides)
+    reward = config.reward
+    if not of_ground_truth and judge_roles(config):
+        names = ", ".join(judge.settings.name for judge in judge_roles(config).values())
+        raise ConfigError(
+            config_path,
+            [
+                f"reward.judges: a run serves the models of {names}, and this command starts no servers; "
+                "start them by hand, and set url and model instead of path"
+            ],
+        )
     rows = list(read_rows([rows_path], (), _COLUMNS))
     # Check all rows before the reward processes start.
     truths = [_truth(row) for row in rows]

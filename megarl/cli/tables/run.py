@@ -254,7 +254,7 @@ def print_reward(config: PPOConfig, architectures: Mapping[str, Architecture], c
     for judge in config.reward.judges:
         print_line(
             console,
-            f"reward: {judge.weight:g} x judge {judge.name}, {judge.model} at {judge.url}; at most "
+            f"reward: {judge.weight:g} x judge {judge.name}, {judge.served_by}; at most "
             f"{counted(judge.max_concurrency, 'request')} at once, {judge.time_limit_s:g} s per attempt",
         )
 

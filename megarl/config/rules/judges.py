@@ -32,12 +32,35 @@ def judges(config: PPOConfig) -> Violations:
             )
         seen.setdefault(judge.name, index)
 
-        yield from _server(judge, key)
+        yield from _server(judge, key) if judge.path is None else _served(judge, key)
         yield from _parse(judge, key)
 
 
+def _served(judge: JudgeConfig, key: str) -> Iterator[Violation]:
+    """Check a judge whose model the run serves."""
+    for name in ("url", "model", "api_key_env"):
+        if getattr(judge, name) is not None:
+            yield Violation(
+                (f"{key}.{name}", f"{key}.path"),
+                "are both given, but the run serves the model in `path` itself; remove one of them",
+            )
+
+
 def _server(judge: JudgeConfig, key: str) -> Iterator[Violation]:
+    """Check a judge on a server that the user has started."""
     example = "give the base URL of the API, such as http://localhost:30000/v1"
+    for name in ("num_replicas", "tensor_parallel_size"):
+        if getattr(judge, name) != 1:
+            yield Violation(
+                (f"{key}.{name}",), "is only for a judge with `path`, which the run serves; remove it"
+            )
+    if judge.url is None:
+        yield Violation(
+            (f"{key}.url", f"{key}.path"), f"neither is given; {example}, or the folder of a model"
+        )
+        return
+    if judge.model is None:
+        yield Violation((f"{key}.model",), "is missing; give the name of the model on the server")
     try:
         parts = urlsplit(judge.url)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -14,10 +14,10 @@ import tempfile
 from pathlib import Path
 
 from megarl.config.paths import is_url
-from megarl.config.roles import REWARD_MODEL, TEACHER, model_roles
+from megarl.config.roles import REWARD_MODEL, TEACHER, judge_roles, model_roles
 from megarl.config.rules.data import FORMATS, SAVED_TO_DISK, SPLITS
 from megarl.config.rules.megatron import requirements_here
-from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, LoggerKind, RunConfig
+from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, LoggerKind, RolloutEngineKind, RunConfig
 from megarl.config.sources import is_hub_name
 from megarl.config.violation import Absence, Violation, Violations
 from megarl.machine.files import existing_folder
@@ -109,6 +109,9 @@ def _model_files(config: RunConfig) -> Violations:
     with_tokenizer = {
         role.path for role in model_roles(config) if role.name in ("actor", REWARD_MODEL, TEACHER)
     }
+    for judge in judge_roles(config).values():
+        folders.setdefault(judge.path, f"{judge.key}.path")
+        with_tokenizer.add(judge.path)
 
     for folder, key in folders.items():
         if not os.path.isfile(Path(folder) / "config.json"):
@@ -160,25 +163,33 @@ def _gpus(config: RunConfig) -> Violations:
 
 
 def _engine_packages(config: RunConfig) -> Violations:
-    """Check that the packages of the rollout engine are installed if the run joins no cluster."""
-    engine = config.rollout_engine
+    """Check that the packages of the engines are installed if the run joins no cluster."""
     # The nodes of a cluster have their own environments.
-    if engine is None or cluster_address() is not None:
+    if cluster_address() is not None:
         return
+    if (engine := config.rollout_engine) is not None and (absent := _absent_packages(engine)):
+        yield Violation(
+            ("rollout.engine",),
+            f"{engine.value!r} {absent} (on CPU see docs/install.md), or use rollout.engine=hf",
+            Absence.package,
+        )
+    for judge in judge_roles(config).values():
+        if absent := _absent_packages(RolloutEngineKind.sglang):
+            yield Violation(
+                (f"{judge.key}.path",),
+                f"its server {absent} (on CPU see docs/install.md), or start one elsewhere and set url",
+                Absence.package,
+            )
+
+
+def _absent_packages(engine: RolloutEngineKind) -> str:
+    """Return what an engine needs and this machine does not have, or an empty string."""
     absent = [
         f"{name}{versions}" for name, versions in engine.needs.packages.items() if not _is_installed(name)
     ]
-
-    if absent:
-        message = (
-            f"{engine.value!r} requires packages that are not installed: pip install "
-            f"{' '.join(map(repr, absent))}"
-        )
-        yield Violation(
-            ("rollout.engine",),
-            f"{message} (on CPU see docs/install.md), or use rollout.engine=hf",
-            Absence.package,
-        )
+    if not absent:
+        return ""
+    return f"requires packages that are not installed: pip install {' '.join(map(repr, absent))}"
 
 
 def _is_installed(distribution: str) -> bool:

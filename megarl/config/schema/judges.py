@@ -22,11 +22,15 @@ class JudgeParseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig:
-    """A model that scores samples, served by any server with OpenAI's chat completions API."""
+    """A model that scores samples, on any server with OpenAI's chat completions API, or served by the run."""
 
     name: str = MISSING  # name in metrics and messages
-    url: str = MISSING  # base URL of the API, such as http://localhost:30000/v1
-    model: str = MISSING  # name of the model on the server
+    url: str | None = None  # base URL of the API, such as http://localhost:30000/v1; null: `path` is served
+    model: str | None = None  # name of the model on the server at `url`
+    # folder of a model that the run serves with SGLang, on devices of its own; null: `url` is used
+    path: str | None = field(default=None, metadata=names(InputKind.data))
+    num_replicas: int = ranged(1, at_least=1, at_most=10000)  # servers of `path`
+    tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # devices of each of these servers
     # jinja2 template of the user message; see Judges
     prompt: str = field(default=MISSING, metadata=names(InputKind.code))
     parse: JudgeParseConfig = field(default_factory=JudgeParseConfig)
@@ -43,3 +47,11 @@ class JudgeConfig:
     time_limit_s: float = ranged(60.0, above=0)  # time limit of each attempt
     # attempts after status 408, 429 or 5xx, a lost connection, or the time limit, with growing pauses
     max_attempts: int = ranged(5, at_least=1, at_most=100)
+
+    @property
+    def served_by(self) -> str:
+        """Describe the model and its servers."""
+        if self.path is None:
+            return f"{self.model} at {self.url}"
+        servers = "1 server" if self.num_replicas == 1 else f"{self.num_replicas} servers"
+        return f"{self.path} on {servers} of the run"

@@ -39,8 +39,10 @@ class ServerBackend(Backend):
         self._host = host
         self._start_limit_s = start_limit_s
         self.api_key = secrets.token_urlsafe(32)
+        self._port = 0  # any free one
 
     def start(self) -> None:
+        """Start the process. After `stop`, it serves at the same URL with the same key again."""
         self._last_words = LastWords()
         ready, ready_fd = os.pipe()
 
@@ -56,6 +58,7 @@ class ServerBackend(Backend):
         settings = {
             "server_args": self._server_args,
             "host": self._host,
+            "port": self._port,
             "api_key": self.api_key,
             "ready_fd": ready_fd,
         }
@@ -78,8 +81,8 @@ class ServerBackend(Backend):
             )
             raise EngineDeadError(f"SGLang's server did not start: {why}")
 
-        port = json.loads(answer)["port"]
-        self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
+        self._port = json.loads(answer)["port"]
+        self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
         self._children = psutil.Process(self._process.pid).children()  # its descendants change
 
     async def open(self) -> None:

@@ -185,6 +185,17 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
     return {name: value for name, value in (arguments | given).items() if value is not None}
 
 
+def judge_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
+    """Return the arguments of a server of a frozen model, which reads its weights and texts itself.
+
+    Raises:
+        ConfigError: See build_server_args.
+    """
+    arguments = build_server_args(spec) | {"load_format": "auto", "skip_tokenizer_init": False}
+    del arguments["custom_weight_loader"]
+    return arguments
+
+
 def node_args(node: EngineNode, ranks_port: int) -> dict[str, Any]:
     """Return the additional arguments of an engine that spans several nodes.
 

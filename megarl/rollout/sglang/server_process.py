@@ -56,7 +56,7 @@ def _serve(settings: dict[str, Any]) -> None:
     host = settings["host"]
 
     # the server's port, and the one where its ranks meet (in_process.py); reserved until this process ends
-    held = [hold_port(host) for _ in range(2)]
+    held = [hold_port(host, settings["port"]), hold_port(host)]
     port, ranks_port = (each.getsockname()[1] for each in held)
 
     def ready() -> None:

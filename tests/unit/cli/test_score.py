@@ -81,3 +81,9 @@ def test_rows_that_cannot_be_scored_are_named(
     (folder / "rows.jsonl").write_text(line + "\n")
     assert score(folder, str(folder / "rows.jsonl")) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_judge_that_a_run_serves_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    judge = "reward.judges=[{name: own, path: folder, prompt: p.jinja, parse: {json: score}}]"
+    assert score(folder, str(folder / "rows.jsonl"), judge) == 2
+    assert "a run serves the models of own, and this command starts no servers" in capsys.readouterr().err

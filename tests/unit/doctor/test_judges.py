@@ -49,6 +49,9 @@ def test_the_prompt_of_the_first_row_is_shown(config: PPOConfig) -> None:
     assert found.message == (
         "judge quality: m at http://localhost:1/v1; the prompt of the first row has 40 characters"
     )
+    served = with_judge(config, url=None, model=None, path="models/judge", num_replicas=2)
+    (found,) = judge_prompts(served, ["data.train_files"])
+    assert found.message == "judge quality: models/judge on 2 servers of the run"
 
 
 def test_mistakes_are_errors(config: PPOConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from megarl.config.schema import (
     DType,
     EngineConfig,
     EngineDType,
+    JudgeConfig,
     Layers,
     MicroBatchConfig,
     ModelConfig,
@@ -77,6 +78,16 @@ def config(strategy: PlacementStrategy, **placement: object) -> PPOConfig:
 def memory(strategy: PlacementStrategy, **placement: object) -> list[DeviceMemory]:
     run = config(strategy, **placement)
     return plan_memory(run, plan_placement(run), EVERY_ROLE)
+
+
+def test_the_weights_of_a_judge_are_on_its_devices_in_every_phase() -> None:
+    run = config(PlacementStrategy.hybrid)
+    judge = JudgeConfig(name="own", path="folder", tensor_parallel_size=2)
+    run = replace(run, reward=replace(run.reward, judges=[judge]))
+    devices = plan_memory(run, plan_placement(run), {**EVERY_ROLE, "judge_own": QWEN_7B})
+    usages = [usage for device in devices if device.pool == "judge_own" for usage in device.phases.values()]
+    assert {usage["judge_own"].total for usage in usages} == {SIZE}  # half of it, in bfloat16
+    assert len([device for device in devices if device.pool == "judge_own"]) == 2
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megarl.config.schema import (
@@ -10,6 +12,7 @@ from megarl.config.schema import (
     AdvantageEstimator,
     AlgorithmConfig,
     CriticConfig,
+    JudgeConfig,
     KLConfig,
     KLWhere,
     ParallelConfig,
@@ -403,6 +406,46 @@ def test_custom_pools_that_cannot_be(change: dict[str, object], said: str) -> No
     settings: dict[str, object] = {"roles": SPREAD, "pools": {"one": [2], "two": [2]}, **change}
     with pytest.raises(ConfigError, match=said):
         plan_placement(custom(**settings))  # type: ignore[arg-type]
+
+
+def with_judges(config: PPOConfig) -> PPOConfig:
+    """Return the run with a judge of two servers on two devices each, and one on a server elsewhere."""
+    judges = [
+        JudgeConfig(name="own", path="folder", num_replicas=2, tensor_parallel_size=2),
+        JudgeConfig(name="other", url="http://host/v1", model="m"),
+    ]
+    return replace(config, reward=replace(config.reward, judges=judges))
+
+
+@pytest.mark.parametrize("strategy", [each for each in PlacementStrategy if each.value != "custom"])
+def test_a_judge_that_the_run_serves_has_devices_of_its_own(strategy: PlacementStrategy) -> None:
+    plain = ppo(**{**QUICKSTART, "placement": PlacementConfig(strategy=strategy)})  # type: ignore[arg-type]
+    plan = plan_placement(with_judges(plain))
+    judge = plan.group("judge_own")
+    assert [len(process.devices) for process in judge.processes] == [2, 2]
+    assert plan.on_same_devices("judge_own") == ()
+    assert plan.pools == plan_placement(plain).pools | {"judge_own": 4}
+
+
+def test_the_pool_of_a_judge_is_not_shared() -> None:
+    def problems(roles: dict[str, str]) -> list[str]:
+        pools = {"one": [2], "two": [4], "three": [4]}
+        with pytest.raises(ConfigError) as raised:
+            plan_placement(with_judges(custom({**SPREAD, **roles}, pools)))
+        return raised.value.problems
+
+    assert "placement.roles: the role 'judge_own' has no pool" in problems({})[0]
+    assert problems({"judge_own": "two"})[0] == (
+        "placement.roles.judge_own: the pool 'two' is also that of reference, rollout, but a judge that the run "
+        "serves always uses its devices; give it a pool of its own"
+    )
+    alone = custom({**SPREAD, "judge_own": "three"}, {"one": [2], "two": [2], "three": [4]})
+    assert plan_placement(with_judges(alone)).pools["three"] == 4
+    small = custom({**SPREAD, "judge_own": "three"}, {"one": [2], "two": [2], "three": [3]})
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size of the judge in reward.judges: has 3 devices"
+    ):
+        plan_placement(with_judges(small))
 
 
 def test_pools_of_a_users_own_need_the_strategy_custom() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import JudgeConfig, JudgeParseConfig, RewardFunctionConfig
+from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rewards.judge_prompt import JudgePromptError, load_template
 from megarl.rewards.judges import JudgePanel
 from megarl.rewards.process import RewardFunctionError, ScoreRequest
@@ -158,6 +159,28 @@ def test_exhausted_attempts_name_the_last_fault(server: JudgeServer, judge: Judg
     assert refused.error is not None
     assert "the connection failed (" in refused.error
     assert "after 3 attempts" in refused.error
+
+
+def test_servers_of_the_run_are_asked_in_turn_until_one_answers(
+    server: JudgeServer, judge: JudgeConfig
+) -> None:
+    """A server that is gone is restarted, so a lost connection is no attempt; other failures are."""
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        gone = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
+    server.replies = {"5": "Score: 1"}
+    server.faults = {"5": ["drop"], "busy": [503]}
+    panel = JudgePanel([replace(judge, url=None, path="folder", max_attempts=1)], first_pause_s=0.001)
+    panel.use({judge.name: [JudgeEndpoint(gone), JudgeEndpoint(gone), JudgeEndpoint(server.url, "key")]})
+    try:
+        (reply,) = panel.ask(request("5")).result()
+        panel.use({judge.name: [JudgeEndpoint(server.url, "key")]})
+        (busy,) = panel.ask(request("busy")).result()
+    finally:
+        panel.close()
+    assert (reply.text, reply.error) == ("Score: 1", None)
+    assert busy.error == f"status 503 (fault 503), from {server.url}/chat/completions"
+    assert server.keys == ["Bearer key"] * 3
+    assert server.bodies[0]["model"] == judge.model
 
 
 def test_at_most_max_concurrency_requests_run_at_once(server: JudgeServer, judge: JudgeConfig) -> None:

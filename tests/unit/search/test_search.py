@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -191,6 +192,10 @@ def test_a_run_without_a_valid_configuration_is_one_error() -> None:
         with pytest.raises(ConfigError) as raised:
             search(space_of(SMALL, override), AnalyticCosts())
         assert reported in raised.value.problems[0]
+
+    judge = {"name": "own", "path": space.config.model.path, "prompt": "p", "parse": {"json": "score"}}
+    with pytest.raises(ConfigError, match="places no judges that the run serves"):
+        search(space_of(SMALL, f"reward.judges=[{json.dumps(judge)}]"), AnalyticCosts())
 
     with pytest.raises(ConfigError, match="did you mean actor.recompute"):
         space_of(SMALL, pin=("actor.recomputed",))

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from megarl.config.load import load_config
+from megarl.config.roles import judge_roles
 from megarl.config.schema import PPOConfig
 from megarl.config.validate import validate
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.roles.reward import score_weights
-from tests.unit.config.folders import ppo_values, write_yaml
+from tests.unit.config.folders import model_folder, ppo_values, write_yaml
 
 
 def config_of(folder: Path, judges: list[dict[str, Any]], functions: bool = True) -> PPOConfig:
@@ -64,6 +65,9 @@ def test_files_must_exist(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "key", "said"),
     [
+        ({"url": None}, "url", "neither is given; give the base URL"),
+        ({"model": None}, "model", "is missing; give the name of the model on the server"),
+        ({"num_replicas": 2}, "num_replicas", "is only for a judge with `path`"),
         ({"name": "a/b"}, "name", "is 'a/b', but is part of metrics"),
         (
             {"url": "localhost:30000"},
@@ -86,10 +90,27 @@ def test_files_must_exist(tmp_path: Path) -> None:
 )
 def test_each_fault_is_named(tmp_path: Path, changes: dict[str, Any], key: str, said: str) -> None:
     (found,) = validate(config_of(tmp_path, [judge(**changes)]))
-    assert found.keys == (f"reward.judges[0].{key}",)
+    assert found.keys[0] == f"reward.judges[0].{key}"
     assert said in found.message
     assert "sk-12" not in str(found)
     assert "me:key" not in str(found)
+
+
+def test_a_judge_that_the_run_serves_has_a_folder_and_no_server(tmp_path: Path) -> None:
+    model = str(model_folder(tmp_path / "judged"))
+
+    def checked(name: str, **changes: Any) -> PPOConfig:
+        served = judge(url=None, model=None, path=model, num_replicas=2)
+        (tmp_path / name).mkdir()
+        return config_of(tmp_path / name, [{**served, **changes}])
+
+    good = checked("good")
+    assert list(validate(good)) == []
+    assert judge_roles(good)["judge_quality"].path == model
+    both = list(validate(checked("both", url="http://host/v1", api_key_env="KEY")))
+    assert [found.keys[0] for found in both] == ["reward.judges[0].url", "reward.judges[0].api_key_env"]
+    (absent,) = validate(checked("absent", path="nowhere"))
+    assert absent.keys == ("reward.judges[0].path",)
 
 
 def test_names_are_unique(tmp_path: Path) -> None:
