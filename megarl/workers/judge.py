@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 class JudgeServerError(RunError):
     """The server of a judge did not start. The message has its last output."""
 
-    hint = ("the server of a judge did not start; its last output is above",)
+    hint = ("if it ran out of memory, use more devices per server (tensor_parallel_size of the judge)",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,13 @@ from tests.docs.pages import ROOT
 
 
 @pytest.mark.parametrize(
-    "modules", [("placements", "experts"), ("memory",), ("shapes",), ("fp8",), ("calibration",)]
+    "modules",
+    [("placements", "experts"), ("memory",), ("shapes",), ("fp8",), ("distillation",), ("calibration",)],
 )
 def test_they_end_well(modules: tuple[str, ...]) -> None:
     """Covers every placement with SGLang, a model with experts that learns, freed memory compared with the
-    plan, a vision-language model that learns, a run with an engine in FP8 that learns, and
-    the calibration of this machine."""
+    plan, a vision-language model that learns, a run with an engine in FP8 that learns, a
+    student that reaches its teacher, and the calibration of this machine."""
     for module in modules:
         ended = subprocess.run(
             [sys.executable, "-m", f"tests.soak.{module}"],
