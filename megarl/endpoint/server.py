@@ -26,7 +26,7 @@ _ALIVE_S = 10.0  # between two comments in a stream that waits for the model
 # Clients close idle connections first (httpx after 5 s). If the server did, a request that is sent at that
 # moment would fail.
 _KEEP_ALIVE_S = 3600
-_CLIENT_GONE = 499  # nginx's status; nobody reads it
+_CLIENT_GONE = 499  # nginx's status, which no client reads
 
 Body = Mapping[str, Any]
 
