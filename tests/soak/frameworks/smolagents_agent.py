@@ -1,4 +1,4 @@
-"""The agent of smolagents that calls tools. It writes its history anew as text in each request."""
+"""The agent of smolagents that calls tools. It rewrites its history as text in each request."""
 
 from __future__ import annotations
 
