@@ -46,12 +46,16 @@ SAME_LAYERS = {
     "deepseek_v3_671b_fp8_grpo": "deepseek_v3_671b_grpo",
     "glm4.5_grpo": "glm4.5_air_grpo",
     "kimi_k2_1t_grpo": "deepseek_v3_671b_grpo",
+    # Qwen3's layers are Llama's with norms of q and k.
+    "llama3.1_8b_grpo_128k": "qwen3_8b_grpo_128k",
     "llama3_70b_ppo": "llama3.3_70b_grpo",
     "qwen2.5_32b_dapo_16k": "qwen2.5_7b_grpo",
     "qwen2.5_7b_async_grpo": "qwen2.5_7b_grpo",
     "qwen2.5_7b_ppo": "qwen2.5_7b_grpo",
     "qwen2.5_7b_ppo_split": "qwen2.5_7b_grpo",
     "qwen3_235b_a22b_grpo": "qwen3_30b_a3b_grpo",
+    # In the layout of llama3.3_70b_grpo, but for its stages.
+    "qwen3_32b_grpo": "qwen3_8b_grpo_128k",
     "quickstart_dpo": "quickstart_sft",
 }
 # Routers over 512 experts, whose routes take long to simulate. A soak test takes them.
