@@ -34,6 +34,7 @@ from megarl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
     EnvironmentConfig,
+    MicroBatchConfig,
     ParallelConfig,
     PPOConfig,
 )
@@ -134,6 +135,7 @@ def observe(name: str, inputs: Path, output_dir: Path) -> Observed:
 
 
 def golden_config(name: str, inputs: Path, output_dir: Path) -> PPOConfig:
+    micro_batch = MicroBatchConfig(max_tokens=64)
     environment = inputs / "environment.py"
     environment.write_text(ENVIRONMENT)
     return tiny_config(
@@ -144,7 +146,9 @@ def golden_config(name: str, inputs: Path, output_dir: Path) -> PPOConfig:
             environment=EnvironmentConfig(path=str(environment) if name == OF_EPISODES else None), max_turns=1
         ),
         algorithm=_preset(name),
-        actor={"parallel": LAYOUTS[name]},
+        actor={"parallel": LAYOUTS[name], "micro_batch": micro_batch},
+        critic={"micro_batch": micro_batch},
+        reference={"micro_batch": micro_batch},
         rollout={"n": SAMPLES_PER_PROMPT},
         checkpoint=CheckpointConfig(every_steps=STEPS, save_hf=False),
         trainer={"total_steps": STEPS, "prompts_per_step": PROMPTS, "updates_per_step": UPDATES_PER_STEP},

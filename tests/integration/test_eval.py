@@ -47,7 +47,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    save_inputs(folder := tmp_path_factory.mktemp("inputs"))
+    save_inputs(folder := tmp_path_factory.mktemp("inputs"), num_layers=2)
     (folder / "hash.py").write_text(REWARD)
     (folder / "broken.py").write_text("def compute_score(")
     return folder

@@ -69,7 +69,7 @@ AGREEMENT = 1e-4  # between engine and trainer, on the log-probs of the same tok
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    save_inputs(folder := tmp_path_factory.mktemp("inputs"))
+    save_inputs(folder := tmp_path_factory.mktemp("inputs"), num_layers=2)
     return folder
 
 
@@ -228,7 +228,7 @@ def test_experts_and_a_cool_temperature(inputs: Path, tmp_path: Path) -> None:
     log-probs, at another temperature than the runs above. The actor routes tokens to the experts that SGLang
     chose. tests/soak/experts.py checks that it learns.
     """
-    save_policy(tmp_path / "experts", with_experts=True)
+    save_policy(tmp_path / "experts", with_experts=True, num_layers=2)
     settings = config(inputs, tmp_path / "run", PlacementStrategy.split_collocate, RolloutEngineKind.sglang)
     settings = dataclasses.replace(
         settings,

@@ -92,7 +92,7 @@ IN_TRAINING = [
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    save_inputs(folder := tmp_path_factory.mktemp("inputs"))
+    save_inputs(folder := tmp_path_factory.mktemp("inputs"), num_layers=2)
     return folder
 
 

@@ -48,7 +48,7 @@ BETA = 0.3
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    save_inputs(folder := tmp_path_factory.mktemp("inputs"))
+    save_inputs(folder := tmp_path_factory.mktemp("inputs"), num_layers=2)
     # The good answer repeats the number, the bad one is another number, and longer for some.
     rows = [
         {"prompt": f"{n}=", "chosen": f"{n}", "rejected": f"{(n * 7 + 3) % 40}" + "+" * (n % 3)}

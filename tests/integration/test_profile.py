@@ -19,7 +19,7 @@ def events(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_chosen_step_has_a_trace_of_each_rank(tmp_path: Path) -> None:
-    save_inputs(inputs := tmp_path / "inputs")
+    save_inputs(inputs := tmp_path / "inputs", num_layers=2)
     config = tiny_sft_config(
         inputs,
         tmp_path / "run",

@@ -46,7 +46,7 @@ CLOCK_SET = Path(__file__).with_name("driver_with_a_set_clock.py")
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    save_inputs(folder := tmp_path_factory.mktemp("inputs"))
+    save_inputs(folder := tmp_path_factory.mktemp("inputs"), num_layers=2)
     return folder
 
 

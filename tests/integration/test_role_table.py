@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 def test_a_row_in_the_table_is_a_role_that_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "ROLES", (*table.ROLES, EXAMINER))
-    save_inputs(tmp_path)
+    save_inputs(tmp_path, num_layers=2)
     rows = DataProto.from_dict(
         {
             "prompts": RaggedTensor.of_rows([[2, 5, 14], [2, 7, 8, 14]], torch.int32, on_left=True),

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def test_a_run_has_the_replicas_that_it_is_asked_for(tmp_path: Path) -> None:
-    save_inputs(tmp_path)
+    save_inputs(tmp_path, num_layers=2)
     algorithm = AlgorithmConfig(
         advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none)
     )

@@ -37,7 +37,7 @@ MAX_LENGTH = 20
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> SFTConfig:
-    save_inputs(inputs := tmp_path_factory.mktemp("inputs"))
+    save_inputs(inputs := tmp_path_factory.mktemp("inputs"), num_layers=2)
     for name, start in (("conversations", 0), ("held_out_conversations", 100)):
         rows = [{"messages": conversation(start + number)} for number in range(24)]
         pq.write_table(pa.Table.from_pylist(rows), inputs / f"{name}.parquet")
