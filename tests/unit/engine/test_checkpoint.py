@@ -34,7 +34,7 @@ from tests.unit.engine.models import FAMILIES, save_critic, save_model
 from tests.unit.engine.rank_side import EXPERT_LAYOUTS, LAYOUTS
 
 STEPS = 2
-AFTER = 3
+AFTER = 2
 
 
 SAVED = (
