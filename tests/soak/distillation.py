@@ -1,4 +1,4 @@
-"""Distill a tiny model on the quickstart's sums from a larger one: `python -m tests.soak.distillation --seeds 0`.
+"""Distill a tiny model on the quickstart's sums from a larger one: `python -m tests.soak.distillation`.
 
 The teacher has twice the student's layers, in two pipeline stages. It learns by PPO from the verifier's
 rewards. The student starts from supervised fine-tuning, and gets only the teacher's log-probs. The script

@@ -64,6 +64,8 @@ PHASE_NAMES = {
     "process_ids": "list processes",
     # Reward functions.
     "score": "score",
+    "endpoint": "start judge",
+    "use_judges": "connect judges",
     "begin": "start scoring",
     "scored": "collect scores",
     "forget": "drop scores",
