@@ -41,7 +41,8 @@ def _newer_in_memory(config: RunConfig, saved_step: int) -> Resume | None:
         if slot_of_step(steps, sizes_of_trained(config), step_of(state)) is None:
             continue
         found = read_driver_state(state, config)
-        return found if _can_continue(config, state, found) else None
+        if _can_continue(config, state, found):
+            return found
     return None
 
 

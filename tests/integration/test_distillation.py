@@ -1,5 +1,7 @@
-"""Test on-policy distillation: the gradient of an update, from the teacher's forward pass to the student's backward
-pass, is that of a float64 reference in every kind of layout, and a student of another size than its teacher trains."""
+"""Test on-policy distillation.
+
+The gradient of an update, from the teacher's forward pass to the student's backward pass, is that of a float64
+reference in every kind of layout. A student of another size than its teacher trains."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def distill(folder: Path, seed: int, steps: int) -> float:
-    """Train a teacher, then a student from it. Returns how far the student's accuracy is below its teacher's."""
+    """Train a teacher, then a student from it. Returns by how much the student is less accurate."""
     teacher = folder / "teacher"
     prepare(teacher, seed)
     save_teacher(teacher / "model", seed)

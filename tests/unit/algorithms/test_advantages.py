@@ -221,7 +221,7 @@ def test_optimal_token_baseline_by_hand():
 
 
 def test_distillation_by_hand():
-    """The second row ends after a token; what stands behind it has no effect, and nor has a reward."""
+    """The second row ends after one token: later values have no effect, and neither has a reward."""
     inputs = distilled([[-1.0, -3.0], [-0.5, NAN]], [[-2.0, -1.0], [-0.25, INF]])
     advantages, returns = ADVANTAGE_ESTIMATORS[AdvantageEstimator.distillation](
         inputs, AdvantageConfig(distillation=DistillationConfig(coefficient=0.5))

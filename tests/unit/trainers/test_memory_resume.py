@@ -79,6 +79,15 @@ def test_it_is_not_used_if(change: Callable[[PPOConfig], PPOConfig], run: PPOCon
     assert find_newest(change(run)) is None
 
 
+def test_after_the_last_step_the_snapshot_before_it_is_used(
+    run: PPOConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_resume, "steps_left", lambda name: {**FILES, "critic-1-1": {5}})
+    found = find_newest(replace(run, trainer=replace(run.trainer, total_steps=5)))
+    assert found is not None
+    assert found.step == 4
+
+
 def test_models_of_another_configuration_are_not_read(
     run: PPOConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
