@@ -14,6 +14,7 @@ from megarl.calibration.measurements import CollectiveTime
 _REPEATS = 5
 _BYTES_PER_REPEAT = 2**22  # a small collective is called often enough that a repeat takes long
 _MOST_CALLS = 20
+_COMPUTATION = 320  # rows and columns of a product that takes about a millisecond of a core
 
 
 def collective_times(sizes: Sequence[int], device: torch.device) -> Iterator[CollectiveTime]:
@@ -44,20 +45,37 @@ def _seconds(call: Callable[[Tensor, Tensor], object], nbytes: int, device: torc
     share = torch.zeros(max(1, nbytes // 4 // num_ranks), device=device)
     whole = torch.zeros(share.numel() * num_ranks, device=device)
     num_calls = min(_MOST_CALLS, max(1, _BYTES_PER_REPEAT // nbytes))
+    repeat = _after_computation if device.type == "cpu" else _in_a_row
     found = []
 
     # The first repeat connects the ranks.
     for _ in range(_REPEATS + 1):
         dist.barrier()
-        begin = time.perf_counter()
-        for _ in range(num_calls):
-            call(whole, share)
-        _wait(device)
-        found.append((time.perf_counter() - begin) / num_calls)
+        found.append(repeat(lambda: call(whole, share), num_calls) / num_calls)
 
     return min(found[1:])
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _in_a_row(call: Callable[[], object], num_calls: int) -> float:
+    """Return the seconds of some calls on a GPU, which waits for nothing between them."""
+    begin = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def _after_computation(call: Callable[[], object], num_calls: int) -> float:
+    """Return the seconds of some calls on a CPU, each after a computation, as in a layer.
+
+    While a rank computes, the threads that send and receive its messages sleep. Calls in a row keep them
+    awake, and take half of the time.
+    """
+    left = torch.zeros(_COMPUTATION, _COMPUTATION)
+    seconds = 0.0
+    for _ in range(num_calls):
+        torch.mm(left, left)
+        begin = time.perf_counter()
+        call()
+        seconds += time.perf_counter() - begin
+    return seconds

@@ -117,7 +117,7 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
             "the same for workers; by default Ray ends one after 60 s and starts another, equally slow one",
         ),
         "RAY_health_check_period_ms": Setting(
-            "2000", Where.daemons, "how often the head asks each node whether it is alive"
+            "1000", Where.daemons, "how often the head asks each node whether it is alive"
         ),
         "RAY_health_check_timeout_ms": Setting(
             "4000",

@@ -42,7 +42,7 @@ def elementwise_bytes(
     layer = len(layers) * (hidden + _HEAD_PASSES * heads / size)
     layer += (len(layers) - sparse) * _ACTIVATION_PASSES * architecture.intermediate_size / size
     layer += sparse * _sparse_elements(architecture) / size
-    moved = batch.tokens * layer * weight_bytes(config.model.dtype) * _passes(role, trains)
+    moved = batch.tokens * layer * weight_bytes(config.model.dtype) * passes(role, trains)
 
     if stage == parallel.pipeline_parallel_size - 1 and not role.with_value_head:
         responses = batch.responses / parallel.context_parallel_size
@@ -61,7 +61,7 @@ def _sparse_elements(architecture: Architecture) -> float:
     )
 
 
-def _passes(role: ModelRole, trains: bool) -> int:
+def passes(role: ModelRole, trains: bool) -> int:
     """Return the forward passes, or passes of equal cost, of one micro-batch."""
     if not trains:
         return 1

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from megarl.config.batch_arithmetic import optimizer_steps_per_step
 from megarl.config.roles import ModelRole, RolePhase, scores_in_update
-from megarl.config.schema import DType, PPOConfig, RunConfig
+from megarl.config.schema import DType, PPOConfig, Recomputation, Recompute, RecomputeModule, RunConfig
 from megarl.models.architecture import Architecture
 from megarl.placement.expert_activations import layers_of_stage
 from megarl.placement.memory import model_state
 from megarl.step_time.counts import CollectiveCount, Counts
-from megarl.step_time.elementwise import elementwise_bytes
+from megarl.step_time.elementwise import elementwise_bytes, passes
 from megarl.step_time.lengths import Lengths
 from megarl.step_time.micro_batches import micro_batches_of
 from megarl.step_time.packed_batch import PackedBatch
@@ -22,11 +22,12 @@ from megarl.step_time.role_counts import (
     training_counts,
 )
 
-# The host launches two products of a backward pass for each one of a forward pass.
-_LAUNCHES_OF_BACKWARD = 2
 # A layer with experts launches as much as this number of dense layers: a router, the permutation of tokens
 # and its inverse, two all-to-alls whose sizes the host waits for, and grouped products.
 _LAUNCHES_OF_SPARSE = 4
+# Context-parallel attention launches as much as a dense layer more: keys and values are gathered and brought
+# into the order of the sequences, and each sequence attends in two pieces.
+_LAUNCHES_OF_CONTEXT = 1
 
 
 class StageWork(NamedTuple):
@@ -35,7 +36,8 @@ class StageWork(NamedTuple):
     Attributes:
         counts: Products, attention and collectives.
         nbytes: The bytes that all other operations move through device memory.
-        num_launches: The layers that the host launches, in dense layers of a forward pass.
+        num_launches: The layers that the host launches, in dense layers of a forward pass. A layer that is
+            recomputed is launched again.
     """
 
     counts: Counts
@@ -149,12 +151,18 @@ def _stage(
     count = training_counts if trains else scoring_counts
     layers = layers_of_stage(architecture, role.parallel, stage)
     sparse = len(set(layers) & set(architecture.sparse_layers))
-    launched = len(layers) + (_LAUNCHES_OF_SPARSE - 1) * sparse
+    exchanges = _LAUNCHES_OF_CONTEXT * len(layers) if role.parallel.context_parallel_size > 1 else 0
+    launched = len(layers) + exchanges + (_LAUNCHES_OF_SPARSE - 1) * sparse
+    again = exchanges if trains and _repeats_core_only(role.recomputation) else 0
     return StageWork(
         counts=count(config, role, architecture, stage, batch),
         nbytes=elementwise_bytes(config, role, architecture, stage, batch, trains=trains),
-        num_launches=launched * (1 + _LAUNCHES_OF_BACKWARD * trains),
+        num_launches=launched * passes(role, trains) + again,
     )
+
+
+def _repeats_core_only(recomputation: Recomputation) -> bool:
+    return recomputation.how is Recompute.selective and RecomputeModule.core_attn in recomputation.modules
 
 
 def _update(config: RunConfig, role: ModelRole, architecture: Architecture) -> UpdateWork:

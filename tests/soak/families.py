@@ -2,8 +2,9 @@
 --families glm4_moe llama`.
 
 The model is the family's example with the sizes of the quickstart's model. It starts from random weights, and
-learns first from demonstrations, then by GRPO. Models with experts generate with SGLang and distribute their
-experts over two ranks, the others generate with transformers; `--engine` names another engine. Weights are
+learns first from demonstrations, then by GRPO. Models with experts distribute them over two ranks and generate
+with SGLang, unless they have gated delta nets, whose states SGLang keeps on GPUs only. The others generate with
+transformers; `--engine` names another engine. Weights are
 compared bitwise after every sync, and log-probs of trainer and engine in every step. The script prints the
 share of correct held-out sums before and after, and exits with status 1 if a family gains less than 20
 points.
@@ -23,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.models.families import FAMILIES
 from megarl.recipes.quickstart.prepare import MODEL, prepare
-from tests.families import SPARSE_FAMILIES
+from tests.families import SPARSE_FAMILIES, example_architecture
 from tests.soak.learning import LEAST_GAIN, megarl
 
 # Models that read images learn to count shapes in tests/soak/shapes.py.
@@ -56,7 +57,7 @@ def main() -> int:
         gains = []
         for family in arguments.families:
             folder = (arguments.folder or Path(temporary)) / family
-            engine = arguments.engine or ("sglang" if family in SPARSE_FAMILIES else "hf")
+            engine = arguments.engine or engine_of(family)
             gains.append(learn(folder, family, engine, arguments.seed, arguments.steps))
 
     return int(min(gains) < LEAST_GAIN)
@@ -97,6 +98,11 @@ def learn(folder: Path, family: str, engine: str, seed: int, steps: int) -> floa
     print(f"{family}: {before:.1%} before, {after:.1%} after {steps} steps in {minutes:.1f} min", flush=True)
 
     return float(after - before)
+
+
+def engine_of(family: str) -> str:
+    has_states = bool(example_architecture(family).delta_layers)
+    return "sglang" if family in SPARSE_FAMILIES and not has_states else "hf"
 
 
 def layout_of_experts() -> tuple[str, ...]:

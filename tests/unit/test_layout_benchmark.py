@@ -17,14 +17,19 @@ from benchmarks.tuning.layouts import (
     Comparison,
     Layout,
     compare,
+    configuration,
     layouts,
     predict,
     regret,
     spearman,
 )
 from megarl.config.batch_arithmetic import Row
+from megarl.config.roles import model_roles
+from megarl.config.validate import read_architectures
 from megarl.step_time.device_files import load_device
+from megarl.step_time.lengths import measured_lengths
 from megarl.step_time.phase_time import PhaseTime
+from megarl.step_time.role_work import role_work
 
 
 def compared(predicted: float, measured: float) -> Comparison:
@@ -53,6 +58,31 @@ def test_layouts_use_all_ranks_and_have_a_predicted_time(tmp_path: Path) -> None
         rows_of_replica = NUM_ROWS // data
         in_each = min(rows_of_replica, layout.max_tokens * context // (PROMPT + RESPONSE))
         assert plan(config, rows).num_micro_batches == -(-rows_of_replica // in_each)
+
+
+@pytest.mark.parametrize(
+    ("context", "recompute", "layers"),
+    [
+        # A forward pass and a backward pass of twice its work, of 8 layers
+        (1, "none", 24),
+        (1, "selective", 24),
+        (1, "full", 32),
+        # Attention launches a layer more, and again if only it is repeated.
+        (2, "none", 48),
+        (2, "selective", 56),
+        (2, "full", 64),
+    ],
+)
+def test_what_is_recomputed_or_exchanged_is_launched(
+    tmp_path: Path, context: int, recompute: str, layers: int
+) -> None:
+    Qwen2Config(**MODEL, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    config = configuration(Layout((1, 1, 1, context), False, 256, recompute), str(tmp_path))
+    role = next(role for role in model_roles(config) if role.name == "actor")
+    lengths = measured_lengths(PROMPT, [RESPONSE])
+    phases = role_work(config, role, read_architectures(config)[0]["actor"], lengths).phases
+    [trained] = phases["update_actor"].stages
+    assert trained.num_launches == layers
 
 
 def test_processor_seconds_are_compared_without_the_bubble() -> None:
