@@ -51,7 +51,7 @@ from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Actor, Critic, Scorer
 from megarl.roles.reward import Reward
 from megarl.roles.rollout.rollout import batch_of_samples
-from megarl.roles.rollout.scheduler_state import SchedulerTotals
+from megarl.roles.rollout.scheduler_state import SchedulerTotals, SpeculativeTotals
 from megarl.roles.start import PPORoles
 from megarl.rollout.interface import Sample, VersionSpan
 from megarl.trainers.monitor import Position
@@ -211,7 +211,7 @@ class Generating:
         return self
 
     def totals(self) -> SchedulerTotals:
-        return SchedulerTotals((0,), (0.0,), 0, 0.0, 0.0)
+        return SchedulerTotals((0,), SpeculativeTotals(), (0.0,), 0, 0.0, 0.0)
 
 
 class Weights:

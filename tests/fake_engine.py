@@ -180,7 +180,7 @@ class FakeEngine(RolloutEngine):
         lie = self._record("collect")
         time.sleep(self._spec.delay_s)
         ended = self._generation.collect(self._spec.samples_per_collect)
-        finished = [each for each in ended if isinstance(each, FinishedRequest)]
+        finished = [_drafted(each) for each in ended if isinstance(each, FinishedRequest)]
 
         return finished if lie is None or not finished else _falsified(finished, lie)
 
@@ -319,6 +319,12 @@ class FakeEngine(RolloutEngine):
 
 def _most_tokens(request: GenerationRequest) -> int:
     return request.sampling.max_new_tokens
+
+
+def _drafted(finished: FinishedRequest) -> FinishedRequest:
+    """Return a sample as if drafts gave two tokens at a time."""
+    sample = finished.sample
+    return finished._replace(sample=sample._replace(num_verifications=-(-len(sample.token_ids) // 2)))
 
 
 def _written(token_ids: list[int], log_probs: list[float], reason: FinishReason) -> WrittenTokens:

@@ -11,6 +11,7 @@ from megarl.calibration.measurements import DecodeSweep, DecodeTime
 from megarl.calibration.reduced import most_layers, write_reduced
 from megarl.calibration.request import CalibrationRequest
 from megarl.config.schema import Device, DType, EngineDType, RolloutConfig
+from megarl.config.speculation import without_speculation
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters
 from megarl.rollout.interface import (
@@ -75,6 +76,8 @@ def _spec(request: CalibrationRequest, rollout: RolloutConfig, folder: Path) -> 
         rollout=replace(
             rollout,
             dtype=EngineDType.model,
+            # random weights accept no token of a draft model
+            sglang=replace(rollout.sglang, server_args=without_speculation(rollout.sglang.server_args)),
             tensor_parallel_size=1,
             expert_parallel_size=1,
             max_concurrency=max(request.batches),

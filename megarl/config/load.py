@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.review import Review, each_text, item_section, key_types
 from megarl.config.schema import MISSING, SCHEMAS, Device, DType, PPOConfig, RunConfig, SFTConfig
-from megarl.config.schema.keys import InputKind, OutputFolder, leaves
+from megarl.config.schema.keys import InputArguments, InputKind, OutputFolder, leaves
 from megarl.config.sources import Layer, in_one_line, is_hub_name, read_layers, source_name
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
@@ -389,6 +389,10 @@ def _with_whole_paths(section: Any, outputs: bool = False) -> Any:
             changes[entry.name] = [_with_whole_paths(item, outputs) for item in value]
         elif InputKind in entry.metadata:
             changes[entry.name] = each_text(value, _whole_path)
+        elif inputs := entry.metadata.get(InputArguments):
+            changes[entry.name] = {
+                name: each_text(item, _whole_path) if name in inputs else item for name, item in value.items()
+            }
         elif outputs and OutputFolder in entry.metadata and value is not None:
             changes[entry.name] = str(Path(value).absolute())
 

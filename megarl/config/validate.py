@@ -21,6 +21,7 @@ from megarl.config.rules import (
     reward,
     rollout,
     run,
+    speculation,
     vision,
 )
 from megarl.config.schema import (
@@ -83,6 +84,7 @@ PPO_RULES: Mapping[Callable[[PPOConfig], Violations], Keys] = {
     rollout.shared_devices: ("rollout.num_replicas", "rollout.tensor_parallel_size", *_ACTOR_SIZES),
     rollout.generation_ahead: ("rollout.max_staleness",),
     fp8.run: (),
+    speculation.run: (),
     reward.something_scores: (),
     judges.judges: (),
     agent.episodes: ("rollout.max_staleness", "agent.max_turn_tokens", "data.max_response_length"),
@@ -123,6 +125,7 @@ PPO_MODEL_RULES: Mapping[str, Mapping[Callable[[PPOConfig, Architecture], Violat
         rollout.engine_fits_model: _ENGINE_SIZES,
         experts.engine_fits: _ENGINE_SIZES,
         fp8.fits_model: _ENGINE_SIZES,
+        speculation.fits_model: ("rollout.tensor_parallel_size",),
         experts.routing_replay: (),
         vision.engine_fits: (),
         lora.fit_engine: (),

@@ -32,6 +32,7 @@ SHARED = frozenset(
         "critic.model.path",
         "reward.model.path",
         "reward.judges.path",
+        "rollout.sglang.server_args.speculative_draft_model_path",
         "data.train_files",
         "data.val_files",
         "checkpoint.dir",

@@ -25,6 +25,7 @@ from megarl.config.schema import (
     PPOConfig,
     RunConfig,
 )
+from megarl.config.speculation import draft_of
 from megarl.models.architecture import Architecture
 from megarl.models.counts import (
     ParameterCount,
@@ -33,6 +34,7 @@ from megarl.models.counts import (
     rank_parameters,
     without_saved_modules,
 )
+from megarl.models.draft import DraftModel, read_draft_if_there
 from megarl.models.fp8 import model_bytes
 from megarl.placement.activations import StepMemory, WorkingMemory, working_memory
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
@@ -258,9 +260,12 @@ class _Sizes:
     def pinned(self, role: str, stage: int) -> int:
         """Return the bytes of pinned host memory of a rank: of offloaded state, and of engines' last weights.
 
-        Gradients and an engine's weights and cache are dropped when offloaded; on a CPU, offloaded state is
-        written to a file.
+        Gradients and an engine's weights and cache are dropped when offloaded, except the weights of a draft
+        model; on a CPU, offloaded state is written to a file.
         """
+        if role == "rollout" and self._turns.engines_move and not self._is_on_cpu:
+            assert isinstance(self._config, PPOConfig)
+            return draft_weights(self._config)
         if role not in self._roles or self._is_on_cpu:
             return 0
         state = self._of(role, stage).state
@@ -319,11 +324,11 @@ def role_memory(config: RunConfig, model: ModelRole, architecture: Architecture,
 
 
 def engine_usage(config: PPOConfig, policy: Architecture) -> Usage:
-    """Return the memory of an engine on one device: its weights and its KV cache.
+    """Return the memory of an engine on one device: its weights and KV cache, and those of a draft model.
 
     The cache takes the rest of the engine's share of the device, or room for its concurrent sequences.
     """
-    weights = engine_weights(config, policy)
+    weights = engine_weights(config, policy) + draft_weights(config)
     # The number of concurrent sequences is limited by the concurrency and by the engine's share of a step's
     # samples.
     sequences = min(
@@ -352,6 +357,18 @@ def engine_weights(config: PPOConfig, policy: Architecture) -> int:
     return pushed_bytes(config, policy) // config.rollout.tensor_parallel_size
 
 
+def draft_weights(config: PPOConfig) -> int:
+    """Return the bytes of a draft model's weights on one device of an engine, as they are in its folder."""
+    draft = _draft(config)
+    return draft.weight_bytes // config.rollout.tensor_parallel_size if draft else 0
+
+
+def _draft(config: PPOConfig) -> DraftModel | None:
+    """Return the draft model of the engines, if there is one on this machine."""
+    folder = draft_of(config.rollout)
+    return None if folder is None else read_draft_if_there(folder)
+
+
 def pushed_bytes(config: PPOConfig, policy: Architecture) -> int:
     """Return the bytes of all weights of an engine, without adapters."""
     size = num_parameters(policy.base)
@@ -362,15 +379,21 @@ def pushed_bytes(config: PPOConfig, policy: Architecture) -> int:
 
 
 def row_cache(config: PPOConfig, policy: Architecture) -> int:
-    """Return the bytes of the KV cache of one row of maximum length on one device of an engine."""
-    tokens = config.max_row_tokens * policy.num_attention_layers * weight_bytes(config.model.dtype)
+    """Return the bytes of the KV cache of one row of maximum length on one device of an engine.
+
+    A draft model keeps its own keys and values of every token.
+    """
+    numbers = config.max_row_tokens * weight_bytes(config.model.dtype)
+    draft = _draft(config)
+    of_draft = numbers * draft.cached_numbers(config.rollout.tensor_parallel_size) if draft else 0
+    tokens = numbers * policy.num_attention_layers
     # SGLang stores the latent vector and the shared key of each token, on every rank.
     if (latent := policy.latent) is not None:
-        return tokens * (latent.kv_lora_rank + latent.qk_rope_head_dim)
+        return of_draft + tokens * (latent.kv_lora_rank + latent.qk_rope_head_dim)
 
     # With more ranks than key-value heads, each rank still holds one whole head.
     heads = max(1, policy.num_key_value_heads // config.rollout.tensor_parallel_size)
-    return tokens * 2 * heads * policy.head_dim + _state_bytes(config, policy)
+    return of_draft + tokens * 2 * heads * policy.head_dim + _state_bytes(config, policy)
 
 
 def _state_bytes(config: PPOConfig, policy: Architecture) -> int:

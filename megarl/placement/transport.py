@@ -6,6 +6,7 @@ The choice is pure, and the same on a CPU and on CUDA.
 from __future__ import annotations
 
 from megarl.config.schema import EngineDType, PPOConfig, RunConfig, Transport
+from megarl.config.speculation import DRAFT, SECTION, draft_of
 from megarl.machine.errors import ConfigError
 from megarl.placement.placement_plan import PlacementPlan
 
@@ -22,10 +23,17 @@ def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
     """Return `resharding.transport`; for auto, the first of device, group and folder that works.
 
     Raises:
-        ConfigError: The configured transport cannot work in this placement, no transport can send FP8, or the
-            transport cannot send only what changed (`resharding.delta`).
+        ConfigError: The configured transport cannot work in this placement, no transport can send FP8, the
+            transport cannot send only what changed (`resharding.delta`), or it would overwrite a draft model.
     """
     chosen = _working_transport(config, plan)
+    if chosen is Transport.folder and draft_of(config.rollout) is not None:
+        problem = (
+            f"{_KEY}, {SECTION}.{DRAFT}, placement.strategy: the transport is a folder, which SGLang would "
+            f"load into the draft model, too; use {_KEY}=auto in a placement in which all engines run on "
+            "devices of the actor, or none does, or NGRAM, which has no draft model"
+        )
+        raise ConfigError("placement", [problem])
     if config.resharding.delta and chosen in _SENDS_ALL:
         problem = (
             f"{_DELTA}, {_KEY}, placement.strategy: is true, but {_SENDS_ALL[chosen]}, which is "

@@ -115,7 +115,7 @@ class DestinationPlan(NamedTuple):
         """Return whether the model's parameters still use the memory to which this plan's views refer."""
         storages = {place.storage for place in self.places}
         return self.places == _places(model) and all(
-            _storage(destination.elements) in storages for destination in self.destinations
+            storage_of(destination.elements) in storages for destination in self.destinations
         )
 
 
@@ -146,12 +146,12 @@ def record_plan(model: Any, manifest: Manifest) -> DestinationPlan:
         plan.tensors[name] = TensorDestinations(manifest[name], parts)
 
     # A parameter that receives nothing shows that the manifest is not that of the model.
-    reached = {_storage(destination.elements) for destination in plan.destinations}
+    reached = {storage_of(destination.elements) for destination in plan.destinations}
     named = model.named_parameters()
     plan.unreached.extend(
         name
         for name, parameter in named
-        if parameter.numel() and _storage(parameter) not in reached and not _is_engines_own(parameter)
+        if parameter.numel() and storage_of(parameter) not in reached and not _is_engines_own(parameter)
     )
 
     return plan
@@ -169,12 +169,12 @@ def zero_what_is_not_written(model: Any, plan: DestinationPlan) -> None:
 
     # Count the elements that are filled in each storage.
     for destination in plan.destinations:
-        key = _storage(destination.elements)
+        key = storage_of(destination.elements)
         written[key] = written.get(key, 0) + destination.tensor_slice.volume
 
     # A parameter with padding is zeroed completely: the weights that follow fill the rest.
     for parameter in model.parameters():
-        if written.get(_storage(parameter), 0) < parameter.numel() and not _is_engines_own(parameter):
+        if written.get(storage_of(parameter), 0) < parameter.numel() and not _is_engines_own(parameter):
             parameter.detach().zero_()
 
 
@@ -199,7 +199,7 @@ def _record(model: Any, manifest: Manifest) -> _Recorded:
         model.load_weights(iter(tensors.items()))
 
     recorder.split_joined()
-    names = {_storage(tensor): name for name, tensor in tensors.items()}
+    names = {storage_of(tensor): name for name, tensor in tensors.items()}
     not_followed: dict[str, str] = {}
 
     # Copies alone do not describe a tensor that the loader computes with.
@@ -211,9 +211,9 @@ def _record(model: Any, manifest: Manifest) -> _Recorded:
         name: [] for name in manifest if name not in not_followed
     }
     for source, target in recorder.copies:
-        name = names.get(_storage(source))
+        name = names.get(storage_of(source))
         # Otherwise the source was computed, or is zero: such parameters are zeroed before an update.
-        if name in copies and _storage(source) not in recorder.zeroed:
+        if name in copies and storage_of(source) not in recorder.zeroed:
             copies[name].append((source, target))
 
     return _Recorded(copies, not_followed)
@@ -304,12 +304,12 @@ def fill_cache_scales(model: Any) -> None:
 
 def _places(model: Any) -> list[ParameterMemory]:
     return [
-        ParameterMemory(_storage(each), each.storage_offset(), each.shape, each.stride())
+        ParameterMemory(storage_of(each), each.storage_offset(), each.shape, each.stride())
         for each in model.parameters()
     ]
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
     """Return the identity of the tensor's storage, which views share and meta tensors have as well."""
     return tensor.untyped_storage()._cdata
 
@@ -347,7 +347,7 @@ class _Recorder(TorchDispatchMode):
 
         # A rank that must not add a bias a second time replaces it by zeros, so it needs none of the tensor.
         if func is _ZERO and args[0].is_meta:
-            self.zeroed.add(_storage(args[0]))
+            self.zeroed.add(storage_of(args[0]))
             return args[0]
 
         # Views are followed; any other function means that the loader computes with the tensor.
@@ -365,7 +365,7 @@ class _Recorder(TorchDispatchMode):
 
     def _join(self, parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
         whole = _CAT(parts, dim)
-        self._joined[_storage(whole)] = _Joined(whole, list(parts), dim)
+        self._joined[storage_of(whole)] = _Joined(whole, list(parts), dim)
         return whole
 
     def split_joined(self) -> None:
@@ -374,7 +374,7 @@ class _Recorder(TorchDispatchMode):
         self.copies = []
 
         for source, target in copies:
-            joined = self._joined.get(_storage(source))
+            joined = self._joined.get(storage_of(source))
             if joined is None:
                 self.copies.append((source, target))
                 continue
@@ -382,14 +382,14 @@ class _Recorder(TorchDispatchMode):
                 self.copies += joined.split(source, target)
             except _NotFollowedError as error:
                 for part in joined.parts:
-                    self.computed.setdefault(_storage(part), str(error))
+                    self.computed.setdefault(storage_of(part), str(error))
 
     def _compute(
         self, function: Any, sources: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         reason = f"it calls {function}"
         for source in sources:
-            self.computed.setdefault(_storage(source), reason)
+            self.computed.setdefault(storage_of(source), reason)
 
         # Let it run on meta tensors, so that the loader continues and the other tensors are recorded.
         try:

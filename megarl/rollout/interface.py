@@ -138,6 +138,8 @@ class Sample(NamedTuple):
         spans: Which weights sampled which tokens, in order; the last span ends at N. There are several if
             weights were synced in the middle.
         routed_experts: A row of ROUTED_EXPERTS for prompt and sample, if requested.
+        num_verifications: Forward passes in which the model verified drafted tokens; 0 without speculative
+            decoding.
     """
 
     token_ids: np.ndarray
@@ -145,6 +147,7 @@ class Sample(NamedTuple):
     finish_reason: Literal["stop", "length"]
     spans: tuple[VersionSpan, ...]
     routed_experts: np.ndarray | None = None
+    num_verifications: int = 0
 
     @property
     def weight_versions(self) -> tuple[int, ...]:

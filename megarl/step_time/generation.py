@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megarl.config.schema import DType, EngineDType, PPOConfig
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_active_parameters, num_expert_parameters, num_parameters
-from megarl.placement.memory import engine_share, engine_weights, row_cache, weight_bytes
+from megarl.placement.memory import draft_weights, engine_share, engine_weights, row_cache, weight_bytes
 from megarl.step_time.device import DeviceProfile
 from megarl.step_time.lengths import Lengths
 from megarl.step_time.links import RankSpan, collective_s
@@ -115,7 +115,7 @@ def num_slots(config: PPOConfig, policy: Architecture, device: DeviceProfile, le
         limit_gb = config.placement.device_memory_gb or device.memory_gb
         share = int(_DEFAULT_SHARE * limit_gb * 2**30)
     of_token = row_cache(config, policy) / config.max_row_tokens
-    room = (share - engine_weights(config, policy)) / of_token
+    room = (share - engine_weights(config, policy) - draft_weights(config)) / of_token
     return max(1, min(config.rollout.max_concurrency, int(room / lengths.row)))
 
 

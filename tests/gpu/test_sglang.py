@@ -6,6 +6,7 @@ The test needs SGLang's own packages: it uses CUDA graphs, flash attention and t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,15 +62,18 @@ def server_args() -> dict[str, float | str]:
 
 @pytest.fixture(scope="module")
 def engine(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    yield from started_engine(tmp_path_factory.mktemp("model"), {})
+
+
+def started_engine(folder: Path, speculation: dict[str, int | str]) -> Iterator[SGLangEngine]:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         pytest.skip(f"SGLang on a GPU needs {', '.join(NEEDED)}: not installed are {', '.join(missing)}")
     from megarl.rollout.sglang.engine import SGLangEngine
 
-    folder = tmp_path_factory.mktemp("model")
     model = cuda_model(0)
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    sglang = SGLangConfig(mode=SGLangMode.server, server_args=server_args())
+    sglang = SGLangConfig(mode=SGLangMode.server, server_args=server_args() | speculation)
     rollout = RolloutConfig(max_concurrency=16, sglang=sglang)
     policy = ModelConfig(path=str(folder), dtype=DType.bfloat16)
     engine = SGLangEngine(
@@ -139,6 +143,47 @@ def test_memory_is_given_back_and_taken_again_the_weights_first(
     assert mean_gap(model, samples, 1.0) < TOLERANCE
     given = f"{(asleep - awake) / 1e9:.1f} GB, of which {(asleep - with_weights) / 1e9:.2f} for weights"
     record_property("given back", given)
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "STANDALONE"])
+def test_samples_with_drafts_are_the_policys_also_after_sleep(
+    device: torch.device, tmp_path: Path, algorithm: str, record_property: Callable[[str, object], None]
+) -> None:
+    """The draft model has the weights of the second policy, so it is right about most of that one's tokens."""
+    policies = [cuda_model(seed) for seed in (5, 6)]
+    speculation: dict[str, int | str] = {"speculative_algorithm": algorithm}
+    if algorithm == "STANDALONE":
+        policies[1].save_pretrained(tmp_path / "draft")
+        speculation |= {
+            "speculative_draft_model_path": str(tmp_path / "draft"),
+            "speculative_num_steps": 3,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 4,
+        }
+
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    with contextlib.contextmanager(started_engine)(folder, speculation) as engine:
+        for version, model in enumerate((*policies, policies[1]), start=1):
+            if version == 3:
+                engine.sleep()
+                engine.wake()
+            push(model, engine, version)
+            engine.wake_cache()
+            # For a draft model they include that it is as it was loaded.
+            assert engine.checksums() == {
+                name: checksum(parameter.detach()) for name, parameter in model.named_parameters()
+            }
+            for temperature in (0.0, 1.0):
+                sampling = SamplingParameters(
+                    max_new_tokens=32, seed=0, temperature=temperature, ignore_eos=True
+                )
+                samples = engine.generate(PROMPTS, sampling)
+                assert mean_gap(model, samples, temperature or 1.0) < TOLERANCE
+                length = 32 * len(samples) / sum(sample.num_verifications for sample in samples)
+                record_property(f"version {version}, temperature {temperature:g}", f"{length:.2f} tokens")
+                if algorithm == "STANDALONE" and version > 1 and temperature == 0:
+                    assert length > 2
 
 
 def free_bytes() -> int:

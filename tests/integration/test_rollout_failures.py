@@ -93,15 +93,19 @@ def test_samples_do_not_depend_on_the_number_of_replicas(
 ) -> None:
     rollout = start(max_concurrency=3)
     assert tokens_of(rollout.generate(prompts(), SAMPLING, step=1)) == undisturbed
-    assert tokens_of(rollout.generate(prompts(), SAMPLING, step=2)) != undisturbed
-    check_metrics_and_calls(rollout, tmp_path)
+    others = tokens_of(rollout.generate(prompts(), SAMPLING, step=2))
+    assert others != undisturbed
+    check_metrics_and_calls(rollout, tmp_path, [len(row) for row in undisturbed + others])
 
     with pytest.raises(RunError, match=r"sent the weights of version 6, but report that they have \{1: 5\}"):
         rollout.update_weights(lambda replicas: Push(WEIGHTS, 6)({0: replicas[0]}), 6)
 
 
-def check_metrics_and_calls(rollout: Rollout, folder: Path) -> None:
+def check_metrics_and_calls(rollout: Rollout, folder: Path, lengths: list[int]) -> None:
     metrics = rollout.drain_metrics()
+    verifications = sum((length + 1) // 2 for length in lengths)
+    assert metrics["rollout/spec_accept_length"] == pytest.approx(sum(lengths) / verifications)
+    assert "rollout/spec_accept_length" not in rollout.drain_metrics()
     assert (metrics["rollout/num_restarts"], metrics["rollout/num_resent"]) == (0, 0)
     assert metrics["rollout/replica_0/tokens_per_s"] > 0 < metrics["rollout/replica_1/tokens_per_s"]
     submitted = [call for call in recorded_calls(folder) if call["method"] == "submit"]

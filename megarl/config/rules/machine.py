@@ -17,8 +17,17 @@ from megarl.config.paths import is_url
 from megarl.config.roles import REWARD_MODEL, TEACHER, judge_roles, model_roles
 from megarl.config.rules.data import FORMATS, SAVED_TO_DISK, SPLITS
 from megarl.config.rules.megatron import requirements_here
-from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, LoggerKind, RolloutEngineKind, RunConfig
+from megarl.config.schema import (
+    RESUME_AUTO,
+    RESUME_DISABLE,
+    Device,
+    LoggerKind,
+    PPOConfig,
+    RolloutEngineKind,
+    RunConfig,
+)
 from megarl.config.sources import is_hub_name
+from megarl.config.speculation import DRAFT, SECTION, draft_of
 from megarl.config.violation import Absence, Violation, Violations
 from megarl.machine.files import existing_folder
 from megarl.machine.processors import has_gpu
@@ -135,6 +144,21 @@ def _model_files(config: RunConfig) -> Violations:
                 f"and chat_template.jinja into it"
             )
             yield Violation((key,), message, Absence.input)
+
+
+def _draft_folder(config: RunConfig) -> Violations:
+    """Check that the folder of a draft model is here, with weights."""
+    folder = draft_of(config.rollout) if isinstance(config, PPOConfig) else None
+    if folder is None:
+        return
+    if not os.path.isfile(Path(folder) / "config.json"):
+        message = f"there is no draft model in {folder!r}: its config.json is missing"
+    elif not has_weights(folder) and not any(Path(folder).glob("*.bin")):
+        message = f"{folder!r} has no weights"
+    else:
+        return
+    download = f"{message}; download the model (hf download NAME --local-dir {folder})"
+    yield Violation((f"{SECTION}.{DRAFT}",), download, Absence.input)
 
 
 def logger_problem(logger: LoggerKind) -> str | None:
@@ -269,6 +293,7 @@ _RULES = (
     _data_files,
     code_files,
     _model_files,
+    _draft_folder,
     _gpus,
     requirements_here,
     _engine_packages,

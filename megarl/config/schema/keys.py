@@ -108,6 +108,15 @@ def names(kind: InputKind) -> dict[Any, InputKind]:
     return {InputKind: kind}
 
 
+class InputArguments:
+    """Marks a mapping of a library's arguments, some of which are paths of inputs."""
+
+
+def naming(*arguments: str) -> dict[Any, tuple[str, ...]]:
+    """Return the metadata of a mapping in which these arguments are paths of inputs."""
+    return {InputArguments: arguments}
+
+
 class OutputFolder:
     """Marks a key that names an output folder of a run, which is relative to the current folder."""
 

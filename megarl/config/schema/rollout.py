@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from megarl.config.kinds import RolloutEngineKind
-from megarl.config.schema.keys import ranged
+from megarl.config.schema.keys import naming, ranged
 
 
 class EngineDType(str, Enum):
@@ -62,7 +62,7 @@ class SGLangConfig:
     # use slower kernels on CUDA that give the same samples for the same seed; CPU is always deterministic
     deterministic: bool = False
     # SGLang options, by their names in ServerArgs
-    server_args: dict[str, Any] = field(default_factory=dict)
+    server_args: dict[str, Any] = field(default_factory=dict, metadata=naming("speculative_draft_model_path"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -283,8 +283,9 @@ class Rollout:
         """Returns metrics since the last call.
 
         These are `rollout/num_restarts`, `rollout/num_resent`, `perf/engines_idle` (the share of the time in
-        which a replica had no request, averaged over replicas) and, per replica,
-        `rollout/replica_<number>/tokens_per_s` while samples were being generated.
+        which a replica had no request, averaged over replicas), per replica
+        `rollout/replica_<number>/tokens_per_s` while samples were being generated, and with speculative
+        decoding `rollout/spec_accept_length`.
         """
         with self._replicas.exclusive():
             # The scheduler counts from the start of the run, so report the difference.
@@ -310,6 +311,9 @@ class Rollout:
                 ]
                 for replica, num_tokens in enumerate(written[: len(self._replicas)]):
                     metrics[f"rollout/replica_{replica}/tokens_per_s"] = num_tokens / generating_s
+            drafted = now.scheduler.speculative.since(before.scheduler.speculative)
+            if drafted.num_verifications:
+                metrics["rollout/spec_accept_length"] = drafted.num_tokens / drafted.num_verifications
             return metrics
 
     def snapshot(self) -> tuple[list[RequestState], list[ReplicaState]]:

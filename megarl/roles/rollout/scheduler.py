@@ -20,7 +20,12 @@ from megarl.controller.group import RoleGroup
 from megarl.machine.errors import RunError
 from megarl.roles.rollout.replicas import Replicas, is_dead
 from megarl.roles.rollout.sample_check import check_sample
-from megarl.roles.rollout.scheduler_state import ReplicaState, RequestState, SchedulerTotals
+from megarl.roles.rollout.scheduler_state import (
+    ReplicaState,
+    RequestState,
+    SchedulerTotals,
+    SpeculativeTotals,
+)
 from megarl.rollout.interface import FailedRequest, FinishedRequest, GenerationRequest
 from megarl.rollout.router import RequestRouter
 from megarl.workers.rollout_worker import RolloutWorker
@@ -112,6 +117,7 @@ class RequestScheduler:
         self._losses: Counter[int] = Counter()
         self._last_sample_s = [0.0] * len(replicas)  # or the time of its first request
         self._num_tokens = [0] * len(replicas)
+        self._speculative = SpeculativeTotals()
         self._busy_s = [0.0] * len(replicas)
         self._num_resent = 0
         self._generating_s = 0.0
@@ -269,7 +275,9 @@ class RequestScheduler:
             before + more for before, more in zip_longest(self._busy_s.copy(), since, fillvalue=0.0)
         )
 
-        return SchedulerTotals(tuple(self._num_tokens), busy_s, self._num_resent, self._generating_s, now_s)
+        return SchedulerTotals(
+            tuple(self._num_tokens), self._speculative, busy_s, self._num_resent, self._generating_s, now_s
+        )
 
     def _count(self) -> None:
         now_s = self._clock()
@@ -438,6 +446,7 @@ class RequestScheduler:
         check_sample(replica, request, sample)
         self._last_sample_s[replica] = self._clock()
         self._num_tokens[replica] += len(sample.token_ids)
+        self._speculative = self._speculative.plus(sample)
         deliver(replica, finished._replace(request_id=request.request_id))
 
 

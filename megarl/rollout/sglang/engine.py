@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 
 from megarl.config.schema import SGLangMode
+from megarl.config.speculation import draft_folder
 from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.models.families import read_architecture
 from megarl.rollout.interface import (
@@ -35,7 +36,7 @@ from megarl.rollout.nodes import ONLY_NODE, EngineNode, OtherNodes
 from megarl.rollout.sglang.adapters import ADAPTER, empty_adapter, first_request
 from megarl.rollout.sglang.backend import Backend, CallRefusedError
 from megarl.rollout.sglang.in_process import InProcessBackend
-from megarl.rollout.sglang.loader import LoaderClient
+from megarl.rollout.sglang.loader import EngineModel, LoaderClient
 from megarl.rollout.sglang.loop import LoopThread
 from megarl.rollout.sglang.messages import (
     RouteFormat,
@@ -125,7 +126,11 @@ class SGLangEngine(RolloutEngine):
         self._last_sign_s = time.monotonic()
         self._first_round = 0
         self._wait_for(self.backend.open())
-        self._loader = LoaderClient(self._send_to_loader, self._num_ranks)
+        self._loader = LoaderClient(
+            self._send_to_loader,
+            self._num_ranks,
+            has_draft=draft_folder(spec.rollout.sglang.server_args) is not None,
+        )
 
         self._lora = spec.lora
         if spec.lora is not None:
@@ -388,12 +393,14 @@ class SGLangEngine(RolloutEngine):
             if not was_paused:
                 self._resume()
 
-    def _send_to_loader(self, tensors: list[tuple[str, torch.Tensor]], time_limit: bool) -> None:
-        """Send one message to the weight loader of every rank, while generation is paused."""
+    def _send_to_loader(
+        self, tensors: list[tuple[str, torch.Tensor]], time_limit: bool, model: EngineModel
+    ) -> None:
+        """Send one message to a model's weight loader in every rank, while generation is paused."""
         assert self._is_paused
-        # SGLang accepts weights only inside a session.
+        # SGLang accepts weights only inside a session, which is the policy's: a draft model never changes.
         if not self._session_is_open:
-            self._call("begin_weight_update")
+            self._call("begin_weight_update", selector="target")
             self._session_is_open = True
 
         pickle_as_torch()  # also if other code of this process has imported Megatron
@@ -404,6 +411,7 @@ class SGLangEngine(RolloutEngine):
                 time_limit_s=self.health_limit_s + TIME_SLICE_S if time_limit else None,
                 serialized_named_tensors=[message] * self._num_ranks,
                 load_format=WEIGHT_LOADER,
+                selector=model,
                 flush_cache=False,
                 abort_all_requests=False,
             )

@@ -18,7 +18,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,16 +27,19 @@ from megarl.rollout.destinations import (
     DestinationPlan,
     fill_cache_scales,
     record_plan,
+    storage_of,
     zero_what_is_not_written,
 )
 from megarl.rollout.sglang.adapters import with_adapters
-from megarl.weights.checksum import MODULUS
+from megarl.weights.checksum import MODULUS, checksum
 from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink, WeightReceiver, decode_slice, encode_slice
 from megarl.weights.schedule import Part
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError, tiling_fault
 
-Send = Callable[[list[tuple[str, torch.Tensor]], bool], None]
+EngineModel = Literal["target", "draft"]  # SGLang's names of the policy and of a draft model
+# gets the tensors, whether there is a time limit, and the model whose loader runs
+Send = Callable[[list[tuple[str, torch.Tensor]], bool, EngineModel], None]
 _MAX_NAMED = 8  # faults in one message
 
 
@@ -87,6 +90,8 @@ class RankLoader:
             return self._receiver.leave()
         if command == "meet":
             return None
+        if command == "draft_checksums":
+            return draft_checksums(model, self._plan)
         assert command == "checksums", command
         self._follow(model)
 
@@ -162,6 +167,21 @@ class RankLoader:
         self._must_zero = True
 
 
+def draft_checksums(draft: Any, policy: DestinationPlan) -> dict[str, int]:
+    """Return the checksums of a draft model's parameters, except those that are the policy's own tensors.
+
+    Args:
+        draft: SGLang's draft model on this rank.
+        policy: The plan of the policy on this rank, as recorded last.
+    """
+    shared = {place.storage for place in policy.places}
+    return {
+        name: checksum(parameter.detach().reshape(-1).view(torch.uint8))
+        for name, parameter in draft.named_parameters()
+        if storage_of(parameter) not in shared
+    }
+
+
 _rank_loader: RankLoader | None = None
 
 
@@ -215,11 +235,15 @@ class LoaderClient:
         send: Passes the tensors to SGLang's update_weights_from_tensor, with this module's `run` as load
             format, for every rank, inside a weight-update session. Returns when all ranks have run it, with
             or without a time limit.
+        num_ranks: The number of scheduler processes.
+        has_draft: Whether the engine has a draft model, which no weight sync may change.
     """
 
-    def __init__(self, send: Send, num_ranks: int) -> None:
+    def __init__(self, send: Send, num_ranks: int, has_draft: bool = False) -> None:
         self._send = send
         self._num_ranks = num_ranks
+        self._has_draft = has_draft
+        self._draft: list[dict[str, int]] = []  # of each rank, as loaded at the start
         self._answers = Path(tempfile.mkdtemp(prefix="megarl-loader-"))
         self._number = 0
         self._manifest: Manifest = {}
@@ -255,6 +279,8 @@ class LoaderClient:
             self._record(manifest)
             self._is_recorded = True
             self._must_zero = True
+            if self._has_draft and not self._draft:
+                self._draft = self._ask("draft_checksums", model="draft")
 
         if self._must_zero:
             self._ask("zero")
@@ -344,9 +370,12 @@ class LoaderClient:
 
         Checksums are read back from the parameters and summed over the ranks' slices.
 
-        Raises WeightTransferError with the names of tensors whose copies differ between ranks.
+        Raises WeightTransferError with the names of tensors whose copies differ between ranks, and of tensors
+        of a draft model that are not as they were loaded.
         """
         self._check_followed()
+        if self._has_draft:
+            self._check_draft()
         answers = self._ask("checksums")
         sums = {}
         differing = []
@@ -367,6 +396,16 @@ class LoaderClient:
 
         return sums
 
+    def _check_draft(self) -> None:
+        for rank, (loaded, now) in enumerate(
+            zip(self._draft, self._ask("draft_checksums", model="draft"), strict=True)
+        ):
+            if changed := [name for name in loaded | now if loaded.get(name) != now.get(name)]:
+                raise WeightTransferError(
+                    f"{len(changed)} tensors of the draft model are no longer as they were loaded, or no "
+                    f"longer the policy's, on rank {rank} of the engine: {', '.join(changed[:_MAX_NAMED])}"
+                )
+
     def close(self) -> None:
         shutil.rmtree(self._answers, ignore_errors=True)
 
@@ -380,11 +419,16 @@ class LoaderClient:
                 f"leave the loading to SGLang"
             )
 
-    def _ask(self, command: str, time_limit: bool = False, **arguments: Any) -> list[Any]:
+    def _ask(
+        self, command: str, time_limit: bool = False, model: EngineModel = "target", **arguments: Any
+    ) -> list[Any]:
         """Return the results of all ranks. Raises WeightTransferError with all failures.
 
         Args:
+            command: The command.
             time_limit: Whether ranks must answer soon, or are considered hung.
+            model: The model that the loader gets.
+            arguments: JSON values.
         """
         self._number += 1
         message = {
@@ -396,6 +440,7 @@ class LoaderClient:
         self._send(
             [("message", torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8))],
             time_limit,
+            model,
         )
         paths = [self._answers / f"{self._number}.{rank}.json" for rank in range(self._num_ranks)]
 

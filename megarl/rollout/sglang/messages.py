@@ -157,5 +157,10 @@ def read_sample(
         routes = route_format.read(meta["routed_experts"])
 
     return Sample(
-        token_ids, np.array([log_prob for log_prob, *_ in tokens], dtype=np.float32), ended, spans, routes
+        token_ids,
+        np.array([log_prob for log_prob, *_ in tokens], dtype=np.float32),
+        ended,
+        spans,
+        routes,
+        meta.get("spec_verify_ct", 0),
     )

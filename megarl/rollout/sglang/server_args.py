@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import Device, EngineDType, RolloutConfig
+from megarl.config.speculation import ALGORITHM, ON_CPU, draft_folder
+from megarl.config.speculation import ARGUMENTS as SPECULATIVE_ARGUMENTS
 from megarl.machine.errors import ConfigError
 from megarl.models.families import family_of
 from megarl.models.quantization import BLOCK_FP8
@@ -64,6 +66,8 @@ _OWN = {
     "load_format": None,
     "custom_weight_loader": None,
     "weight_version": None,
+    "speculative_draft_load_format": None,
+    "enable_draft_weights_cpu_backup": None,
     "enable_memory_saver": None,
     "allow_auto_truncate": None,
     "skip_server_warmup": None,
@@ -75,8 +79,14 @@ _OWN = {
 }
 # Families of arguments that megarl does not support, by a pattern of their names, and the reason.
 _UNSUPPORTED = {
+    r"speculative_accept_threshold_": (
+        "it accepts drafted tokens that are not samples of the policy, so their log-probs would be wrong"
+    ),
+    r"speculative_token_map": (
+        "SGLang copies rows of the policy's output layer once, and the copy would not follow the trainer"
+    ),
     r"speculative_|decoupled_spec_|spec_trace_|.*_draft_|enable_multi_layer_eagle": (
-        "a draft model would keep its old weights when the trainer sends new ones"
+        "megarl has no test that its samples are those of the policy after a weight sync"
     ),
     r"(?!enable_quant_communications).*quant|modelopt_|kt_": (
         "quantized weights are not laid out as the trainer sends them, so the first weight sync would fail"
@@ -130,6 +140,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
     given = rollout.sglang.server_args
     refuse_own_server_args(given)
     _refuse_nameless_class(model.path)
+    has_draft = draft_folder(given) is not None
     longest = context_length(model.path)
     arguments: dict[str, Any] = {
         "model_path": model.path,
@@ -150,9 +161,12 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         **({"enable_return_routed_experts": True} if spec.returns_routes else {}),
         **({"enable_fp32_lm_head": True} if spec.fp32_lm_head else {}),
         **({} if spec.lora is None else server_arguments(spec.lora, on_cpu)),
+        # a draft model is no part of a weight sync, so its weights come from its folder
+        **({"speculative_draft_load_format": "auto"} if has_draft else {}),
     }
 
     if on_cpu:
+        _refuse_speculation(given)
         # On a CPU the cache is bounded in tokens, and attention and sampling are torch's own.
         arguments |= {
             "max_total_tokens": min(rollout.max_concurrency * longest, max(_CPU_CACHE_TOKENS, longest))
@@ -178,6 +192,9 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         if spec.release_memory:
             _refuse_breakable_graphs(given)
             arguments["enable_memory_saver"] = True
+            # No weight sync follows that would bring back the weights of a draft model.
+            if has_draft:
+                arguments["enable_draft_weights_cpu_backup"] = True
             if given.get("cuda_graph_backend_prefill") is None:
                 given = given | {"cuda_graph_backend_prefill": "disabled"}
 
@@ -243,6 +260,14 @@ def _refuse_breakable_graphs(given: Mapping[str, Any]) -> None:
     ]
     if problems:
         raise ConfigError("rollout.sglang.server_args", problems)
+
+
+def _refuse_speculation(given: Mapping[str, Any]) -> None:
+    if (algorithm := given.get(ALGORITHM)) is not None:
+        raise ConfigError(
+            "rollout.sglang.server_args",
+            [f"rollout.sglang.server_args.{ALGORITHM} is {algorithm!r}, but {ON_CPU}; remove it"],
+        )
 
 
 def _backend(config: Mapping[str, Any], phase: str) -> object:
@@ -314,6 +339,8 @@ def why_unsupported(name: str) -> str | None:
 
     The result is None if megarl sets the argument itself or passes it on.
     """
+    if name in SPECULATIVE_ARGUMENTS:
+        return None
     return next((reason for pattern, reason in _UNSUPPORTED.items() if re.match(pattern, name)), None)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -31,7 +33,7 @@ from megarl.config.schema import (
     TrainerConfig,
 )
 from megarl.models.architecture import Architecture
-from megarl.placement.memory import DeviceMemory, budget_problems, plan_memory, stage_parameters
+from megarl.placement.memory import DeviceMemory, Usage, budget_problems, plan_memory, stage_parameters
 from megarl.placement.plan import plan_placement
 
 QWEN_7B = Architecture(
@@ -224,6 +226,40 @@ def test_an_engine_takes_the_share_of_a_gpu_that_it_is_given() -> None:
     on_cpu = replace(run, device=Device.cpu)
     engine = plan_memory(on_cpu, plan_placement(on_cpu), EVERY_ROLE)[-1].phases["gen"]["rollout"]
     assert engine.kv_cache == 64 * 2048 * (2 * 28 * 4 * 128 * 2)
+
+
+def test_a_draft_model_takes_its_part_of_the_engines_memory(tmp_path: Path) -> None:
+    """Of two layers with 8 of 64 query heads' keys and values of 128, on two ranks; weights as in the folder."""
+    fields = {"vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 2, "num_attention_heads": 64}
+    fields |= {"num_key_value_heads": 8, "head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "model.safetensors").write_bytes(bytes(6000))
+    drafted = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
+
+    def usages(strategy: PlacementStrategy, server_args: dict[str, str]) -> tuple[Usage, int]:
+        run = config(strategy)
+        settings = SGLangConfig(server_args=server_args)
+        rollout = replace(run.rollout, engine=RolloutEngineKind.sglang, sglang=settings)
+        run = replace(run, rollout=rollout, device=Device.cuda)
+        device = plan_memory(run, plan_placement(run), EVERY_ROLE)[-1]
+        return device.phases["gen"]["rollout"], device.pinned["rollout"]
+
+    plain, _ = usages(PlacementStrategy.stand_alone, {})
+    with_draft, pinned = usages(PlacementStrategy.stand_alone, drafted)
+    assert with_draft.parameters - plain.parameters == 6000 // 2
+    assert with_draft.kv_cache - plain.kv_cache == 64 * 2048 * (2 * 2 * 4 * 128 * 2)
+    assert pinned == 0
+    # Engines that take turns with trainers keep a copy of the draft model on the host while they sleep.
+    assert usages(PlacementStrategy.fully_collocate, drafted)[1] == 6000 // 2
+    assert usages(PlacementStrategy.fully_collocate, {"speculative_algorithm": "NGRAM"})[1] == 0
+
+    # The share of a GPU is weights and cache of both models.
+    run = sglang()
+    rollout = replace(run.rollout, sglang=SGLangConfig(server_args={"mem_fraction_static": 0.6} | drafted))
+    shared = replace(run, rollout=rollout)
+    engine = plan_memory(shared, plan_placement(shared), EVERY_ROLE)[-1].phases["gen"]["rollout"]
+    assert engine.parameters == 2 * SIZE + 6000
+    assert engine.parameters + engine.kv_cache == int(0.6 * 72 * 2**30)
 
 
 def test_a_share_that_cannot_hold_a_row_is_a_problem() -> None:

@@ -15,6 +15,8 @@ from megarl.config.schema import (
     PPOConfig,
     ReshardingConfig,
     RolloutConfig,
+    RolloutEngineKind,
+    SGLangConfig,
     Transport,
 )
 from megarl.machine.errors import ConfigError
@@ -54,6 +56,25 @@ def test_auto(strategy: PlacementStrategy, num_nodes: int, expected: Transport) 
     assert choose_transport(run, plan) is expected
     assert choose_transport(config(strategy, num_nodes, expected), plan) is expected
     assert choose_transport(config(strategy, num_nodes, FOLDER), plan) is FOLDER
+
+
+@pytest.mark.parametrize("transport", [FOLDER, AUTO])
+def test_a_folder_is_refused_where_engines_have_a_draft_model(transport: Transport) -> None:
+    """SGLang loads a folder into all of its models."""
+    drafted = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "drafts/eagle"}
+    run = config(COLLOCATE, 1, transport, num_replicas=8 if transport is AUTO else 2)
+    plan = plan_placement(run)
+    assert choose_transport(run, plan) is FOLDER
+    for server_args, is_refused in ((drafted, True), ({"speculative_algorithm": "NGRAM"}, False)):
+        rollout = replace(
+            run.rollout, engine=RolloutEngineKind.sglang, sglang=SGLangConfig(server_args=server_args)
+        )
+        engines = replace(run, rollout=rollout)
+        if not is_refused:
+            assert choose_transport(engines, plan) is FOLDER
+            continue
+        with pytest.raises(ConfigError, match=r"speculative_draft_model_path.* load into the draft model"):
+            choose_transport(engines, plan)
 
 
 @pytest.mark.parametrize(

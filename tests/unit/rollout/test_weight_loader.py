@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.rollout.sglang.cpu_adaptations import empty_storages, refill_storages
-from megarl.rollout.sglang.loader import LoaderClient, RankLoader
+from megarl.rollout.sglang.loader import EngineModel, LoaderClient, RankLoader
 from megarl.weights.checksum import checksum
 from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
 from tests.plain_trainer import PlainTrainer, manifest_of
@@ -65,14 +65,16 @@ class Model(torch.nn.Module):
 class Scheduler:
     """Run the code of SGLang's processes, one rank after the other, in this process."""
 
-    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, models: Sequence[torch.nn.Module], drafts: Sequence[torch.nn.Module] = ()) -> None:
         self.models = list(models)
+        self.drafts = list(drafts)
         self._loaders = [RankLoader(CPU) for _ in models]
         self.silent_ranks: set[int] = set()
 
-    def send(self, tensors: list[tuple[str, torch.Tensor]], time_limit: bool) -> None:
+    def send(self, tensors: list[tuple[str, torch.Tensor]], time_limit: bool, selected: EngineModel) -> None:
         message = json.loads(bytes(tensors[0][1].numpy()))
-        for rank, (model, loader) in enumerate(zip(self.models, self._loaders, strict=True)):
+        models = self.models if selected == "target" else self.drafts
+        for rank, (model, loader) in enumerate(zip(models, self._loaders, strict=True)):
             if rank in self.silent_ranks:
                 continue
             try:
@@ -125,7 +127,7 @@ def client_of():
     clients = []
 
     def make(scheduler: Scheduler) -> LoaderClient:
-        clients.append(LoaderClient(scheduler.send, len(scheduler.models)))
+        clients.append(LoaderClient(scheduler.send, len(scheduler.models), bool(scheduler.drafts)))
         return clients[-1]
 
     yield make
@@ -169,6 +171,44 @@ def test_checksums_tell_which_tensor_is_wrong(client_of: Callable) -> None:
     assert {name for name, value in client.checksums().items() if value != true[name]} == {"k"}
     scheduler.models[1].norm.data[3] += 1
     with pytest.raises(WeightTransferError, match="different copies of norm"):
+        client.checksums()
+
+
+class Draft(torch.nn.Module):
+    """Head that shares the policy's embedding, as SGLang's `set_embed_and_head` does, and has a layer."""
+
+    def __init__(self, policy: Model) -> None:
+        super().__init__()
+        self.embed = policy.embed
+        self.fc = torch.nn.Parameter(torch.randn((6, 12), generator=torch.Generator().manual_seed(1)))
+
+
+def test_a_draft_model_stays_as_it_was_loaded_and_sees_the_policys_new_embedding(client_of: Callable) -> None:
+    weights = random_weights()
+    models = [Model(rank, 2) for rank in range(2)]
+    scheduler = Scheduler(models, [Draft(model) for model in models])
+    client = client_of(scheduler)
+    before = [draft.fc.detach().clone() for draft in scheduler.drafts]
+    trainer = trainer_of(client, weights)
+    for version, factor in ((1, 1.0), (2, 2.0)):
+        pushed = {name: tensor * factor for name, tensor in weights.items()}
+        trainer.push(pushed, version)
+        assert client.checksums() == {name: checksum(tensor) for name, tensor in pushed.items()}
+        embeds = [draft.embed.detach() for draft in scheduler.drafts]
+        assert torch.equal(torch.cat(embeds)[:7], pushed["embed"])
+    trainer.close()
+    assert all(torch.equal(draft.fc, fc) for draft, fc in zip(scheduler.drafts, before, strict=True))
+
+    # Memory that came back without the draft's weights.
+    scheduler.drafts[1].fc.data[2, 3] = 0.0
+    with pytest.raises(WeightTransferError, match="1 tensors of the draft model .* on rank 1 .*: fc$"):
+        client.checksums()
+    scheduler.drafts[1].fc.data.copy_(before[1])
+    client.checksums()
+
+    # An embedding of its own is no longer the policy's, also if it has the same elements.
+    scheduler.drafts[0].embed = torch.nn.Parameter(models[0].embed.detach().clone())
+    with pytest.raises(WeightTransferError, match="or no longer the policy's, on rank 0 .*: embed$"):
         client.checksums()
 
 

@@ -53,6 +53,14 @@ def test_an_answer_becomes_a_sample() -> None:
     assert read_sample(answer({"type": "stop", "matched": 11}, count=2), SAMPLING).finish_reason == "stop"
 
 
+def test_a_sample_counts_the_passes_that_verified_drafts() -> None:
+    """SGLang's own numbers, which it leaves out where it decodes one token at a time."""
+    length = {"type": "length", "length": 3}
+    drafted = {"spec_verify_ct": 2, "spec_accept_length": 1.5, "spec_accept_rate": 0.25}
+    assert read_sample(answer(length, **drafted), SAMPLING).num_verifications == 2
+    assert read_sample(answer(length), SAMPLING).num_verifications == 0
+
+
 def test_weight_versions_by_token() -> None:
     length = {"type": "length", "length": 3}
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]

@@ -23,6 +23,8 @@ from megarl.config.schema import (
     SamplingConfig,
     SGLangConfig,
 )
+from megarl.config.speculation import ALGORITHMS
+from megarl.config.speculation import ARGUMENTS as SPECULATIVE_ARGUMENTS
 from megarl.machine.errors import ConfigError
 from megarl.models.quantization import BLOCK_FP8
 from megarl.rollout.interface import RolloutEngineSpec
@@ -158,6 +160,63 @@ def test_sglang_cannot_release_breakable_graphs() -> None:
     assert "raise NotImplementedError" in breakable[breakable.index(saver) :][:400]
 
 
+def drafted(path: str = "drafts/eagle") -> SGLangConfig:
+    return SGLangConfig(server_args={"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": path})
+
+
+def test_a_draft_model_is_loaded_from_its_folder_and_kept(tmp_path: Path) -> None:
+    """The policy starts with dummy weights; released memory comes back with the policy's next weights, but a
+    draft model gets none, so SGLang keeps a copy of it on the host."""
+    arguments = build_server_args(spec(tmp_path, Device.cuda, sglang=drafted()))
+    assert arguments["speculative_algorithm"] == "EAGLE3"
+    assert (arguments["load_format"], arguments["speculative_draft_load_format"]) == ("dummy", "auto")
+    assert "enable_draft_weights_cpu_backup" not in arguments
+    shared = build_server_args(spec(tmp_path, Device.cuda, release_memory=True, sglang=drafted()))
+    assert shared["enable_draft_weights_cpu_backup"] is True
+    assert "enable_weights_cpu_backup" not in shared
+
+    ngram = SGLangConfig(server_args={"speculative_algorithm": "NGRAM"})
+    arguments = build_server_args(spec(tmp_path, Device.cuda, release_memory=True, sglang=ngram))
+    assert arguments["speculative_algorithm"] == "NGRAM"
+    assert not {"speculative_draft_load_format", "enable_draft_weights_cpu_backup"} & arguments.keys()
+    for name in ("speculative_draft_load_format", "enable_draft_weights_cpu_backup"):
+        with pytest.raises(ConfigError, match=f"{name} is set by megarl"):
+            refuse_unknown_server_args({name: True})
+
+
+def test_speculative_decoding_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is 'EAGLE3', but on a CPU SGLang takes the most likely token"):
+        build_server_args(spec(tmp_path, sglang=drafted()))
+
+
+def sglang_text(*path: str) -> str:
+    return Path(str(find_spec("sglang").origin)).parent.joinpath("srt", *path).read_text()
+
+
+def test_sglang_treats_draft_models_as_assumed() -> None:
+    """Evidence in its source, without a GPU on which it could run them."""
+    names = re.search(
+        r"class SpeculativeAlgorithm\(Enum\):(.*?)def ", sglang_text("speculative", "spec_info.py"), re.S
+    )
+    assert names is not None
+    assert {f"{name} = auto()" for name in ALGORITHMS} <= {line.strip() for line in names[1].splitlines()}
+
+    # On a CPU, the verification ignores the temperature.
+    verify = sglang_text("speculative", "eagle_utils.py")
+    assert "return is_all_greedy or is_cpu" in verify
+    # The copy on the host of a draft model's released weights.
+    loading = sglang_text("model_executor", "model_runner_components", "load_model_utils.py")
+    assert "is_draft_worker and get_exec().features.enable_draft_weights_cpu_backup" in loading
+    # A folder goes into every model, while tensors go into the selected one.
+    updater = sglang_text("managers", "scheduler_components", "weight_updater.py")
+    from_disk = updater[updater.index("def update_weights_from_disk") :][:700]
+    assert "in self._select_runners():" in from_disk
+    from_tensor = updater[updater.index("def update_weights_from_tensor") :][:1200]
+    assert "in self._select_runners(recv_req.selector):" in from_tensor
+    # Sizes are chosen only if none is given.
+    assert "cfg.speculative_eagle_topk is None" in sglang_text("arg_groups", "speculative_hook.py")
+
+
 def test_logits_in_float32_are_the_trainers_choice(tmp_path: Path) -> None:
     asked = spec(tmp_path, Device.cuda)
     assert "enable_fp32_lm_head" not in build_server_args(asked)
@@ -242,6 +301,7 @@ def test_the_arguments_that_are_read_from_its_source_are_those_of_sglang(forked_
 
 
 PASSED_ON = {  # names that resemble an unsupported feature, but are supported
+    *SPECULATIVE_ARGUMENTS,
     "enable_quant_communications",
     "kv_cache_dtype",
     "mm_enable_dp_encoder",
@@ -252,8 +312,11 @@ PASSED_ON = {  # names that resemble an unsupported feature, but are supported
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("speculative_algorithm", "draft model"),
-        ("speculative_draft_model_path", "draft model"),
+        ("speculative_accept_threshold_single", "not samples of the policy"),
+        ("speculative_accept_threshold_acc", "not samples of the policy"),
+        ("speculative_token_map", "would not follow the trainer"),
+        ("speculative_dflash_block_size", "no test that its samples are those of the policy"),
+        ("enable_multi_layer_eagle", "no test that its samples are those of the policy"),
         ("modelopt_quant", "quantized weights"),
         ("enable_lora", "adapters"),
         ("lora_paths", "adapters"),

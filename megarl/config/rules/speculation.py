@@ -1,0 +1,203 @@
+"""Rules for speculative decoding (`rollout.sglang.server_args.speculative_*`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config.schema import Device, EngineDType, PPOConfig, RolloutEngineKind, RoutingReplay
+from megarl.config.speculation import (
+    ALGORITHM,
+    ALGORITHMS,
+    DRAFT,
+    ON_CPU,
+    PREFIX,
+    SECTION,
+    STEPS,
+    TOKENS,
+    TOP_K,
+    Algorithm,
+    algorithm_name,
+    draft_of,
+)
+from megarl.config.violation import Violation, Violations
+from megarl.machine.errors import ConfigError
+from megarl.models.architecture import Architecture
+from megarl.models.draft import read_draft
+
+_ALGORITHM = f"{SECTION}.{ALGORITHM}"
+_DRAFT = f"{SECTION}.{DRAFT}"
+_FURTHER_TOKENS = (
+    "the layers of model.path that predict further tokens are neither trained nor sent to engines; set "
+    f"{ALGORITHM} to EAGLE, EAGLE3 or STANDALONE with a draft model in a folder of its own, or to NGRAM"
+)
+
+
+def run(config: PPOConfig) -> Violations:
+    """Check the algorithm, its draft model and sizes, and what a run cannot combine with it."""
+    given = config.rollout.sglang.server_args
+    if not (names := sorted(name for name in given if name.startswith(PREFIX))):
+        return
+
+    if given.get(ALGORITHM) is None:
+        keys = tuple(f"{SECTION}.{name}" for name in names)
+        yield Violation(keys, f"have no effect without {ALGORITHM}; set it to {_known()}, or remove them")
+        return
+
+    name = algorithm_name(given) or ""
+    if (algorithm := ALGORITHMS.get(name)) is None:
+        reason = _FURTHER_TOKENS if name == "NEXTN" else f"use {_known()}"
+        yield Violation((_ALGORITHM,), f"is {given[ALGORITHM]!r}, which megarl does not support: {reason}")
+        return
+
+    yield from _draft(config, name, algorithm)
+    yield from _sizes(given, algorithm)
+    yield from _combined(config, name, algorithm)
+
+
+def fits_model(config: PPOConfig, policy: Architecture) -> Violations:
+    """Check that the draft model has the policy's vocabulary, and can read its hidden states."""
+    folder = draft_of(config.rollout)
+    if folder is None or not os.path.isfile(os.path.join(folder, "config.json")):
+        return  # rules.machine reports a missing folder
+    try:
+        draft = read_draft(folder)
+    except ConfigError as error:
+        yield from (Violation((_DRAFT,), f"{error.source}: {problem}") for problem in error.problems)
+        return
+
+    name = algorithm_name(config.rollout.sglang.server_args) or ""
+    if draft.vocab_size != policy.vocab_size:
+        yield Violation(
+            (_DRAFT, "model.path"),
+            f"the draft model {folder!r} has vocab_size {draft.vocab_size}, the policy {policy.vocab_size}, "
+            "but the policy reads its tokens; use a draft model with the policy's vocabulary",
+        )
+
+    width = policy.hidden_size
+    read = draft.target_hidden_size if name == "EAGLE3" else draft.hidden_size
+    if ALGORITHMS[name].reads_policy and read != width:
+        yield Violation(
+            (_DRAFT, "model.path"),
+            f"the draft model {folder!r} reads hidden states of {read}, but the policy's have {width}; use a "
+            f"draft model that was trained for {config.model.path}",
+        )
+
+    if draft.is_quantized:
+        yield Violation(
+            (_DRAFT,),
+            f"{folder!r} is quantized, but SGLang gets the draft model in model.dtype; use a folder with "
+            "weights in bfloat16",
+        )
+
+    tensor = config.rollout.tensor_parallel_size
+    if draft.num_attention_heads % tensor:
+        yield Violation(
+            (_DRAFT, "rollout.tensor_parallel_size"),
+            f"num_attention_heads {draft.num_attention_heads} of the draft model {folder!r} does not divide "
+            f"by tensor_parallel_size {tensor}; use a divisor of {draft.num_attention_heads}",
+        )
+
+
+def _draft(config: PPOConfig, name: str, algorithm: Algorithm) -> Violations:
+    folder = config.rollout.sglang.server_args.get(DRAFT)
+    if not algorithm.has_draft:
+        if folder is not None:
+            yield Violation(
+                (_DRAFT, _ALGORITHM),
+                f"is set, but {name} drafts from earlier tokens, without a model; remove it",
+            )
+        return
+
+    if folder is None or folder == config.model.path:
+        what = "is not set" if folder is None else "is model.path"
+        yield Violation((_DRAFT, _ALGORITHM), f"{what}, but {name} needs a draft model: {_FURTHER_TOKENS}")
+    elif not isinstance(folder, str):
+        yield Violation((_DRAFT,), f"is {folder!r}, but must be the path of a folder")
+
+
+def _sizes(given: Mapping[str, Any], algorithm: Algorithm) -> Violations:
+    """Check the sizes of a draft, which SGLang chooses if none is given."""
+    sizes = {name: given.get(name) for name in (STEPS, TOP_K, TOKENS)}
+    for name, size in sizes.items():
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            yield Violation((f"{SECTION}.{name}",), f"is {size!r}, but must be a positive integer")
+            return
+
+    steps, top_k, tokens = sizes.values()
+    if not algorithm.has_draft:
+        for name in (STEPS, TOP_K):
+            if sizes[name] is not None:
+                yield Violation(
+                    (f"{SECTION}.{name}",),
+                    f"has no effect with NGRAM; use {TOKENS} and speculative_ngram_max_bfs_breadth",
+                )
+        if tokens == 1:
+            message = "is 1, which is the policy's own token alone; use 2 or more"
+            yield Violation((f"{SECTION}.{TOKENS}",), message)
+        return
+
+    if steps is None and top_k is None and tokens is None:
+        return
+    keys = tuple(f"{SECTION}.{name}" for name in sizes)
+    if steps is None or top_k is None or tokens is None:
+        absent = ", ".join(name for name, size in sizes.items() if size is None)
+        yield Violation(keys, f"{absent} missing: set all three, or none, and SGLang chooses them")
+        return
+
+    # The tokens to verify are the policy's last one and the best of the tree, a chain if each has one child.
+    most = 1 + top_k + (steps - 1) * top_k**2
+    if top_k == 1 and tokens != most:
+        yield Violation(
+            keys,
+            f"with {TOP_K} 1, {steps} steps draft {steps} tokens, and one is verified with them; use "
+            f"{TOKENS} {most}",
+        )
+    elif tokens > most:
+        yield Violation(
+            keys,
+            f"{TOKENS} is {tokens}, but {steps} steps with {TOP_K} {top_k} give at most {most}; use {most} "
+            "or fewer",
+        )
+
+
+def _combined(config: PPOConfig, name: str, algorithm: Algorithm) -> Violations:
+    """Check what else the run asks of its engines."""
+    if config.rollout.engine is not RolloutEngineKind.sglang:
+        yield Violation(
+            (_ALGORITHM, "rollout.engine"),
+            f"is {name}, but the engine {config.rollout.engine.value} decodes one token at a time; use "
+            "rollout.engine=sglang, or remove it",
+        )
+    if config.device is Device.cpu:
+        yield Violation((_ALGORITHM, "device"), f"is {name}, but {ON_CPU}; use device=cuda, or remove it")
+    if algorithm.has_draft and config.rollout.dtype is EngineDType.fp8:
+        yield Violation(
+            (_ALGORITHM, "rollout.dtype"),
+            f"is {name}, but with fp8 SGLang would read the draft model's weights as FP8, too; use "
+            "rollout.dtype=model, or NGRAM",
+        )
+    if config.engine.routing_replay is RoutingReplay.rollout:
+        yield Violation(
+            (_ALGORITHM, "engine.routing_replay"),
+            f"is {name}, but SGLang records routes by a token's place in its cache, which rejected tokens "
+            "share with others; use engine.routing_replay=trainer, or remove it",
+        )
+    if config.actor.served_adapters is not None:
+        yield Violation(
+            (_ALGORITHM, "actor.lora.sync"),
+            f"is {name}, which is not supported with adapters that the engine applies; use "
+            "actor.lora.sync=merged, or remove it",
+        )
+    if name == "NGRAM" and config.rollout.sglang.deterministic:
+        yield Violation(
+            (_ALGORITHM, "rollout.sglang.deterministic"),
+            "is NGRAM, whose drafts depend on what the engine generated before, and with them the random "
+            "numbers of a sample; use a draft model, or deterministic=false",
+        )
+
+
+def _known() -> str:
+    *most, last = ALGORITHMS
+    return f"{', '.join(most)} or {last}"
