@@ -16,6 +16,7 @@ from pathlib import Path
 from megarl.config.paths import checkpoint_path
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig
+from megarl.config.speculation import draft_of
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.daemons import OBJECT_STORE_MB
 from megarl.controller.inspection import ClusterReport, NodeReport, Software, here, inspect_cluster
@@ -88,6 +89,8 @@ def _files_of(subject: ExaminedRun) -> Generator[list[str]]:
     if isinstance(subject.config, PPOConfig):
         paths += [str(Path(function.path).absolute()) for function in subject.config.reward.functions]
         paths += [str(Path(judge.prompt).absolute()) for judge in subject.config.reward.judges]
+        draft = draft_of(subject.config.rollout)
+        paths += [] if draft is None else [str(Path(draft).absolute())]
 
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # reported by the check of the checkpoints

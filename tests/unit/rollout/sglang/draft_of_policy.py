@@ -107,6 +107,33 @@ def client_of(updater: Any) -> LoaderClient:
     return LoaderClient(send, 1, has_draft=True)
 
 
+def verified_log_probs(temperature: float | None) -> dict[str, list[float]]:
+    """Return the log-probs that SGLang records of two requests' accepted tokens, and log_softmax(logits /
+    temperature) of these tokens in float64. Without a temperature, sampling is greedy.
+
+    Each request verifies three positions: of the first request it accepts two, of the second one three.
+    """
+    from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+
+    logits = torch.randn((6, 11), generator=torch.Generator().manual_seed(3)) * 4
+    predicted = torch.tensor([3, 7, 0, 10, 2, 5], dtype=torch.int32)
+    accepted = torch.tensor([[0, 1, -1], [3, 4, 5]], dtype=torch.int32)
+    output = SimpleNamespace(next_token_logits=logits.clone())
+    batch = SimpleNamespace(
+        seq_lens=torch.tensor([5, 9]),
+        sampling_info=SimpleNamespace(
+            is_all_greedy=temperature is None, temperatures=torch.full((2, 1), temperature or 1.0)
+        ),
+        top_logprobs_nums=None,
+        token_ids_logprobs=None,
+    )
+    compute_spec_logprobs(batch, output, predicted, accept_index=accepted)
+    rows = accepted[accepted >= 0].long()
+    expected = (logits.double() / (temperature or 1.0)).log_softmax(-1)[rows, predicted[rows].long()]
+    recorded = output.next_token_logprobs[accepted >= 0]
+    return {"recorded": recorded.tolist(), "expected": expected.tolist()}
+
+
 def main(algorithm: str, rendezvous: str, folders: list[Path]) -> None:
     cpu_adaptations.install_in_arguments()
     cpu_adaptations.name_the_cpu_as_device()
@@ -140,7 +167,9 @@ def main(algorithm: str, rendezvous: str, folders: list[Path]) -> None:
         client.checksums()
     except WeightTransferError as error:
         failure = str(error)
-    print(json.dumps({"embeds": embeds, "unchanged": unchanged, "failure": failure}), flush=True)
+    log_probs = [verified_log_probs(temperature) for temperature in (None, 1.0, 0.5)]
+    result = {"embeds": embeds, "unchanged": unchanged, "failure": failure, "log_probs": log_probs}
+    print(json.dumps(result), flush=True)
     client.close()
 
 

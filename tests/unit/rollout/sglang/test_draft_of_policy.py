@@ -66,3 +66,7 @@ def test_a_weight_sync_leaves_the_draft_model_alone(
     assert ("lm_head.weight" in unchanged) is not shares_head
     assert "1 tensors of the draft model are no longer as they were loaded" in result["failure"]
     assert result["failure"].endswith("on rank 0 of the engine: model.fc.weight")
+    # Recorded log-probs are the policy's, at the configured temperature.
+    for log_probs in result["log_probs"]:
+        assert len(log_probs["recorded"]) == 5
+        assert log_probs["recorded"] == pytest.approx(log_probs["expected"], abs=1e-5)
