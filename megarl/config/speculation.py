@@ -18,6 +18,7 @@ DRAFT = "speculative_draft_model_path"
 STEPS = "speculative_num_steps"
 TOP_K = "speculative_eagle_topk"
 TOKENS = "speculative_num_draft_tokens"
+REJECTION = "speculative_use_rejection_sampling"
 
 # why a CPU cannot use it
 ON_CPU = "on a CPU SGLang takes the most likely token at any temperature, which is not a sample of the policy"
@@ -53,7 +54,7 @@ ARGUMENTS = frozenset(
         "speculative_attention_mode",
         "speculative_draft_attention_backend",
         "speculative_draft_kv_cache_dtype",
-        "speculative_use_rejection_sampling",
+        REJECTION,
         "speculative_ngram_min_bfs_breadth",
         "speculative_ngram_max_bfs_breadth",
         "speculative_ngram_match_type",

@@ -24,6 +24,7 @@ class DraftModel:
     """The sizes of a draft model.
 
     Attributes:
+        draft_vocab_size: The number of tokens that it may propose.
         target_hidden_size: The width of the policy's hidden states, if the draft reads them.
         latent_size: The numbers that the cache keeps of a token in a layer with latent attention; 0 without.
         is_quantized: Whether its folder has quantized weights.
@@ -31,6 +32,7 @@ class DraftModel:
     """
 
     vocab_size: int
+    draft_vocab_size: int
     hidden_size: int
     target_hidden_size: int
     num_hidden_layers: int
@@ -76,6 +78,7 @@ def read_draft(folder: str) -> DraftModel:
     latent = config.get("kv_lora_rank") or 0
     return DraftModel(
         vocab_size=config["vocab_size"],
+        draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
         hidden_size=config["hidden_size"],
         target_hidden_size=config.get("target_hidden_size") or config["hidden_size"],
         num_hidden_layers=config["num_hidden_layers"],

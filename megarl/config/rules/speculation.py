@@ -13,6 +13,7 @@ from megarl.config.speculation import (
     DRAFT,
     ON_CPU,
     PREFIX,
+    REJECTION,
     SECTION,
     STEPS,
     TOKENS,
@@ -37,7 +38,8 @@ _FURTHER_TOKENS = (
 def run(config: PPOConfig) -> Violations:
     """Check the algorithm, its draft model and sizes, and what a run cannot combine with it."""
     given = config.rollout.sglang.server_args
-    if not (names := sorted(name for name in given if name.startswith(PREFIX))):
+    names = sorted(name for name, value in given.items() if name.startswith(PREFIX) and value is not None)
+    if not names:
         return
 
     if given.get(ALGORITHM) is None:
@@ -82,6 +84,13 @@ def fits_model(config: PPOConfig, policy: Architecture) -> Violations:
             (_DRAFT, "model.path"),
             f"the draft model {folder!r} reads hidden states of {read}, but the policy's have {width}; use a "
             f"draft model that was trained for {config.model.path}",
+        )
+
+    if config.rollout.sglang.server_args.get(REJECTION) and draft.draft_vocab_size != draft.vocab_size:
+        yield Violation(
+            (f"{SECTION}.{REJECTION}", _DRAFT),
+            f"is true, but the draft model {folder!r} proposes {draft.draft_vocab_size} of the "
+            f"{draft.vocab_size} tokens, and SGLang compares all probabilities; remove it",
         )
 
     if draft.is_quantized:
@@ -172,6 +181,12 @@ def _combined(config: PPOConfig, name: str, algorithm: Algorithm) -> Violations:
         )
     if config.device is Device.cpu:
         yield Violation((_ALGORITHM, "device"), f"is {name}, but {ON_CPU}; use device=cuda, or remove it")
+    given = config.rollout.sglang.server_args
+    if given.get(REJECTION) and not (algorithm.reads_policy and given.get(TOP_K) == 1):
+        yield Violation(
+            (f"{SECTION}.{REJECTION}", _ALGORITHM),
+            f"is true, which SGLang has for EAGLE and EAGLE3 with {TOP_K} 1 only; set them, or remove it",
+        )
     if algorithm.has_draft and config.rollout.dtype is EngineDType.fp8:
         yield Violation(
             (_ALGORITHM, "rollout.dtype"),

@@ -33,11 +33,12 @@ def run(tmp_path: Path, server_args: dict[str, Any], *overrides: str, **draft: A
 @pytest.mark.parametrize(
     "server_args",
     [
+        {"speculative_algorithm": None},
         {"speculative_algorithm": "NGRAM"},
         {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 8},
         {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "DRAFT"},
         EAGLE,
-        EAGLE | dict(zip(SIZES, (3, 1, 4), strict=True)),
+        EAGLE | dict(zip(SIZES, (3, 1, 4), strict=True)) | {"speculative_use_rejection_sampling": True},
         EAGLE | dict(zip(SIZES, (5, 4, 8), strict=True)) | {"speculative_algorithm": "EAGLE"},
     ],
 )
@@ -73,6 +74,7 @@ def test_algorithms_that_are_accepted(tmp_path: Path, server_args: dict[str, Any
         # The root, two tokens of the first step, and two for each of the two branches in the second one.
         (EAGLE | dict(zip(SIZES, (2, 2, 8), strict=True)), [], "give at most 7; use 7 or fewer"),
         ({"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}, [], "has no effect with NGRAM"),
+        (EAGLE | {"speculative_use_rejection_sampling": True}, [], "with speculative_eagle_topk 1 only; set"),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 1}, [], "use 2 or more"),
         (
             EAGLE,
@@ -132,6 +134,12 @@ def test_draft_models_that_do_not_fit(
     [found] = run(tmp_path, given, *sizes, **draft)
     assert said in found
     assert found.startswith(f"{SECTION}.speculative_draft_model_path")
+
+
+def test_rejection_sampling_needs_a_draft_with_all_tokens(tmp_path: Path) -> None:
+    given = EAGLE | dict(zip(SIZES, (3, 1, 4), strict=True)) | {"speculative_use_rejection_sampling": True}
+    [found] = run(tmp_path, given, draft_vocab_size=50)
+    assert "proposes 50 of the 101 tokens" in found
 
 
 def test_a_draft_of_another_width_than_the_policy_is_accepted_where_it_reads_none_of_it(
