@@ -85,6 +85,7 @@ PPO_RULES: Mapping[Callable[[PPOConfig], Violations], Keys] = {
     rollout.generation_ahead: ("rollout.max_staleness",),
     fp8.run: (),
     speculation.run: (),
+    data.curriculum: (),
     reward.something_scores: (),
     judges.judges: (),
     agent.episodes: ("rollout.max_staleness", "agent.max_turn_tokens", "data.max_response_length"),

@@ -6,6 +6,7 @@ Training uses an endless, shuffled, resumable iterator over a data set, validati
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +20,7 @@ from megarl.data.files import DataError
 from megarl.data.tables import RowIdentity
 
 _log = logging.getLogger(__name__)
+EPOCHS = "epochs"
 
 
 class RowSource(Protocol):
@@ -72,8 +74,140 @@ def parts_of(files: Sequence[str], weights: Sequence[float], row_files: Sequence
     return parts
 
 
-class BatchLoader:
-    """Yields `batch_size` rows at a time, forever.
+class RowLoader(ABC):
+    """Yields `batch_size` rows at a time, forever. Subclasses decide their order.
+
+    The uid of a row identifies this use of it: a row that occurs twice in one batch counts as two prompts.
+
+    Attributes:
+        order: Its name in errors and in the state.
+        reads_scores: Whether it depends on scores, by `update`.
+    """
+
+    order = EPOCHS
+    reads_scores = False
+
+    def __init__(self, dataset: RowSource, batch_size: int) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size} must be at least 1")
+        self._dataset = dataset
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[DataProto]:
+        return self
+
+    def __next__(self) -> DataProto:
+        return self.take(self._batch_size)
+
+    @abstractmethod
+    def take(self, num_wanted: int) -> DataProto:
+        """Return the next `num_wanted` rows. A step may need some in addition to its batch."""
+
+    def update(self, scores: Mapping[str, Sequence[float]]) -> None:
+        """Adapt the order to the scores of a step's samples, by the uid of their row.
+
+        Only orders with `reads_scores` have this method.
+        """
+        raise NotImplementedError
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the order."""
+        return {}
+
+    @property
+    @abstractmethod
+    def num_served(self) -> int:
+        """The number of rows served since the beginning of the data."""
+
+    # ---- for checkpoints
+
+    @property
+    @abstractmethod
+    def position(self) -> Any:
+        """The place in the order before the next row, for `state_at`."""
+
+    @abstractmethod
+    def state_at(self, position: Any, num_rows: int = 0) -> dict[str, Any]:
+        """Return the state of a loader that has served `num_rows` rows since it had `position`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state_at(self.position)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the row after the last one served. The batch size may differ.
+
+        Raises:
+            ValueError: The rows, or what decides their order, differ; or the state lacks one of them.
+        """
+        # Checkpoints of epochs do not contain the name of their order.
+        if (before := state.get("order", EPOCHS)) != self.order:
+            raise ValueError(
+                f"cannot resume the data: the checkpoint was written with the curriculum {before}, this run "
+                f"has {self.order}; use the same data.curriculum, or start without resuming"
+            )
+        if missing := sorted({"num_served", *self._identity()} - state.keys()):
+            raise ValueError(
+                f"cannot resume the data: the checkpoint does not contain {', '.join(missing)}; it is "
+                f"damaged "
+                f"or from another version, so start "
+                "without resuming, or with the version that wrote it"
+            )
+
+        state = self._with_known_rows(state)
+        for name, now in self._identity().items():
+            if state[name] != now:
+                raise ValueError(
+                    f"cannot resume the data: the checkpoint was written with {name}={state[name]}, this "
+                    f"run has {now}; "
+                    "use the same data files, data.train_weights, data.seed and data.shuffle, or start "
+                    "without resuming"
+                )
+        self._restore(state)
+
+    @abstractmethod
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of the same rows and the same order."""
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what decides the rows and their order."""
+        return {"num_rows": len(self._dataset), "rows": self._dataset.identity.rows}
+
+    def _chat_state(self) -> dict[str, Any]:
+        """Return what the tokens of the rows depend on, which may differ when a run resumes."""
+        _, tokens, chat_time = self._dataset.identity
+        return {"tokens": tokens, "chat_time": chat_time}
+
+    def _with_known_rows(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Compare the tokens of the rows with the saved ones.
+
+        Returns the state with the fingerprint of the rows themselves. Different tokens for the same rows
+        cause a warning and do not prevent resuming.
+
+        Checkpoints of older versions contain the fingerprint of the tokens as `rows`.
+        """
+        rows, tokens, _ = self._dataset.identity
+        # The rows are compared by their own content, so different tokens only cause a warning.
+        if "tokens" in state:
+            if None not in (tokens, state["tokens"]) and state["tokens"] != tokens:
+                _log.warning(
+                    "the rows of the data are those of the checkpoint, but their tokens differ: the "
+                    "tokenizer, its chat template or "
+                    "transformers has changed since then"
+                )
+            return state
+
+        if tokens is None:
+            _log.warning(
+                "the checkpoint is from a version that identified rows by their tokens, which change with "
+                "the date because the chat template writes it: whether "
+                "the data files are the same cannot be verified"
+            )
+
+        return {**state, "rows": rows} if tokens in (None, state["rows"]) else state
+
+
+class BatchLoader(RowLoader):
+    """Serves the rows in epochs.
 
     Each epoch contains every row once. A batch may span the end of an epoch, so no row is dropped and all
     batches are full.
@@ -82,17 +216,13 @@ class BatchLoader:
     its weight, so any sequence of rows approximates the weights as closely as whole rows allow.
 
     The order of an epoch depends only on the seed and the epoch, and the order of parts only on the weights,
-    so the complete state is the number of rows served from each part. The uid of a row is `epoch-row`: a row
-    that occurs twice in one batch (of a small data set) counts as two prompts.
+    so the position is the number of rows served from each part. The uid of a row is `epoch-row`.
     """
 
     def __init__(
         self, dataset: RowSource, batch_size: int, *, shuffle: bool, seed: int, parts: Sequence[Share] = ()
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} must be at least 1")
-        self._dataset = dataset
-        self._batch_size = batch_size
+        super().__init__(dataset, batch_size)
         self._shuffle = shuffle
         self._seed = seed
         self._parts = list(parts) or [Share(len(dataset), 1.0)]
@@ -107,14 +237,7 @@ class BatchLoader:
             served // part.num_rows for served, part in zip(self._num_served, self._parts, strict=True)
         )
 
-    def __iter__(self) -> Iterator[DataProto]:
-        return self
-
-    def __next__(self) -> DataProto:
-        return self.take(self._batch_size)
-
     def take(self, num_wanted: int) -> DataProto:
-        """Return the next `num_wanted` rows. A step may need some in addition to its batch."""
         indices: list[int] = []
         uids: list[str] = []
 
@@ -156,97 +279,41 @@ class BatchLoader:
     def _order(self, number: int, epoch: int) -> list[int]:
         """Return the order of the rows of a part, numbered from 0."""
         if self._orders.get(number, (None,))[0] != epoch:
-            num_rows = self._parts[number].num_rows
-            chance = np.random.default_rng([self._seed, epoch, number])
-            order = chance.permutation(num_rows) if self._shuffle else np.arange(num_rows)
-            self._orders[number] = epoch, order.tolist()
+            order = epoch_order(self._parts[number].num_rows, [self._seed, epoch, number], self._shuffle)
+            self._orders[number] = epoch, order
         return self._orders[number][1]
 
     @property
     def num_served(self) -> int:
-        """The number of rows served since the beginning of the data."""
         return sum(self._num_served)
 
-    def state_dict(self) -> dict[str, Any]:
-        _, tokens, chat_time = self._dataset.identity
-        return {
-            "num_served": list(self._num_served),
-            **self._identity(),
-            "tokens": tokens,
-            "chat_time": chat_time,
-        }
+    @property
+    def position(self) -> tuple[int, ...]:
+        return tuple(self._num_served)
 
-    def state_after(self, state: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
-        """Return the state of a loader that has served `num_rows` rows since it had `state`."""
-        served = list(state["num_served"])
+    def state_at(self, position: Sequence[int], num_rows: int = 0) -> dict[str, Any]:
+        served = list(position)
         for _ in range(num_rows):
             served[self._furthest_behind(served)] += 1
-        return {**state, "num_served": served}
+        return {"num_served": served, **self._identity(), **self._chat_state()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the row after the last one served. The batch size may differ.
-
-        Raises:
-            ValueError: The rows, weights, seed or `shuffle` differ, so the order would change; or the state
-                lacks one of them.
-        """
-        if missing := sorted({"num_served", *self._identity()} - state.keys()):
-            raise ValueError(
-                f"cannot resume the data: the checkpoint does not contain {', '.join(missing)}; it is "
-                f"damaged "
-                f"or from another version, so start "
-                "without resuming, or with the version that wrote it"
-            )
-
-        state = self._with_known_rows(state)
-        for name, now in self._identity().items():
-            if state[name] != now:
-                raise ValueError(
-                    f"cannot resume the data: the checkpoint was written with {name}={state[name]}, this "
-                    f"run has {now}; "
-                    "use the same data files, data.train_weights, data.seed and data.shuffle, or start "
-                    "without resuming"
-                )
-
+    def _restore(self, state: Mapping[str, Any]) -> None:
         # Orders follow from seed, epoch and part, so the counts suffice to restore the position.
         self._num_served = list(state["num_served"])
 
-    def _with_known_rows(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Compare the tokens of the rows with the saved ones.
-
-        Returns the state with the fingerprint of the rows themselves. Different tokens for the same rows
-        cause a warning and do not prevent resuming.
-
-        Checkpoints of older versions contain the fingerprint of the tokens as `rows`.
-        """
-        rows, tokens, _ = self._dataset.identity
-        # The rows are compared by their own content, so different tokens only cause a warning.
-        if "tokens" in state:
-            if None not in (tokens, state["tokens"]) and state["tokens"] != tokens:
-                _log.warning(
-                    "the rows of the data are those of the checkpoint, but their tokens differ: the "
-                    "tokenizer, its chat template or "
-                    "transformers has changed since then"
-                )
-            return state
-
-        if tokens is None:
-            _log.warning(
-                "the checkpoint is from a version that identified rows by their tokens, which change with "
-                "the date because the chat template writes it: whether "
-                "the data files are the same cannot be verified"
-            )
-
-        return {**state, "rows": rows} if tokens in (None, state["rows"]) else state
-
     def _identity(self) -> dict[str, Any]:
         return {
-            "num_rows": len(self._dataset),
-            "rows": self._dataset.identity.rows,
+            **super()._identity(),
             "parts": [list(part) for part in self._parts],
             "shuffle": self._shuffle,
             "seed": self._seed,
         }
+
+
+def epoch_order(num_rows: int, seed: Sequence[int], shuffle: bool) -> list[int]:
+    """Return the order of the rows of an epoch."""
+    order = np.random.default_rng(seed).permutation(num_rows) if shuffle else np.arange(num_rows)
+    return order.tolist()
 
 
 def train_loader(

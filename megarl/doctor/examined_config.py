@@ -18,7 +18,7 @@ from megarl.doctor.check_result import DATA, CheckResult, Status
 from megarl.doctor.checked_config import Checked, Inputs, find_inputs, find_on_hub, problems_of, refuse
 from megarl.doctor.inputs import ROWS, findings
 
-_CODE_KEYS = ("reward.functions", "reward.judges", "agent", "algorithm")
+_CODE_KEYS = ("reward.functions", "reward.judges", "agent", "algorithm", "data.curriculum")
 
 
 def load_for_run[Run: RunConfig](

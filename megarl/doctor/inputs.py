@@ -6,7 +6,8 @@ The inputs are model folders, tokenizers and chat templates, data files and rewa
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,8 @@ from megarl.config.schema import (
     SFTDataConfig,
 )
 from megarl.data.chat_clock import reads_clock
+from megarl.data.curriculum import KEY as SAMPLER_KEY
+from megarl.data.curriculum import load_sampler
 from megarl.data.files import DataError, open_file
 from megarl.data.images import ImageProcessor
 from megarl.data.pairs import pair_encoder
@@ -71,6 +74,7 @@ _EXAMPLES = {
 MODELS = "models"
 TOKENIZERS = "tokenizers"
 FUNCTIONS = "functions of the algorithm"
+SAMPLER = "curriculum sampler"
 DEVICES = "devices"
 ROWS = 256  # number of rows of each file that are rendered
 
@@ -149,6 +153,9 @@ def findings(
 
     if not any(key.endswith(".function") or key == "algorithm" for key in skipped):
         yield from judge_functions(config.algorithm)
+    sampler = config.data.curriculum.sampler
+    if sampler is not None and not any(key.startswith("data.curriculum") for key in skipped):
+        yield judge_sampler(sampler)
 
 
 def judge_device(config: Config) -> CheckResult:
@@ -383,17 +390,65 @@ def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -
         "of such a function"
     )
 
-    # User functions run in a separate process, which is ended after the time limit.
+    yield _judge_code(
+        FUNCTIONS,
+        "algorithm",
+        names,
+        hint,
+        partial(try_functions, algorithm),
+        "on two samples",
+        "loads, and returns values for two samples",
+        limit_s,
+    )
+
+
+def judge_sampler(reference: str, limit_s: float = LOAD_LIMIT_S) -> CheckResult:
+    """Load a custom sampler of a curriculum, in a process with a time limit."""
+    return _judge_code(
+        SAMPLER,
+        SAMPLER_KEY,
+        reference,
+        "fix the file, or remove the key; docs/data.md describes the methods of such a class",
+        partial(_load_sampler, reference),
+        "while it is loaded",
+        "loads, and has the methods of a sampler",
+        limit_s,
+    )
+
+
+def _load_sampler(reference: str) -> None:
+    load_sampler(reference)  # the class itself cannot be returned to another process
+
+
+def _judge_code(
+    check: str,
+    key: str,
+    names: str,
+    hint: str,
+    run: Callable[[], None],
+    when: str,
+    does: str,
+    limit_s: float,
+) -> CheckResult:
+    """Run user code in a separate process, which is ended after the time limit.
+
+    Args:
+        check: The name of the check.
+        key: The configuration key of the code.
+        names: The references to it.
+        run: Raises UserFunctionError if the code cannot be used.
+        when: What `run` does, for the message about a time limit.
+        does: What the code does if `run` succeeds.
+    """
     with ProcessPool(1, context=FreshContext()) as pool:
-        tried = pool.schedule(try_functions, args=[algorithm], timeout=limit_s)
+        tried = pool.schedule(run, timeout=limit_s)
         try:
             tried.result()
         except UserFunctionError as error:
-            yield refused(FUNCTIONS, "algorithm", error, hint, names=names)
+            return refused(check, key, error, hint, names=names)
         except (ProcessExpired, TimeoutError) as error:
             ended = (
                 f"timed out after {limit_s:g} s" if isinstance(error, TimeoutError) else "the process died"
             )
-            yield wrong(FUNCTIONS, f"algorithm: {names}: {ended} on two samples", hint, names=names)
-        else:
-            yield good(FUNCTIONS, f"{names} loads, and returns values for two samples", names=names)
+            return wrong(check, f"{key}: {names}: {ended} {when}", hint, names=names)
+    return good(check, f"{names} {does}", names=names)

@@ -41,7 +41,9 @@ SHARED = frozenset(
     }
 )
 # Keys of Python files, which are uploaded. Those of FUNCTIONS have the form FILE.py:NAME.
-FUNCTIONS = frozenset({"algorithm.advantage.function", "algorithm.policy_loss.function"})
+FUNCTIONS = frozenset(
+    {"algorithm.advantage.function", "algorithm.policy_loss.function", "data.curriculum.sampler"}
+)
 CODE = FUNCTIONS | {
     "reward.functions.path",
     "reward.judges.prompt",

@@ -100,6 +100,25 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "Prompts that were sampled; dropped because all scores are the same; not needed.",
         ),
         MetricRow("dynamic_sampling/score_mean", "", "Mean score of all samples, including dropped ones."),
+        MetricRow(
+            "curriculum/seen",
+            "share",
+            "Prompts of the data with scores, before the step (`data.curriculum.kind: learnability`).",
+        ),
+        MetricRow(
+            "curriculum/low_weight",
+            "share",
+            "Prompts with scores whose weight is at most a tenth of the mean: solved, or out of reach.",
+        ),
+        MetricRow("curriculum/score_mean", "", "Estimated score of the prompts with scores, mean over them."),
+        MetricRow(
+            "curriculum/effective_share",
+            "share",
+            "Prompts among which sampling is spread: 1 / (N * sum of squared probabilities); 1 is uniform.",
+        ),
+        MetricRow(
+            "curriculum/<name>", "", "A number of your own sampler (`data.curriculum.sampler`) by its name."
+        ),
     ),
     "Policy": (
         MetricRow(

@@ -30,7 +30,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.roles import scores_in_update
 from megarl.config.schema import KLControllerKind, Late, PPOConfig
 from megarl.controller.futures import gather
-from megarl.data.loader import BatchLoader
+from megarl.data.loader import RowLoader
 from megarl.machine.errors import CheckpointError
 from megarl.roles.models import valid_token_count
 from megarl.roles.reward import score_weights
@@ -69,7 +69,7 @@ class PPOTrainer:
         self,
         config: PPOConfig,
         roles: PPORoles,
-        prompts: BatchLoader,
+        prompts: RowLoader,
         evaluation: Evaluation | None,
         monitor: Monitor,
         checkpoints: Checkpointer,
@@ -156,6 +156,7 @@ class PPOTrainer:
             self._scale()
             with self.monitor.step(step):
                 yield step
+                self.prompts.end_step(step)
                 if step == trainer.total_steps or (
                     trainer.validate_every_steps and step % trainer.validate_every_steps == 0
                 ):
@@ -297,10 +298,13 @@ class PPOTrainer:
     def record_batch(self, batch: DataProto, step: int) -> Metrics:
         """Return the metrics of a step's samples, and store the samples if that is due.
 
+        Their scores update the curriculum when the step ends.
+
         Call this after the updates: the batch must not change while its rows are written in the background.
         """
         if self._rows.is_due(step):
             self.monitor.record_samples(step, lambda: self._rows.table(batch, step), self._rows.max_bytes)
+        self.prompts.record_scores(batch, step)
         return self._batch_metrics(batch)
 
     def _batch_metrics(self, batch: DataProto) -> Metrics:
@@ -365,7 +369,7 @@ class PPOTrainer:
 def make_buffered_rollout(
     config: PPOConfig,
     roles: PPORoles,
-    prompts: BatchLoader,
+    prompts: RowLoader,
     checkpoints: Checkpointer,
     rules: GroupRules,
     *,

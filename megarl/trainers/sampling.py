@@ -133,6 +133,8 @@ class Sampling:
         groups = self._rollout.taken
         batch = self._rollout.generate(groups.prompts, self._rules.sampling, step)
         batch = batch.union(self._reward.finish(batch))
+        # Here with those of the groups that are dropped: a curriculum learns from them too.
+        self._rollout.record_scores(batch, step)
 
         num_prompts = len(groups.is_trained)
         num_trained = sum(groups.is_trained)

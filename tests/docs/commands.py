@@ -75,6 +75,7 @@ _SCORE = "tests/unit/cli/test_score.py::test_training_data_are_scored_by_their_g
 _INIT = "tests/unit/cli/test_init.py::test_what_it_writes_passes_check_from_any_folder"
 _EXAMPLES = "tests/integration/test_examples.py"
 _OWN_ESTIMATOR = "algorithm.advantage.function=examples/custom_maths.py:best_of_group"
+_OWN_SAMPLER = "data.curriculum.sampler=examples/custom_sampler.py:UnsolvedPrompts"
 _TRAIN_ROWS = "outputs/quickstart/data/train.parquet"
 _RESUMED = "trainer.total_steps=40 trainer.output_dir=outputs/resumed"
 _70B_ON_192 = (
@@ -374,6 +375,10 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     f"megarl train configs/quickstart.yaml algorithm=grpo {_OWN_ESTIMATOR} trainer.total_steps=5 "
     f"trainer.output_dir=outputs/mine": InTest(
         f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train", (_OWN_ESTIMATOR,)
+    ),
+    f"megarl train configs/quickstart.yaml {_OWN_SAMPLER} trainer.total_steps=5 "
+    f"trainer.output_dir=outputs/mine": InTest(
+        f"{_EXAMPLES}::test_data_estimator_and_reward_of_ones_own_train", (_OWN_SAMPLER,)
     ),
     f"python -m examples.own_loop outputs/quickstart/sft/huggingface {_TRAIN_ROWS} outputs/own_loop": InTest(
         f"{_EXAMPLES}::test_a_loop_of_ones_own_learns_and_goes_on", ("examples.own_loop",)

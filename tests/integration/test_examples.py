@@ -113,6 +113,7 @@ def test_data_estimator_and_reward_of_ones_own_train(
         "algorithm=grpo",
         estimator,
         loss,
+        "data.curriculum.sampler=examples/custom_sampler.py:UnsolvedPrompts",
         train,
         held_out,
         MY_REWARD,
@@ -140,6 +141,7 @@ def test_data_estimator_and_reward_of_ones_own_train(
     assert metrics["reward/has_number/mean"] == pytest.approx(sum(kept) / len(kept))
     assert (metrics["reward/has_number/min"], metrics["reward/has_number/max"]) == (min(kept), max(kept))
     assert metrics["actor/pg_clipfrac"] == 0.0
+    assert metrics["curriculum/solved"] == 0.0  # that of the prompts before the only step
 
     capsys.readouterr()
     assert (

@@ -52,6 +52,7 @@ from megarl.config.schema import (
 )
 from megarl.controller.group import RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
+from megarl.data.curriculum import prompt_loader
 from megarl.data.images import ImageProcessor
 from megarl.data.loader import BatchLoader
 from megarl.data.pairs import PairDataset, pair_encoder
@@ -305,7 +306,7 @@ def run_ppo(
     with placed_pools(config) as pools:
         models = {role.name: read_architecture(role.path) for role in model_roles(config)}
         roles = start_ppo(config, models, rules, Device.cpu, pools)
-        loader = BatchLoader(train, trainer.prompts_per_step, shuffle=True, seed=0)
+        loader = prompt_loader(train, data, trainer.prompts_per_step)
         saved = ppo_models(config, roles)
         with _ended(roles.groups):
             monitor = _monitor(config, roles.groups)

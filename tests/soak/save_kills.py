@@ -36,6 +36,8 @@ from megarl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
     CorrectionLevel,
+    CurriculumConfig,
+    CurriculumKind,
     Decay,
     DType,
     KeepBestConfig,
@@ -123,7 +125,10 @@ def hybrid_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int
 
 
 def ahead_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int) -> PPOConfig:
-    """Configure generation two steps ahead: checkpoints contain samples that are not trained yet."""
+    """Configure generation two steps ahead: checkpoints contain samples that are not trained yet.
+
+    A curriculum chooses the prompts, from scores of steps that are trained later than others are drawn.
+    """
     advantage = AdvantageConfig(estimator=AdvantageEstimator.grpo)
     correction = RolloutCorrectionConfig(level=CorrectionLevel.token)
     return tiny_config(
@@ -133,6 +138,7 @@ def ahead_config(inputs: Path, dtype: DType, total_steps: int, every_steps: int)
         algorithm=AlgorithmConfig(
             advantage=advantage, kl=KLConfig(where=KLWhere.none), rollout_correction=correction
         ),
+        data={"curriculum": CurriculumConfig(kind=CurriculumKind.learnability)},
         reward={"time_limit_s": 60},
         rollout={"n": 2, "validation": SamplingConfig(), "max_staleness": 2, "on_update": OnUpdate.drain},
         checkpoint=CheckpointConfig(

@@ -23,8 +23,8 @@ from megarl.config.roles import REWARD_MODEL, model_roles
 from megarl.config.schema import PPOConfig, PreferenceConfig, SFTConfig
 from megarl.data.chat_clock import chat_time, saved_chat_time, set_chat_time
 from megarl.data.conversations import check_chats
+from megarl.data.curriculum import prompt_loader
 from megarl.data.images import ImageProcessor
-from megarl.data.loader import train_loader
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.inputs import endless_turns
@@ -106,7 +106,7 @@ def open_ppo(
     tools = load_agent(config.agent).tools if config.agent.tools else None
     images = ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code)
     train = PromptDataset(data.train_files, tokenizer, data, tools, images)
-    loader = train_loader(train, data, trainer.prompts_per_step, "trainer.prompts_per_step")
+    loader = prompt_loader(train, data, trainer.prompts_per_step)
     data_sets = {"data.train_files": train}
     evaluation = None
 

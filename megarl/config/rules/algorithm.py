@@ -179,10 +179,15 @@ def aggregations(config: PPOConfig) -> Violations:
             )
 
 
+def names_code(reference: str) -> bool:
+    """Return whether a reference has the form FILE.py:NAME."""
+    path, colon, name = reference.rpartition(":")
+    return bool(colon) and path.endswith(".py") and name.isidentifier()
+
+
 def functions(config: PPOConfig) -> Violations:
     for key, reference in config.algorithm.own_functions:
-        path, colon, name = reference.rpartition(":")
-        if not (colon and path.endswith(".py") and name.isidentifier()):
+        if not names_code(reference):
             yield Violation(
                 (key,),
                 f"{reference!r} does not name a function in a file; write it as FILE.py:NAME, such as "

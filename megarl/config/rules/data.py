@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.config.schema import RunConfig, SFTConfig
+from megarl.config.rules.algorithm import names_code
+from megarl.config.rules.reward import has_scores
+from megarl.config.schema import CurriculumConfig, CurriculumKind, PPOConfig, RunConfig, SFTConfig
 from megarl.config.schema.keys import LARGEST
 from megarl.config.violation import Violation, Violations
 
@@ -11,6 +13,8 @@ FORMATS = (".parquet", *JSON_LINES, ".csv")
 # Files in folders saved by `datasets`, of one split and of several splits.
 SAVED_TO_DISK = "state.json"
 SPLITS = "dataset_dict.json"
+_KIND = "data.curriculum.kind"
+_SAMPLER = "data.curriculum.sampler"
 
 
 def train_files(config: RunConfig) -> Violations:
@@ -37,6 +41,45 @@ def train_files(config: RunConfig) -> Violations:
     # Rows are counted by file, so a file that is listed twice would count twice.
     if twice := sorted({file for file in files if files.count(file) > 1}):
         yield Violation(keys, f"{twice[0]!r} is listed twice; list it once, with the sum of its weights")
+
+
+def curriculum(config: PPOConfig) -> Violations:
+    section = config.data.curriculum
+    is_learned = section.kind is CurriculumKind.learnability
+    if section.sampler is not None:
+        if not names_code(section.sampler):
+            yield Violation(
+                (_SAMPLER,),
+                f"{section.sampler!r} does not name a class in a file; write it as FILE.py:CLASS, such as "
+                f"my_samplers.py:MySampler",
+            )
+        if is_learned:
+            yield Violation(
+                (_KIND, _SAMPLER),
+                f"{section.sampler!r} would replace {section.kind.value}; set only one of them",
+            )
+
+    if config.data.train_weights and (is_learned or section.sampler is not None):
+        yield Violation(
+            ("data.train_weights", _SAMPLER if section.sampler is not None else _KIND),
+            "the weights and the curriculum would both decide how often a prompt is used; remove one of them",
+        )
+
+    if is_learned and not (config.algorithm.reads_rewards or has_scores(config)):
+        yield Violation(
+            (_KIND, "reward.functions"),
+            "learnability samples prompts by the scores of their samples, but nothing scores them; give a "
+            "reward function, or use epochs",
+        )
+
+    defaults = CurriculumConfig()
+    for name in ("epoch_share", "update_rate"):
+        if not is_learned and getattr(section, name) != getattr(defaults, name):
+            yield Violation(
+                (f"data.curriculum.{name}", _KIND),
+                f"is {getattr(section, name):g}, but only learnability reads it; use kind=learnability, or "
+                f"remove the key",
+            )
 
 
 def chat_columns(config: SFTConfig) -> Violations:

@@ -101,7 +101,7 @@ def _no_file(key: str, path: str) -> Violation:
 
 
 def code_files(config: RunConfig) -> Violations:
-    """Check the Python files of reward functions, tools, environments, estimators and losses."""
+    """Check the Python files of reward functions, tools, environments, estimators, losses and samplers."""
     for key, path in config.code_files():
         if os.path.isdir(path):
             yield Violation((key,), f"{path!r} is a folder; give the file in it")

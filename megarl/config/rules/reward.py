@@ -18,17 +18,20 @@ _LABELS_BY_DEFAULT = 2  # the default of transformers for a config.json without 
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
-def something_scores(config: PPOConfig) -> Violations:
-    # The program of a harness may set the rewards itself.
+def has_scores(config: PPOConfig) -> bool:
+    """Return whether anything scores the samples. The program of a harness may set the rewards itself."""
     has_source = config.reward.functions or config.reward.judges or needs_reward_model(config)
-    has_scores = has_source or config.agent.harness.is_used
-    if not has_scores and config.algorithm.reads_rewards:
+    return bool(has_source) or config.agent.harness.is_used
+
+
+def something_scores(config: PPOConfig) -> Violations:
+    if not has_scores(config) and config.algorithm.reads_rewards:
         yield Violation(
             ("reward.functions", "reward.model.path"),
             "there are neither functions nor a model, so samples have no scores; give a list such as "
             "[{path: reward.py, name: compute_score}], the folder of a reward model, or reward.judges",
         )
-    if not has_scores and not config.algorithm.reads_rewards and config.data.val_files:
+    if not has_scores(config) and not config.algorithm.reads_rewards and config.data.val_files:
         yield Violation(
             ("data.val_files", "reward.functions"),
             "nothing scores the responses to held-out prompts, because there are neither reward functions "

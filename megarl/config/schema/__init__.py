@@ -43,6 +43,8 @@ from megarl.config.schema.algorithm import (
 )
 from megarl.config.schema.data import (
     ChatColumnsConfig,
+    CurriculumConfig,
+    CurriculumKind,
     DataConfig,
     LossyText,
     Overlong,

@@ -20,6 +20,26 @@ class LossyText(str, Enum):
     allow = "allow"  # the model reads the text as the tokenizer encodes it
 
 
+class CurriculumKind(str, Enum):
+    epochs = "epochs"  # each prompt once per epoch
+    # prompts whose samples differ in score more often than others
+    learnability = "learnability"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurriculumConfig:
+    """How the prompts of a step are chosen."""
+
+    kind: CurriculumKind = CurriculumKind.epochs  # how often each prompt is used; see Data
+    # FILE.py:CLASS of a custom sampler that replaces the kind's; see Data
+    sampler: str | None = field(default=None, metadata=names(InputKind.code))
+    # learnability: share of the prompts that are taken in epochs, so that none is forgotten
+    epoch_share: float = ranged(0.25, above=0, at_most=1)
+    # learnability: weight of a prompt's newest samples in the estimates of its score and variance; 1: only
+    # the newest samples count
+    update_rate: float = ranged(0.5, above=0, at_most=1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptColumnsConfig:
     """Column names of the files, if they differ from the defaults."""
@@ -87,8 +107,9 @@ class DataConfig:
     max_image_mb: int = ranged(32, at_least=1)  # maximum size of an image file
     # maximum width times height of an image, so that a small file cannot occupy all memory once decoded
     max_image_pixels: int = ranged(2**25, at_least=1)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     shuffle: bool = True  # reshuffle the rows in each epoch
-    seed: int = ranged(0, at_least=0)  # seed of the shuffling
+    seed: int = ranged(0, at_least=0)  # seed of the shuffling, and of a curriculum
 
     @property
     def longest_row(self) -> int:

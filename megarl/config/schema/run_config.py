@@ -236,6 +236,8 @@ class PPOConfig(RunConfig):
             yield "agent.harness.function.path", self.agent.harness.function.path
         for key, reference in self.algorithm.own_functions:
             yield key, reference.rpartition(":")[0]
+        if self.data.curriculum.sampler is not None:
+            yield "data.curriculum.sampler", self.data.curriculum.sampler.rpartition(":")[0]
 
     @property
     def batch_key(self) -> str:

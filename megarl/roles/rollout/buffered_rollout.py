@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
+from megarl.batch.branches import last_rows
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import OnUpdate, SamplingConfig
-from megarl.data.loader import BatchLoader
+from megarl.data.loader import RowLoader
 from megarl.roles.rollout.finished_groups import FinishedGroup
 from megarl.roles.rollout.generation_thread import GenerationThread
 from megarl.roles.rollout.rollout import Rollout
@@ -45,7 +48,7 @@ class BufferedRollout:
         self,
         rollout: Rollout,
         weights: RolloutWeights,
-        prompts: BatchLoader,
+        prompts: RowLoader,
         scoring: Scoring,
         rules: GroupRules,
         on_update: OnUpdate,
@@ -65,6 +68,8 @@ class BufferedRollout:
         self._thread: GenerationThread | None = None
         self._stored: Mapping[str, FinishedGroup] = {}
         self._trained: list[str] = []
+        # The scores of the samples of a step by the uid of their prompt, until the step ends.
+        self._scores: dict[int, dict[str, list[float]]] = {}
 
         # The groups that `next` returned last.
         self.taken = StepGroups(DataProto(), [], [], [])
@@ -106,15 +111,46 @@ class BufferedRollout:
         with self._exclusive():
             return self._prompts.take(count) if self._buffer is None else self._buffer.serve(count)
 
+    def record_scores(self, batch: DataProto, step: int) -> None:
+        """Record the scores of a step's samples, from which `end_step` updates the loader.
+
+        A sample whose scoring failed has none. A step that is repeated records the same scores again.
+        """
+        if not self._prompts.reads_scores:
+            return
+        episodes = last_rows(batch)
+        arrays = episodes.non_tensor_batch
+        are_scored = episodes.tensors.get("is_scored", torch.ones(len(episodes), dtype=torch.bool))
+        of_step: dict[str, list[float]] = {}
+        for uid, score, is_scored in zip(arrays["uid"], arrays["score"], are_scored.tolist(), strict=True):
+            if is_scored:
+                of_step.setdefault(str(uid), []).append(float(score))
+        self._scores.setdefault(step, {}).update(of_step)
+
+    def end_step(self, step: int) -> None:
+        """Update the loader by the scores of a step, once, however often the step was repeated.
+
+        Scores that were recorded for other steps are those of repeated steps, and are ignored.
+        """
+        scores = self._scores.pop(step, None)
+        self._scores.clear()
+        if scores:
+            # Between two iterations of the generation thread, so that timing does not decide which rows are
+            # drawn before the update.
+            with self._exclusive():
+                self._prompts.update(scores)
+
     def drain_metrics(self) -> dict[str, float]:
-        """Return the metrics of the buffer.
+        """Return the metrics of the buffer and of the loader (see its `metrics`).
 
         `rollout/groups_ahead` is the number of groups that had been started for later steps when the trainer
         got its samples, in runs that generate ahead. `rollout/num_given_up` is the number of groups in this
         process whose samples no engine could generate, if groups may be dropped.
         """
         num_failed = 0 if self._buffer is None else self._buffer.num_failed
-        metrics = {} if self._thread is None else {"rollout/groups_ahead": float(self.taken.num_ahead)}
+        metrics = self._prompts.metrics()
+        if self._thread is not None:
+            metrics["rollout/groups_ahead"] = float(self.taken.num_ahead)
         if self._thread is not None or self._rules.max_error_rate:
             metrics["rollout/num_given_up"] = float(num_failed)
         return metrics

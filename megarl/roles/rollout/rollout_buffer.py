@@ -14,7 +14,7 @@ import torch
 from megarl.algorithms.groups import rows_with_signal
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
-from megarl.data.loader import BatchLoader
+from megarl.data.loader import RowLoader
 from megarl.machine.errors import RunError
 from megarl.roles.rollout.finished_groups import FinishedGroup, RolloutOutput
 from megarl.roles.rollout.rollout import Deliver, check_versions
@@ -105,7 +105,7 @@ class RolloutBuffer:
         self,
         rollout: Requests,
         weights: HasVersion,
-        prompts: BatchLoader,
+        prompts: RowLoader,
         scoring: Scoring,
         rules: GroupRules,
         staleness: StalenessController,
@@ -281,7 +281,7 @@ class RolloutBuffer:
         state = (
             self._loader.state_dict()
             if opened is None
-            else self._loader.state_after(opened[0].position, opened[1])
+            else self._loader.state_at(opened[0].position, opened[1])
         )
 
         return {**state, "trained": list(self._trained)} if self._trained else state
@@ -343,7 +343,7 @@ class RolloutBuffer:
         """Draw prompts up to the end of a step (at staleness 0, of a round), and plan their requests."""
         staleness = self.staleness
         rules = self._rules
-        position = self._loader.state_dict()
+        position = self._loader.position
         serial = self._loader.num_served
 
         # A request has the seed of its position in the data, as if no prompt were dropped, or in the round.

@@ -75,13 +75,13 @@ class DrawnPrompts:
     Attributes:
         rows: The prompts.
         serial: The position of the first prompt, counted from the beginning of the data.
-        position: The state of the loader before they were drawn.
+        position: The position of the loader before they were drawn.
         requests: The requests of each prompt.
     """
 
     rows: DataProto
     serial: int
-    position: dict[str, Any]
+    position: Any
     requests: list[list[GenerationRequest]]
 
 

@@ -345,6 +345,31 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             ["data.train_weights=[0]"],
             "data.train_weights: is [0.0], but every weight must be above 0; remove files",
         ),
+        (
+            ["data.train_weights=[1]", "data.curriculum.kind=learnability"],
+            "data.train_weights, data.curriculum.kind: the weights and the curriculum would both decide how",
+        ),
+        (
+            ["data.curriculum.sampler=examples/custom_sampler.py:1"],
+            "data.curriculum.sampler: 'examples/custom_sampler.py:1' does not name a class in a file; write it as",
+        ),
+        (
+            ["data.curriculum.sampler=nowhere.py:Sampler"],
+            "data.curriculum.sampler: there is no file 'nowhere.py'",
+        ),
+        (
+            ["data.curriculum={kind: learnability, sampler: examples/custom_sampler.py:UnsolvedPrompts}"],
+            "data.curriculum.kind, data.curriculum.sampler: 'examples/custom_sampler.py:UnsolvedPrompts' would "
+            "replace learnability; set only one",
+        ),
+        (
+            ["data.curriculum.epoch_share=0.5"],
+            "data.curriculum.epoch_share, data.curriculum.kind: is 0.5, but only learnability reads it",
+        ),
+        (
+            ["data.curriculum={kind: learnability, epoch_share: 0}"],
+            "data.curriculum.epoch_share: is 0, but must be in (0, 1]",
+        ),
         (["data.train_weights=[.nan]"], "data.train_weights: is [nan], but every weight must be above 0"),
         (["data.val_files=['*.parquet']"], "patterns are not expanded, so list each file"),
         (

@@ -534,6 +534,13 @@ def test_a_loss_that_does_not_end_is_ended(tmp_path: Path) -> None:
     assert list(inputs.judge_functions(AlgorithmConfig())) == []
 
 
+def test_a_sampler_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("class Mine: sample = update = print\n")
+    found = inputs.judge_sampler(f"{tmp_path}/own.py:Mine")
+    assert (found.check, found.status) == (inputs.SAMPLER, Status.error)
+    assert "is not a class with `state_dict`, `load_state_dict`" in found.message
+
+
 def test_tools_that_do_not_end_loading_are_ended(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("while True: ...\n")
     agent = AgentConfig(tools=[ToolConfig(path=str(tmp_path / "slow.py"), name="price")])

@@ -164,6 +164,7 @@ def test_every_key_of_a_path_is_known() -> None:
     without_the_words = {
         "checkpoint.resume",
         "reward.judges.prompt",
+        "data.curriculum.sampler",
         "rollout.sglang.server_args.speculative_draft_model_path",
     }
     assert keys | without_the_words == job_files.SHARED | job_files.CODE

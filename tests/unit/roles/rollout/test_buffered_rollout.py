@@ -3,6 +3,7 @@ stored groups, and shutdown."""
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -17,8 +18,9 @@ import torch
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.schema import OnUpdate, SamplingConfig
-from megarl.data.loader import BatchLoader
+from megarl.config.schema import CurriculumConfig, OnUpdate, SamplingConfig
+from megarl.data.curriculum import CurriculumLoader, LearnabilitySampler
+from megarl.data.loader import BatchLoader, RowLoader
 from megarl.data.tables import RowIdentity
 from megarl.machine.errors import RunError
 from megarl.roles.rollout.buffered_rollout import BufferedRollout
@@ -153,10 +155,12 @@ def scene(
     scoring: Unscored = Unscored(),  # noqa: B008  it has no state
     failing: Collection[int] = (),
     keeps_order: bool = True,
+    loader: RowLoader | None = None,
 ) -> Iterator[Scene]:
     """Build the scene.
 
     Args:
+        loader: Serves the prompts; None: epochs.
         failing: Tokens of prompts whose samples no engine can generate.
     """
     clock = VirtualClock(lambda number: time.sleep(EVENT_S))
@@ -176,7 +180,7 @@ def scene(
     rollout.scheduler = RequestScheduler(
         engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait
     )  # type: ignore[arg-type]
-    loader = BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0)
+    loader = loader or BatchLoader(Prompts(), PROMPTS, shuffle=True, seed=0)
 
     def staleness(version: int) -> StalenessController:
         return StalenessController(
@@ -213,14 +217,42 @@ def train(one: Scene, steps: Sequence[int], between: Callable[[], None] = lambda
         assert torch.equal(lengths, batch.tensors["prompts"][:, 0])  # each prompt has its own samples
         versions = batch.tensors["token_versions"][batch.tensors["response_mask"]].numpy()
         assert batch.meta_info["weight_version"] == one.weights.version
+        scored = batch.union(DataProto.from_dict({}, {"score": scores_of_rows(batch)}))
+        # A step that is repeated, after an earlier one, records its scores again.
+        for number in (step, step - 1, step):
+            one.buffered.record_scores(scored, number)
         trained.append(
             Trained(
                 prompts.non_tensor_batch["uid"].tolist(), versions, int(one.weights.version - versions.min())
             )
         )
         one.weights.push()
+        one.buffered.end_step(step)
 
     return trained
+
+
+def scores_of_rows(batch: DataProto) -> list[float]:
+    """Score the two samples of a prompt in row i 1 and i % 3 == 0."""
+    rows = [int(uid.partition("-")[2]) for uid in batch.non_tensor_batch["uid"]]
+    return [float(place % SAMPLING.n == 0 or row % 3 == 0) for place, row in enumerate(rows)]
+
+
+class Counted(LearnabilitySampler):
+    """Sampler that remembers the rows of its updates, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_ROWS, CurriculumConfig(), shuffle=True, seed=0)
+        self.updates: list[list[int]] = []
+
+    def update(self, rows: Sequence[int], scores: Sequence[Sequence[float]]) -> None:
+        self.updates.append(list(rows))
+        super().update(rows, scores)
+
+
+def curriculum() -> tuple[Counted, CurriculumLoader]:
+    sampler = Counted()
+    return sampler, CurriculumLoader(Prompts(), PROMPTS, sampler, "learnability")
 
 
 def in_order(num_steps: int) -> list[list[str]]:
@@ -501,3 +533,46 @@ def test_stored_samples_that_are_too_old_now_are_generated_again(
         samples = [plain_sample([5, 5], [-1.0, -2.0], "length", 5)] * SAMPLING.n
         one.buffered.restore({uid: FinishedGroup(uid, 5, samples) for step in in_order(2) for uid in step})
         assert train(one, [1])[0].versions.min() == 7
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_curriculum_goes_on_with_its_samples_and_learns_once_from_each_step(max_staleness: int) -> None:
+    sampler, loader = curriculum()
+    with scene(max_staleness, 12, OnUpdate.drain, loader=loader) as one:
+        whole = train(one, range(1, 13))
+    assert sampler.updates == [[int(uid.partition("-")[2]) for uid in step.uids] for step in whole]
+
+    _, loader = curriculum()
+    with scene(max_staleness, 12, OnUpdate.drain, loader=loader) as one:
+        before = train(one, range(1, 6))
+        position = json.loads(json.dumps(one.buffered.state_dict()))
+        stored = {group.uid: group for group in one.buffered.finished_groups()}
+        version = one.weights.version
+    # Drawn for the steps that may train samples of these weights.
+    assert len(position["served"]) == (9 if max_staleness else 0)
+
+    sampler, loader = curriculum()
+    resumed = scene(
+        max_staleness, 12, OnUpdate.drain, position=position, next_step=6, version=version, loader=loader
+    )
+    with resumed as other:
+        other.buffered.restore(stored)
+        after = train(other, range(6, 13))
+    assert [step.uids for step in before + after] == [step.uids for step in whole]
+    assert [step.versions.tolist() for step in before + after] == [step.versions.tolist() for step in whole]
+    assert len(sampler.updates) == 7
+    assert 0 < sampler.metrics()["low_weight"] < 1
+
+
+def test_a_curriculum_learns_from_prompts_that_are_dropped_too() -> None:
+    sampler, loader = curriculum()
+    rules = GroupRules(SAMPLING, max_without_signal=30)
+    scoring = ScoresBySignal()
+    with scene(0, 3, rules=rules, scoring=scoring, loader=loader) as one:
+        sampling = Sampling(one.buffered, scoring, rules)  # type: ignore[arg-type]
+        prompts = next(one.buffered)
+        sampling(prompts, 1)
+        one.buffered.end_step(1)
+        drawn = one.buffered.taken.prompts.non_tensor_batch["uid"].tolist()
+    assert sampler.updates == [[int(uid.partition("-")[2]) for uid in drawn]]
+    assert len(drawn) > PROMPTS
