@@ -10,6 +10,7 @@ from docs.generate.configuration import reference
 from docs.generate.metrics import metrics_page
 from docs.generate.models import models_page
 from docs.generate.schedule import schedules
+from docs.generate.trl import migration_from_trl
 from docs.generate.verl import migration
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -18,6 +19,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/metrics.md": metrics_page,
     "docs/models.md": models_page,
     "docs/verl.md": migration,
+    "docs/trl.md": migration_from_trl,
     "docs/drawings/step.svg": drawings.step,
     "docs/drawings/placements.svg": drawings.placements,
     "docs/drawings/resharding.svg": drawings.resharding,

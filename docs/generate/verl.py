@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from docs.generate.configuration import cell, reference
-from megarl.config.verl_names import VerlKey, verl_keys
+from megarl.config.verl_names import Counterpart, verl_keys
 
 _WRITTEN = Path(__file__).with_suffix(".md")
 _SECTIONS = (  # one table each; a key is listed in the first section that is its prefix
@@ -38,10 +39,6 @@ def migration() -> str:
 
 
 def _tables() -> Iterator[str]:
-    headings = {
-        heading: heading.replace(".", "").replace(" ", "-")
-        for heading in re.findall(r"^### (.+)$", reference(), re.MULTILINE)
-    }
     left = dict(verl_keys())
 
     for section in (*_SECTIONS, ""):
@@ -50,23 +47,40 @@ def _tables() -> Iterator[str]:
         }
         yield f"### verl: {section or 'other keys'}\n"
         yield "| verl | megarl | |\n|---|---|---|"
-        yield from (f"| `{name}` | {_ours(key, headings)} | {cell(key.note)} |" for name, key in keys.items())
+        yield from (f"| `{name}` | {key_link(key)} | {cell(key.note)} |" for name, key in keys.items())
         yield ""
 
 
-def _ours(key: VerlKey, headings: dict[str, str]) -> str:
-    """Return the megarl key as a link to its section of the configuration reference."""
+@cache
+def _headings() -> dict[str, str]:
+    """Return the sections of the configuration reference, with their anchors."""
+    return {
+        heading: re.sub(r"[.:]", "", heading).replace(" ", "-")
+        for heading in re.findall(r"^### (.+)$", reference(), re.MULTILINE)
+    }
+
+
+def key_link(key: Counterpart, kind: str = "") -> str:
+    """Return the megarl key as a link to its section of the configuration reference.
+
+    Args:
+        kind: The kind of run, whose sections are preferred; empty: that of RL.
+
+    Raises:
+        ValueError: The key has no section there.
+    """
     if key.ours is None:
         return "-"
+    headings = _headings()
     parts = key.ours.split(".")
 
     for end in range(len(parts), 0, -1):
-        if (section := ".".join(parts[:end])) in headings:
-            return f"[`{key.ours}`](configuration.md#{headings[section]})"
+        section = ".".join(parts[:end])
+        for heading in (f"{kind}: {section}", section):
+            if heading in headings:
+                return f"[`{key.ours}`](configuration.md#{headings[heading]})"
 
     if len(parts) > 1:
-        raise ValueError(
-            f"megarl/config/verl_names.yaml names {key.ours}, which has no section in the reference"
-        )
+        raise ValueError(f"a table of megarl/config names {key.ours}, which has no section in the reference")
 
     return f"[`{key.ours}`](configuration.md#top-level-keys)"

@@ -23,7 +23,7 @@ from megarl.config.schema import MISSING
 from megarl.config.schema.keys import InputKind
 from megarl.config.sources import Layer
 from megarl.config.trl_names import trl_problem
-from megarl.config.verl_names import VerlProblem, verl_problems
+from megarl.config.verl_names import MigrationProblem, verl_problems
 
 _log = logging.getLogger(__name__)
 
@@ -128,8 +128,10 @@ class Review:
             elsewhere = [of_trl]
         # The key is known and only has one of Hydra's signs.
         if not elsewhere and key.startswith(_SIGNS):
-            elsewhere = [VerlProblem(text, name) for name, text in _without_sign(key, value) if name in known]
-        for each in elsewhere or [VerlProblem(problem)]:
+            elsewhere = [
+                MigrationProblem(text, name) for name, text in _without_sign(key, value) if name in known
+            ]
+        for each in elsewhere or [MigrationProblem(problem)]:
             self._refuse(each.ours or key, each.message, layer)
 
     def _refuse(self, key: str, problem: str, layer: Layer) -> None:

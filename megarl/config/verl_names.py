@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import yaml
 
 
-class VerlKey(NamedTuple):
-    """The counterpart of a verl key.
+class Counterpart(NamedTuple):
+    """The counterpart of a key of another framework.
 
     Attributes:
         ours: The dotted configuration key; None if there is no counterpart.
@@ -25,9 +25,15 @@ class VerlKey(NamedTuple):
     ours: str | None
     note: str
 
+    @classmethod
+    def of(cls, text: str) -> Counterpart:
+        """Read an entry `<megarl key>; <other differences>`, or `none; <reason>`."""
+        ours, _, note = text.partition("; ")
+        return cls(None if ours == "none" else ours, note)
+
 
 @cache
-def verl_keys() -> dict[str, VerlKey]:
+def verl_keys() -> dict[str, Counterpart]:
     """Return the table by verl's dotted names.
 
     A branch (`actor_rollout_ref.model.mtp`) covers all keys below it that have no entry.
@@ -46,14 +52,14 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
                 yield prefix.removesuffix(".") if name == "*" else prefix + name, entry
 
 
-def _entry(name: str, text: str) -> VerlKey:
-    ours, _, note = text.partition("; ")
-    if ours.startswith("."):
-        ours = ("critic" if name.startswith("critic.") else "actor") + ours
-    return VerlKey(None if ours == "none" else ours, note)
+def _entry(name: str, text: str) -> Counterpart:
+    entry = Counterpart.of(text)
+    if entry.ours is not None and entry.ours.startswith("."):
+        return entry._replace(ours=("critic" if name.startswith("critic.") else "actor") + entry.ours)
+    return entry
 
 
-class VerlProblem(NamedTuple):
+class MigrationProblem(NamedTuple):
     """The message about a key of another framework.
 
     Attributes:
@@ -64,7 +70,7 @@ class VerlProblem(NamedTuple):
     ours: str | None = None
 
 
-def find_verl_key(key: str) -> tuple[str, VerlKey] | None:
+def find_verl_key(key: str) -> tuple[str, Counterpart] | None:
     """Return the entry of a key or of the nearest branch above it, with its name.
 
     It is None if verl has no such key. Hydra's + and ~ are ignored.
@@ -79,7 +85,7 @@ def find_verl_key(key: str) -> tuple[str, VerlKey] | None:
     return None
 
 
-def verl_problems(key: str, value: Any, known: Container[str]) -> list[VerlProblem]:
+def verl_problems(key: str, value: Any, known: Container[str]) -> list[MigrationProblem]:
     """Return the messages about an unknown key, one for each verl key in it; empty if there is none.
 
     Args:
@@ -115,17 +121,21 @@ def _names(key: str, value: Any) -> Iterator[str]:
         yield key
 
 
-def _problem(written: str, name: str, entry: VerlKey, known: Container[str]) -> VerlProblem:
+def _problem(written: str, name: str, entry: Counterpart, known: Container[str]) -> MigrationProblem:
     if entry.ours is None:
-        return VerlProblem(f"{name}: is a verl key without a counterpart in megarl: {entry.note}")
+        return MigrationProblem(f"{name}: is a verl key without a counterpart in megarl: {entry.note}")
     if entry.ours not in known:
-        return VerlProblem(f"{name}: is the verl key for {entry.ours}, which this kind of run does not have")
+        return MigrationProblem(
+            f"{name}: is the verl key for {entry.ours}, which this kind of run does not have"
+        )
     note = f" ({entry.note})" if entry.note else ""
     if entry.ours == name:  # one of Hydra's signs before a key that is the same in both
-        return VerlProblem(f"{written}: write {entry.ours}=..., without a sign before it{note}", entry.ours)
+        return MigrationProblem(
+            f"{written}: write {entry.ours}=..., without a sign before it{note}", entry.ours
+        )
 
-    return VerlProblem(f"{name}: is a verl key; use {entry.ours}{note}", entry.ours)
+    return MigrationProblem(f"{name}: is a verl key; use {entry.ours}{note}", entry.ours)
 
 
-def _unknown(name: str) -> VerlProblem:
-    return VerlProblem(f"{name}: unknown key, also in verl")
+def _unknown(name: str) -> MigrationProblem:
+    return MigrationProblem(f"{name}: unknown key, also in verl")

@@ -68,6 +68,7 @@ _INSTALLS = (
 )
 _SIZES = "--tensor-parallel-size 2 --pipeline-parallel-size 2"
 _OF_VERL = "data.train_batch_size=256 actor_rollout_ref.actor.optim.lr=1e-6 trainer.total_epochs=15"
+_OF_TRL = "num_generations=8 gradient_accumulation_steps=4"
 _MY_REWARD = "'reward.functions=[{path: examples/custom_reward.py}]'"
 _STAGES = "tests/docs/test_commands.py::test_quickstart_stages"
 _MATH = "tests/unit/recipes/test_math.py::test_gsm8k_becomes_the_data_of_a_run"
@@ -146,6 +147,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "actor.megatron.optimizer.lr=1e-5": Executed(status=2),
     "megarl check configs/quickstart.yaml trainer.updates_per_step=3 rollout.top_p=0.9": Executed(status=2),
     f"megarl check configs/quickstart.yaml {_OF_VERL}": Executed(status=2),
+    f"megarl check configs/quickstart.yaml {_OF_TRL}": Executed(status=2),
     "megarl check configs/quickstart.yaml algorithm=dapo algorithm.policy_loss.clip_high=0.25": SAME_FILES,
     "megarl plan configs/quickstart.yaml --output outputs/plan.svg": Executed(),
     "megarl plan configs/quickstart.yaml placement.strategy=hybrid --output outputs/plan.svg": Executed(),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.config import trl_names, verl_names
+from megarl.config import verl_names
 from megarl.config.load import load_config
 from megarl.config.review import schema_keys
 from megarl.config.schema import PPOConfig, SFTConfig
@@ -144,25 +144,6 @@ def test_a_misspelt_key_of_ours_is_still_answered_with_the_nearest(tmp_path: Pat
         PPOConfig, tmp_path, "model: {path: here}\ndata: {train_files: [a.parquet]}\n", "trainer.total_step=4"
     )
     assert "did you mean trainer.total_steps?" in found
-
-
-def test_names_of_trl_are_answered(tmp_path: Path) -> None:
-    """Each name is a key of one of the kinds of run, or has none.
-
-    A valid key never gets a hint about another's.
-    """
-    known = {kind: set(schema_keys(kind)) for kind in (PPOConfig, SFTConfig)}
-    for name, entry in trl_names.TRL_NAMES.items():
-        ours = entry.partition("; ")[0]
-        assert ours == "none" or any(ours in keys for keys in known.values()), name
-        assert not any(name in keys for keys in known.values()), name
-
-    text = "model: {path: m}\ndata: {train_files: [a.parquet]}\nnum_generations: 4\nbeta: 0.1\nuse_peft: true"
-    assert [problem.partition(" [")[0] for problem in problems(PPOConfig, tmp_path, text)] == [
-        "num_generations: is a TRL argument; use rollout.n (responses per prompt)",
-        "beta: is a TRL argument; use algorithm.kl.coefficient (with algorithm.kl.where=loss)",
-        "use_peft: is a TRL argument; use actor.lora.rank (null trains all weights)",
-    ]
 
 
 def test_signs_of_hydra_before_keys_of_ours_are_answered(tmp_path: Path) -> None:
