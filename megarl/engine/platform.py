@@ -22,8 +22,9 @@ from megarl.models.flops import peak_tflops
 
 # Megatron imports these if they are installed, for functions that megarl does not use. wandb costs each
 # process 1.7 s of processor time and 34 MB, and creates folders in TMPDIR that remain when the process is
-# killed, as worker processes are; tensorboard costs 0.2 s and 11 MB.
-UNUSED = ("wandb", "torch.utils.tensorboard")
+# killed, as worker processes are; tensorboard costs 0.2 s and 11 MB. flash_mla, which SGLang requires, raises
+# an OSError on a machine without a CUDA driver, which Megatron does not expect.
+UNUSED = ("wandb", "torch.utils.tensorboard", "flash_mla")
 
 
 @dataclass(frozen=True, kw_only=True)

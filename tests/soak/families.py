@@ -3,11 +3,10 @@
 
 The model is the family's example with the sizes of the quickstart's model. It starts from random weights, and
 learns first from demonstrations, then by GRPO. Models with experts distribute them over two ranks and generate
-with SGLang, unless they have gated delta nets, whose states SGLang keeps on GPUs only. The others generate with
-transformers; `--engine` names another engine. Weights are
-compared bitwise after every sync, and log-probs of trainer and engine in every step. The script prints the
-share of correct held-out sums before and after, and exits with status 1 if a family gains less than 20
-points.
+with SGLang, unless they have gated delta nets or attention sinks, which SGLang supports on GPUs only. The
+others generate with transformers; `--engine` names another engine. Weights are compared bitwise after every
+sync, and log-probs of trainer and engine in every step. The script prints the share of correct held-out sums
+before and after, and exits with status 1 if a family gains less than 20 points.
 """
 
 from __future__ import annotations
@@ -101,8 +100,9 @@ def learn(folder: Path, family: str, engine: str, seed: int, steps: int) -> floa
 
 
 def engine_of(family: str) -> str:
-    has_states = bool(example_architecture(family).delta_layers)
-    return "sglang" if family in SPARSE_FAMILIES and not has_states else "hf"
+    architecture = example_architecture(family)
+    needs_gpu = bool(architecture.delta_layers) or architecture.has_sinks
+    return "sglang" if family in SPARSE_FAMILIES and not needs_gpu else "hf"
 
 
 def layout_of_experts() -> tuple[str, ...]:

@@ -56,13 +56,16 @@ IMPORTS = (
     "transformer_engine.pytorch",
 )
 # These ask the driver while they are imported, and what they say.
-NEED_A_DRIVER = {"sgl_kernel": "common_ops", "deep_ep": "driver"}
+NEED_A_DRIVER = {"sgl_kernel": "common_ops", "deep_ep": "driver", "flash_mla": "cuda.abi3.so"}
+# Megatron is imported as in `platform.activate`.
 TRY = """
-import importlib, json, sys
+import contextlib, importlib, json, sys
+from megarl.engine.platform import UNUSED, without_modules
 found = {}
 for name in sys.argv[1:]:
     try:
-        importlib.import_module(name)
+        with without_modules(*UNUSED) if name.startswith("mega") else contextlib.nullcontext():
+            importlib.import_module(name)
         found[name] = ""
     except BaseException as error:
         found[name] = f"{type(error).__name__}: {error}"
