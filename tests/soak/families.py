@@ -112,7 +112,13 @@ def layout_of_experts() -> tuple[str, ...]:
 def fields_of(family: str) -> dict[str, Any]:
     """Return the `config.json` of a family's example with the sizes of the quickstart's model."""
     quickstart = json.loads((MODEL / "config.json").read_text())
-    return FAMILIES[family].example() | {name: quickstart[name] for name in SIZES if name in quickstart}
+    example = FAMILIES[family].example()
+    sizes = {name: quickstart[name] for name in SIZES if name in quickstart}
+    # The factor of YaRN is the ratio of the example's contexts.
+    rope = example.get("rope_parameters") or example.get("rope_scaling") or {}
+    if rope.get("rope_type") == "yarn":
+        del sizes["max_position_embeddings"]
+    return example | sizes
 
 
 def save_model(folder: Path, family: str, seed: int) -> None:
