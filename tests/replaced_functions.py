@@ -83,11 +83,14 @@ def _functions(module: str) -> Iterator[tuple[str, Any]]:
                 yield f"{module}:{name}.{attribute}", member.__func__ if is_wrapped else member
 
 
-def original(address: str) -> list[Argument]:
-    """Return the arguments of the function at an address, in a process without replacements."""
+def original(address: str) -> list[Argument] | None:
+    """Return the arguments of the function at an address, in a process without replacements; None for one
+    of an absent package, whose stub accepts anything."""
     module, name = address.split(":")
     function = functools.reduce(getattr, name.split("."), __import__(module, fromlist=["_"]))
     assert not is_ours(function), address
+    if isinstance(function, FunctionType) and function.__code__.co_filename.startswith(_STUBS):
+        return None
     return arguments_of(function, follow_wrapped=True)
 
 
@@ -116,7 +119,8 @@ def problems(ours: Mapping[str, list[Argument]], python: Sequence[str] = (sys.ex
     return [
         f"{address}: {problem}"
         for address, arguments in ours.items()
-        if (problem := accepts(arguments, [Argument(*each) for each in theirs[address]])) is not None
+        if theirs[address] is not None
+        and (problem := accepts(arguments, [Argument(*each) for each in theirs[address]])) is not None
     ]
 
 

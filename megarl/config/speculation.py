@@ -20,9 +20,6 @@ TOP_K = "speculative_eagle_topk"
 TOKENS = "speculative_num_draft_tokens"
 REJECTION = "speculative_use_rejection_sampling"
 
-# why a CPU cannot use it
-ON_CPU = "on a CPU SGLang takes the most likely token at any temperature, which is not a sample of the policy"
-
 
 class Algorithm(NamedTuple):
     """The requirements of one of SGLang's algorithms.
@@ -62,6 +59,25 @@ ARGUMENTS = frozenset(
         "speculative_ngram_capacity",
     }
 )
+
+
+def problem_on_cpu(server_args: Mapping[str, Any]) -> str | None:
+    """Return why engines on a CPU cannot use these arguments, with the remedy; None if they can.
+
+    There, drafts run with replacements of SGLang's kernels (rollout/sglang/cpu_speculation.py).
+    """
+    name = algorithm_name(server_args)
+    if name is None:
+        return None
+    algorithm = ALGORITHMS.get(name)
+    if algorithm is None or not algorithm.has_draft:
+        return "whose index of n-grams SGLang has on GPUs only; use a draft model, device=cuda, or remove it"
+    if server_args.get(TOP_K) != 1 or server_args.get(REJECTION):
+        return (
+            f"but on a CPU each drafted token has one successor, which is compared with a sample of the "
+            f"policy; set {STEPS}, {TOP_K} 1 and {TOKENS}, without {REJECTION}"
+        )
+    return None
 
 
 def algorithm_name(server_args: Mapping[str, Any]) -> str | None:

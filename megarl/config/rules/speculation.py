@@ -11,7 +11,6 @@ from megarl.config.speculation import (
     ALGORITHM,
     ALGORITHMS,
     DRAFT,
-    ON_CPU,
     PREFIX,
     REJECTION,
     SECTION,
@@ -21,6 +20,7 @@ from megarl.config.speculation import (
     Algorithm,
     algorithm_name,
     draft_of,
+    problem_on_cpu,
 )
 from megarl.config.violation import Violation, Violations
 from megarl.machine.errors import ConfigError
@@ -179,8 +179,8 @@ def _combined(config: PPOConfig, name: str, algorithm: Algorithm) -> Violations:
             f"is {name}, but the engine {config.rollout.engine.value} decodes one token at a time; use "
             "rollout.engine=sglang, or remove it",
         )
-    if config.device is Device.cpu:
-        yield Violation((_ALGORITHM, "device"), f"is {name}, but {ON_CPU}; use device=cuda, or remove it")
+    if config.device is Device.cpu and (problem := problem_on_cpu(config.rollout.sglang.server_args)):
+        yield Violation((_ALGORITHM, "device"), f"is {name}, {problem}")
     given = config.rollout.sglang.server_args
     if given.get(REJECTION) and not (algorithm.reads_policy and given.get(TOP_K) == 1):
         yield Violation(

@@ -116,6 +116,48 @@ EVIDENCE = (
         "rotates the keys of latent attention only with YaRN",
     ),
     SGLangEvidence(
+        "srt.mem_cache.allocation",
+        "assign_req_to_token_pool_func",
+        "assign_req_to_token_pool_cpu(",
+        "records the cache slots of drafted tokens with a compiled kernel",
+    ),
+    SGLangEvidence(
+        "kernels.ops.kvcache.cache_move",
+        "copy_all_layer_kv_cache_func",
+        "copy_all_layer_kv_cache_cpu(",
+        "copies accepted tokens in the cache with a compiled kernel, also once at the start",
+    ),
+    SGLangEvidence(
+        "kernels.ops.speculative.cache_locs",
+        "assign_draft_cache_locs_contiguous_func",
+        "assign_draft_cache_locs_contiguous_cpu(",
+        "looks up the cache slots of drafted tokens with a compiled kernel",
+    ),
+    SGLangEvidence(
+        "kernels.ops.speculative.spec_tree",
+        "verify_tree_greedy_func",
+        "sgl_verify_tree_greedy_cpu(",
+        "accepts drafted tokens with a compiled kernel, and describes their tree with another one",
+    ),
+    SGLangEvidence(
+        "kernels.ops.speculative.eagle",
+        "fill_bonus_tokens_func",
+        "fill_bonus_tokens_cpu(",
+        "looks up the last accepted token with a compiled kernel",
+    ),
+    SGLangEvidence(
+        "srt.speculative.eagle_utils",
+        "_verify_uses_greedy",
+        "return is_all_greedy or is_cpu",
+        "compares drafted tokens with the most likely ones on a CPU, whatever the temperature",
+    ),
+    SGLangEvidence(
+        "srt.speculative.draft_utils",
+        "DraftBackendFactory.create_decode_backend",
+        '"intel_amx": self._create_intel_amx_decode_backend',
+        "drafts with attention for CPUs with AMX only",
+    ),
+    SGLangEvidence(
         "srt.managers.scheduler",
         "Scheduler.event_loop_overlap",
         "self._record_scheduler_state_for_paused_engine()\n                continue",

@@ -21,14 +21,22 @@ from megarl.rollout.sglang import last_words
 def run_scheduler(server_args: Any, *arguments: Any, **keywords: Any) -> Any:
     """Run one rank of the model. Passed to SGLang as its `run_scheduler_process_func`."""
     with without_collections():
-        adapt_scheduler(server_args.device, server_args.nnodes)
+        adapt_scheduler(
+            server_args.device, server_args.nnodes, is_drafting=server_args.speculative_algorithm is not None
+        )
         from sglang.srt.managers.scheduler import run_scheduler_process
 
     return run_scheduler_process(server_args, *arguments, **keywords)
 
 
-def adapt_scheduler(device: str, num_nodes: int = 1) -> None:
-    """Adapt this process before the scheduler starts."""
+def adapt_scheduler(device: str, num_nodes: int = 1, *, is_drafting: bool = False) -> None:
+    """Adapt this process before the scheduler starts.
+
+    Args:
+        device: cpu or cuda.
+        num_nodes: The nodes of the engine.
+        is_drafting: Whether it decodes speculatively.
+    """
     _end_alone()
     hide_training_packages()
     _listen_on_one_address()
@@ -36,9 +44,11 @@ def adapt_scheduler(device: str, num_nodes: int = 1) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     if device == "cpu":
-        from megarl.rollout.sglang import cpu_adaptations
+        from megarl.rollout.sglang import cpu_adaptations, cpu_speculation
 
         cpu_adaptations.install_in_scheduler()
+        if is_drafting:
+            cpu_speculation.install_speculation()
 
     _fall_asleep_together()
 

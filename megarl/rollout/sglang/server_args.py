@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import Device, EngineDType, RolloutConfig
-from megarl.config.speculation import ALGORITHM, ON_CPU, draft_folder
+from megarl.config.speculation import ALGORITHM, draft_folder, problem_on_cpu
 from megarl.config.speculation import ARGUMENTS as SPECULATIVE_ARGUMENTS
 from megarl.machine.errors import ConfigError
 from megarl.models.families import family_of
@@ -263,11 +263,9 @@ def _refuse_breakable_graphs(given: Mapping[str, Any]) -> None:
 
 
 def _refuse_speculation(given: Mapping[str, Any]) -> None:
-    if (algorithm := given.get(ALGORITHM)) is not None:
-        raise ConfigError(
-            "rollout.sglang.server_args",
-            [f"rollout.sglang.server_args.{ALGORITHM} is {algorithm!r}, but {ON_CPU}; remove it"],
-        )
+    if problem := problem_on_cpu(given):
+        key = f"rollout.sglang.server_args.{ALGORITHM}"
+        raise ConfigError("rollout.sglang.server_args", [f"{key} is {given[ALGORITHM]!r}, {problem}"])
 
 
 def _backend(config: Mapping[str, Any], phase: str) -> object:

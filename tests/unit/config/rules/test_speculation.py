@@ -81,10 +81,11 @@ def test_algorithms_that_are_accepted(tmp_path: Path, server_args: dict[str, Any
             ["rollout.engine=hf"],
             "the engine hf decodes one token at a time; use rollout.engine=sglang",
         ),
+        (EAGLE, ["device=cpu"], "is EAGLE3, but on a CPU each drafted token has one successor"),
         (
-            EAGLE,
+            {"speculative_algorithm": "NGRAM"},
             ["device=cpu"],
-            "is EAGLE3, but on a CPU SGLang takes the most likely token at any temperature",
+            "is NGRAM, whose index of n-grams SGLang has on",
         ),
         (
             EAGLE,
@@ -134,6 +135,13 @@ def test_draft_models_that_do_not_fit(
     [found] = run(tmp_path, given, *sizes, **draft)
     assert said in found
     assert found.startswith(f"{SECTION}.speculative_draft_model_path")
+
+
+def test_a_cpu_drafts_chains(tmp_path: Path) -> None:
+    chain = EAGLE | dict(zip(SIZES, (3, 1, 4), strict=True))
+    assert run(tmp_path, chain, "device=cpu") == []
+    tree = EAGLE | dict(zip(SIZES, (3, 2, 5), strict=True))
+    assert len(run(tmp_path / "tree", tree, "device=cpu")) == 1
 
 
 def test_rejection_sampling_needs_a_draft_with_all_tokens(tmp_path: Path) -> None:

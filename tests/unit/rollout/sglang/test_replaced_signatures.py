@@ -19,7 +19,7 @@ import json, sys
 from megarl.rollout.sglang import cpu_adaptations, processes
 from tests.replaced_functions import replaced_in
 cpu_adaptations.install_in_arguments()
-processes.adapt_scheduler("cpu")
+processes.adapt_scheduler("cpu", is_drafting=True)
 PLANTED
 print(json.dumps(replaced_in(*sys.argv[1:])))
 """
@@ -65,6 +65,7 @@ def test_replaced_functions_accept_the_arguments_of_the_originals(forked_process
     assert {
         "sglang.kernels.ops.sampling.murmur_hash:murmur_hash32",
         "sglang.srt.layers.sampler:murmur_hash32",
+        "sglang.srt.speculative.eagle_utils:eagle_sample",
         "sglang.srt.managers.scheduler:Scheduler._record_scheduler_state_for_paused_engine",
         "torch:get_device_module",
         "torch.distributed.rendezvous:TCPStore",

@@ -184,9 +184,12 @@ def test_a_draft_model_is_loaded_from_its_folder_and_kept(tmp_path: Path) -> Non
             refuse_unknown_server_args({name: True})
 
 
-def test_speculative_decoding_is_refused_on_a_cpu(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is 'EAGLE3', but on a CPU SGLang takes the most likely token"):
+def test_on_a_cpu_drafts_are_chains(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is 'EAGLE3', but on a CPU each drafted token has one successor"):
         build_server_args(spec(tmp_path, sglang=drafted()))
+    chain = drafted().server_args | {"speculative_eagle_topk": 1}
+    arguments = build_server_args(spec(tmp_path, sglang=SGLangConfig(server_args=chain)))
+    assert arguments["speculative_draft_load_format"] == "auto"
 
 
 def sglang_text(*path: str) -> str:
@@ -201,9 +204,6 @@ def test_sglang_treats_draft_models_as_assumed() -> None:
     assert names is not None
     assert {f"{name} = auto()" for name in ALGORITHMS} <= {line.strip() for line in names[1].splitlines()}
 
-    # On a CPU, the verification ignores the temperature.
-    verify = sglang_text("speculative", "eagle_utils.py")
-    assert "return is_all_greedy or is_cpu" in verify
     # The copy on the host of a draft model's released weights.
     loading = sglang_text("model_executor", "model_runner_components", "load_model_utils.py")
     assert "is_draft_worker and get_exec().features.enable_draft_weights_cpu_backup" in loading
