@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from megarl.config.schema import SGLangConfig, SGLangMode
-from megarl.rollout.interface import Sample, SamplingParameters
+from megarl.rollout.interface import Sample, SamplingParameters, plan_requests
 from megarl.rollout.sglang.cpu_speculation import (
     accept_chain,
     build_chain,
@@ -100,6 +100,31 @@ def test_a_draft_model_changes_the_passes_and_not_the_samples(
                 assert (ours.finish_reason, ours.spans) == (theirs.finish_reason, theirs.spans)
                 assert theirs.num_verifications == 0
                 assert ours.num_verifications == num_passes(draft, prompt, ours)
+
+
+def test_log_probs_are_those_of_the_weights_that_verified_a_token(drafting: SGLangEngine) -> None:
+    """New weights arrive while samples are in flight; at which token does not matter."""
+    models = {version: server_model(version) for version in (2, 3)}
+    push(models[2], drafting, 2)
+    sampling = SamplingParameters(max_new_tokens=48, seed=6, temperature=0.7, ignore_eos=True)
+    requests = plan_requests(PROMPTS, sampling)
+    drafting.submit(requests)
+    push(models[3], drafting, 3)
+    samples = dict[int, Sample]()
+    while len(samples) < len(requests):
+        samples |= dict(drafting.collect(1.0))
+
+    for request in requests:
+        sample = samples[request.request_id]
+        tokens = torch.tensor(sample.token_ids.tolist())
+        assert len(tokens) == 48
+        for version, model in models.items():
+            with torch.no_grad():
+                logits = model(torch.tensor([[*request.prompt, *tokens.tolist()]])).logits[0]
+            log_probs = (logits[len(request.prompt) - 1 : -1] / 0.7).log_softmax(-1)
+            expected = log_probs.gather(1, tokens[:, None])[:, 0].numpy()
+            is_of_version = sample.token_versions == version
+            assert sample.log_probs[is_of_version] == pytest.approx(expected[is_of_version], abs=1e-4)
 
 
 def test_cache_slots_by_hand() -> None:
