@@ -24,6 +24,7 @@ from megarl.machine.errors import CheckpointError, ConfigError
 from megarl.models.families import read_architecture
 from megarl.trainers.resume import checkpoint_folder, find_resume
 from megarl.weights.peft_folder import write_config
+from tests.families import example_fields
 from tests.unit.config.folders import ARCHITECTURE, model_folder, ppo_values, write_yaml
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -182,6 +183,26 @@ def test_every_reason_against_it_is_listed_at_once(config: PPOConfig) -> None:
     assert "trainer.total_steps: is 3, but the checkpoint is of step 4" in said
     assert "actor: hidden_size is 48, but the checkpoint's model has 96" in said
     assert "critic: hidden_size is 48" in said
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "original", "saved"),
+    [
+        ("deepseek_v3", "num_nextn_predict_layers", 1, 0),
+        ("glm4_moe", "num_nextn_predict_layers", 1, 0),
+        ("gpt_oss", "quantization_config", {"quant_method": "mxfp4"}, None),
+    ],
+)
+def test_what_only_the_original_folder_has_does_not_prevent_a_resume(
+    config: PPOConfig, family: str, field: str, original: Any, saved: Any
+) -> None:
+    """A checkpoint has neither the layers that predict further tokens nor packed experts."""
+    fields = ARCHITECTURE | example_fields(family)
+    Path(config.model.path, "config.json").write_text(json.dumps(fields | {field: original}))
+    path = save(config, 2, **fields | {field: saved})
+    found = find_resume(config)
+    assert found is not None
+    assert (found.checkpoint, found.differences) == (path, [])
 
 
 @pytest.mark.parametrize(
