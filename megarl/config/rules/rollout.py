@@ -184,7 +184,7 @@ def _states_fit(config: PPOConfig, policy: Architecture, delta_net: DeltaNet) ->
         yield Violation(
             ("device", "rollout.engine"),
             f"is cpu, but {path} ({policy.model_type}) has gated delta nets, whose states SGLang keeps "
-            "on GPUs only; use rollout.engine=hf, or device=cuda",
+            "on GPUs only; use device=cuda",
         )
     if delta_net.num_key_heads % tensor:
         yield Violation(

@@ -192,7 +192,7 @@ def test_heads_of_gated_delta_nets_divide_over_ranks(ppo: str, tmp_path: Path) -
     assert "linear_num_key_heads 4 of" in found
     assert "does not divide by tensor_parallel_size 8; use 4" in found
     assert (
-        "has gated delta nets, whose states SGLang keeps on GPUs only; use rollout.engine=hf, or device=cuda"
+        "has gated delta nets, whose states SGLang keeps on GPUs only; use device=cuda"
         in found
     )
 
