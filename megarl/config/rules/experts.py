@@ -187,7 +187,7 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
         yield Violation(
             ("device", "rollout.engine"),
             f"is cpu, but {path} ({policy.model_type}) has attention sinks, which SGLang's attention for "
-            "CPUs lacks; use rollout.engine=hf, or device=cuda",
+            "CPUs lacks; use device=cuda",
         )
 
     # The checks below use tensor // expert_parallel, which has to be exact.
