@@ -175,7 +175,9 @@ class Run:
 
         The samples are stored if that is due. Call this after the updates.
         """
-        self.log(self._trainer.record_batch(batch, step) | self._trainer.roles.drain_metrics())
+        trainer = self._trainer
+        self.log(trainer.record_batch(batch, step))
+        self.log(trainer.roles.drain_metrics() | trainer.prompts.drain_metrics())
 
     def save_hf(self, folder: str | Path) -> None:
         """Save the policy as a Hugging Face folder."""

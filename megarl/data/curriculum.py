@@ -12,7 +12,7 @@ import json
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pvariance
@@ -203,14 +203,23 @@ class CurriculumLoader(RowLoader):
 
     Args:
         order: What the sampler is called in the state and in errors.
+        settings: What else decides the order, by name. A resumed run must have the same.
     """
 
     reads_scores = True
 
-    def __init__(self, dataset: RowSource, batch_size: int, sampler: Sampler, order: str) -> None:
+    def __init__(
+        self,
+        dataset: RowSource,
+        batch_size: int,
+        sampler: Sampler,
+        order: str,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(dataset, batch_size)
         self._sampler = sampler
         self.order = order
+        self._settings = dict(settings or {})
         self._next = _Draw(0)
         self._again: deque[int] = deque()  # rows that were served before the run was resumed
         self._sampler_state()  # a state that cannot be saved is refused before the first step
@@ -225,6 +234,17 @@ class CurriculumLoader(RowLoader):
         draw.following = self._next = _Draw(draw.serial + num_wanted)
         return self._dataset.batch(rows, [f"{draw.serial + place}-{row}" for place, row in enumerate(rows)])
 
+    def check_uids(self, uids: Iterable[str]) -> None:
+        for uid in uids:
+            serial, _, row = uid.partition("-")
+            is_served = serial.isdecimal() and row.isdecimal() and int(serial) < self.num_served
+            if not (is_served and int(row) < len(self._dataset)):
+                raise ValueError(
+                    f"the batch has scores for the uid {uid!r}, which is not that of a training prompt, so "
+                    f"data.curriculum ({self.order}) cannot learn from them; keep the `uid` of the prompts "
+                    "from run.prompts, or remove data.curriculum"
+                )
+
     def update(self, scores: Mapping[str, Sequence[float]]) -> None:
         # In the order in which the rows were served, whatever the order of the batch.
         uids = sorted(scores, key=lambda uid: int(uid.partition("-")[0]))
@@ -233,7 +253,12 @@ class CurriculumLoader(RowLoader):
 
     def metrics(self) -> dict[str, float]:
         of_sampler = getattr(self._sampler, "metrics", dict)()
-        return {f"curriculum/{name}": float(value) for name, value in of_sampler.items()}
+        try:
+            return {f"curriculum/{name}": float(value) for name, value in of_sampler.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UserFunctionError(
+                f"{self.order}: metrics() must return a dict of numbers by name, but {error}"
+            ) from error
 
     @property
     def num_served(self) -> int:
@@ -257,6 +282,9 @@ class CurriculumLoader(RowLoader):
             **self._identity(),
             **self._chat_state(),
         }
+
+    def _identity(self) -> dict[str, Any]:
+        return {**super()._identity(), **self._settings}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._next = _Draw(state["num_served"])
@@ -314,11 +342,14 @@ def prompt_loader(dataset: PromptDataset, data: DataConfig, prompts_per_step: in
     if curriculum.sampler is not None:
         sampler = _create(curriculum.sampler, dataset, data.seed)
         # Without folders, because a submitted job has its files elsewhere.
-        return CurriculumLoader(dataset, prompts_per_step, sampler, Path(curriculum.sampler).name)
+        return CurriculumLoader(
+            dataset, prompts_per_step, sampler, Path(curriculum.sampler).name, {"seed": data.seed}
+        )
     if curriculum.kind is CurriculumKind.epochs:
         return epochs
     learnability = LearnabilitySampler(len(dataset), curriculum, shuffle=data.shuffle, seed=data.seed)
-    return CurriculumLoader(dataset, prompts_per_step, learnability, curriculum.kind.value)
+    settings = {"shuffle": data.shuffle, "seed": data.seed}
+    return CurriculumLoader(dataset, prompts_per_step, learnability, curriculum.kind.value, settings)
 
 
 def load_sampler(reference: str) -> Callable[[Sequence[Prompt], int], Sampler]:

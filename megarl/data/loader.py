@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -105,6 +105,13 @@ class RowLoader(ABC):
 
     def update(self, scores: Mapping[str, Sequence[float]]) -> None:
         """Adapt the order to the scores of a step's samples, by the uid of their row.
+
+        Only orders with `reads_scores` have this method.
+        """
+        raise NotImplementedError
+
+    def check_uids(self, uids: Iterable[str]) -> None:
+        """Raise ValueError for a uid that is not of a row of this loader.
 
         Only orders with `reads_scores` have this method.
         """

@@ -115,6 +115,9 @@ class BufferedRollout:
         """Record the scores of a step's samples, from which `end_step` updates the loader.
 
         A sample whose scoring failed has none. A step that is repeated records the same scores again.
+
+        Raises:
+            ValueError: A uid is not that of a prompt of the loader, in a user's own loop.
         """
         if not self._prompts.reads_scores:
             return
@@ -125,6 +128,7 @@ class BufferedRollout:
         for uid, score, is_scored in zip(arrays["uid"], arrays["score"], are_scored.tolist(), strict=True):
             if is_scored:
                 of_step.setdefault(str(uid), []).append(float(score))
+        self._prompts.check_uids(of_step)
         self._scores.setdefault(step, {}).update(of_step)
 
     def end_step(self, step: int) -> None:
@@ -148,7 +152,11 @@ class BufferedRollout:
         process whose samples no engine could generate, if groups may be dropped.
         """
         num_failed = 0 if self._buffer is None else self._buffer.num_failed
-        metrics = self._prompts.metrics()
+        metrics: dict[str, float] = {}
+        if self._prompts.reads_scores:
+            # The generation thread may draw rows, and a user's sampler need not be thread-safe.
+            with self._exclusive():
+                metrics |= self._prompts.metrics()
         if self._thread is not None:
             metrics["rollout/groups_ahead"] = float(self.taken.num_ahead)
         if self._thread is not None or self._rules.max_error_rate:

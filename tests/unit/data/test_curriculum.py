@@ -157,6 +157,22 @@ def test_an_order_is_not_continued_by_another() -> None:
         epochs.load_state_dict(curriculum.state_dict())
 
 
+def test_another_seed_does_not_continue_an_order() -> None:
+    def of_seed(seed: int) -> CurriculumLoader:
+        return CurriculumLoader(Numbers(20), 5, learnability(20), "learnability", {"seed": seed})
+
+    with pytest.raises(ValueError, match=r"written with seed=0, this run has 1; use the same .* data.seed"):
+        of_seed(1).load_state_dict(of_seed(0).state_dict())
+
+
+@pytest.mark.parametrize("uid", ["", "3", "0-20", "5-0", "a-0", "0--1", "0-0-a"])
+def test_a_uid_of_no_prompt_is_refused(uid: str) -> None:
+    loader = CurriculumLoader(Numbers(20), 5, learnability(20), "learnability")
+    loader.check_uids(next(loader).non_tensor_batch["uid"])
+    with pytest.raises(ValueError, match=f"the uid '{uid}', which is not .* keep the `uid` of the prompts"):
+        loader.check_uids([uid])
+
+
 class InOrder:
     """A user's sampler, with what goes wrong."""
 
@@ -190,6 +206,17 @@ def test_wrong_rows_are_refused(sampled: Any, said: str) -> None:
     with pytest.raises(UserFunctionError, match=said):
         next(loader)
     assert rows(next(CurriculumLoader(Numbers(20), 3, InOrder(np.arange(3)), "mine.py:InOrder"))) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [(None, "but 'NoneType' object has no attribute 'items'"), ({"solved": "no"}, "but could not convert")],
+)
+def test_wrong_metrics_are_refused(metrics: Any, said: str) -> None:
+    sampler = InOrder()
+    sampler.metrics = lambda: metrics  # pyrefly: ignore[missing-attribute]
+    with pytest.raises(UserFunctionError, match=f"mine.py:InOrder: metrics.. must return a dict .* {said}"):
+        CurriculumLoader(Numbers(20), 3, sampler, "mine.py:InOrder").metrics()
 
 
 @pytest.mark.parametrize(

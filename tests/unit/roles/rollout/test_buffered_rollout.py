@@ -564,6 +564,14 @@ def test_a_curriculum_goes_on_with_its_samples_and_learns_once_from_each_step(ma
     assert 0 < sampler.metrics()["low_weight"] < 1
 
 
+def test_scores_of_prompts_of_ones_own_are_refused_when_they_are_recorded() -> None:
+    _, loader = curriculum()
+    with scene(0, 3, loader=loader) as one:
+        batch = DataProto.from_dict({}, {"uid": ["mine"], "score": [1.0]})
+        with pytest.raises(ValueError, match="the uid 'mine', which is not that of a training prompt"):
+            one.buffered.record_scores(batch, 1)
+
+
 def test_a_curriculum_learns_from_prompts_that_are_dropped_too() -> None:
     sampler, loader = curriculum()
     rules = GroupRules(SAMPLING, max_without_signal=30)
