@@ -191,10 +191,7 @@ def test_heads_of_gated_delta_nets_divide_over_ranks(ppo: str, tmp_path: Path) -
     assert "does not divide by tensor_parallel_size 4 x context_parallel_size 2 = 8; use 4 ranks" in found
     assert "linear_num_key_heads 4 of" in found
     assert "does not divide by tensor_parallel_size 8; use 4" in found
-    assert (
-        "has gated delta nets, whose states SGLang keeps on GPUs only; use device=cuda"
-        in found
-    )
+    assert "has gated delta nets, whose states SGLang keeps on GPUs only; use device=cuda" in found
 
 
 def test_experts_with_biases_need_local_layers(ppo: str, tmp_path: Path) -> None:
