@@ -5,17 +5,15 @@ A draft model may be of any class that SGLang has, also one that megarl does not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import read_json_object
+from megarl.models.config_reader import ConfigReader
 from megarl.models.quantization import FIELD as QUANTIZATION
 
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _WEIGHTS = ("*.safetensors", "*.bin")  # SGLang reads the first kind that the folder has
 
 
@@ -56,7 +54,7 @@ def read_draft(folder: str) -> DraftModel:
     """Read the sizes of a draft model from its folder.
 
     Raises:
-        ConfigError: config.json cannot be read, or lacks a size.
+        ConfigError: config.json cannot be read, or lacks a size or has one that is not a positive integer.
     """
     file = Path(folder) / "config.json"
     try:
@@ -66,29 +64,31 @@ def read_draft(folder: str) -> DraftModel:
     except OSError as error:
         raise ConfigError(str(file), [f"cannot be read: {error.strerror}"]) from error
 
-    config: Mapping[str, Any] = whole.get("text_config") or whole
-    sizes = {name: config.get(name) for name in _SIZES}
-    if wrong := [name for name, size in sizes.items() if not isinstance(size, int) or size < 1]:
-        raise ConfigError(
-            str(file),
-            [f"field {name!r} is {sizes[name]!r}, but must be a positive integer" for name in wrong],
-        )
+    text = whole.get("text_config")
+    if not isinstance(text, dict | None):
+        raise ConfigError(str(file), [f"field 'text_config' is {text!r}, but must be an object"])
 
-    heads = config["num_attention_heads"]
-    latent = config.get("kv_lora_rank") or 0
-    return DraftModel(
-        vocab_size=config["vocab_size"],
-        draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        target_hidden_size=config.get("target_hidden_size") or config["hidden_size"],
-        num_hidden_layers=config["num_hidden_layers"],
+    reader = ConfigReader(text or whole)
+    hidden = reader.number("hidden_size", int)
+    vocab = reader.number("vocab_size", int)
+    heads = reader.number("num_attention_heads", int)
+    latent = reader.count("kv_lora_rank", 0)
+    draft = DraftModel(
+        vocab_size=vocab,
+        draft_vocab_size=reader.number("draft_vocab_size", int, vocab),
+        hidden_size=hidden,
+        target_hidden_size=reader.number("target_hidden_size", int, hidden),
+        num_hidden_layers=reader.number("num_hidden_layers", int),
         num_attention_heads=heads,
-        num_key_value_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        latent_size=latent and latent + config.get("qk_rope_head_dim", 0),
+        num_key_value_heads=reader.number("num_key_value_heads", int, heads),
+        head_dim=reader.number("head_dim", int, hidden // heads),
+        latent_size=latent and latent + reader.count("qk_rope_head_dim", 0),
         is_quantized=whole.get(QUANTIZATION) is not None,
         weight_bytes=_weight_bytes(Path(folder)),
     )
+    if reader.problems:
+        raise ConfigError(str(file), reader.problems)
+    return draft
 
 
 @lru_cache(maxsize=8)

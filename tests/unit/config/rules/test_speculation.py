@@ -123,8 +123,11 @@ def test_what_is_refused(
         (
             "STANDALONE",
             {"vocab_size": None},
-            "config.json: field 'vocab_size' is None, but must be a positive",
+            "config.json: field 'vocab_size' is missing",
         ),
+        ("STANDALONE", {"head_dim": "16"}, "field 'head_dim' is '16', but must be a positive integer"),
+        ("STANDALONE", {"kv_lora_rank": 2.5}, "field 'kv_lora_rank' is 2.5, but must be a positive integer"),
+        ("STANDALONE", {"text_config": [1]}, "field 'text_config' is [1], but must be an object"),
     ],
 )
 def test_draft_models_that_do_not_fit(

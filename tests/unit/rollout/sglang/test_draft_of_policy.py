@@ -1,5 +1,5 @@
 """Test draft models with SGLang's own classes: a weight sync changes the policy only, and a head of EAGLE sees
-the policy's new embedding. SGLang does not run them on a CPU."""
+the policy's new embedding."""
 
 from __future__ import annotations
 
