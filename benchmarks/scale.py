@@ -46,6 +46,8 @@ from megarl.config.load import load_config
 from megarl.config.roles import role_named
 from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, SamplingConfig
 from megarl.controller.futures import RemoteFuture
+from megarl.data.loader import BatchLoader
+from megarl.data.tables import RowIdentity
 from megarl.roles import megatron_role
 from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Actor, Critic, Scorer
@@ -291,7 +293,21 @@ def make_trainer(algorithm: str, store: ObjectStore, lengths: np.ndarray) -> PPO
         weights=Weights(),  # pyrefly: ignore[bad-argument-type]
     )
 
-    return PPOTrainer(config, roles, None, None, Phases(), None)  # pyrefly: ignore[bad-argument-type]
+    # The benchmark gives the prompts of each step itself: the loader is not read.
+    loader = BatchLoader(Unread(), config.trainer.prompts_per_step, shuffle=False, seed=0)
+    return PPOTrainer(config, roles, loader, None, Phases(), None)  # pyrefly: ignore[bad-argument-type]
+
+
+class Unread:
+    """A data set of which nothing is read."""
+
+    identity = RowIdentity("nothing")
+
+    def __len__(self) -> int:
+        return 1
+
+    def batch(self, indices: Sequence[int], uids: Sequence[str]) -> DataProto:
+        raise NotImplementedError
 
 
 class Peak:
