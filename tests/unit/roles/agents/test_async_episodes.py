@@ -3,10 +3,7 @@ groups."""
 
 from __future__ import annotations
 
-import math
 import random
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +32,7 @@ from megarl.rollout.interface import GenerationRequest
 from megarl.rollout.staleness import StalenessController
 from megarl.simulation.engines import ScriptedEngines, VirtualClock
 from megarl.workers.environment import TurnOrder, TurnReport
-from tests.unit.roles.rollout.test_buffered_rollout import MadeUpWeights, Unscored
+from tests.unit.roles.rollout.test_buffered_rollout import MadeUpWeights, TrainedInNoTime, Unscored
 
 SAMPLING = SamplingConfig(n=2)
 PROMPTS = 3
@@ -43,7 +40,6 @@ NUM_ROWS = 48
 TOLD = [9, 9]  # an environment's result
 SLOW = 7  # the prompt whose environment takes SLOW_S
 SLOW_S = 4.0
-YIELD_S = 0.0005  # of wall time, so that the generation thread does not spin
 EPISODES = EpisodeLimits(max_turns=3, max_tokens=200, max_attempts=9)
 LIMITS = RolloutLimits(max_concurrency=4, answer_limit_s=60, sample_limit_s=200)
 
@@ -141,20 +137,8 @@ class ScriptedEnvironments:
         self.closed.update(gone)  # closed with their process
 
 
-class TrainedInNoTime(EpisodeRollout):
-    """Generates only while the trainer waits for a step, so that neither thread's speed has an effect.
-
-    With `drain`, which waits for the requests in flight, the generation thread runs at all times.
-    """
-
-    on_update = OnUpdate.continue_
-
-    def poll(self, wait_s: float = math.inf) -> None:
-        is_ahead = threading.current_thread().name == "generation"
-        if is_ahead and self.on_update is OnUpdate.continue_ and not self.scheduler.may_readmit:
-            time.sleep(YIELD_S)
-        else:
-            super().poll(wait_s)
+class EpisodesInNoTime(TrainedInNoTime, EpisodeRollout):
+    """TrainedInNoTime of episodes."""
 
 
 class Stage(NamedTuple):
@@ -184,7 +168,7 @@ def stage(
     environments = ScriptedEnvironments(clock)
     tokens = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=EPISODES.max_tokens)
     setup = RolloutSetup(replicas=engines, weights=weights, rules=tokens, limits=LIMITS, seed=0)  # type: ignore[arg-type]
-    rollout = TrainedInNoTime(setup, environments, limits)  # type: ignore[arg-type]
+    rollout = EpisodesInNoTime(setup, environments, limits)  # type: ignore[arg-type]
     rollout.on_update = on_update
     rollout.scheduler = RequestScheduler(
         engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait

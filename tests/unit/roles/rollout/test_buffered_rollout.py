@@ -4,6 +4,7 @@ stored groups, and shutdown."""
 from __future__ import annotations
 
 import json
+import math
 import random
 import threading
 import time
@@ -37,7 +38,7 @@ from tests.fake_engine import plain_sample
 SAMPLING = SamplingConfig(n=2)
 NUM_ROWS = 64
 PROMPTS = 3
-EVENT_S = 0.0003  # of wall time, so that weights are synced in the middle of samples
+YIELD_S = 0.0005  # of wall time, so that the generation thread does not spin
 LIMITS = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
 
 
@@ -79,6 +80,23 @@ class MadeUpWeights:
         with self._engines.exclusive(for_weights=True):
             self.version += 1
             self._engines.push(self.version)
+
+
+class TrainedInNoTime(Rollout):
+    """Generates only while the trainer waits for a step, so that neither thread's speed has an effect.
+
+    Samples of later steps are therefore in flight when weights are synced. With `drain`, which waits for
+    them, the generation thread runs at all times.
+    """
+
+    on_update = OnUpdate.continue_
+
+    def poll(self, wait_s: float = math.inf) -> None:
+        is_ahead = threading.current_thread().name == "generation"
+        if is_ahead and self.on_update is OnUpdate.continue_ and not self.scheduler.may_readmit:
+            time.sleep(YIELD_S)
+        else:
+            super().poll(wait_s)
 
 
 class Unscored:
@@ -163,7 +181,7 @@ def scene(
         loader: Serves the prompts; None: epochs.
         failing: Tokens of prompts whose samples no engine can generate.
     """
-    clock = VirtualClock(lambda number: time.sleep(EVENT_S))
+    clock = VirtualClock()
     engines = ScriptedEngines(
         clock,
         2,
@@ -176,7 +194,8 @@ def scene(
     weights = MadeUpWeights(engines, version)
     tokens = TokenRules(pad_token_id=0, stop_token_ids=(), max_response_length=101)
     setup = RolloutSetup(replicas=engines, weights=weights, rules=tokens, limits=LIMITS, seed=0)  # type: ignore[arg-type]
-    rollout = Rollout(setup)
+    rollout = TrainedInNoTime(setup)
+    rollout.on_update = on_update
     rollout.scheduler = RequestScheduler(
         engines, weights.readmit, LIMITS, clock=lambda: clock.now_s, wait=clock.wait
     )  # type: ignore[arg-type]
