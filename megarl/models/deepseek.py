@@ -92,5 +92,5 @@ DEEPSEEK_V3 = Family(
     sglang_fields=_FIXED,
     sglang_differs=_sglang_differs,
     models="DeepSeek-V3, R1 and V3.1, Kimi-K2 (`kimi_k2`), Moonlight",
-    limits=("layers that predict further tokens are neither trained nor written",),
+    limits=("layers that predict further tokens are not trained, but [kept](moe.md#multi-token-prediction)",),
 )

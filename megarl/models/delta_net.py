@@ -19,7 +19,7 @@ _LINEAR = "linear_attention"
 _FULL = "full_attention"
 _HF = HF_LAYER + "linear_attn."
 _MEGATRON = MEGATRON_LAYER + "self_attention."
-UNUSED = ("mtp.",)  # layers that predict further tokens
+MTP = ("mtp.",)  # layers that predict further tokens
 # The sizes of all queries, keys and values.
 _QKV = ("J X", "J X", "Z")
 

@@ -42,8 +42,8 @@ class Family:
             reader's `problems` for each field that it cannot honor. Fields that were not read are refused by
             name.
         rows: The tensor table of the family, without output layers and vision towers.
-        unused: Beginnings of the names of tensors that a folder may have and that are neither trained nor
-            written.
+        mtp: Beginnings of the names of tensors of layers that predict further tokens, if these are not
+            layers after the last one. They are not trained.
         tower_rows: The rows of a vision tower, for families that read images.
         module_prefixes: Prefixes of the parameters of transformers' class, with those of the tensors in
             folders, where they differ.
@@ -63,7 +63,7 @@ class Family:
     read: Callable[[ConfigReader], Architecture]
     rows: tuple[MappingRow, ...]
     example: Callable[[], dict[str, Any]]
-    unused: tuple[str, ...] = ()
+    mtp: tuple[str, ...] = ()
     lm_class: str = "ForCausalLM"
     tower_rows: Callable[[Vision], tuple[MappingRow, ...]] | None = None
     module_prefixes: Mapping[str, str] = field(default_factory=dict)

@@ -64,5 +64,5 @@ GLM4_MOE = Family(
     example=_example,
     sglang_differs=_sglang_differs,
     models="GLM-4.5, 4.6 and 4.7 and their Air models",
-    limits=("layers that predict further tokens are neither trained nor written",),
+    limits=("layers that predict further tokens are not trained, but [kept](moe.md#multi-token-prediction)",),
 )

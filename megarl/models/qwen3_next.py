@@ -10,8 +10,8 @@ from megarl.models.architecture import Architecture, BlockNorms
 from megarl.models.config_reader import ConfigReader
 from megarl.models.delta_net import (
     GATED_ATTENTION_ROWS,
+    MTP,
     PACKED_INPUT,
-    UNUSED,
     delta_net_rows,
     read_delta_net,
     read_no_windows,
@@ -80,12 +80,12 @@ QWEN3_NEXT = Family(
         *SHARED_EXPERT_ROWS,
     ),
     example=_example,
-    unused=UNUSED,
+    mtp=MTP,
     sglang_derived=sglang_derived,
     sglang_differs=_sglang_differs,
     models="Qwen3-Next-80B-A3B",
     limits=(
-        "layers that predict further tokens are neither trained nor written",
+        "layers that predict further tokens are not trained, but [kept](moe.md#multi-token-prediction)",
         "SGLang on GPUs only",
         "each response that shares a prompt computes the states of the prompt again",
     ),

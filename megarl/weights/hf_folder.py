@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -24,6 +24,7 @@ from megarl.models.quantization import FIELD as QUANTIZATION
 from megarl.models.tensor_table import Head, unique_tensors
 from megarl.weights.checkpoint_index import INDEX_FILE, SINGLE_FILE
 from megarl.weights.manifest import manifest_of
+from megarl.weights.mtp import MTPLayers
 from megarl.weights.shard_layout import ShardLayout, held_weights
 from megarl.weights.tensors import Manifest, TensorMeta
 
@@ -43,6 +44,7 @@ def copy_companions(
     head: Head | None = None,
     value_class: str | None = None,
     quantization: Mapping[str, Any] | None = None,
+    promises_mtp: bool = True,
 ) -> None:
     """Copy everything except weights.
 
@@ -54,6 +56,8 @@ def copy_companions(
         value_class: The suffix of the class that config.json then names for a value head. None: the source's
             class if it has one, otherwise a critic's.
         quantization: The format that config.json specifies afterwards, if `dtype` is given.
+        promises_mtp: Whether config.json keeps the number of layers that predict further tokens. False for a
+            folder whose weights do not include them.
     """
     # Skip the source's index, which lists other weight files, and config.json, which is written below.
     for path in sorted({path for pattern in _COPIED for path in source.glob(pattern)}):
@@ -73,8 +77,7 @@ def copy_companions(
 
     if head is not None:
         _name_class(config, head, value_class)
-    # The layers that predict further tokens are not written, so the folder must not promise them.
-    if config.get(MTP_FIELD):
+    if not promises_mtp and config.get(MTP_FIELD):
         config[MTP_FIELD] = 0
     write_whole(target / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
@@ -144,20 +147,14 @@ def plan_files(
         name: _metas(name, meta, name in quantized)
         for name, meta in manifest_of(architecture, dtype, head).items()
     }
-    parts: list[tuple[int, dict]] = []
+    parts: list[tuple[int, Manifest]] = []
 
     for stage, layout in enumerate(stages):
-        # A new stage begins a new file.
-        room = 0
         # The layout describes one rank, but the stage holds the experts of all its ranks.
         layout = replace(layout, experts=range(architecture.num_experts))
-        for tensor in unique_tensors(held_weights(architecture, layout, head)):
-            nbytes = sum(prod(meta.shape) * meta.dtype.itemsize for meta in whole[tensor.name].values())
-            if nbytes > room:
-                parts.append((stage, {}))
-                room = max(max_file_bytes, nbytes)
-            parts[-1][1].update(whole[tensor.name])
-            room -= nbytes
+        held = unique_tensors(held_weights(architecture, layout, head))
+        # A new stage begins a new file.
+        parts += [(stage, file) for file in _packed((whole[each.name] for each in held), max_file_bytes)]
 
     assert sorted(name for metas in whole.values() for name in metas) == sorted(
         name for _, manifest in parts for name in manifest
@@ -170,6 +167,24 @@ def plan_files(
         FilePlan(f"model-{number:05d}-of-{len(parts):05d}.safetensors", stage, manifest)
         for number, (stage, manifest) in enumerate(parts, start=1)
     )
+
+
+def _packed(tensors: Iterable[Manifest], max_file_bytes: int) -> list[Manifest]:
+    """Distribute tensors, each with what must be in the same file, over files."""
+    files: list[dict[str, TensorMeta]] = []
+    room = 0
+    for tensor in tensors:
+        nbytes = manifest_bytes(tensor)
+        if nbytes > room:
+            files.append({})
+            room = max(max_file_bytes, nbytes)
+        files[-1].update(tensor)
+        room -= nbytes
+    return list(files)
+
+
+def manifest_bytes(manifest: Manifest) -> int:
+    return sum(prod(meta.shape) * meta.dtype.itemsize for meta in manifest.values())
 
 
 def _metas(name: str, meta: TensorMeta, is_quantized: bool) -> Manifest:
@@ -189,6 +204,7 @@ def save_hf_folder(
     source_folder: str | Path,
     head: Head = "lm",
     value_class: str | None = None,
+    mtp: MTPLayers | None = None,
 ) -> None:
     """Write a Hugging Face folder atomically.
 
@@ -203,6 +219,7 @@ def save_hf_folder(
             specifies the dtype of the weights and the class with the given head.
         head: The head of the model.
         value_class: See copy_companions.
+        mtp: The layers that predict further tokens, which are copied.
 
     Raises:
         ValueError: `folder` is the source, or exists and is not a Hugging Face folder.
@@ -223,7 +240,7 @@ def save_hf_folder(
         )
 
     with whole_folder(folder) as partial:
-        write_hf_folder(write_weights, files, partial, source_folder, head, value_class)
+        write_hf_folder(write_weights, files, partial, source_folder, head, value_class, mtp)
 
 
 def write_hf_folder(
@@ -233,15 +250,48 @@ def write_hf_folder(
     source_folder: Path,
     head: Head = "lm",
     value_class: str | None = None,
+    mtp: MTPLayers | None = None,
 ) -> None:
     """Write a Hugging Face folder into an empty folder that is not read before this function returns.
 
     The arguments are those of `save_hf_folder`. Exceptions of `write_weights` propagate.
     """
     write_weights(folder)
-    write_index(folder, [(name, meta, file.name) for file in files for name, meta in file.manifest.items()])
+    write_mtp_and_index(folder, files, mtp)
     dtype = next(iter(files[0].manifest.values())).dtype
-    copy_companions(source_folder, folder, dtype, head, value_class)
+    copy_companions(source_folder, folder, dtype, head, value_class, promises_mtp=mtp is not None)
+
+
+def write_mtp_and_index(
+    folder: Path,
+    files: Sequence[FilePlan],
+    mtp: MTPLayers | None,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+) -> list[str]:
+    """Complete the weights of a folder: copy the layers that predict further tokens, and write the index.
+
+    Args:
+        folder: The folder.
+        files: The weight files that it has.
+        mtp: The layers; None: the folder has none.
+        max_file_bytes: The maximum size of a file.
+
+    Returns:
+        The names of all weight files.
+    """
+    written = {file.name: file.manifest for file in files}
+    if mtp is not None:
+        parts = _packed(mtp.manifests, max_file_bytes)
+        for number, manifest in enumerate(parts, start=1):
+            of_several = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
+            name = f"mtp{of_several}.safetensors"
+            mtp.write(folder / name, manifest)
+            written[name] = manifest
+
+    write_index(
+        folder, [(name, meta, file) for file, manifest in written.items() for name, meta in manifest.items()]
+    )
+    return list(written)
 
 
 def write_index(folder: Path, tensors: Sequence[tuple[str, TensorMeta, str]]) -> None:

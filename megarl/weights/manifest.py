@@ -90,7 +90,7 @@ def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable
             faults.append(
                 f"{name} in {stored.file.name} has shape {stored.shape}, but config.json implies {meta.shape}"
             )
-        elif (fault := _format_fault(name, stored)) is not None:
+        elif (fault := format_fault(name, stored)) is not None:
             faults.append(fault)
 
     # A tensor that no parameter uses is a sign of another architecture.
@@ -104,7 +104,7 @@ def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable
         )
 
 
-def _format_fault(name: str, stored: TensorInFile) -> str | None:
+def format_fault(name: str, stored: TensorInFile) -> str | None:
     """Return what prevents a tensor from being read, None if it can be read."""
     where = f"{name} in {stored.file.name}"
     if stored.dtype == FLOAT8:
@@ -143,19 +143,24 @@ def is_harmless_extra(name: str, architecture: Architecture, head: Head) -> bool
 
     These are rotary tables (computed, not learned), the output layer of a tied model (see `check_tied_head`)
     or of a language model that a critic is made from, the bias of a value head (see `check_value_bias`),
-    layers after the last one that predict further tokens, and what the family names.
+    and layers that predict further tokens.
     """
-    layer = _LAYER_TENSOR.match(name)
-    if layer is not None:
-        after_last = int(layer[1]) - architecture.num_hidden_layers
-        return 0 <= after_last < architecture.num_mtp_layers or name.endswith("rotary_emb.inv_freq")
     if name == LM_HEAD_TENSOR:
         return head == "value" or architecture.tie_word_embeddings
     if name == VALUE_BIAS_TENSOR:
         return head == "value"
-    if name.startswith(FAMILIES[architecture.model_type].unused):
-        return True
-    return name.endswith("rotary_emb.inv_freq")
+    return is_mtp(name, architecture) or name.endswith("rotary_emb.inv_freq")
+
+
+def is_mtp(name: str, architecture: Architecture) -> bool:
+    """Return whether a tensor belongs to the layers that predict further tokens (multi-token prediction).
+
+    These are layers after the last one, or what the family names.
+    """
+    layer = _LAYER_TENSOR.match(name)
+    if layer is not None:
+        return 0 <= int(layer[1]) - architecture.num_hidden_layers < architecture.num_mtp_layers
+    return name.startswith(FAMILIES[architecture.model_type].mtp)
 
 
 def check_tied_head(index: CheckpointIndex, architecture: Architecture) -> None:

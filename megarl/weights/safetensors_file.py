@@ -21,6 +21,7 @@ DTYPE_NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }
 
 # Write in pieces of this size: data that fits into a core's cache is copied twice as fast.

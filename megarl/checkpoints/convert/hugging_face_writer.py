@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from pathlib import Path
 
 import torch
@@ -38,9 +37,11 @@ from megarl.weights.hf_folder import (
     FilePlan,
     copy_companions,
     has_bias,
+    manifest_bytes,
     plan_files,
-    write_index,
+    write_mtp_and_index,
 )
+from megarl.weights.mtp import MTPLayers
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import whole_layout
 from megarl.weights.tensors import ChunkMeta, TensorMeta, TensorSlice, contiguous_blocks
@@ -63,6 +64,7 @@ def write_hugging_face(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = DEFAULT_FILE_BYTES,
     progress: Progress = no_progress,
+    mtp: MTPLayers | None = None,
 ) -> Written:
     """Write a model as a Hugging Face folder.
 
@@ -70,6 +72,7 @@ def write_hugging_face(
         folder: Must not exist or be empty.
         dtype: None: the dtype of the source. float8_e4m3fn: projections in block-scaled FP8, and the rest in
             bfloat16.
+        mtp: The layers that predict further tokens, which are copied.
 
     Raises:
         CheckpointError: The source is damaged, the disk cannot store the result, or the model cannot be
@@ -87,21 +90,28 @@ def write_hugging_face(
     files = plan_files(
         architecture, [whole_layout(architecture)], kept, source.head, max_shard_bytes, quantized
     )
-    total = sum(prod(meta.shape) * meta.dtype.itemsize for file in files for meta in file.manifest.values())
+    of_mtp = sum(map(manifest_bytes, mtp.manifests)) if mtp is not None else 0
+    total = sum(manifest_bytes(file.manifest) for file in files) + of_mtp
 
     with new_folder(folder, total) as unfinished:
         field = folder_field(architecture) if is_fp8 else None
-        copy_companions(source.companions, unfinished, kept, source.head, quantization=field)
+        copy_companions(
+            source.companions,
+            unfinished,
+            kept,
+            source.head,
+            quantization=field,
+            promises_mtp=mtp is not None,
+        )
         # A class whose value head has a bias cannot load a folder without one.
         if source.head == "value" and has_bias(unfinished):
             files = _with_bias(files, kept)
         _Writer(source, kept, quantized, lambda nbytes: progress(nbytes, total)).write(unfinished, files)
-        write_index(
-            unfinished, [(name, meta, file.name) for file in files for name, meta in file.manifest.items()]
-        )
-        nbytes = sum((unfinished / file.name).stat().st_size for file in files)
+        names = write_mtp_and_index(unfinished, files, mtp, max_shard_bytes)
+        progress(of_mtp, total)
+        nbytes = sum((unfinished / name).stat().st_size for name in names)
 
-    return Written(folder=folder, num_files=len(files), nbytes=nbytes)
+    return Written(folder=folder, num_files=len(names), nbytes=nbytes)
 
 
 def _with_bias(files: Sequence[FilePlan], dtype: torch.dtype) -> tuple[FilePlan, ...]:

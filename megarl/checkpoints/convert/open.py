@@ -176,5 +176,5 @@ def _companions(path: Path, folder: Path, given: Path | None) -> Path:
         f"{path}: a Megatron checkpoint does not specify its model, and there is no "
         f"{HUGGING_FACE_FOLDER}/{CONFIG_FILE} in it or "
         f"next to it; pass --config HF_DIR, a Hugging Face folder with the model's {CONFIG_FILE} and "
-        f"tokenizer (its weights are not read)"
+        f"tokenizer (its weights are not needed)"
     )

@@ -147,7 +147,10 @@ def _add_source_options(command: argparse.ArgumentParser) -> None:
         metavar="actor|critic",
         help="model of a run's checkpoint with several models; the default is actor",
     )
-    config = "a Hugging Face folder with config.json and tokenizer, for a Megatron checkpoint without them"
+    config = (
+        "a Hugging Face folder with config.json and tokenizer, for a Megatron checkpoint without them; "
+        "layers that predict further tokens are copied from it"
+    )
     command.add_argument("--config", metavar="HF_DIR", type=Path, help=config)
     code = (
         "accept a folder with its own model code, which is never executed; the model is that of its "

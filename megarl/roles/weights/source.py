@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,15 +24,17 @@ from megarl.weights.fp8 import byte_counts, pushed_shapes, with_all_scales
 from megarl.weights.hf_folder import FilePlan, save_hf_folder, write_hf_folder
 from megarl.weights.manifest import manifest_of
 from megarl.weights.message_words import WordCounts, word_counts
+from megarl.weights.mtp import MTPLayers, read_mtp
 from megarl.weights.plan import TensorSlices
 from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.shard_layout import ShardLayout, layouts_of
 from megarl.weights.shards import slices_by_rank
-from megarl.weights.tensors import Manifest, TensorMeta
+from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
 from megarl.weights.transports.folder import folder_message_bytes
 from megarl.weights.transports.interface import SendReport
 from megarl.workers.weight_export import WeightExport
 
+_log = logging.getLogger(__name__)
 _LOOK_S = 10.0  # poll interval without a sign of any rank
 
 
@@ -130,7 +133,8 @@ class WeightSource:
     def save_hf(self, folder: Path, source_folder: str | Path) -> list[SendReport]:
         """Write a Hugging Face folder atomically and durably.
 
-        Its tokenizer and configuration are those of `source_folder`.
+        Its tokenizer and configuration are those of `source_folder`, from which layers that predict further
+        tokens are copied; if they cannot be, a warning is logged.
 
         Several ranks write, so all nodes must see the folder. Raises the errors of save_hf_folder.
         """
@@ -140,8 +144,16 @@ class WeightSource:
             source_folder=source_folder,
             head=self.head,
             value_class=self.value_class,
+            mtp=self._read_mtp(folder, Path(source_folder)),
         )
         return self._write(save, durable=True)
+
+    def _read_mtp(self, folder: Path, source_folder: Path) -> MTPLayers | None:
+        try:
+            return read_mtp(source_folder, self.architecture, self.head, self.torch_dtype)
+        except WeightTransferError as error:
+            _log.warning("%s is written without the layers that predict further tokens: %s", folder, error)
+            return None
 
     def write_hf(self, folder: Path, source_folder: str | Path) -> list[SendReport]:
         """Write a Hugging Face folder like `save_hf`, without durability.

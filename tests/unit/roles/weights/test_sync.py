@@ -3,6 +3,7 @@ engine dies."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -43,10 +44,12 @@ from megarl.workers.weight_export import WeightExport
 from tests.rollout_replicas import sync_of
 from tests.unit.engine.models import save_model
 from tests.unit.roles.groups import model_spec, started
+from tests.unit.weights.mtp import INDEX, SHAPES, indexed, same_bits, write_original
 
 FAMILY = "qwen2-tied"
 BUCKET_BYTES = 20_000  # smaller than the embedding, which is split
 LAYOUT = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+PIPELINE = ParallelConfig(pipeline_parallel_size=2)
 TRANSPORTS = (Transport.device, Transport.group, Transport.folder)
 IN_MEMORY = (Transport.device, Transport.group)
 
@@ -440,3 +443,33 @@ def test_save_hf_by_all_stages(trainer: Trainer, folders: Folders, tmp_path: Pat
     assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     saved = {name: tensor for file in names for name, tensor in load_file(tmp_path / "saved" / file).items()}
     assert {name: checksum(tensor) for name, tensor in saved.items()} == true_checksums(folders.trained)
+
+
+def test_save_hf_keeps_frozen_layers_of_the_original(
+    ray_cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trained weights are others than those of the original folder, which predicts further tokens."""
+    trained = write_original(tmp_path / "trained", "glm4_moe", seed=1)
+    original = write_original(tmp_path / "original", "glm4_moe")
+    worker = RayClassWithInitArgs(MegatronWorker, model_spec(tmp_path / "trained", PIPELINE, optim=None))
+    with started("trainers", PIPELINE.world_size, {"actor": worker}) as groups:
+        source = Trainer(groups["actor"], tmp_path / "trained").source(PIPELINE)
+        source.save_hf(tmp_path / "saved", tmp_path / "original")
+        source.write_hf(tmp_path / "for_engines", tmp_path / "original")
+        assert caplog.messages == []
+        (tmp_path / "original" / INDEX).unlink()
+        source.save_hf(tmp_path / "without", tmp_path / "original")
+        (message,) = caplog.messages
+        assert "without is written without the layers that predict further tokens: " in message
+
+    saved = indexed(tmp_path / "saved")
+    frozen = {name: original[name] for name in SHAPES["glm4_moe"]}
+    assert same_bits({name: saved[name] for name in frozen}, frozen)
+    changed = {name: value.float() for name, value in trained.items() if name not in frozen}
+    assert same_bits({name: saved[name] for name in saved if name not in frozen}, changed)
+    fields = [
+        json.loads((tmp_path / name / "config.json").read_text())["num_nextn_predict_layers"]
+        for name in ("saved", "for_engines", "without")
+    ]
+    assert fields == [1, 0, 0]
+    assert all(indexed(tmp_path / name).keys() == changed.keys() for name in ("for_engines", "without"))

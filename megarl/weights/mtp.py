@@ -1,0 +1,168 @@
+"""The layers of a Hugging Face folder that predict further tokens (multi-token prediction, MTP).
+
+They are not part of the model that is trained. They stay frozen: folders of a trained or converted model get
+a copy of those of the original folder. What they store of the model themselves, such as the embedding and the
+output layer in DeepSeek-V3, is copied unchanged too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from megarl.models.architecture import Architecture
+from megarl.models.families import FAMILIES
+from megarl.models.fp8 import SCALE_SUFFIX, scale_name
+from megarl.models.mapping import HF_LAYER
+from megarl.models.tensor_table import Head
+from megarl.weights.block_scaling import Elements, ScaledMatrix
+from megarl.weights.checkpoint_index import (
+    SCALE_DTYPES,
+    TORCH_DTYPES,
+    Packing,
+    TensorInFile,
+    read_checkpoint_index,
+)
+from megarl.weights.manifest import format_fault, is_mtp
+from megarl.weights.safetensors_file import SafetensorsFile
+from megarl.weights.tensors import ChunkMeta, Manifest, TensorMeta, WeightTransferError, contiguous_blocks
+
+_BLOCK_ELEMENTS = 2**22  # copied at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPLayers:
+    """The stored tensors of the layers. Their values are not loaded.
+
+    Attributes:
+        tensors: The tensors by name.
+        dequantized: The dtype that tensors in block-scaled FP8 are converted to. None: they are copied with
+            their scales.
+    """
+
+    tensors: Mapping[str, TensorInFile]
+    dequantized: torch.dtype | None
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        """The tensors to write: each with its scales, if they are copied."""
+        return [self._manifest(name, stored) for name, stored in self.tensors.items()]
+
+    def _manifest(self, name: str, stored: TensorInFile) -> Manifest:
+        if stored.scales is None:
+            return {name: TensorMeta(stored.shape, TORCH_DTYPES[stored.dtype])}
+        if self.dequantized is not None:
+            return {name: TensorMeta(stored.shape, self.dequantized)}
+        return {
+            name: TensorMeta(stored.shape, torch.float8_e4m3fn),
+            scale_name(name): TensorMeta(stored.scales.shape, SCALE_DTYPES[stored.scales.dtype]),
+        }
+
+    def write(self, path: Path, manifest: Manifest) -> None:
+        """Write the tensors of `manifest` to a new safetensors file, a few million elements at a time.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        output = SafetensorsFile(path, manifest)
+        try:
+            with _OpenFiles() as files:
+                for name, meta in manifest.items():
+                    elements = self._open(files, name)
+                    for offset, place in contiguous_blocks(meta.shape, _BLOCK_ELEMENTS):
+                        # Only elements that were dequantized to float32 have another dtype.
+                        block = elements[place.index].to(meta.dtype).reshape(-1)
+                        output.write(ChunkMeta(name, offset, block.numel()), block)
+        # Close the file on interrupts too.
+        except BaseException:
+            output.abandon()
+            raise
+        output.close()
+
+    def _open(self, files: _OpenFiles, name: str) -> Elements:
+        stored = self.tensors.get(name)
+        if stored is None:
+            scales = self.tensors[name.removesuffix(SCALE_SUFFIX)].scales
+            assert scales is not None
+            return files[scales.file].get_slice(name)
+
+        values = files[stored.file].get_slice(name)
+        if stored.scales is None or self.dequantized is None:
+            return values
+        scales_of_blocks = files[stored.scales.file].get_tensor(scale_name(name))
+        return ScaledMatrix(values, scales_of_blocks, stored.shape, stored.shape)
+
+
+class _OpenFiles(ExitStack):
+    """Opens each file once, and closes all of them at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened: dict[Path, Any] = {}
+
+    def __getitem__(self, file: Path) -> Any:
+        if file not in self._opened:
+            self._opened[file] = self.enter_context(safe_open(file, framework="pt"))
+        return self._opened[file]
+
+
+def read_mtp(folder: Path, architecture: Architecture, head: Head, dtype: torch.dtype) -> MTPLayers | None:
+    """Find the layers in the original folder of a model.
+
+    Args:
+        folder: The original folder.
+        architecture: The model, as `config.json` of the folder describes it.
+        head: The head of the model that is written. Critics and reward models have no such layers.
+        dtype: The dtype of the folder that is written. float8_e4m3fn: block-scaled FP8.
+
+    Returns:
+        None if the model has no such layers.
+
+    Raises:
+        WeightTransferError: The layers cannot be copied: the folder no longer has its weights, is damaged, or
+            has the layers in a format that does not fit into the folder that is written.
+    """
+    may_have = architecture.num_mtp_layers > 0 or FAMILIES[architecture.model_type].mtp
+    if head == "value" or not may_have:
+        return None
+
+    stored = read_checkpoint_index(folder).tensors
+    tensors = {name: tensor for name, tensor in stored.items() if is_mtp(name, architecture)}
+    _check_layers(folder, tensors, architecture)
+    if not tensors:
+        return None
+
+    faults = [fault for name, tensor in tensors.items() if (fault := _fault(name, tensor)) is not None]
+    if faults:
+        raise WeightTransferError(f"{folder}: " + "; ".join(faults[:8]))
+
+    to_fp8 = dtype == torch.float8_e4m3fn
+    if to_fp8 and all(tensor.scales is None for tensor in tensors.values()):
+        raise WeightTransferError(
+            f"{folder}: has them without block scales, and a folder in FP8 needs such scales; write it with "
+            "--dtype bfloat16 to keep them"
+        )
+    return MTPLayers(tensors=tensors, dequantized=None if to_fp8 else dtype)
+
+
+def _check_layers(folder: Path, tensors: Mapping[str, TensorInFile], architecture: Architecture) -> None:
+    """Raise WeightTransferError if `config.json` promises layers that are not stored."""
+    first = architecture.num_hidden_layers
+    for layer in range(first, first + architecture.num_mtp_layers):
+        if not any(name.startswith(HF_LAYER.format(layer=layer)) for name in tensors):
+            raise WeightTransferError(
+                f"{folder}: config.json has num_nextn_predict_layers={architecture.num_mtp_layers}, but "
+                f"layer {layer} is not stored"
+            )
+
+
+def _fault(name: str, stored: TensorInFile) -> str | None:
+    if stored.scales is not None and stored.scales.packing is not Packing.block_fp8:
+        return f"{name} is stored in {stored.scales.packing.value}, which is not supported for these layers"
+    return format_fault(name, stored)
