@@ -224,6 +224,7 @@ def grouped_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     kv_cache: KVCache | None = None,
     prompts: SharedPrompts | None = None,
     **options: Any,
@@ -237,18 +238,28 @@ def grouped_attention(
         key: Shape (A, K, N, D), of the same tokens. The H / K query heads of a group share a key head.
         value: Shape (A, K, N, D).
         attention_mask: Passed to transformers' attention if `prompts` is None. Otherwise unused: all rows
-            have the same length, so that only the padding of `prompts` is masked.
+            have the same length, so that only the padding of `prompts` and what is before a window is masked.
+        sliding_window: The number of newest tokens, its own included, that a token sees; None: all.
         kv_cache: Receives the keys and values. The rows attend to everything in it.
         prompts: Prompts that the rows continue. Without them, transformers' own attention is computed.
 
     Returns:
         The output, (A, N, H, D), and None instead of the attention weights.
     """
+    assert options.get("softcap") is None and options.get("s_aux") is None, "not supported"
     layer: int = module.layer_idx  # pyrefly: ignore[bad-assignment]
     if kv_cache is not None:
         key, value = kv_cache.append(layer, key, value)
     if prompts is None:
+        # The mask has the window.
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    num_prompt = prompts.bias.shape[-1]
+    # The columns of the prompts that are before the window. Prompts end in the same column.
+    num_unseen = 0
+    if sliding_window is not None:
+        num_unseen = max(0, num_prompt + key.shape[2] - sliding_window)
+        key, value = (each[:, :, -sliding_window:] for each in (key, value))
+
     # Group query heads by their key head, so that keys and values need not be repeated.
     rows, heads, _, size = query.shape
     queries = query.view(rows, key.shape[1], heads // key.shape[1], size).float() * (
@@ -256,7 +267,8 @@ def grouped_attention(
     )
     # One softmax over the prompt's tokens and the row's own; each part then weights its values.
     scores = torch.cat([prompts.scores(queries, layer), queries @ key.float().transpose(-1, -2)], dim=-1)
-    of_prompt, own = scores.softmax(dim=-1).split([prompts.bias.shape[-1], key.shape[2]], dim=-1)
+    scores[..., : min(num_unseen, num_prompt)] = -torch.inf
+    of_prompt, own = scores.softmax(dim=-1).split([num_prompt, key.shape[2]], dim=-1)
     output = prompts.mix(of_prompt, layer) + own @ value.float()
 
     return output.to(query.dtype).view(rows, 1, heads, size), None

@@ -6,15 +6,19 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from megarl.models.families import FAMILIES
 from megarl.rollout.hf import decoding
 from megarl.rollout.hf.decoding import sample_tokens
 from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters, plan_requests
 from megarl.weights.checksum import checksum
 from megarl.weights.tensors import WeightTransferError
+from tests.families import DENSE_FAMILIES
 from tests.plain_trainer import load_folder
 from tests.unit.rollout.models import VOCAB, engine_for, manifest_of, push, random_model
 
+# Models that read images are tested in test_images.py.
+LANGUAGE = [family for family in DENSE_FAMILIES if FAMILIES[family].tower_rows is None]
 PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3], [90, 91]]
 
 
@@ -56,7 +60,7 @@ def engine(model: PreTrainedModel, tmp_path: Path) -> HFEngine:
 
 
 @pytest.mark.parametrize(
-    ("family", "tied"), [("qwen2", False), ("qwen2", True), ("qwen3", False), ("llama", True)]
+    ("family", "tied"), [*((family, False) for family in LANGUAGE), ("qwen2", True), ("llama", True)]
 )
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 0.0])
 def test_log_probs_are_those_of_a_plain_forward(
