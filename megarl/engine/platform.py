@@ -22,9 +22,8 @@ from megarl.models.flops import peak_tflops
 
 # Megatron imports these if they are installed, for functions that megarl does not use. wandb costs each
 # process 1.7 s of processor time and 34 MB, and creates folders in TMPDIR that remain when the process is
-# killed, as worker processes are; tensorboard costs 0.2 s and 11 MB. flash_mla, which SGLang requires, raises
-# an OSError on a machine without a CUDA driver, which Megatron does not expect.
-UNUSED = ("wandb", "torch.utils.tensorboard", "flash_mla")
+# killed, as worker processes are; tensorboard costs 0.2 s and 11 MB.
+UNUSED = ("wandb", "torch.utils.tensorboard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +92,7 @@ def activate(device: Device) -> Platform:
             )
         return _active
 
+    _hide_flash_mla()
     if cuda:
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         torch.cuda.set_device(index)
@@ -126,6 +126,15 @@ def _hide_transformer_engine() -> None:
     sys.modules.setdefault("transformer_engine", None)  # pyrefly: ignore[no-matching-overload]
 
 
+def _hide_flash_mla() -> None:
+    """Make every import of flash_mla in this process fail as if it were not installed.
+
+    SGLang requires it, and Megatron imports it for generation, which engines do here. On a machine without a
+    CUDA driver it raises an OSError, which Megatron does not expect.
+    """
+    sys.modules.setdefault("flash_mla", None)  # pyrefly: ignore[no-matching-overload]
+
+
 @contextmanager
 def without_modules(*modules: str) -> Generator[None]:
     """Hide modules from imports of Megatron, unless this process has imported them already."""
@@ -154,6 +163,7 @@ def activate_fake_cuda(on_wait: Callable[[], None], transformer_engine: ModuleTy
     assert _active is None, "this process already runs on a device"
     from megarl.engine import fake_cuda
 
+    _hide_flash_mla()
     with without_modules(*UNUSED):
         fake_cuda.install(on_wait, transformer_engine)
         rotary.install()

@@ -222,6 +222,29 @@ def test_a_process_on_a_cpu_has_no_transformer_engine(rank_pool: RankPool) -> No
     assert rank_pool.run(finds_transformer_engine, world_size=1) == [(False, False)]
 
 
+def finds_flash_mla() -> bool:
+    from megarl.config.schema import Device
+    from megarl.engine import platform
+
+    platform.activate(Device.cpu)
+    return sys.modules.get("flash_mla", "not hidden") is not None
+
+
+def test_megatron_does_not_import_flash_mla(rank_pool: RankPool) -> None:
+    """Without a CUDA driver it raises an OSError, but Megatron expects that it is there or absent."""
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    attention = Path(spec.submodule_search_locations[0], "core/transformer/attention.py").read_text()
+    [attempt] = [
+        node
+        for node in ast.parse(attention).body
+        if isinstance(node, ast.Try) and "from flash_mla import" in ast.unparse(node.body[0])
+    ]
+    assert [ast.unparse(handler.type) for handler in attempt.handlers if handler.type] == ["ImportError"]
+    assert rank_pool.run(finds_flash_mla, world_size=1) == [False]
+
+
 def test_megatron_does_not_bring_wandb(rank_pool: RankPool) -> None:
     """wandb creates folders in TMPDIR that remain when a worker process is killed."""
     assert importlib.util.find_spec("wandb") is not None
