@@ -246,7 +246,8 @@ def grouped_attention(
     Returns:
         The output, (A, N, H, D), and None instead of the attention weights.
     """
-    assert options.get("softcap") is None and options.get("s_aux") is None, "not supported"
+    assert options.get("softcap") is None, "not supported"
+    assert options.get("s_aux") is None, "attention sinks are not supported"
     layer: int = module.layer_idx  # pyrefly: ignore[bad-assignment]
     if kv_cache is not None:
         key, value = kv_cache.append(layer, key, value)
