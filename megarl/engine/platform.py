@@ -92,7 +92,6 @@ def activate(device: Device) -> Platform:
             )
         return _active
 
-    _hide_flash_mla()
     if cuda:
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         torch.cuda.set_device(index)
@@ -108,6 +107,7 @@ def activate(device: Device) -> Platform:
         from megarl.engine import cpu_adaptations
 
         _hide_transformer_engine()
+        _hide_flash_mla()
         with without_modules(*UNUSED):
             cpu_adaptations.install()
         pickle_as_torch()

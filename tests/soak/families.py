@@ -2,10 +2,11 @@
 --families glm4_moe llama`.
 
 The model is the family's example with the sizes of the quickstart's model. It starts from random weights, and
-learns first from demonstrations, then by GRPO. Models with experts distribute them over two ranks and generate
-with SGLang, the others generate with transformers; `--engine` names another engine. Weights are compared
-bitwise after every sync, and log-probs of trainer and engine in every step. The script prints the share of
-correct held-out sums before and after, and exits with status 1 if a family gains less than 20 points.
+learns first from demonstrations, then by GRPO. Models with experts distribute them over two ranks and
+generate with SGLang, the others generate with transformers; `--engine` names another engine. Weights are
+compared bitwise after every sync, and log-probs of trainer and engine in every step. The script prints the
+share of correct held-out sums before and after, and exits with status 1 if a family gains less than 20
+points.
 
 Families with gated delta nets or attention sinks are missing: SGLang supports them on GPUs only.
 """

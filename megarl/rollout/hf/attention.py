@@ -246,7 +246,7 @@ def grouped_attention(
     Returns:
         The output, (A, N, H, D), and None instead of the attention weights.
     """
-    assert options.get("softcap") is None, "not supported"
+    assert options.get("softcap") is None, "capped scores are not supported"
     assert options.get("s_aux") is None, "attention sinks are not supported"
     layer: int = module.layer_idx  # pyrefly: ignore[bad-assignment]
     if kv_cache is not None:
@@ -268,7 +268,8 @@ def grouped_attention(
     )
     # One softmax over the prompt's tokens and the row's own; each part then weights its values.
     scores = torch.cat([prompts.scores(queries, layer), queries @ key.float().transpose(-1, -2)], dim=-1)
-    scores[..., : min(num_unseen, num_prompt)] = -torch.inf
+    if num_unseen:
+        scores[..., : min(num_unseen, num_prompt)] = -torch.inf
     of_prompt, own = scores.softmax(dim=-1).split([num_prompt, key.shape[2]], dim=-1)
     output = prompts.mix(of_prompt, layer) + own @ value.float()
 

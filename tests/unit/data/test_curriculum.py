@@ -128,7 +128,7 @@ def test_a_resumed_loader_serves_the_same_rows() -> None:
 
 
 def test_rows_whose_step_was_not_taken_are_served_again_in_spite_of_updates() -> None:
-    """As in asynchronous runs: draws are two steps ahead of the updates."""
+    """An asynchronous run draws two steps ahead of the updates."""
     loader = CurriculumLoader(Numbers(20), 5, learnability(20), "learnability")
     draws, positions = [], []
     for _ in range(6):

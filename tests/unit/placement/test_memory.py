@@ -229,7 +229,7 @@ def test_an_engine_takes_the_share_of_a_gpu_that_it_is_given() -> None:
 
 
 def test_a_draft_model_takes_its_part_of_the_engines_memory(tmp_path: Path) -> None:
-    """Of two layers with 8 of 64 query heads' keys and values of 128, on two ranks; weights as in the folder."""
+    """The draft has two layers with 8 key heads of 128, on two ranks; its weights count as in the folder."""
     fields = {"vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 2, "num_attention_heads": 64}
     fields |= {"num_key_value_heads": 8, "head_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps(fields))
