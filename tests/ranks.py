@@ -88,6 +88,9 @@ def _serve(rank: int, store_dir: str, inbox: mp.Queue, outbox: mp.Queue) -> None
                 world_size=world_size,
                 timeout=timedelta(seconds=120),
             )
+            # A function without collectives may end, and its rank close its connections, while another rank
+            # still connects to it. Only a rank that has connected to all others reaches the barrier.
+            dist.barrier()
             try:
                 outbox.put((rank, True, _dumps(function(**arguments))))
             finally:
