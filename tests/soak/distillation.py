@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -34,8 +35,11 @@ def main() -> int:
     return int(max(gaps) > LARGEST_GAP)
 
 
-def distill(folder: Path, seed: int, steps: int) -> float:
-    """Train a teacher, then a student from it. Returns by how much the student is less accurate."""
+def distill(folder: Path, seed: int, steps: int, more: Sequence[str] = ()) -> float:
+    """Train a teacher, then a student from it with `more` options.
+
+    Returns by how much the student is less accurate.
+    """
     teacher = folder / "teacher"
     prepare(teacher, seed)
     save_teacher(teacher / "model", seed)
@@ -50,6 +54,7 @@ def distill(folder: Path, seed: int, steps: int) -> float:
         "algorithm.kl.where=none",
         f"teacher.path={teacher / 'rl' / 'huggingface'}",
         "teacher.parallel.pipeline_parallel_size=2",
+        *more,
     )
     of_student = reinforce(student, seed, steps, options)
 

@@ -82,9 +82,23 @@ def demonstrate(folder: Path, seed: int, options: Sequence[str] = ()) -> None:
 
 
 def reinforce(folder: Path, seed: int, steps: int, options: Sequence[str] = ()) -> Accuracy:
+    """Train the model that `demonstrate` left, and print the accuracy before and after."""
+    output = train_policy(folder, seed, steps, options)
+    summary = json.loads((output / "summary.json").read_text())
+    found = Accuracy(summary["validation"]["before"], summary["validation"]["after"])
+    print(
+        f"seed {seed}: {found.before:.1%} before, {found.after:.1%} after {steps} steps in "
+        f"{summary['seconds'] / 60:.1f} minutes",
+        flush=True,
+    )
+
+    return found
+
+
+def train_policy(folder: Path, seed: int, steps: int, options: Sequence[str] = ()) -> Path:
     """Train the model that `demonstrate` left, by PPO unless the options say otherwise.
 
-    The folder `rl` receives the result.
+    Returns the run's folder, `rl`.
     """
     data = folder / "data"
     output = folder / "rl"
@@ -100,15 +114,8 @@ def reinforce(folder: Path, seed: int, steps: int, options: Sequence[str] = ()) 
         f"trainer.seed={seed}",
         f"data.seed={seed}",
     )
-    summary = json.loads((output / "summary.json").read_text())
-    found = Accuracy(summary["validation"]["before"], summary["validation"]["after"])
-    print(
-        f"seed {seed}: {found.before:.1%} before, {found.after:.1%} after {steps} steps in "
-        f"{summary['seconds'] / 60:.1f} minutes",
-        flush=True,
-    )
 
-    return found
+    return output
 
 
 def megarl(*arguments: str) -> None:
