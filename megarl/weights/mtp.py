@@ -138,7 +138,9 @@ def read_mtp(folder: Path, architecture: Architecture, head: Head, dtype: torch.
     if not tensors:
         return None
 
-    faults = [fault for name, tensor in tensors.items() if (fault := _fault(name, tensor)) is not None]
+    faults = [
+        fault for name, tensor in tensors.items() if (fault := mtp_format_fault(name, tensor)) is not None
+    ]
     if faults:
         raise WeightTransferError(f"{folder}: " + "; ".join(faults[:8]))
 
@@ -162,7 +164,8 @@ def _check_layers(folder: Path, tensors: Mapping[str, TensorInFile], architectur
             )
 
 
-def _fault(name: str, stored: TensorInFile) -> str | None:
+def mtp_format_fault(name: str, stored: TensorInFile) -> str | None:
+    """Return what prevents a tensor of these layers from being read, None if it can be read."""
     if stored.scales is not None and stored.scales.packing is not Packing.block_fp8:
         return f"{name} is stored in {stored.scales.packing.value}, which is not supported for these layers"
     return format_fault(name, stored)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
+from megarl.checkpoints.convert.source import ModelSource, SourceTensor, StoredPiece, checked_tensors
 from megarl.checkpoints.torch_file import mapped
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
@@ -37,13 +37,15 @@ from megarl.weights.manifest import (
     check_tied_head,
     check_value_bias,
     is_harmless_extra,
+    is_mtp,
     stored_manifest,
 )
+from megarl.weights.mtp import mtp_format_fault
 from megarl.weights.mxfp4 import BLOCK, BLOCKS, SCALES, unpack
 from megarl.weights.piece import EqualSlices, Piece
 from megarl.weights.shard_layout import numbered_pieces, whole_layout
 from megarl.weights.shard_layout import pieces as shard_pieces
-from megarl.weights.tensors import TensorSlice
+from megarl.weights.tensors import TensorSlice, WeightTransferError
 
 
 def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSource:
@@ -79,7 +81,23 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
         architecture=architecture,
         head=head,
         tensors=checked_tensors(folder, architecture, head, dtypes, pieces),
+        open_mtp=partial(_mtp_tensors, index, architecture, starts),
     )
+
+
+def _mtp_tensors(
+    index: CheckpointIndex, architecture: Architecture, starts: Mapping[Path, Mapping[str, int]]
+) -> dict[str, SourceTensor]:
+    tensors = {}
+    for name, stored in index.tensors.items():
+        if not is_mtp(name, architecture):
+            continue
+        if (fault := mtp_format_fault(name, stored)) is not None:
+            raise WeightTransferError(f"{index.folder}: {fault}")
+        hf = HFTensor(name, stored.shape, stored.shape)
+        piece = StoredPiece(place=TensorSlice.whole(hf.view), open=_opener(index, starts, hf))
+        tensors[name] = SourceTensor(hf=hf, dtype=TORCH_DTYPES[stored.dtype], pieces=(piece,))
+    return tensors
 
 
 def _packing(index: CheckpointIndex) -> str:
@@ -97,23 +115,15 @@ def _stored_pieces(
     own_weights = weights_of(architecture, head)
     read_weights = stored_weights(architecture, head, index.tensors)
 
-    def opened(hf: HFTensor) -> Callable[[], Elements]:
-        stored = index.tensors[hf.name]
-        start = starts[stored.file][hf.name]
-        if stored.scales is None:
-            return partial(mapped, stored.file, start, hf.view, TORCH_DTYPES[stored.dtype])
-        assert stored.scales.packing is Packing.block_fp8, "no family has fused rows and MXFP4"
-        return partial(
-            _open_scaled, stored, stored.scales, hf, start, starts[stored.scales.file][scale_name(hf.name)]
-        )
-
     for own, read in zip(own_weights, read_weights, strict=True):
         if own is read or own.tensors == read.tensors:
             for hf in own.tensors:
                 stored = index.tensors[hf.name]
                 dtypes[hf.name] = TORCH_DTYPES[stored.dtype]
                 if stored.scales is None or stored.scales.packing is Packing.block_fp8:
-                    pieces[hf.name] = [StoredPiece(place=TensorSlice.whole(hf.view), open=opened(hf))]
+                    pieces[hf.name] = [
+                        StoredPiece(place=TensorSlice.whole(hf.view), open=_opener(index, starts, hf))
+                    ]
                 elif hf.name not in pieces:
                     pieces[hf.name] = list(_unpacked_pieces(stored, stored.scales.file, hf, starts))
             continue
@@ -125,7 +135,7 @@ def _stored_pieces(
             common = stored_piece.shard.intersect(piece.shard)
             if common is None:
                 continue
-            open_whole = opened(read.tensors[number])
+            open_whole = _opener(index, starts, read.tensors[number])
             dtypes[piece.hf_name] = TORCH_DTYPES[index.tensors[stored_piece.hf_name].dtype]
             for match in stored_piece.matches(common):
                 (place,) = piece.matches(match.shard)
@@ -136,6 +146,19 @@ def _stored_pieces(
                 )
 
     return dtypes, pieces
+
+
+def _opener(
+    index: CheckpointIndex, starts: Mapping[Path, Mapping[str, int]], hf: HFTensor
+) -> Callable[[], Elements]:
+    stored = index.tensors[hf.name]
+    start = starts[stored.file][hf.name]
+    if stored.scales is None:
+        return partial(mapped, stored.file, start, hf.view, TORCH_DTYPES[stored.dtype])
+    assert stored.scales.packing is Packing.block_fp8, "no family has fused rows and MXFP4"
+    return partial(
+        _open_scaled, stored, stored.scales, hf, start, starts[stored.scales.file][scale_name(hf.name)]
+    )
 
 
 def _open_scaled(

@@ -97,6 +97,9 @@ class ModelSource:
         layout: A description of how it is sharded.
         companions: The folder with config.json and the tokenizer.
         step: The step of the run that saved it.
+        open_mtp: Opens the tensors of the layers that predict further tokens, which are not in `tensors`,
+            or raises WeightTransferError if their format is not supported. None: Megatron's formats do not
+            contain them.
     """
 
     folder: Path
@@ -107,6 +110,7 @@ class ModelSource:
     head: Head
     tensors: Mapping[str, SourceTensor]
     step: int | None = None
+    open_mtp: Callable[[], Mapping[str, SourceTensor]] | None = None
 
     @property
     def num_parameters(self) -> int:

@@ -48,13 +48,17 @@ class Comparison:
 
     Attributes:
         architecture: Fields that differ, as (name, left, right).
-        tensors: In the order of the forward pass.
+        tensors: In the order of the forward pass, then those of the layers that predict further tokens, if
+            both formats contain such layers.
+        num_mtp_skipped: Number of such tensors in one of the models, if the other's format has no place for
+            them.
     """
 
     left: ModelSource
     right: ModelSource
     architecture: tuple[tuple[str, object, object], ...]
     tensors: tuple[TensorComparison, ...]
+    num_mtp_skipped: int = 0
 
     @property
     def is_same(self) -> bool:
@@ -77,14 +81,27 @@ def compare(left: ModelSource, right: ModelSource, progress: Progress = no_progr
 
     Raises:
         CheckpointError: A file cannot be read.
+        WeightTransferError: The format of layers that predict further tokens is not supported.
     """
-    names = list(left.tensors) + [name for name in right.tensors if name not in left.tensors]
-    total = sum(left.tensors[name].nbytes for name in names if name in left.tensors and name in right.tensors)
+    of_left, of_right = dict(left.tensors), dict(right.tensors)
+    num_mtp_skipped = 0
+    if left.open_mtp is not None and right.open_mtp is not None:
+        of_left |= left.open_mtp()
+        of_right |= right.open_mtp()
+    elif (opener := left.open_mtp or right.open_mtp) is not None:
+        num_mtp_skipped = len(opener())
+    names = list(of_left | of_right)
+    total = sum(of_left[name].nbytes for name in names if name in of_left and name in of_right)
     found: dict[str, TensorComparison] = {}
     workers = Workers()
 
     def job(name: str, room: Room) -> None:
-        found[name] = _compare_tensor(name, left, right, lambda nbytes: progress(nbytes, total), workers)
+        one, other = of_left.get(name), of_right.get(name)
+        if one is None or other is None:
+            reason = f"is not in {(right if one is not None else left).folder}"
+            found[name] = TensorComparison(name=name, match=Match.missing, reason=reason)
+        else:
+            found[name] = _compare_tensor(one, other, lambda nbytes: progress(nbytes, total), workers)
 
     workers.run(partial(job, name) for name in names)
     architecture = [
@@ -96,21 +113,18 @@ def compare(left: ModelSource, right: ModelSource, progress: Progress = no_progr
         architecture.append(("head", left.head, right.head))
 
     return Comparison(
-        left=left, right=right, architecture=tuple(architecture), tensors=tuple(found[name] for name in names)
+        left=left,
+        right=right,
+        architecture=tuple(architecture),
+        tensors=tuple(found[name] for name in names),
+        num_mtp_skipped=num_mtp_skipped,
     )
 
 
 def _compare_tensor(
-    name: str, left: ModelSource, right: ModelSource, done: Callable[[int], None], workers: Workers
+    one: SourceTensor, other: SourceTensor, done: Callable[[int], None], workers: Workers
 ) -> TensorComparison:
-    one = left.tensors.get(name)
-    other = right.tensors.get(name)
-
-    if one is None or other is None:
-        return TensorComparison(
-            name=name, match=Match.missing, reason=f"is not in {(right if one is not None else left).folder}"
-        )
-
+    name = one.hf.name
     # The views may differ although the shapes agree, if the models have different numbers of heads.
     if one.hf != other.hf:
         how = (

@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("python", type=Path, help="the Python of the frameworks")
     parser.add_argument("programs", nargs="*", default=list(FORMATS), help=f"of {', '.join(FORMATS)}")
     parser.add_argument("--demonstrations", type=int, default=300)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--folder", type=Path, help="default: a temporary one")
     arguments = parser.parse_args()
 
@@ -115,8 +115,6 @@ def _train(folder: Path, command: list[str], steps: int) -> None:
         "rollout.validation.n=2",
         f"trainer.total_steps={steps}",
         f"trainer.validate_every_steps={steps}",
-        "trainer.prompts_per_step=8",
-        "actor.optim.lr=8e-4",
         "checkpoint.at_end=false",
         f"trainer.output_dir={folder / 'run'}",
     ]

@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 from megarl.checkpoints.convert.inspect import describe
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.verify import Comparison, Match, compare
+from megarl.cli.main import main
 from megarl.cli.run.conversion import print_comparison, print_description, verdict
 from tests.unit.checkpoints.convert.test_source import stacked, write
 from tests.unit.engine.models import save_critic
 from tests.unit.weights.models import random_model, save
+from tests.unit.weights.mtp import SHAPES, write_files, write_original
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 NAME = "model.layers.2.mlp.up_proj.weight"
@@ -168,6 +170,49 @@ def test_models_with_other_tensors_and_another_architecture(
     assert other.architecture == (("rms_norm_eps", 1e-6, 1e-5),)
     assert (other.differing, other.is_same) == ((), False)
     assert "rms_norm_eps" in printed(other)
+
+
+def test_layers_that_predict_further_tokens(tmp_path: Path) -> None:
+    left, right = tmp_path / "left", tmp_path / "right"
+    tensors = write_original(left, "deepseek_v3")
+    shutil.copytree(left, right)
+    assert compare(open_model(left), open_model(right)).count(Match.identical) == len(tensors)
+
+    name = "model.layers.2.enorm.weight"
+    tensors[name][3] += 1
+    write_files(right, [tensors])
+    (tensor,) = compare(open_model(left), open_model(right)).differing
+    assert (tensor.name, tensor.match, tensor.num_different) == (name, Match.different, 1)
+
+    del tensors[name]
+    write_files(right, [tensors])
+    (tensor,) = compare(open_model(left), open_model(right)).differing
+    assert (tensor.name, tensor.match, tensor.reason) == (name, Match.missing, f"is not in {right}")
+
+
+def test_a_checkpoint_has_no_layers_that_predict_further_tokens(tmp_path: Path) -> None:
+    tensors = write_original(tmp_path / "hf", "deepseek_v3")
+    assert (
+        main(
+            [
+                "convert",
+                "hf-to-megatron",
+                "--input",
+                f"{tmp_path / 'hf'}",
+                "--output",
+                f"{tmp_path / 'mcore'}",
+            ]
+        )
+        == 0
+    )
+    comparison = compare(open_model(tmp_path / "hf"), open_model(tmp_path / "mcore"))
+    num_mtp = len(SHAPES["deepseek_v3"])
+    assert comparison.is_same
+    assert comparison.count(Match.identical) == len(tensors) - num_mtp
+    assert verdict(comparison).endswith(
+        f"; not compared: {num_mtp} tensors of layers that predict further tokens, which Megatron's formats do "
+        "not contain"
+    )
 
 
 def test_what_a_folder_holds(model: PreTrainedModel, hugging_face: Path, tmp_path: Path) -> None:
