@@ -49,6 +49,7 @@ def _called(begin: str, value: str) -> str:
 FORMATS = {
     "pydantic_ai_agent": Format(),
     "langgraph_agent": Format(),
+    "anthropic_agent": Format(),
     "smolagents_agent": Format(
         answer='final_answer", "arguments": {"answer": "',
         pieces=(
