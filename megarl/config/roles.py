@@ -35,6 +35,8 @@ REWARD_MODEL = "reward_model"
 TEACHER = "teacher"
 JUDGE = "judge"  # followed by the judge's name: a role of the run that serves a judge's model
 ENVIRONMENT = "environment"  # the processes of an agent's environments
+# Reward functions and tools run on a CPU, so a custom placement may omit them.
+WITHOUT_DEVICES = ("reward", ENVIRONMENT)
 
 
 class RoleKind(str, Enum):

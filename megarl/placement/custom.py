@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterator
 
-from megarl.config.roles import judge_roles, role_named
+from megarl.config.roles import WITHOUT_DEVICES, judge_roles, role_named
 from megarl.config.schema import PlacementConfig, PlacementStrategy, PPOConfig, RunConfig
 from megarl.placement.assign import fits_alone
-from megarl.placement.requests import WITHOUT_DEVICES, GroupRequest, group_requests
+from megarl.placement.requests import GroupRequest, group_requests
 
 _ROLES = "placement.roles"
 _POOLS = "placement.pools"

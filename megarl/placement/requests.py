@@ -9,11 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megarl.config.roles import ENVIRONMENT, judge_roles, model_roles, needs_critic
+from megarl.config.roles import ENVIRONMENT, WITHOUT_DEVICES, judge_roles, model_roles, needs_critic
 from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig, RunConfig
-
-# Reward functions and tools run on a CPU, so a custom placement may omit them.
-WITHOUT_DEVICES = ("reward", ENVIRONMENT)
 
 
 @dataclass(frozen=True, kw_only=True)

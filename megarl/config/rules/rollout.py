@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import chain
 
+from megarl.config.roles import WITHOUT_DEVICES
 from megarl.config.schema import (
     CorrectionLevel,
     Device,
@@ -220,12 +221,12 @@ def generation_ahead(config: PPOConfig) -> Violations:
             f"sequence, or rollout_correction.bypass=true",
         )
 
-    # In a custom placement, any role in the rollout's pool shares the engines' devices in time.
+    # In a custom placement, any role with devices in the rollout's pool shares those of the engines in time.
     pool = placement.roles.get("rollout") if placement.strategy is PlacementStrategy.custom else None
     others = sorted(
         role
         for role, other in placement.roles.items()
-        if role != "rollout" and other == pool and pool is not None
+        if role not in ("rollout", *WITHOUT_DEVICES) and other == pool and pool is not None
     )
 
     if placement.strategy in _TAKING_TURNS or others:

@@ -105,6 +105,13 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
     )
     assert violations(ppo, "placement.strategy=hybrid", "rollout.num_replicas=4") == []
     assert violations(ppo, "rollout.max_staleness=2", _CORRECTED) == []
+    # Reward functions have no device that the engines could share.
+    pools = (
+        "placement.strategy=custom",
+        "placement.pools={models: [1], engines: [1]}",
+        "placement.roles={actor: models, reference: models, critic: models, rollout: engines, reward: engines}",
+    )
+    assert violations(ppo, "rollout.max_staleness=2", _CORRECTED, *pools) == []
 
     # Padded rows of float32 have an attention in Transformer Engine, packed ones have none.
     assert (
