@@ -16,11 +16,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+import psutil
 
 from tests import fork_server
 
@@ -100,6 +102,33 @@ class Node:
         out, error = process.communicate(timeout=limit_s)
         assert process.returncode == 0, error[-3000:]
         return out
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes of the node."""
+        inside = _network_of(self.pid)
+        return [process for process in psutil.process_iter() if _network_of(process.pid) == inside]
+
+    def process(self, pid: int) -> psutil.Process:
+        """Return a process by its pid on the node.
+
+        Raises:
+            ProcessLookupError: There is none.
+        """
+        for process in self.processes():
+            if _pid_inside(process.pid) == pid:
+                return process
+        raise ProcessLookupError(f"{self.name} has no process {pid}")
+
+    def kill_all(self, name: str) -> None:
+        """Kill the programs of the node whose name begins with `name`."""
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                if process.name().startswith(name):
+                    process.kill()
+
+    def link_down(self) -> None:
+        """Disable the node's interface."""
+        self.run(["ip", "link", "set", "eth0", "down"], own_environment())
 
     def power_off(self) -> None:
         """End all processes of the node at once."""
@@ -241,3 +270,19 @@ def _end(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
     process.stdin.close()
     process.wait()
+
+
+def _network_of(pid: int) -> str | None:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
+
+
+def _pid_inside(pid: int) -> int | None:
+    """Return the pid of a process in its own namespace, which is the innermost one."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next(int(line.split()[-1]) for line in lines if line.startswith("NSpid:"))

@@ -2,27 +2,24 @@
 
     python -m tests.soak.network_faults                    # all faults, about a minute each
     python -m tests.soak.network_faults --recovery partition_20s ...
-    python -m tests.soak.network_faults --recovery --random 10 --seed 0    # lost ranks and nodes, at random moments
     python -m tests.soak.network_faults --no-spare power_off    # continues with one replica, equal up to rounding
 
 The driver is on node 0, two replicas of the actor are on two of the other three nodes, and one is spare. With
 --recovery the run recovers in place (`recovery.enabled`). A run that a fault ends is started again with the same
-command. In each case the trained weights must be those of the undisturbed run, bitwise.
+command. In each case the trained weights must be those of the undisturbed run, bitwise. tests/soak/recovery.py has
+random faults of reinforcement learning.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +27,7 @@ import psutil
 import safetensors.torch
 
 from tests.integration.launched_run import save_sft_run
-from tests.multinode.nodes import Link, Network, network, own_environment
+from tests.multinode.nodes import Link, Network, Node, network, own_environment
 from tests.multinode.ray_nodes import RayNodes, ray_nodes
 from tests.soak import out_of_memory
 
@@ -75,7 +72,7 @@ def _cut(scene: Scene) -> None:
 
 
 def _link_down(scene: Scene) -> None:
-    scene.net.nodes[scene.trainers[1]].run(["ip", "link", "set", "eth0", "down"], own_environment())
+    scene.net.nodes[scene.trainers[1]].link_down()
 
 
 def _power_off(scene: Scene) -> None:
@@ -107,15 +104,8 @@ def _all_links(loss: float, delay_s: float) -> Fault:
     return fault
 
 
-def _kill(name: str) -> Fault:
-    def fault(scene: Scene) -> None:
-        first = psutil.Process(scene.net.nodes[scene.trainers[1]].pid)
-        inside = _network_of(first.pid)
-        for process in psutil.process_iter(["name"]):
-            if (process.info["name"] or "").startswith(name) and _network_of(process.pid) == inside:
-                process.send_signal(signal.SIGKILL)
-
-    return fault
+def _kill_raylet(scene: Scene) -> None:
+    scene.net.nodes[scene.trainers[1]].kill_all("raylet")
 
 
 def _kill_rank_twice(scene: Scene) -> None:
@@ -135,25 +125,21 @@ def _exhaust_memory(scene: Scene) -> None:
 
 def _rank_on(scene: Scene) -> psutil.Process:
     """Wait for the rank on the second node, which has more memory than other processes of Ray."""
-    inside = _network_of(scene.net.nodes[scene.trainers[1]].pid)
     while True:
-        sizes = {
-            process: process.info["memory_info"].rss
-            for process in psutil.process_iter(["cmdline", "memory_info"])
-            if _network_of(process.pid) == inside
-            and "ray::" in " ".join(process.info["cmdline"] or ())
-            and process.info["memory_info"].rss > _RANK_BYTES
-        }
-        if sizes:
+        sizes = _sizes_of_workers(scene.net.nodes[scene.trainers[1]])
+        if sizes and max(sizes.values()) > _RANK_BYTES:
             return max(sizes, key=lambda process: sizes[process])
         time.sleep(0.05)
 
 
-def _network_of(pid: int) -> str | None:
-    try:
-        return os.readlink(f"/proc/{pid}/ns/net")
-    except OSError:
-        return None
+def _sizes_of_workers(node: Node) -> dict[psutil.Process, int]:
+    """Return the resident memory of Ray's workers on a node, in bytes."""
+    sizes = {}
+    for process in node.processes():
+        with suppress(psutil.NoSuchProcess):
+            if "ray::" in " ".join(process.cmdline()):
+                sizes[process] = process.memory_info().rss
+    return sizes
 
 
 def _disk_full(scene: Scene) -> None:
@@ -176,7 +162,7 @@ FAULTS: Mapping[str, tuple[str, Fault]] = {
     ),
     "loss": ("5 % of all frames are lost", _all_links(0.05, 0.0)),
     "delay": ("every frame takes 100 ms", _all_links(0.0, 0.1)),
-    "raylet": ("the raylet of a node is killed", _kill("raylet")),
+    "raylet": ("the raylet of a node is killed", _kill_raylet),
     "rank": ("a rank is killed", _kill_rank),
     "memory": ("the kernel kills a rank, because memory is exhausted", _exhaust_memory),
     "bad_node": ("a rank on the same node dies twice", _kill_rank_twice),
@@ -239,12 +225,7 @@ def _num_recoveries(run: Path) -> int:
 
 def _trainers(net: Network) -> tuple[int, int]:
     """Find the nodes that have a worker of the actor, by their largest processes."""
-    sizes = {}
-    inside = {_network_of(node.pid): node.number for node in net.nodes[1:]}
-    for process in psutil.process_iter(["cmdline", "memory_info"]):
-        number = inside.get(_network_of(process.pid))
-        if number is not None and "ray::" in " ".join(process.info["cmdline"] or ()):
-            sizes[number] = max(sizes.get(number, 0), process.info["memory_info"].rss)
+    sizes = {node.number: max(_sizes_of_workers(node).values(), default=0) for node in net.nodes[1:]}
     one, other = sorted(sizes, key=lambda number: sizes[number])[-2:]
     return one, other
 
@@ -265,16 +246,15 @@ def run(
     folder: Path,
     wanted: bytes | None,
     settings: Sequence[str],
-    before: int = _BEFORE,
     has_spare: bool = True,
 ) -> tuple[Outcome, bytes]:
-    """Train with one fault after a number of steps, and start the run again if it ends before its last one."""
+    """Train with one fault after some steps, and start the run again if it ends before its last one."""
     config = save_sft_run(folder)
     log = folder / "driver.log"
     num_cpus = _NUM_CPUS if has_spare else _NUM_CPUS[:-1]
     with network(len(num_cpus), [folder]) as net, ray_nodes(net, num_cpus, folder) as ray:
         with _train(net, ray, config, log, settings) as process:
-            while _num_steps(folder / "run") < before:
+            while _num_steps(folder / "run") < _BEFORE:
                 assert process.poll() is None, log.read_text()
                 time.sleep(0.05)
             begin_s = time.monotonic()
@@ -304,32 +284,23 @@ def run(
     return Outcome(status, next_s, end_s, page, repeated, recoveries, is_equal), weights
 
 
-_RANDOM = ("link_down", "power_off", "raylet", "rank", "memory")
-
-
-def _chosen(count: int, seed: int) -> list[tuple[str, int]]:
-    """Return random faults, and after how many steps they occur."""
-    chance = random.Random(seed)
-    return [(chance.choice(_RANDOM), chance.randrange(1, _STEPS // 2)) for _ in range(count)]
-
-
-def main(faults: Sequence[tuple[str, int]], settings: Sequence[str], has_spare: bool) -> int:
+def main(faults: Sequence[str], settings: Sequence[str], has_spare: bool) -> int:
     undisturbed: bytes | None = None
     unequal = []
     print(
         "| fault | outcome | next step after s | end after s | steps repeated | recoveries | weights equal |"
     )
     print("|---|---|---|---|---|---|---|")
-    for name, before in [("nothing", _BEFORE), *faults]:
+    for name in ["nothing", *faults]:
         description, fault = FAULTS[name]
         with tempfile.TemporaryDirectory() as folder:
-            outcome, weights = run(fault, Path(folder), undisturbed, settings, before, has_spare)
+            outcome, weights = run(fault, Path(folder), undisturbed, settings, has_spare)
         undisturbed = undisturbed or weights
         ended = "completes" if outcome.status == 0 else f"ends: {outcome.page}"
         times = [f"{each:.0f}" if each is not None else "" for each in (outcome.next_s, outcome.end_s)]
         equal = "yes" if outcome.is_equal else "NO"
         row = [
-            f"{description}, after step {before}",
+            description,
             ended,
             *times,
             str(outcome.repeated) if outcome.status else "",
@@ -344,16 +315,10 @@ def main(faults: Sequence[tuple[str, int]], settings: Sequence[str], has_spare: 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.soak.network_faults")
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=", ".join(FAULTS))
-    parser.add_argument("--random", type=int, default=0, help="this number of random faults instead")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-spare", action="store_true", help="two nodes only, and fewer replicas")
     parser.add_argument("--recovery", action="store_true", help="recover in place")
     parsed = parser.parse_args()
     of_recovery = ["recovery.enabled=true"] if parsed.recovery or parsed.no_spare else []
     of_recovery += ["recovery.allow_fewer_replicas=true"] if parsed.no_spare else []
-    named = [(name, _BEFORE) for name in parsed.faults or list(FAULTS) if name != "nothing"]
-    sys.exit(
-        main(
-            _chosen(parsed.random, parsed.seed) if parsed.random else named, of_recovery, not parsed.no_spare
-        )
-    )
+    named = parsed.faults or [name for name in FAULTS if name != "nothing"]
+    sys.exit(main(named, of_recovery, not parsed.no_spare))

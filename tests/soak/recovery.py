@@ -1,185 +1,524 @@
-"""Kill ranks of trained models at random moments: a run must end bitwise like one that lost nothing.
+"""Strike reinforcement learning runs with random faults: each must end bitwise like one that lost nothing.
 
-python -m tests.soak.recovery --kind tp2dp2|pp2|ep2|hybrid|ahead --faults 12 --seed 0
+    python -m tests.soak.recovery FOLDER                   # all runs: 60 faults, about an hour
+    python -m tests.soak.recovery FOLDER ppo-pp2-ahead ... --seed 1
 
-Each fault is SIGKILL, for some SIGSTOP, and for some the kernel's kill when memory is exhausted, to a random
-rank of a random role, at a random moment of a step. A stopped rank is noticed at the time limit of a call.
+The driver and the engines are on node 0, the trained models on two other nodes, and one node is spare. Each layout runs
+once without faults, and twice with them: five faults, one of each kind, in random phases, on random ranks. Each
+run is a row of FOLDER/rows.jsonl; a row that exists is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
+import queue
 import random
+import shutil
 import signal
-import tempfile
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
+import psutil
+
+from megarl.config.load import dump_config
 from megarl.config.schema import (
     AdvantageConfig,
     AdvantageEstimator,
     AlgorithmConfig,
     CheckpointConfig,
+    CorrectionLevel,
     DType,
     KLConfig,
     KLWhere,
+    OnUpdate,
     ParallelConfig,
+    PlacementConfig,
+    PlacementStrategy,
     PPOConfig,
     RecoveryConfig,
-    SFTConfig,
+    RolloutCorrectionConfig,
+    RolloutEngineKind,
+    SGLangConfig,
     TrackingConfig,
 )
-from megarl.roles.models import Actor
-from megarl.roles.start import PPORoles
+from megarl.placement.plan import plan_placement
+from tests import fork_server
 from tests.integration.run_outcome import Outcome
-from tests.integration.tiny_run import (
-    Finished,
-    run_ppo,
-    run_sft,
-    save_inputs,
-    save_policy,
-    tiny_config,
-    tiny_sft_config,
-)
+from tests.integration.tiny_run import Finished, save_inputs, save_policy, tiny_config
+from tests.multinode.nodes import Network, Node, network
+from tests.multinode.ray_nodes import RayNodes, ray_nodes
 from tests.soak import out_of_memory
-from tests.soak.save_kills import ahead_config, hybrid_config, ppo_config
+from tests.soak.watched_run import Moment, RankMoment, Wanted
 
-LIMIT_S = 45.0  # of a call, after which a stopped rank counts as lost
-STEPS_PER_FAULT = 2
-_STOPPED_SHARE = 0.1
-_MEMORY_SHARE = 0.3  # where control groups can be created
-_GRPO = AlgorithmConfig(
-    advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo), kl=KLConfig(where=KLWhere.none)
-)
-
-
-def _tp2dp2(inputs: Path, steps: int) -> PPOConfig:
-    parallel = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)
-    return tiny_config(
-        inputs, inputs / "run", algorithm=_GRPO, actor={"parallel": parallel}, trainer={"total_steps": steps}
-    )
-
-
-def _pp2(inputs: Path, steps: int) -> PPOConfig:
-    config = ppo_config(inputs, DType.bfloat16, steps, 0)
-    return replace(config, actor=replace(config.actor, parallel=ParallelConfig(pipeline_parallel_size=2)))
-
-
-def _ep2(inputs: Path, steps: int) -> SFTConfig:
-    save_policy(inputs / "experts", with_experts=True)
-    parallel = ParallelConfig(data_parallel_size=2, expert_parallel_size=2)
-    return tiny_sft_config(
-        inputs,
-        inputs / "run",
-        model={"path": str(inputs / "experts"), "dtype": DType.bfloat16},
-        actor={"parallel": parallel},
-        trainer={"total_steps": steps},
-    )
-
-
-KINDS: dict[str, Callable[[Path, int], PPOConfig | SFTConfig]] = {
-    "tp2dp2": _tp2dp2,
-    "pp2": _pp2,
-    "ep2": _ep2,
-    "hybrid": lambda inputs, steps: hybrid_config(inputs, DType.bfloat16, steps, 3),
-    "ahead": lambda inputs, steps: ahead_config(inputs, DType.bfloat16, steps, 3),
+STEPS = 10
+RUNS = 3  # with faults, per cell
+LIMIT_S = 45.0  # of a call whose usual duration is not known yet, after which a stopped rank counts as lost
+_SGLANG_LIMIT_S = 150.0  # the same, and also the limit of its start
+END_LIMIT_S = 240.0  # without a completed step, a run counts as hung
+_STEPS_PER_FAULT = 3
+_MOST_AGAIN_S = 6.0  # until another rank is killed
+_MOST_DELAY_S = 0.05  # from when a phase is seen to the fault
+_NUM_REPLICAS = 2
+_TRAINERS = 2  # nodes with trained models
+_LAYOUTS = {
+    "tp2dp2": (ParallelConfig(tensor_parallel_size=2, data_parallel_size=2), [2, 2]),
+    "pp2": (ParallelConfig(pipeline_parallel_size=2), [1, 1]),
+    "ep2": (ParallelConfig(data_parallel_size=2, expert_parallel_size=2), [1, 1]),
 }
+_STALENESS = {"sync": 0, "ahead": 2, "shared": 0}
+CELLS = [
+    *(
+        f"{name}-{layout}-{kind}"
+        for name in ("ppo", "grpo")
+        for layout in _LAYOUTS
+        for kind in ("sync", "ahead")
+    ),
+    "ppo-pp2-shared",  # engines and models take turns on the same devices
+]
+_PHASES = (
+    *("gen", "old_log_prob", "ref", "update_actor", "update_weights", "testing", "save_checkpoint"),
+    *("begin_snapshot", "await_snapshot"),
+)
+_PHASES_OF_CRITIC = ("values", "update_critic")
 
 
-class Report(NamedTuple):
-    num_faults: int
-    num_out_of_memory: int
-    num_recoveries: int
-    slowest_s: float
-    difference: list[str]
-
-
-def config_of(kind: str, inputs: Path, name: str, num_faults: int) -> Any:
-    config = KINDS[kind](inputs, STEPS_PER_FAULT * num_faults + 1)
-    trainer = replace(config.trainer, output_dir=str(inputs / name), phase_time_limit_s=LIMIT_S)
-    return replace(
-        config,
-        trainer=trainer,
-        recovery=RecoveryConfig(enabled=True, max_restarts=20),
-        checkpoint=CheckpointConfig(every_steps=config.checkpoint.every_steps),
+def config_of(cell: str, inputs: Path, output_dir: Path) -> PPOConfig:
+    """Configure the run of a cell. Its nodes are two with trained models, and one with the rest."""
+    algorithm, layout, kind = cell.split("-")
+    parallel, devices = _LAYOUTS[layout]
+    is_ppo = algorithm == "ppo"
+    correction = RolloutCorrectionConfig(
+        level=CorrectionLevel.token if kind == "ahead" else CorrectionLevel.none
+    )
+    estimator = AdvantageEstimator.gae if is_ppo else AdvantageEstimator.grpo
+    # The engine `hf` has no experts. SGLang is repeatable if it generates one sample after the other.
+    has_experts = parallel.expert_parallel_size > 1
+    of_engine = {
+        "engine": RolloutEngineKind.sglang,
+        "max_concurrency": 1,
+        "sglang": SGLangConfig(server_args={"disable_radix_cache": True}),
+    }
+    roles = {"actor": "actor", "reference": "actor", **({"critic": "critic"} if is_ppo else {})}
+    pools = dict.fromkeys(roles.values(), devices)
+    if kind == "shared":
+        roles = dict.fromkeys([*roles, "rollout"], "actor")
+        pools = {"actor": devices}
+    else:
+        roles |= dict.fromkeys(("rollout", "reward"), "engines")
+        pools["engines"] = [0] * _TRAINERS + [1 if has_experts else _NUM_REPLICAS]
+    return tiny_config(
+        inputs,
+        output_dir,
+        model={"path": str(inputs / ("experts" if has_experts else "policy")), "dtype": DType.bfloat16},
+        algorithm=AlgorithmConfig(
+            advantage=AdvantageConfig(estimator=estimator),
+            kl=KLConfig(where=KLWhere.reward if is_ppo else KLWhere.loss),
+            rollout_correction=correction,
+        ),
+        actor={"parallel": parallel},
+        critic={"parallel": parallel},
+        reward={"time_limit_s": 60},
+        rollout={
+            "n": 2,
+            "num_replicas": 1 if has_experts else _NUM_REPLICAS,
+            "max_staleness": _STALENESS[kind],
+            "on_update": OnUpdate.drain,
+            **(of_engine if has_experts else {}),
+        },
+        placement=PlacementConfig(
+            strategy=PlacementStrategy.custom,
+            num_nodes=max(map(len, pools.values())),
+            roles=roles,
+            pools=pools,
+        ),
+        checkpoint=CheckpointConfig(every_steps=2, at_end=True),
+        recovery=RecoveryConfig(enabled=True, max_restarts=20, hang_factor=10.0),
+        trainer={
+            "total_steps": STEPS,
+            "prompts_per_step": 16,
+            "updates_per_step": 2,
+            "validate_every_steps": 2,
+            "phase_time_limit_s": _SGLANG_LIMIT_S if has_experts else LIMIT_S,
+        },
         tracking=TrackingConfig(loggers=["jsonl"], samples_every_steps=1),
     )
 
 
-class Faults:
-    """Faults at random moments of every second step."""
+def num_cpus(config: PPOConfig) -> tuple[int, ...]:
+    """Return the logical CPUs of each node: as many as its processes need, so that each has its place."""
+    plan = plan_placement(config)
+    needed = Counter[int]()
+    for each in plan.reservations:
+        needed.update(
+            {
+                node: count * each.num_groups
+                for node, count in zip(each.nodes, each.bundles_on_nodes, strict=True)
+            }
+        )
+    trainers = max(needed[node] for node in range(_TRAINERS))
+    return (needed[_TRAINERS], *[trainers] * (_TRAINERS + 1))
 
-    def __init__(self, seed: int, num_faults: int, step_s: float) -> None:
-        self._chance = random.Random(seed)
-        self._steps = {STEPS_PER_FAULT * (number + 1) for number in range(num_faults)}
-        self._step_s = step_s
-        self.num_faults = 0
-        self.num_out_of_memory = 0
 
-    def look(self, step: int | None, phase: str, roles: PPORoles | Actor) -> None:
-        if phase == "step" and step in self._steps:
-            self._steps.remove(step)
-            threading.Timer(self._chance.uniform(0, self._step_s), self._strike, [roles]).start()
+# ---- faults
 
-    def _strike(self, roles: PPORoles | Actor) -> None:
-        trained = [roles] if isinstance(roles, Actor) else [roles.actor, roles.critic]
-        groups: list[Any] = [role.group for role in trained if role]
-        pid = self._chance.choice(self._chance.choice(groups).pids)
-        kind = self._chance.random()
-        how = signal.SIGSTOP if kind < _STOPPED_SHARE else signal.SIGKILL
+
+class Victim(NamedTuple):
+    """A rank of a model, and its node."""
+
+    rank: RankMoment
+    node: Node
+
+    @property
+    def name(self) -> str:
+        return f"{self.rank.process} rank {self.rank.rank}"
+
+    def signal(self, number: signal.Signals) -> None:
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            self.node.process(self.rank.pid).send_signal(number)
+
+    def exhaust_memory(self) -> None:
+        out_of_memory.exhaust(self.node.process(self.rank.pid).pid)
+
+
+def victims_of(moment: Moment, net: Network) -> list[Victim]:
+    nodes = {node.address: node for node in net.nodes}
+    return [Victim(rank, nodes[rank.node]) for rank in moment.ranks]
+
+
+class Kind(NamedTuple):
+    """A kind of fault.
+
+    Attributes:
+        strike: Strikes a rank, or its whole node.
+        takes_node: Whether the node is lost.
+    """
+
+    strike: Callable[[Victim], None]
+    takes_node: bool = False
+
+
+KINDS: Mapping[str, Kind] = {
+    "kill -9": Kind(lambda victim: victim.signal(signal.SIGKILL)),
+    "SIGSTOP": Kind(lambda victim: victim.signal(signal.SIGSTOP)),
+    "out of memory": Kind(lambda victim: victim.exhaust_memory()),
+    "link down": Kind(lambda victim: victim.node.link_down(), takes_node=True),
+    "raylet": Kind(lambda victim: victim.node.kill_all("raylet"), takes_node=True),
+}
+
+
+class Planned(NamedTuple):
+    """A fault of a run.
+
+    Attributes:
+        wanted: When it occurs.
+        again_s: Seconds until another rank is killed, most likely during the recovery; None: none is.
+    """
+
+    kind: str
+    wanted: Wanted
+    again_s: float | None
+
+
+def plan_faults(cell: str, number: int, seed: int) -> list[Planned]:
+    """Choose the faults of a run.
+
+    One spare node allows the loss of one node in each run, so there are two runs with one fault of each kind. The third
+    loses more ranks while it recovers.
+    """
+    chance = random.Random(f"{seed} {cell}")
+    of_processes = [name for name, kind in KINDS.items() if not kind.takes_node]
+    of_nodes = [name for name, kind in KINDS.items() if kind.takes_node]
+    chance.shuffle(of_processes)
+    chance.shuffle(of_nodes)
+    runs = [[of_nodes[0], *of_processes[:2]], [of_nodes[1], *of_processes[2:]], [*KINDS][:1] * 3]
+    phases = _PHASES + (_PHASES_OF_CRITIC if cell.startswith("ppo") else ())
+    planned = []
+    for index, kinds in enumerate(runs):
+        chance.shuffle(kinds)
+        firsts = [2 + _STEPS_PER_FAULT * place for place in range(len(kinds))]
+        planned.append(
+            [
+                Planned(
+                    kind,
+                    Wanted(chance.choice(phases), first, first + 1, chance.uniform(0, _MOST_DELAY_S)),
+                    chance.uniform(0, _MOST_AGAIN_S) if index == 2 else None,
+                )
+                for kind, first in zip(kinds, firsts, strict=True)
+            ]
+        )
+    return planned[number]
+
+
+class Struck(NamedTuple):
+    """A fault that has occurred.
+
+    Attributes:
+        kind: Its kind.
+        victim: What was struck.
+        step: The step during which it occurred.
+        wanted: The phase that was waited for.
+        phase: The phase of the struck rank, or that of the driver if the rank was idle.
+        next_s: Seconds until the next step with a recovery was complete; None if the run has ended before.
+    """
+
+    kind: str
+    victim: str
+    step: int | None
+    wanted: str
+    phase: str
+    next_s: float | None
+
+
+# ---- runs
+
+
+class RunEndedError(Exception):
+    """The run has ended before its last fault, or makes no progress."""
+
+
+class Driver:
+    """A run in progress."""
+
+    def __init__(self, net: Network, ray: RayNodes, config: Path, log: Path) -> None:
+        self._node = net.nodes[0]
+        with log.open("w") as output:
+            self._process = self._node.start(
+                [*fork_server.PYTHON, "-m", "tests.soak.watched_run", str(config)],
+                ray.environment,
+                output,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+        self._heard: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._pid = self._next()["pid"]
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(("{", "[")):  # the run prints messages, too
+                self._heard.put(line)
+        self._heard.put("")
+
+    def _next(self) -> Any:
         try:
-            if kind > 1 - _MEMORY_SHARE and out_of_memory.missing() is None:
-                is_killed = out_of_memory.exhaust(pid)
-                self.num_out_of_memory += is_killed
-                self.num_faults += is_killed
-                return
-            os.kill(pid, how)
-            self.num_faults += 1
-        except ProcessLookupError:
-            pass  # it was just replaced
+            line = self._heard.get(timeout=END_LIMIT_S)
+        except queue.Empty:
+            raise self.stuck() from None
+        if not line:
+            raise RunEndedError(f"ended with status {self._process.wait()}")
+        return json.loads(line)
+
+    def moment(self, wanted: Wanted) -> Moment:
+        """Wait for a moment of the run.
+
+        Raises:
+            RunEndedError: The run ends or hangs before.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(wanted) + "\n")
+        self._process.stdin.flush()
+        step, phase, ranks = self._next()
+        return Moment(step, phase, [RankMoment(*rank) for rank in ranks])
+
+    def wait(self, is_reached: Callable[[], bool]) -> float | None:
+        """Return the seconds until a condition holds; None if the run has ended before.
+
+        Raises:
+            RunEndedError: It takes too long.
+        """
+        begin_s = time.monotonic()
+        while not is_reached():
+            if self._process.poll() is not None:
+                return time.monotonic() - begin_s if is_reached() else None
+            if time.monotonic() > begin_s + END_LIMIT_S:
+                raise self.stuck()
+            time.sleep(0.02)
+        return time.monotonic() - begin_s
+
+    def stuck(self) -> RunEndedError:
+        """Write the stacks of the driver to its log."""
+        self._node.process(self._pid).send_signal(signal.SIGUSR1)
+        time.sleep(2)
+        return RunEndedError(f"no progress within {END_LIMIT_S:g} s")
+
+    def end(self) -> int:
+        """Wait until the run ends by itself, and return its status."""
+        self.wait(lambda: self._process.poll() is not None)
+        return self._process.wait()
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._node.process(self._pid).kill()
+        self._process.wait()
 
 
-def soak(kind: str, num_faults: int, seed: int, inputs: Path) -> Report:
-    save_inputs(inputs)
-    start_s = time.monotonic()
-    run: Callable[..., Finished] = run_sft if isinstance(KINDS[kind](inputs, 1), SFTConfig) else run_ppo
-    undisturbed = run(config_of(kind, inputs, "undisturbed", num_faults))
-    steps = [line["timing_s/step"] for line in undisturbed.metrics if "num_tokens" in line]
-    faults = Faults(seed, num_faults, sorted(steps)[len(steps) // 2])
-    lost = run(config_of(kind, inputs, "lost", num_faults), look_at_phase=faults.look)
-    lost_s = [line.get("recovery/lost_s", 0.0) for line in lost.metrics]
-    num_recoveries = sum(line.get("recovery/num_recoveries", 0) for line in lost.metrics)
-    report = Report(
-        faults.num_faults,
-        faults.num_out_of_memory,
-        int(num_recoveries),
-        max(lost_s),
-        Outcome(lost).difference(Outcome(undisturbed)),
-    )
-    print(f"{kind}, seed {seed}: {report}, {time.monotonic() - start_s:.0f} s", flush=True)
-    return report
+def run(config: PPOConfig, faults: Sequence[Planned], folder: Path, chance: random.Random) -> list[Struck]:
+    """Train in a new cluster, and strike. Returns the faults.
+
+    Raises:
+        RunEndedError: The run has failed, or hangs.
+    """
+    dump_config(config, folder / "run.yaml")
+    cpus = num_cpus(config)
+    struck: list[Struck] = []
+    struck_nodes = set[int]()
+    metrics = Path(config.trainer.output_dir) / "metrics.jsonl"
+    with network(len(cpus), [folder.parent]) as net, ray_nodes(net, cpus, folder) as ray:
+        driver = Driver(net, ray, folder / "run.yaml", folder / "driver.log")
+        try:
+            for index, fault in enumerate(faults):
+                moment = driver.moment(fault.wanted)
+                victims = victims_of(moment, net)
+                # A node with two losses is excluded, and would leave no spare one for a loss that follows.
+                if any(KINDS[later.kind].takes_node for later in faults[index + 1 :]):
+                    victims = [each for each in victims if each.node.number not in struck_nodes]
+                victim = chance.choice(victims)
+                struck_nodes.add(victim.node.number)
+                kind = KINDS[fault.kind]
+                before = num_recoveries(metrics)
+                kind.strike(victim)
+                if fault.again_s is not None:
+                    others = victims_of(driver.moment(Wanted("", 0, -1, fault.again_s)), net)
+                    with suppress(ProcessLookupError, IndexError):  # none is there, or it has just ended
+                        chance.choice(others).signal(signal.SIGKILL)
+                next_s = driver.wait(partial(_has_recovered, metrics, before))
+                struck.append(
+                    Struck(
+                        fault.kind if fault.again_s is None else f"{fault.kind} twice",
+                        victim.node.name if kind.takes_node else victim.name,
+                        moment.step,
+                        fault.wanted.phase,
+                        victim.rank.phase or moment.phase or "",
+                        next_s,
+                    )
+                )
+                print(" ", *struck[-1], flush=True)
+            if status := driver.end():
+                raise RunEndedError(f"ended with status {status}")
+        finally:
+            driver.kill()
+    return struck
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", choices=KINDS, required=True)
-    parser.add_argument("--faults", type=int, default=12)
+def num_recoveries(metrics: Path) -> int:
+    """Return the number of recoveries in completed steps."""
+    lines = metrics.read_text().rpartition("\n")[0].splitlines()  # the last one may be incomplete
+    return sum(round(json.loads(line).get("recovery/num_recoveries", 0.0)) for line in lines)
+
+
+def _has_recovered(metrics: Path, before: int) -> bool:
+    return num_recoveries(metrics) > before
+
+
+def outcome_of(run: Path) -> Outcome:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return Outcome(Finished(run, [json.loads(line) for line in lines]))
+
+
+class Row(NamedTuple):
+    """A run with faults.
+
+    Attributes:
+        problem: Why it failed, or what differs from the undisturbed run; empty if nothing does.
+    """
+
+    cell: str
+    number: int
+    seed: int
+    faults: list[Struck]
+    problem: str
+    num_recoveries: int
+    seconds: float
+
+    def describe(self) -> str:
+        faults = "; ".join(
+            f"{each.kind} of {each.victim} in step {each.step}, {each.phase}"
+            + (f": {each.next_s:.0f} s" if each.next_s is not None else "")
+            for each in map(Struck._make, self.faults)
+        )
+        equal = self.problem or "bitwise equal"
+        return f"| {self.cell} | {faults} | {self.num_recoveries} | {equal} |"
+
+
+def make_row(cell: str, number: int, seed: int, folder: Path) -> Row:
+    """Run a cell without faults, unless that exists, and with them."""
+    inputs = folder / cell
+    undisturbed = inputs / "undisturbed"
+    if not (undisturbed / "done").exists():
+        shutil.rmtree(inputs, ignore_errors=True)
+        undisturbed.mkdir(parents=True)
+        save_inputs(inputs)
+        save_policy(inputs / "experts", with_experts=True)
+        run(config_of(cell, inputs, undisturbed / "run"), [], undisturbed, random.Random(0))
+        (undisturbed / "done").touch()
+
+    disturbed = inputs / f"run{number}-seed{seed}"
+    shutil.rmtree(disturbed, ignore_errors=True)
+    disturbed.mkdir()
+    struck: list[Struck] = []
+    begin_s = time.monotonic()
+    faults = plan_faults(cell, number, seed)
+    recoveries = 0
+    try:
+        struck = run(
+            config_of(cell, inputs, disturbed / "run"),
+            faults,
+            disturbed,
+            random.Random(f"{cell} {number} {seed}"),
+        )
+        found = outcome_of(disturbed / "run")
+        problem = ", ".join(found.difference(outcome_of(undisturbed / "run")))
+        recoveries = num_recoveries(disturbed / "run" / "metrics.jsonl")
+    except RunEndedError as error:
+        problem = str(error)
+    return Row(cell, number, seed, struck, problem, recoveries, time.monotonic() - begin_s)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return a table of the kinds of faults: how many, in which phases, and the time to the next step."""
+    struck = [Struck(*each) for row in rows for each in row.faults]
+    lines = ["| fault | number | phases | next step after |", "|---|---|---|---|"]
+    for kind in dict.fromkeys(each.kind for each in struck):
+        of_kind = [each for each in struck if each.kind == kind]
+        phases = ", ".join(sorted({each.phase for each in of_kind}))
+        times = [each.next_s for each in of_kind if each.next_s is not None]
+        seconds = f"{median(times):.0f} s, at most {max(times):.0f} s" if times else ""
+        lines.append(f"| {kind} | {len(of_kind)} | {phases} | {seconds} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.recovery")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("cells", nargs="*", metavar="CELL", help=", ".join(CELLS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=RUNS, help="with faults, per cell")
     parsed = parser.parse_args()
-
-    from megarl.controller.cluster import shutdown, start_ray
-
-    start_ray(num_cpus=12, object_store_mb=256)
-    with tempfile.TemporaryDirectory() as folder:
-        report = soak(parsed.kind, parsed.faults, parsed.seed, Path(folder))
-    shutdown()
-    assert not report.difference, report
+    file = parsed.folder / "rows.jsonl"
+    rows = [Row(**json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []
+    finished = {(row.cell, row.number, row.seed) for row in rows}
+    with fork_server.server():
+        for number in range(parsed.runs):
+            for cell in parsed.cells or CELLS:
+                if (cell, number, parsed.seed) not in finished:
+                    rows.append(row := make_row(cell, number, parsed.seed, parsed.folder.absolute()))
+                    print(row.describe(), flush=True)
+                    with file.open("a") as output:
+                        output.write(json.dumps(row._asdict()) + "\n")
+    print(summary(rows))
+    return 1 if any(row.problem for row in rows) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Test runs that lose ranks at random moments, in several layouts, synchronous and with generation ahead."""
+"""Test runs that lose ranks and nodes at random moments, in several layouts, synchronous and with generation ahead."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.multinode.nodes import missing
 from tests.soak import recovery
 
 
-@pytest.mark.parametrize("kind", recovery.KINDS)
-def test_sixty_faults_change_nothing(kind: str, ray_cluster: None, tmp_path: Path) -> None:
-    report = recovery.soak(kind, num_faults=12, seed=0, inputs=tmp_path)
-    assert report.difference == []
-    assert report.num_faults >= 10
-    assert report.num_recoveries >= 6  # a rank that dies after the last call of a step may be met in the next
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.parametrize("cell", recovery.CELLS)
+def test_faults_change_nothing(cell: str, forked_processes: None, tmp_path: Path) -> None:
+    rows = [recovery.make_row(cell, number, seed=0, folder=tmp_path) for number in range(recovery.RUNS)]
+    assert [row.problem for row in rows] == [""] * recovery.RUNS
