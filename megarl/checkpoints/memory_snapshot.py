@@ -1,7 +1,8 @@
 """The state of one rank in a file in memory (machine/memory_files.py).
 
-A snapshot has the tensors that a checkpoint would store of the rank, each with its checksum, and a small
-record for everything else. It is read by a rank with the same layout.
+A snapshot has the tensors that a checkpoint would store of the rank, each with its slice of the whole tensor
+and its checksum, and a small record for everything else. A rank with the same layout reads all of it; ranks
+with another layout read the slices that they need from several snapshots (snapshot_resharding.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from megarl.machine.errors import CheckpointError
 from megarl.machine.memory_files import HEADER_BYTES, Header, decode_header
+from megarl.weights.tensors import TensorSlice
 
 _ALIGNMENT = 64  # bytes
 _NO_CHECKSUM = "0" * 16  # as long as a checksum, so that the size of the index is known before
@@ -30,18 +32,64 @@ class SnapshotTensor(NamedTuple):
     """A tensor to write.
 
     Attributes:
-        key: Identifies the tensor within the snapshot.
-        copy_to: Copies the elements into a host tensor of this shape and dtype.
+        key: The name of the checkpoint tensor.
+        place: The slice of the checkpoint tensor.
+        is_main: Whether this rank writes the slice into checkpoints; see Shard.
+        copy_to: Copies the elements into a host tensor of the shape of `place` and this dtype.
     """
 
     key: str
-    shape: tuple[int, ...]
+    place: TensorSlice
+    is_main: bool
     dtype: torch.dtype
     copy_to: Callable[[Tensor], object]
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return self.place.volume * self.dtype.itemsize
+
+
+class SnapshotEntry(NamedTuple):
+    """A tensor of a snapshot, as the index describes it. The attributes are those of SnapshotTensor.
+
+    Attributes:
+        dtype: The name of the dtype.
+        position: The first byte in the file.
+    """
+
+    key: str
+    place: TensorSlice
+    is_main: bool
+    dtype: str
+    position: int
+    nbytes: int
+    checksum: str
+
+
+class StoredRecord(NamedTuple):
+    """The record of a snapshot."""
+
+    position: int
+    nbytes: int
+    checksum: str
+
+
+class SnapshotIndex(NamedTuple):
+    """The contents of a snapshot."""
+
+    tensors: tuple[SnapshotEntry, ...]
+    record: StoredRecord
+
+
+def decode_index(data: bytes) -> SnapshotIndex:
+    """Read the index at the end of a snapshot."""
+    index = json.loads(data)
+    tensors = (
+        SnapshotEntry(place=TensorSlice(tuple(starts), tuple(stops)), **entry)
+        for entry in index["tensors"]
+        for starts, stops in [entry.pop("place")]
+    )
+    return SnapshotIndex(tuple(tensors), StoredRecord(**index["record"]))
 
 
 def write_snapshot(path: str, step: int, tensors: Sequence[SnapshotTensor], record: bytes) -> int:
@@ -56,6 +104,8 @@ def write_snapshot(path: str, step: int, tensors: Sequence[SnapshotTensor], reco
     entries: list[dict[str, Any]] = [
         {
             "key": tensor.key,
+            "place": (tensor.place.starts, tensor.place.stops),
+            "is_main": tensor.is_main,
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "position": position,
             "nbytes": tensor.nbytes,
@@ -77,11 +127,11 @@ def write_snapshot(path: str, step: int, tensors: Sequence[SnapshotTensor], reco
         memory = mmap.mmap(file.fileno(), header.nbytes)
         for tensor, entry in zip(tensors, entries, strict=True):
             if tensor.nbytes:
-                tensor.copy_to(_elements(memory, entry["position"], tensor.shape, tensor.dtype))
-            entry["checksum"] = _checksum(memory, entry)
+                tensor.copy_to(_elements(memory, entry["position"], tensor.place.shape, tensor.dtype))
+            entry["checksum"] = _checksum(memory, entry["position"], entry["nbytes"])
         record_start = index["record"]["position"]
         memory[record_start : record_start + len(record)] = record
-        index["record"]["checksum"] = _checksum(memory, index["record"])
+        index["record"]["checksum"] = _checksum(memory, record_start, len(record))
         memory[header.index_start : header.nbytes] = _encoded(index)
         os.pwrite(file.fileno(), header.encode(), 0)
 
@@ -105,8 +155,8 @@ def _elements(memory: mmap.mmap, position: int, shape: Sequence[int], dtype: tor
     return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=position).view(*shape)
 
 
-def _checksum(memory: mmap.mmap, entry: dict[str, Any]) -> str:
-    with memoryview(memory) as view, view[entry["position"] : entry["position"] + entry["nbytes"]] as part:
+def _checksum(memory: mmap.mmap, position: int, nbytes: int) -> str:
+    with memoryview(memory) as view, view[position : position + nbytes] as part:
         return xxhash.xxh3_64(part).hexdigest()
 
 
@@ -117,39 +167,35 @@ class MemorySnapshot:
     step: int
     path: str
     memory: mmap.mmap
-    index: dict[str, Any]
+    index: SnapshotIndex
 
-    @property
-    def keys(self) -> list[str]:
-        return [entry["key"] for entry in self.index["tensors"]]
-
-    def tensor(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a view of a tensor.
+    def tensor(self, number: int, dtype: torch.dtype) -> Tensor:
+        """Return a view of a tensor, in the shape of its slice.
 
         Raises:
-            CheckpointError: It has another size or dtype, or its checksum differs.
+            CheckpointError: It has another dtype, or its checksum differs.
         """
-        entry = self.index["tensors"][number]
-        expected = (str(dtype).removeprefix("torch."), prod(shape) * dtype.itemsize)
-        if (entry["dtype"], entry["nbytes"]) != expected:
+        stored = self.index.tensors[number]
+        if stored.dtype != str(dtype).removeprefix("torch."):
             raise CheckpointError(
-                f"the snapshot of step {self.step}: {entry['key']} has {entry['nbytes']} bytes of "
-                f"{entry['dtype']}, but this rank needs {expected[1]} of {expected[0]}"
+                f"the snapshot of step {self.step}: {stored.key} is {stored.dtype}, but this rank needs "
+                f"{dtype}"
             )
-        self._check(entry, entry["key"])
+        self._check(stored, stored.key)
+        shape = stored.place.shape
         return (
-            _elements(self.memory, entry["position"], shape, dtype)
-            if entry["nbytes"]
+            _elements(self.memory, stored.position, shape, dtype)
+            if stored.nbytes
             else torch.empty(*shape, dtype=dtype)
         )
 
     def record(self) -> bytes:
-        entry = self.index["record"]
-        self._check(entry, "its record")
-        return self.memory[entry["position"] : entry["position"] + entry["nbytes"]]
+        stored = self.index.record
+        self._check(stored, "its record")
+        return self.memory[stored.position : stored.position + stored.nbytes]
 
-    def _check(self, entry: dict[str, Any], name: str) -> None:
-        if _checksum(self.memory, entry) != entry["checksum"]:
+    def _check(self, stored: SnapshotEntry | StoredRecord, name: str) -> None:
+        if _checksum(self.memory, stored.position, stored.nbytes) != stored.checksum:
             raise CheckpointError(
                 f"the snapshot of step {self.step}: {name} is damaged: its checksum differs"
             )
@@ -169,5 +215,5 @@ def open_snapshot(path: str) -> MemorySnapshot:
         # A private map counts as writable for torch, but the file cannot be changed through it.
         memory = mmap.mmap(file.fileno(), header.nbytes, access=mmap.ACCESS_COPY)
 
-    index = json.loads(memory[header.index_start : header.nbytes])
+    index = decode_index(memory[header.index_start : header.nbytes])
     return MemorySnapshot(step=header.step, path=path, memory=memory, index=index)

@@ -11,9 +11,10 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import xxhash
@@ -31,10 +32,23 @@ _ANSWER_S = 10.0  # after which a holder's answer is not awaited any longer
 _NAMESPACE = "megarl snapshots"
 _ATTEND_S = 10.0  # interval at which a driver tells its holders that it needs them
 KEPT_S = 900.0  # how long a holder without a driver keeps its files
+_NUM_FETCHING = 16  # nodes that parts of files are brought to at the same time
 
 
 class FileLostError(RunError):
     """No living node has a file of a snapshot."""
+
+
+class StoredFile(NamedTuple):
+    """A complete file of a snapshot.
+
+    Attributes:
+        header: Its header.
+        nodes: Ray's ids of the nodes that have it.
+    """
+
+    header: Header
+    nodes: tuple[str, ...]
 
 
 class SnapshotHolder:
@@ -78,12 +92,18 @@ class SnapshotHolder:
     def write(self, name: str, start: int, data: bytes) -> None:
         self._files.write(name, start, data)
 
+    def keep(self, names: Collection[str]) -> None:
+        self._files.keep(names)
+
     def copy_to(self, buddy: Any, names: Sequence[str]) -> None:
-        """Copy these files to another holder, now and whenever one of them is complete again, in a thread."""
+        """Copy these files to another holder, now and whenever one of them is complete again, in a thread.
+
+        Files that were copied before are not copied any longer.
+        """
         self._copied = {}
         self._names = list(names)
         self._buddy = buddy
-        if not self._thread.is_alive():
+        if names and not self._thread.is_alive():
             self._thread.start()
 
     def _copy_forever(self) -> None:
@@ -135,10 +155,11 @@ class SnapshotMemory:
         if is_joined():
             threading.Thread(target=self._attend, daemon=True).start()
 
-    def close(self) -> None:
-        """Release all files."""
+    def close(self, keeps_files: bool = False) -> None:
+        """Release all files, or leave them to the next driver of the run."""
         self._is_closed.set()
-        _end([*self._holders.values(), *self._left.values()])
+        if not keeps_files:
+            _end([*self._holders.values(), *self._left.values()])
         self._holders = {}
         self._left = {}
 
@@ -151,16 +172,21 @@ class SnapshotMemory:
         self._dead.clear()
         self._holders = {node: living.pop(node, None) or self._start(node) for node in nodes}
         self._left = living
+        self._is_settled = False
         # Each node's files are copied to the next node.
-        if len(nodes) > 1:
-            for node, buddy in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
-                own = [name for name, home in node_of.items() if home == node]
-                self._holders[node].copy_to.remote(self._holders[buddy], own)
+        for node, buddy in zip(nodes, [*nodes[1:], *nodes[:1]], strict=True):
+            own = [name for name, home in node_of.items() if home == node != buddy]
+            self._holders[node].copy_to.remote(self._holders[buddy], own)
 
     def settle(self) -> None:
-        """Release the files on nodes without ranks."""
+        """Release the files on nodes without ranks, and those that no rank of this layout writes."""
+        if self._is_settled:
+            return
         _end(self._left.values())
         self._left = {}
+        for holder in self._holders.values():
+            holder.keep.remote(list(self._node_of))
+        self._is_settled = True
 
     def _start(self, node: str) -> Any:
         """Start a holder. In a cluster that outlives this process, so does the holder."""
@@ -224,27 +250,78 @@ class SnapshotMemory:
         Raises:
             FileLostError: No living node has one of them, or its own node is lost.
         """
-        complete = self._ask("complete")
         paths = self.paths()
-        for name in names:
+        for name, stored in self.stored(names, step).items():
             home = self._node_of[name]
+            if name not in paths:
+                raise FileLostError(f"the node of the snapshot {name} of step {step} is lost")
+            if home not in stored.nodes:
+                self._fetch(name, stored, home, name, [(HEADER_BYTES, stored.header.nbytes)])
+        return {name: paths[name] for name in names}
+
+    def stored(self, names: Iterable[str], step: int) -> dict[str, StoredFile]:
+        """Return where files of a step are, by name.
+
+        Raises:
+            FileLostError: No living node has one of them.
+        """
+        complete = self._ask("complete")
+        found = {}
+        for name in names:
             owners = {
                 node: files[name]
                 for node, files in complete.items()
                 if name in files and files[name].step == step
             }
-            if not owners or name not in paths:
+            if not owners:
                 raise FileLostError(f"no node has the snapshot {name} of step {step}")
-            if home not in owners:
-                node, header = next(iter(owners.items()))
-                self._fetch(name, node, home, header)
-        return {name: paths[name] for name in names}
+            found[name] = StoredFile(next(iter(owners.values())), tuple(owners))
+        return found
 
-    def _fetch(self, name: str, source: str, target: str, header: Header) -> None:
-        for start in [*range(HEADER_BYTES, header.nbytes, _PART_BYTES), 0]:  # the header last
-            count = HEADER_BYTES if start == 0 else min(_PART_BYTES, header.nbytes - start)
-            part = self._all()[source].read.remote(name, start, count)
-            ray.get(self._holders[target].write.remote(name, start, part))
+    def read_index(self, name: str, stored: StoredFile) -> bytes:
+        """Return the index at the end of a file."""
+        holder = self._all()[stored.nodes[0]]
+        return ray.get(holder.read.remote(name, stored.header.index_start, stored.header.index_bytes))
+
+    def bring_parts(
+        self,
+        stored: Mapping[str, StoredFile],
+        parts: Mapping[str, Mapping[str, Sequence[tuple[int, int]]]],
+    ) -> dict[str, dict[str, str]]:
+        """Make parts of files available on nodes that need them.
+
+        A node that has a whole file uses it. Others get a file of the same size, which has memory only for
+        its header, its index, and the parts. It is released by `settle`.
+
+        Args:
+            stored: All files (`stored`).
+            parts: The ranges (first byte, end) by node and name.
+
+        Returns:
+            The path of each of these files on its node, by node and name.
+        """
+
+        def bring(node: str) -> dict[str, str]:
+            local = {name: name if node in stored[name].nodes else f"{name}-parts" for name in parts[node]}
+            for name, ranges in parts[node].items():
+                if local[name] != name:
+                    of_index = (stored[name].header.index_start, stored[name].header.nbytes)
+                    self._fetch(name, stored[name], node, local[name], [*ranges, of_index])
+            paths = ray.get(self._holders[node].paths.remote(list(local.values())))
+            return dict(zip(local, paths, strict=True))
+
+        with ThreadPoolExecutor(_NUM_FETCHING, thread_name_prefix="snapshot parts") as threads:
+            return dict(zip(parts, threads.map(bring, parts), strict=True))
+
+    def _fetch(
+        self, name: str, stored: StoredFile, target: str, as_name: str, ranges: Iterable[tuple[int, int]]
+    ) -> None:
+        """Copy ranges of a file to another node, and its header last."""
+        source = self._all()[stored.nodes[0]]
+        for first, end in [*ranges, (0, HEADER_BYTES)]:
+            for start in range(first, end, _PART_BYTES):
+                part = source.read.remote(name, start, min(_PART_BYTES, end - start))
+                ray.get(self._holders[target].write.remote(as_name, start, part))
 
     def _ask(self, method: str) -> dict[str, dict[str, Header]]:
         """Call a method without arguments on all holders. Lost ones are left out."""

@@ -1,19 +1,27 @@
 """Copy the training state of a rank to memory that outlives its process, and load it in a new process.
 
-The state is the one that a checkpoint stores (checkpoint.py), and the layout must be the same. No rank
-communicates.
+The state is the one that a checkpoint stores (checkpoint.py). A rank with the same layout loads its own
+snapshot, with its random state; ranks with another layout load parts of several. No rank communicates.
 """
 
 from __future__ import annotations
 
 import io
 import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from megarl.checkpoints.memory_snapshot import SnapshotTensor, open_snapshot, write_snapshot
+from megarl.checkpoints.memory_snapshot import (
+    MemorySnapshot,
+    SnapshotTensor,
+    open_snapshot,
+    write_snapshot,
+)
+from megarl.checkpoints.snapshot_resharding import WantedTensor
 from megarl.engine import platform
 from megarl.engine.checkpoint import random_state, set_random_state, trained_shards
 from megarl.engine.engine import MegatronEngine, TrainingState
@@ -67,11 +75,7 @@ def _copied(shard: Shard, state: TrainingState) -> SnapshotTensor:
         else:
             target.copy_(shard.view)
 
-    return SnapshotTensor(_key(shard), shard.place.shape, shard.tensor.dtype, copy_to)
-
-
-def _key(shard: Shard) -> str:
-    return f"{shard.key} {shard.place.starts}"
+    return SnapshotTensor(shard.key, shard.place, shard.is_main, shard.tensor.dtype, copy_to)
 
 
 def load_snapshot(engine: MegatronEngine, path: str) -> None:
@@ -87,13 +91,67 @@ def load_snapshot(engine: MegatronEngine, path: str) -> None:
     offloaded = state.places.offloaded
     engine.restore(*offloaded)
     shards = trained_shards(state)
-    if [_key(shard) for shard in shards] != snapshot.keys:
+    if [(shard.key, shard.place) for shard in shards] != [each[:2] for each in snapshot.index.tensors]:
         raise CheckpointError(f"the snapshot of step {snapshot.step} is of a rank with another layout")
     for number, shard in enumerate(shards):
-        shard.view.copy_(snapshot.tensor(number, shard.place.shape, shard.tensor.dtype))
+        shard.view.copy_(snapshot.tensor(number, shard.tensor.dtype))
 
-    # The record consists of tensors, numbers and containers, so no pickled code has to run.
-    record: dict[str, Any] = torch.load(io.BytesIO(snapshot.record()), weights_only=True)
+    record = _record(snapshot)
     state.optimizer.set_counts(StepCounts(**record["counts"]))
     set_random_state(record["random"])
     engine.offload(*offloaded)
+
+
+def wanted_tensors(engine: MegatronEngine) -> list[WantedTensor]:
+    """Return what a snapshot of this rank restores, to find it in snapshots of another layout."""
+    return [
+        WantedTensor(shard.key, shard.shape, shard.place, shard.is_padded)
+        for shard in trained_shards(engine.training_state())
+    ]
+
+
+def load_resharded(engine: MegatronEngine, sources: Mapping[str, Sequence[int]]) -> None:
+    """Load the state from snapshots of another layout. Offloaded parts are offloaded again.
+
+    Random number generators keep their state, as after a checkpoint of another layout.
+
+    Args:
+        engine: The engine.
+        sources: The numbers of the tensors that this rank needs (StoredSlices.sources), by path.
+
+    Raises:
+        CheckpointError: A snapshot is damaged.
+    """
+    snapshots = {path: open_snapshot(path) for path in sources}
+    state = engine.training_state()
+    offloaded = state.places.offloaded
+    engine.restore(*offloaded)
+    stored: dict[str, list[tuple[MemorySnapshot, int]]] = defaultdict(list)
+    for path, numbers in sources.items():
+        for number in numbers:
+            stored[snapshots[path].index.tensors[number].key].append((snapshots[path], number))
+
+    for shard in trained_shards(state):
+        view = shard.view
+        num_filled = 0
+        if shard.is_padded:
+            view.zero_()  # rows that are not stored
+        for snapshot, number in stored[shard.key]:
+            place = snapshot.index.tensors[number].place
+            common = place.intersect(shard.place)
+            if common is not None:
+                elements = snapshot.tensor(number, shard.tensor.dtype)
+                from_place = common.relative_to(place.starts).index
+                view[common.relative_to(shard.place.starts).index].copy_(elements[from_place])
+                num_filled += common.volume
+        assert num_filled == shard.place.volume or shard.is_padded, f"{shard.key} {shard.place} is not filled"
+
+    # All ranks have made the same number of updates.
+    record = _record(next(iter(snapshots.values())))
+    state.optimizer.set_counts(StepCounts(**record["counts"]))
+    engine.offload(*offloaded)
+
+
+def _record(snapshot: MemorySnapshot) -> dict[str, Any]:
+    # The record consists of tensors, numbers and containers, so no pickled code has to run.
+    return torch.load(io.BytesIO(snapshot.record()), weights_only=True)

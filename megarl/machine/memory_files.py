@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Collection
 from typing import NamedTuple
 
 _MAGIC = b"megarlsn"
@@ -83,3 +84,9 @@ class MemoryFiles:
             written = os.pwrite(self._descriptors[name], view, start)
             start += written
             view = view[written:]
+
+    def keep(self, names: Collection[str]) -> None:
+        """Release the memory of all other files, which are empty then."""
+        for name, descriptor in self._descriptors.items():
+            if name not in names:
+                os.ftruncate(descriptor, 0)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
+from megarl.checkpoints.memory_snapshot import SnapshotIndex, decode_index
+from megarl.checkpoints.snapshot_resharding import StoredSlices
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.controller.futures import WorkerFuture, gather
@@ -26,6 +29,20 @@ class SnapshotLostError(RunError):
     """No complete snapshot is left, so that a lost process cannot be restarted."""
 
 
+class TakenSnapshot(NamedTuple):
+    """A complete snapshot that the previous attempt of a run has left.
+
+    Attributes:
+        step: Its step.
+        sizes: The number of ranks of each model that wrote it.
+        has_this_layout: Whether the models have the same layout now, so that each rank loads its own file.
+    """
+
+    step: int
+    sizes: Mapping[str, int]
+    has_this_layout: bool
+
+
 class ModelSnapshots:
     """Takes and loads snapshots of the trained models of a run.
 
@@ -33,12 +50,16 @@ class ModelSnapshots:
         run: The name of the run (run_name).
         models: The trained models.
         copy_limit_s: How long copies to other nodes may take.
-        continued: The step of a snapshot of an earlier driver from which the run continues. None: those of
-            earlier drivers are released.
+        continued: The snapshot of an earlier attempt from which the run continues. None: those of earlier
+            attempts are released.
     """
 
     def __init__(
-        self, run: str, models: Sequence[SavedModel], copy_limit_s: float, continued: int | None = None
+        self,
+        run: str,
+        models: Sequence[SavedModel],
+        copy_limit_s: float,
+        continued: TakenSnapshot | None = None,
     ) -> None:
         self._run = run
         self._continued = continued
@@ -48,6 +69,7 @@ class ModelSnapshots:
         self._paths: dict[str, str] = {}
         self._copying: list[WorkerFuture] = []
         self._slot_of: dict[int, int] = {}  # step -> slot, of the snapshots that were begun last
+        self._next_slot = 0
 
     def begin(self, step: int) -> None:
         """Start a snapshot of the state after `step`. Returns at once unless the previous one is incomplete.
@@ -61,8 +83,8 @@ class ModelSnapshots:
         self.finish()
         if memory.replace_dead():
             self._paths |= memory.paths()
-        newest = max(self._slot_of, default=None)
-        slot = 0 if newest is None else (self._slot_of[newest] + 1) % NUM_KEPT
+        slot = self._next_slot
+        self._next_slot = (slot + 1) % NUM_KEPT
 
         # The step of an overwritten snapshot is forgotten before its first file changes.
         self._slot_of = {other: used for other, used in self._slot_of.items() if used != slot} | {step: slot}
@@ -131,6 +153,63 @@ class ModelSnapshots:
         self._slot_of = {}
         self._copying = []
 
+    def load_taken(self) -> None:
+        """Load the snapshot of an earlier attempt in all ranks.
+
+        Raises:
+            WorkerError: A rank failed or died, or a snapshot is damaged.
+            SnapshotLostError: A file is lost.
+        """
+        taken = self._continued
+        assert taken is not None, "the run does not continue from a snapshot"
+        if taken.has_this_layout:
+            self.load(taken.step)
+            return
+        memory = self._opened()
+        slot = self._slot_of.pop(taken.step, None)  # its files are not those of ranks with this layout
+        if slot is None:
+            raise SnapshotLostError(f"no node has the snapshot of step {taken.step}")
+        try:
+            for model in self._models:
+                self._load_resharded(memory, model, taken, slot)
+        except FileLostError as error:
+            raise SnapshotLostError(str(error)) from error
+
+    def _load_resharded(
+        self, memory: SnapshotMemory, model: SavedModel, taken: TakenSnapshot, slot: int
+    ) -> None:
+        """Load a model in another layout: each rank gets the parts of snapshots that it needs."""
+        stored = memory.stored(_names({model.name: taken.sizes[model.name]}, slot), taken.step)
+        indexes = {name: decode_index(memory.read_index(name, file)) for name, file in stored.items()}
+        slices = StoredSlices(indexes)
+        node_of = model.group.processes.pool.node_ids()
+        sources = [
+            # A rank without tensors needs a record.
+            slices.sources(wanted, [name for name, file in stored.items() if node in file.nodes])
+            or {next(iter(stored)): []}
+            for node, wanted in zip(
+                node_of, model.group.call(MegatronWorker.wanted_tensors).get(), strict=True
+            )
+        ]
+
+        # The ranks of a node share the files on it.
+        parts: dict[str, dict[str, list[tuple[int, int]]]] = {}
+        for node, of_rank in zip(node_of, sources, strict=True):
+            of_node = parts.setdefault(node, {})
+            for name, numbers in of_rank.items():
+                of_node[name] = _merged([*of_node.get(name, ()), *_ranges(indexes[name], numbers)])
+        paths = memory.bring_parts(stored, parts)
+        gather(
+            *(
+                model.group.call_rank(
+                    rank,
+                    MegatronWorker.load_resharded,
+                    {paths[node_of[rank]][name]: numbers for name, numbers in of_rank.items()},
+                )
+                for rank, of_rank in enumerate(sources)
+            )
+        )
+
     def load(self, step: int) -> None:
         """Load the snapshot of a step in all ranks, which may have been restarted.
 
@@ -155,14 +234,15 @@ class ModelSnapshots:
         )
 
         # A newer snapshot is incomplete, or of a state that is computed again.
+        self._next_slot = (slot + 1) % NUM_KEPT
         self._slot_of = {other: used for other, used in self._slot_of.items() if other <= step}
         self._copying = []
         memory.settle()
 
-    def close(self) -> None:
-        """Release the memory of all snapshots."""
+    def close(self, keeps_files: bool = False) -> None:
+        """Release the memory of all snapshots, or leave them to the next attempt of the run."""
         if self._memory is not None:
-            self._memory.close()
+            self._memory.close(keeps_files)
 
     def _opened(self) -> SnapshotMemory:
         """Start the holders when the first snapshot is taken, when the ranks' nodes are known."""
@@ -171,9 +251,10 @@ class ModelSnapshots:
             self._memory = SnapshotMemory(self._run, self._node_of(), continues=continued is not None)
             self._paths = self._memory.paths()
             if continued is not None:
-                sizes = {model.name: model.group.world_size for model in self._models}
-                slot = slot_of_step(self._memory.steps(), sizes, continued)
-                self._slot_of = {} if slot is None else {continued: slot}
+                slot = slot_of_step(self._memory.steps(), continued.sizes, continued.step)
+                if slot is not None:
+                    self._slot_of = {continued.step: slot}
+                    self._next_slot = (slot + 1) % NUM_KEPT
         return self._memory
 
     def _node_of(self) -> dict[str, str]:
@@ -193,7 +274,9 @@ class ModelSnapshots:
         return [call(model, rank) for model in self._models for rank in range(model.group.world_size)]
 
 
-def model_snapshots(config: RunConfig, models: SavedModels, continued: int | None) -> ModelSnapshots:
+def model_snapshots(
+    config: RunConfig, models: SavedModels, continued: TakenSnapshot | None
+) -> ModelSnapshots:
     """Return the snapshots of a run. `continued` is explained in ModelSnapshots."""
     run = run_name(config.trainer.output_dir)
     return ModelSnapshots(run, models.models, config.trainer.phase_time_limit_s, continued)
@@ -213,6 +296,23 @@ def slot_of_step(steps: Mapping[str, Collection[int]], sizes: Mapping[str, int],
     """
     slots = range(NUM_KEPT)
     return next((s for s in slots if all(step in steps.get(name, ()) for name in _names(sizes, s))), None)
+
+
+def _ranges(index: SnapshotIndex, numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return where tensors, and the record, are in a snapshot: first byte and end of each."""
+    stored = [*(index.tensors[number] for number in numbers), index.record]
+    return [(each.position, each.position + each.nbytes) for each in stored]
+
+
+def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the same bytes as disjoint ranges in order."""
+    merged: list[tuple[int, int]] = []
+    for first, end in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((first, end))
+    return merged
 
 
 def _names(sizes: Mapping[str, int], slot: int) -> list[str]:

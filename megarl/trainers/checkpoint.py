@@ -242,13 +242,16 @@ class Checkpointer:
             self.advance_save(wait=True)  # one save at a time
             self._begin(step, state(), files())
 
-    def close(self) -> None:
+    def close(self, keeps_driver_states: bool = False) -> None:
         """Finish at the end of the run, however it ended, after its ranks have exited.
 
         A save that is being sealed becomes a checkpoint; partial saves are removed.
+
+        Args:
+            keeps_driver_states: Whether the run continues from the snapshots in memory.
         """
         self._thread.shutdown()
-        if self._driver_states is not None:
+        if self._driver_states is not None and not keeps_driver_states:
             with suppress(OSError):  # they are useless without the snapshots, which end with the run
                 self._driver_states.clear()
         if self._uploads is not None:

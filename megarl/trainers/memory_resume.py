@@ -1,7 +1,6 @@
 """Continue from a snapshot in memory that an earlier driver of the run has left in the cluster.
 
-It is used if it is newer than the last checkpoint. The models must be stored in it as this run stores them;
-a checkpoint can be loaded in any layout.
+It is used if it is newer than the last checkpoint. Like a checkpoint, it can be loaded in any layout.
 """
 
 from __future__ import annotations
@@ -10,10 +9,14 @@ import logging
 from pathlib import Path
 
 from megarl.checkpoints.run_folder import step_of
+from megarl.config.load import load_config
+from megarl.config.roles import model_roles
 from megarl.config.schema import RESUME_AUTO, RunConfig
 from megarl.controller.cluster import visit
 from megarl.controller.snapshot_memory import run_name, steps_left
+from megarl.machine.wording import counted
 from megarl.roles.model_snapshots import sizes_of_trained, slot_of_step
+from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.best_so_far import ends_early
 from megarl.trainers.driver_states import driver_states
 from megarl.trainers.resume import Resume, find_resume, read_driver_state
@@ -37,12 +40,21 @@ def _newer_in_memory(config: RunConfig, saved_step: int) -> Resume | None:
         return None
     with visit():
         steps = steps_left(run_name(config.trainer.output_dir))
+    complete = False
     for state in states:
-        if slot_of_step(steps, sizes_of_trained(config), step_of(state)) is None:
+        sizes = sizes_of_trained(load_config(type(config), state / CONFIG_FILE))
+        if slot_of_step(steps, sizes, step_of(state)) is None:
             continue
-        found = read_driver_state(state, config)
+        complete = True
+        found = read_driver_state(state, config, sizes)
         if _can_continue(config, state, found):
             return found
+    if not complete:
+        _log.warning(
+            "both copies of the snapshots in memory are lost: %s, and repeats %s",
+            f"the run continues from the checkpoint of step {saved_step}" if saved_step else "it starts over",
+            counted(step_of(states[0]) - saved_step, "completed step"),
+        )
     return None
 
 
@@ -50,7 +62,12 @@ def _can_continue(config: RunConfig, path: Path, found: Resume) -> bool:
     # What follows the last step needs the checkpoint of that step.
     if found.step >= config.trainer.total_steps or ends_early(config.trainer.early_stop, found.state):
         return False
-    changed = [change.key for change in found.differences if change.key.startswith(_OF_MODELS)]
+    layouts = tuple(f"{role.parallel_key}." for role in model_roles(config))
+    changed = [
+        change.key
+        for change in found.differences
+        if change.key.startswith(_OF_MODELS) and not change.key.startswith(layouts)
+    ]
     if changed:
         _log.warning(
             "the snapshot of step %d in memory is not used, because %s changed since %s",

@@ -6,7 +6,7 @@ Only small files are read, before any process starts.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from megarl.machine.processors import threads_setting
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.tensor_table import Head
+from megarl.roles.model_snapshots import TakenSnapshot
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.checkpoint import STATE_FILE
 from megarl.weights.peft_folder import adapter_tensors, has_adapter, read_lora
@@ -46,7 +47,7 @@ class Resume:
         state: State of the trainer.
         is_own: Whether it is in the run's own checkpoint folder, so that the run's files continue. A
             checkpoint of another run starts a new run.
-        in_memory: Whether the state of the models is a snapshot in memory.
+        snapshot: The snapshot in memory that has the state of the models; None if the checkpoint has it.
     """
 
     checkpoint: Path
@@ -54,7 +55,7 @@ class Resume:
     state: dict[str, Any]
     differences: Sequence[Difference]
     is_own: bool
-    in_memory: bool = False
+    snapshot: TakenSnapshot | None = None
 
 
 def checkpoint_folder(config: RunConfig) -> CheckpointFolder:
@@ -157,21 +158,29 @@ def _read(checkpoint: Path, folder: CheckpointFolder, config: RunConfig) -> Resu
     )
 
 
-def read_driver_state(folder: Path, config: RunConfig) -> Resume:
+def read_driver_state(folder: Path, config: RunConfig, sizes: Mapping[str, int]) -> Resume:
     """Read the driver's part of a snapshot in memory.
+
+    Args:
+        folder: Its folder.
+        config: The configuration that continues.
+        sizes: The number of ranks of each model that wrote the snapshot.
 
     Raises:
         ConfigError: The configuration does not fit it.
         CheckpointError: It cannot be read.
     """
     state = _state(folder, step_of(folder))
+    changes = _changes(folder, config)
+    layouts = tuple(f"{role.parallel_key}." for role in model_roles(config) if role.optim is not None)
+    has_this_layout = not any(change.key.startswith(layouts) for change in changes)
     found = Resume(
         checkpoint=folder,
         step=state["step"],
         state=state,
-        differences=_changes(folder, config),
+        differences=changes,
         is_own=True,
-        in_memory=True,
+        snapshot=TakenSnapshot(state["step"], sizes, has_this_layout),
     )
     return _resume(found, config, [])
 

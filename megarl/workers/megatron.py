@@ -35,6 +35,7 @@ from megarl.workers.weight_export import WeightExport
 if TYPE_CHECKING:  # these modules import Megatron, which needs the platform to be active
     from torch import Tensor
 
+    from megarl.checkpoints.snapshot_resharding import WantedTensor
     from megarl.engine.checkpoint import PendingSave
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.groups import ParallelGroups
@@ -400,6 +401,20 @@ class MegatronWorker(WeightExport):
         self._pending_save = None
         self._settle_snapshot()
         load_snapshot(self._engine, path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def wanted_tensors(self) -> list[WantedTensor]:
+        """Return which slices of the model's tensors this rank needs; see `load_resharded`."""
+        from megarl.engine.snapshot import wanted_tensors
+
+        return wanted_tensors(self._engine)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def load_resharded(self, sources: Mapping[str, Sequence[int]]) -> None:
+        """Load the model's state from snapshots of another layout; see engine/snapshot.py."""
+        from megarl.engine.snapshot import load_resharded
+
+        load_resharded(self._engine, sources)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def begin_trace(self, folder: str, share_of_rows: float) -> None:

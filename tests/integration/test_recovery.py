@@ -149,7 +149,7 @@ def test_losses_beyond_the_budget_end_the_run_and_are_listed(inputs: Path, tmp_p
         assert re.match(r"  step 2, node 127.0.0.1: actor rank 0 \(node 127.0.0.1, pid \d+\) in ", loss)
 
 
-def test_a_lost_node_is_replaced_by_a_spare_one(forked_processes: None) -> None:
+def test_a_lost_node_is_replaced_by_a_spare_one_or_by_fewer_replicas(forked_processes: None) -> None:
     """Its snapshot is read from the copy on another node."""
     command = [*fork_server.PYTHON, "-m", "tests.integration.recovered_node"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
@@ -159,6 +159,13 @@ def test_a_lost_node_is_replaced_by_a_spare_one(forked_processes: None) -> None:
     assert found["difference"] == []
     assert found["num_recoveries"] == 1
     assert found["step_s"] < NODE_LIMIT_S
+
+    # The second loss, without a spare node.
+    fewer = found["fewer"]
+    assert (fewer["status"], fewer["num_replicas"], fewer["steps"]) == (0, 2, [1, 2, 3, 4, 5])
+    assert re.search("resumed from the snapshot in memory after step [34],", done.stdout)
+    assert fewer["metrics"] < 1e-5
+    assert fewer["weights"] < 1e-5
 
 
 _LOSS = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -308,12 +308,12 @@ def run_ppo(
         roles = start_ppo(config, models, rules, Device.cpu, pools)
         loader = prompt_loader(train, data, trainer.prompts_per_step)
         saved = ppo_models(config, roles)
-        with _ended(roles.groups):
+        with _ended(roles.groups), closing(model_snapshots(config, saved, None)) as snapshots:
             monitor = _monitor(config, roles.groups)
             monitor.look = lambda step, phase: look_at_phase(step, phase, roles)
             recovery = step_recovery(
                 config,
-                lambda: ppo_recovery(roles, saved, model_snapshots(config, saved, None), config.recovery),
+                lambda: ppo_recovery(roles, saved, snapshots, config.recovery),
                 monitor,
                 0 if resume is None else resume.step,
             )
@@ -369,12 +369,16 @@ def run_sft(
         )
         if data is not None:
             loader.load_state_dict(data)
-        with _ended([actor.group]), _monitor(config, [actor.group]) as monitor:
+        saved = sft_models(config, actor)
+        with (
+            _ended([actor.group]),
+            closing(model_snapshots(config, saved, None)) as snapshots,
+            _monitor(config, [actor.group]) as monitor,
+        ):
             monitor.look = lambda step, phase: look_at_phase(step, phase, actor)
-            saved = sft_models(config, actor)
             recovery = step_recovery(
                 config,
-                lambda: single_recovery(saved, model_snapshots(config, saved, None), config.recovery),
+                lambda: single_recovery(saved, snapshots, config.recovery),
                 monitor,
                 0,
             )

@@ -1,7 +1,7 @@
 """Continue a run that has lost a node with fewer data-parallel replicas (`recovery.allow_fewer_replicas`).
 
-The run starts again in this process, on the nodes that are left, from its last checkpoint. Checkpoints can be
-loaded in any layout.
+The run starts again in this process, on the nodes that are left, from the newest snapshot in memory, or from
+its last checkpoint. Both can be loaded in any layout.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ def on_fewer_nodes(config: RunConfig) -> list[str] | None:
     return None
 
 
+def continues_on_fewer_nodes(config: RunConfig, error: BaseException | None) -> bool:
+    """Return whether a run that ends with `error` starts again with fewer replicas."""
+    is_allowed = config.recovery.enabled and config.recovery.allow_fewer_replicas
+    return is_allowed and isinstance(error, NodeLostError) and on_fewer_nodes(config) is not None
+
+
 def run_on_what_is_left[Run: RunConfig](
     schema: type[Run], source: str, overrides: Sequence[str], train: Callable[[Run], int]
 ) -> int:
@@ -52,10 +58,9 @@ def run_on_what_is_left[Run: RunConfig](
         try:
             return train(config)
         except RunFailedError as failed:
-            smaller = on_fewer_nodes(config)
-            is_allowed = config.recovery.enabled and config.recovery.allow_fewer_replicas
-            if not (is_allowed and smaller and isinstance(failed.error, NodeLostError)):
+            if not continues_on_fewer_nodes(config, failed.error):
                 raise
+            smaller = on_fewer_nodes(config) or []
             overrides = [*overrides, *smaller]
             try:
                 config = load_for_run(schema, source, overrides)

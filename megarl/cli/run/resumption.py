@@ -6,22 +6,23 @@ It loads the state, truncates the run's files, and reports differences.
 from __future__ import annotations
 
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from megarl.checkpoints.object_storage import ObjectStorage
+from megarl.cli.run.fewer_replicas import continues_on_fewer_nodes
 from megarl.cli.run.session import Session, of_another_run, read_summary
 from megarl.cli.run.termination import TERMINATED
 from megarl.cli.tables.console import print_line
+from megarl.config.load import dump_config
 from megarl.config.schema import RunConfig
 from megarl.machine.errors import CheckpointError
 from megarl.machine.wording import counted
 from megarl.roles.model_snapshots import ModelSnapshots, model_snapshots
 from megarl.roles.saved_models import SavedModels
-from megarl.tracking.run_files import SUMMARY_FILE
+from megarl.tracking.run_files import CONFIG_FILE, SUMMARY_FILE
 from megarl.tracking.truncate_logs import cut_after
 from megarl.trainers.best_so_far import ends_early
 from megarl.trainers.checkpoint import Checkpointer, best_checkpoint
@@ -99,16 +100,19 @@ def restore_models(
         CheckpointError: The checkpoint is damaged.
         SnapshotLostError: The snapshot was lost in the meantime.
     """
-    in_memory = resume.step if resume is not None and resume.in_memory else None
-    snapshots = model_snapshots(config, models, in_memory)
-    session.at_end.enter_context(closing(snapshots))
+    snapshots = model_snapshots(config, models, None if resume is None else resume.snapshot)
+    session.at_end.push(
+        lambda kind, error, trace: snapshots.close(keeps_files=continues_on_fewer_nodes(config, error))
+    )
     if resume is None:
         return snapshots
     _print_differences(session.console, resume)
     start_s = time.monotonic()
 
-    if resume.in_memory:
-        snapshots.load(resume.step)
+    if resume.snapshot is not None:
+        snapshots.load_taken()
+        # The next snapshot, from which another driver would continue, has the layout of this run.
+        dump_config(config, resume.checkpoint / CONFIG_FILE)
     else:
         try:
             models.load(resume.checkpoint)
@@ -118,14 +122,14 @@ def restore_models(
     if resume.is_own:
         # Later checkpoints, metrics and samples belong to steps that will be repeated.
         folder = checkpoint_folder(config)
-        if not resume.in_memory:
+        if resume.snapshot is None:
             folder.point_at(resume.checkpoint)  # later checkpoints are dropped
         folder.point_at_best(best_checkpoint(config, resume.state))
         cut_after(session.output_dir, resume.step)
         (session.output_dir / SUMMARY_FILE).unlink(missing_ok=True)
 
     seconds = time.monotonic() - start_s
-    source = "the snapshot in memory" if resume.in_memory else resume.checkpoint
+    source = resume.checkpoint if resume.snapshot is None else "the snapshot in memory"
     session.console.print(
         f"resumed from {source} after step {resume.step}, loaded in {seconds:.1f} s", soft_wrap=True
     )
@@ -153,21 +157,26 @@ def open_checkpoints(
             uploads.add(newest)
     # States of steps that are made again, or whose snapshots are released, must not be used.
     states = driver_states(config)
-    states.clear(after=resume.step if resume is not None and resume.in_memory else -1)
+    snapshot = None if resume is None else resume.snapshot
+    states.clear(after=-1 if snapshot is None else snapshot.step)
     checkpoints = Checkpointer(
         config,
         checkpoint_folder(config),
         models,
         monitor,
         resumed=None if resume is None else resume.state,
-        from_memory=resume is not None and resume.in_memory,
+        from_memory=snapshot is not None,
         driver_states=states if isinstance(recovery, StepRecovery) else None,
         is_told_to_end=lambda: session.termination.requested,
         uploads=uploads,
         say=say,
         retry=recovery.retry,
     )
-    session.at_last.callback(checkpoints.close)
+    session.at_last.push(
+        lambda kind, error, trace: checkpoints.close(
+            keeps_driver_states=continues_on_fewer_nodes(config, error)
+        )
+    )
     return checkpoints
 
 

@@ -22,8 +22,8 @@ class RecoveryConfig:
     max_restarts: int = ranged(3, at_least=1)  # recoveries within `window_steps` steps; one more ends the run
     # how long a run that lost a node waits until the cluster has another free one, in seconds
     wait_for_node_s: float = ranged(300.0, at_least=0)
-    # when a node is lost and no other is free, continue from the last checkpoint with fewer data-parallel
-    # replicas instead of waiting; results then equal those of the undisturbed run only up to rounding
+    # when a node is lost and no other is free, continue with fewer data-parallel replicas instead of waiting;
+    # results then equal those of the undisturbed run only up to rounding
     allow_fewer_replicas: bool = False
     window_steps: int = ranged(10, at_least=1)  # steps over which `max_restarts` counts
     # optimizer steps between bitwise comparisons of weights that several ranks hold; a rank whose copy

@@ -31,6 +31,8 @@ PHASE_NAMES = {
     "begin_snapshot": "begin snapshot",
     "await_snapshot": "await snapshot",
     "load_snapshot": "load snapshot",
+    "wanted_tensors": "load snapshot",
+    "load_resharded": "load snapshot",
     "begin_profile": "begin profile",
     "end_profile": "end profile",
     "begin_trace": "begin trace",

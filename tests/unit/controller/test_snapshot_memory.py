@@ -10,7 +10,14 @@ import ray
 
 from megarl.controller import snapshot_memory
 from megarl.controller.node_resources import living_nodes
-from megarl.controller.snapshot_memory import SnapshotHolder, SnapshotMemory, holders_of, run_name, steps_left
+from megarl.controller.snapshot_memory import (
+    FileLostError,
+    SnapshotHolder,
+    SnapshotMemory,
+    holders_of,
+    run_name,
+    steps_left,
+)
 from megarl.machine.memory_files import HEADER_BYTES, Header
 from megarl.roles.model_snapshots import slot_of_step
 from tests.processes import gone_within
@@ -61,6 +68,25 @@ def test_a_holder_on_a_node_without_ranks_is_read_and_then_released(joined: None
     assert memory.steps() == {"actor-0-0": {3}}
     memory.settle()
     assert memory.steps() == {}
+    memory.close()
+
+
+def test_files_of_ranks_that_are_left_out_are_read_and_then_released(joined: None, tmp_path: Path) -> None:
+    (node,) = (each.identity for each in living_nodes())
+    memory = SnapshotMemory(run_name(tmp_path), {"actor-0-0": node, "actor-1-0": node})
+    for path in memory.paths().values():
+        write(path, step=3)
+    memory.place({"actor-0-0": node})
+    stored = memory.stored(["actor-0-0", "actor-1-0"], 3)
+    assert memory.read_index("actor-1-0", stored["actor-1-0"]) == DATA
+    parts = memory.bring_parts(stored, {node: {"actor-1-0": [(HEADER_BYTES, HEADER_BYTES + 5)]}})
+    assert (
+        Path(parts[node]["actor-1-0"]).read_bytes()[HEADER_BYTES:] == DATA
+    )  # the whole file is on this node
+    with pytest.raises(FileLostError, match="no node has the snapshot actor-1-0 of step 4"):
+        memory.stored(["actor-1-0"], 4)
+    memory.settle()
+    assert memory.steps() == {"actor-0-0": {3}}
     memory.close()
 
 

@@ -12,6 +12,7 @@ import pytest
 from megarl.config.load import dump_config
 from megarl.config.schema import CheckpointConfig, PPOConfig, RecoveryConfig
 from megarl.machine.errors import ConfigError
+from megarl.roles.model_snapshots import TakenSnapshot
 from megarl.trainers import memory_resume
 from megarl.trainers.driver_states import driver_states
 from megarl.trainers.memory_resume import find_newest
@@ -48,7 +49,8 @@ def test_the_newest_snapshot_that_all_ranks_have_is_used(run: PPOConfig) -> None
     save(run, 2)
     found = find_newest(run)
     assert found is not None
-    assert (found.step, found.in_memory, found.is_own, found.differences) == (4, True, True, [])
+    assert (found.step, found.is_own, found.differences) == (4, True, [])
+    assert found.snapshot == TakenSnapshot(4, SIZES, has_this_layout=True)
     assert found.state["step"] == 4
 
 
@@ -56,7 +58,7 @@ def test_a_newer_checkpoint_is_used_instead(run: PPOConfig) -> None:
     checkpoint = save(run, 4)
     found = find_newest(run)
     assert found is not None
-    assert (found.checkpoint, found.in_memory) == (checkpoint, False)
+    assert (found.checkpoint, found.snapshot) == (checkpoint, None)
 
 
 def test_the_snapshot_alone_suffices(run: PPOConfig) -> None:
@@ -103,11 +105,24 @@ def test_a_key_that_must_not_change_is_refused(run: PPOConfig) -> None:
 
 
 def test_without_files_in_memory_the_run_starts_from_the_disk(
-    run: PPOConfig, monkeypatch: pytest.MonkeyPatch
+    run: PPOConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(memory_resume, "steps_left", lambda name: {})
     assert find_newest(run) is None
     save(run, 2)
     found = find_newest(run)
     assert found is not None
-    assert (found.step, found.in_memory) == (2, False)
+    assert (found.step, found.snapshot) == (2, None)
+    lost = "both copies of the snapshots in memory are lost: "
+    assert [line.message for line in caplog.records] == [
+        f"{lost}it starts over, and repeats 5 completed steps",
+        f"{lost}the run continues from the checkpoint of step 2, and repeats 3 completed steps",
+    ]
+
+
+def test_a_smaller_layout_can_continue(run: PPOConfig) -> None:
+    """The number of files is that of the run that wrote the snapshot."""
+    actor = replace(run.actor, parallel=replace(run.actor.parallel, data_parallel_size=1))
+    found = find_newest(replace(run, actor=actor))
+    assert found is not None
+    assert found.snapshot == TakenSnapshot(4, SIZES, has_this_layout=False)

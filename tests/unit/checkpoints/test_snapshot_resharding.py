@@ -1,0 +1,64 @@
+"""Test in which snapshots a rank with another layout finds its tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.checkpoints.memory_snapshot import SnapshotEntry, SnapshotIndex, StoredRecord
+from megarl.checkpoints.snapshot_resharding import StoredSlices, WantedTensor
+from megarl.weights.tensors import TensorSlice
+
+
+def slice_of(start: int, stop: int) -> TensorSlice:
+    """Rows of a (8, 2) tensor."""
+    return TensorSlice((start, 0), (stop, 2))
+
+
+def index(*tensors: tuple[str, TensorSlice, bool]) -> SnapshotIndex:
+    stored = (
+        SnapshotEntry(key, place, is_main, "float32", position=0, nbytes=0, checksum="")
+        for key, place, is_main in tensors
+    )
+    return SnapshotIndex(tuple(stored), StoredRecord(0, 0, ""))
+
+
+WHOLE = slice_of(0, 8)
+# Two tensor-parallel ranks with rows 0..4 and 4..8 of the weight, times two replicas. The norm is whole on each
+# rank; checkpoints take it from the first of two tensor-parallel ranks.
+INDEXES = {
+    f"rank-{replica}-{half}": index(
+        ("weight", slice_of(4 * half, 4 * half + 4), True),
+        ("norm", WHOLE, half == 0),
+        ("moment", slice_of(4 * half + 2 * replica, 4 * half + 2 * replica + 2), True),
+    )
+    for replica in (0, 1)
+    for half in (0, 1)
+}
+
+
+def wanted(key: str, place: TensorSlice) -> WantedTensor:
+    return WantedTensor(key, (8, 2), place, is_padded=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "place", "near", "found"),
+    [
+        ("weight", WHOLE, (), {"rank-0-0": [0], "rank-0-1": [0]}),
+        ("weight", WHOLE, ("rank-1-1",), {"rank-0-0": [0], "rank-1-1": [0]}),
+        ("weight", slice_of(5, 6), ("rank-1-1", "rank-1-0"), {"rank-1-1": [0]}),
+        ("norm", WHOLE, ("rank-0-1",), {"rank-0-0": [1]}),
+        ("moment", slice_of(3, 5), (), {"rank-1-0": [2], "rank-0-1": [2]}),
+        ("moment", WHOLE, (), {name: [2] for name in INDEXES}),
+    ],
+)
+def test_each_element_is_found_once(
+    key: str, place: TensorSlice, near: tuple[str, ...], found: dict[str, list[int]]
+) -> None:
+    assert StoredSlices(INDEXES).sources([wanted(key, place)], near) == found
+
+
+def test_padding_of_the_vocabulary_may_differ() -> None:
+    slices = StoredSlices({"rank": index(("embedding", slice_of(0, 6), True))})
+    padded = WantedTensor("embedding", (8, 2), slice_of(4, 8), is_padded=True)
+    assert slices.sources([padded], ()) == {"rank": [0]}
+    assert slices.sources([padded._replace(place=slice_of(6, 8))], ()) == {}
