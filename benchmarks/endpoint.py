@@ -28,7 +28,7 @@ import numpy as np
 
 from examples.agent.prepare import DIGITS, make_tokenizer
 from megarl.agents.protocol import Task
-from megarl.config.schema import AgentConfig, HarnessConfig
+from megarl.config.schema import AgentConfig, HarnessConfig, SandboxConfig
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.harness import FunctionHarness, ModelEndpoint
 from megarl.endpoint.session import SampledTurn, SessionLimits
@@ -169,7 +169,7 @@ async def through_endpoint(kinds: Sequence[str], token_s: float = TOKEN_S) -> Pl
         return 1.0
 
     server = SessionServer(
-        FunctionHarness(program, 1),
+        FunctionHarness(program, SandboxConfig(), 1),
         ChatTokens(_TOKENIZER, AgentConfig()),
         SessionLimits(max_turns=100, max_tokens=10_000),
         HarnessConfig(time_limit_s=TIME_LIMIT_S),

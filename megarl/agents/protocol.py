@@ -36,10 +36,15 @@ class Task:
         """The reference answer in the data, or None for a row without one."""
         return self.reward_model.get("ground_truth")
 
+    @property
+    def sandbox_image(self) -> str | None:
+        """The image of this row's sandbox (`extra_info.sandbox_image`); None: that of the configuration."""
+        return self.extra_info.get("sandbox_image")
+
     if not TYPE_CHECKING:  # type checkers know the attributes
 
         def __getattr__(self, name: str) -> Any:
-            there = ", ".join([*(each.name for each in fields(self)), "ground_truth"])
+            there = ", ".join([*(each.name for each in fields(self)), "ground_truth", "sandbox_image"])
             raise AttributeError(
                 f"a task has no attribute {name!r}, only {there}; a column of your own belongs in extra_info",
                 name=name,

@@ -10,21 +10,23 @@ import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from megarl.agents.protocol import Task
-from megarl.config.schema import HarnessConfig
+from megarl.agents.sandboxes.processes import end_of_output, write_input
+from megarl.agents.sandboxes.protocol import Executed, Sandbox, SandboxEndedError, SandboxStartError
+from megarl.agents.sandboxes.start import check_provider, open_sandbox
+from megarl.config.schema import HarnessConfig, SandboxConfig
 from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.session import AgentSession
 from megarl.endpoint.session_access import environment_of, record_reward, task_fields
 from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_name
 
 _KEPT = 2000  # characters of a program's output in an error
-_CHUNK = 1 << 16
 _EXAMPLE = "async def run(task, endpoint):"
 
 
@@ -33,11 +35,19 @@ class HarnessFailure(str, Enum):
 
     exit_code = "exit_code"  # the command ended with another status than 0
     raised = "raised"  # the function raised
+    no_sandbox = "no_sandbox"  # its sandbox could not be started
+    sandbox_ended = "sandbox_ended"  # its sandbox has ended early, such as at a limit of memory
     timed_out = "timed_out"
     disconnected = "disconnected"  # it timed out, and its last request was disconnected
     no_turn = "no_turn"  # it ended without a turn of the model
     bad_reward = "bad_reward"  # it returned something else than a reward
     reported = "reported"  # the client of an external agent ended the episode with an error
+
+
+_SANDBOX_FAILURES: Mapping[type[Exception], HarnessFailure] = {
+    SandboxStartError: HarnessFailure.no_sandbox,
+    SandboxEndedError: HarnessFailure.sandbox_ended,
+}
 
 
 class HarnessError(Exception):
@@ -57,12 +67,22 @@ class ModelEndpoint:
         api_key: The key of the episode, for both.
         environment: The same as variables of a process: `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
             `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`.
+        sandbox_config: agent.harness.sandbox, with the image of the episode.
     """
 
     base_url: str
     root_url: str
     api_key: str
     environment: Mapping[str, str]
+    sandbox_config: SandboxConfig
+
+    def sandbox(self, image: str | None = None) -> AbstractAsyncContextManager[Sandbox]:
+        """Start a sandbox for a block, as in `async with endpoint.sandbox() as sandbox:`.
+
+        Args:
+            image: The image, instead of that of the row or the configuration.
+        """
+        return open_sandbox(self.sandbox_config, image, self.root_url)
 
 
 class Harness(Protocol):
@@ -80,13 +100,16 @@ def load_harness(config: HarnessConfig, num_threads: int) -> Harness:
         ValueError: The function cannot be loaded.
     """
     path = config.function.path
+    has_sandbox = config.sandbox.provider is not None
+    if has_sandbox:
+        check_provider(config.sandbox)
     if path is None:
-        if shutil.which(config.command[0]) is None:
+        if not has_sandbox and shutil.which(config.command[0]) is None:
             raise ValueError(
                 f"agent.harness.command starts {config.command[0]!r}, which is neither a program nor a file "
                 f"that can be executed"
             )
-        return CommandHarness(config.command)
+        return CommandHarness(config.command, config.sandbox)
     expected = Expected("harness", "agent.harness.function.name", _EXAMPLE)
     function = load_name(path, config.function.name, expected)
     try:
@@ -96,20 +119,28 @@ def load_harness(config: HarnessConfig, num_threads: int) -> Harness:
             f"harness {config.function.name!r} in {path!r} cannot be called with a task and an endpoint "
             f"({error}); write it as {_EXAMPLE}"
         ) from error
-    return FunctionHarness(function, num_threads)
+    return FunctionHarness(function, config.sandbox, num_threads)
 
 
 class FunctionHarness:
     """Calls a function per episode. One that is not async runs in a thread."""
 
-    def __init__(self, function: Callable[[Task, ModelEndpoint], Any], num_threads: int) -> None:
+    def __init__(
+        self, function: Callable[[Task, ModelEndpoint], Any], sandbox: SandboxConfig, num_threads: int
+    ) -> None:
         self._function = function
+        self._sandbox = sandbox
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="harness")
 
     async def run(self, session: AgentSession, url: str) -> None:
         variables = environment_of(url, session)
+        image = session.task.sandbox_image
         endpoint = ModelEndpoint(
-            base_url=variables["OPENAI_BASE_URL"], root_url=url, api_key=session.key, environment=variables
+            base_url=variables["OPENAI_BASE_URL"],
+            root_url=url,
+            api_key=session.key,
+            environment=variables,
+            sandbox_config=self._sandbox if image is None else replace(self._sandbox, image=image),
         )
         try:
             if inspect.iscoroutinefunction(self._function):
@@ -117,6 +148,8 @@ class FunctionHarness:
             else:
                 loop = asyncio.get_running_loop()
                 result = await loop.run_in_executor(self._threads, self._function, session.task, endpoint)
+        except (SandboxStartError, SandboxEndedError) as error:
+            raise HarnessError(_SANDBOX_FAILURES[type(error)], str(error)) from error
         except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's code may raise anything)
             raise HarnessError(HarnessFailure.raised, last_line(error)) from error
         if result is not None:
@@ -124,57 +157,59 @@ class FunctionHarness:
 
 
 class CommandHarness:
-    """Starts a process per episode, in a process group of its own, which is killed when the episode ends.
+    """Starts a process per episode, in a sandbox or a process group of its own, which ends with the episode.
 
     The process reads its task as JSON on standard input. It may print a JSON object with `reward` in its last
     line.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], sandbox: SandboxConfig) -> None:
         self._command = command
+        self._sandbox = sandbox
 
     async def run(self, session: AgentSession, url: str) -> None:
-        prompt = str(session.task.messages[-1].get("content", "")) if session.task.messages else ""
-        host = urlsplit(url).hostname or ""
-        excluded = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), host]))
-        process = await asyncio.create_subprocess_exec(
-            *(part.replace("{prompt}", prompt) for part in self._command),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **environment_of(url, session), "NO_PROXY": excluded, "no_proxy": excluded},
-            start_new_session=True,
-        )
-        try:
-            _, said = await asyncio.gather(_write_task(process, session.task), _last_output(process))
-            status = await process.wait()
-        finally:
-            # End the processes that it has started, too.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+        task = session.task
+        prompt = str(task.messages[-1].get("content", "")) if task.messages else ""
+        command = [part.replace("{prompt}", prompt) for part in self._command]
+        given = json.dumps(task_fields(task)).encode() + b"\n"
+        if self._sandbox.provider is None:
+            ended = await _run_here(
+                command, given, environment_of(url, session), urlsplit(url).hostname or ""
+            )
+        else:
+            try:
+                async with open_sandbox(self._sandbox, task.sandbox_image, url) as sandbox:
+                    variables = environment_of(sandbox.endpoint_url, session)
+                    ended = await sandbox.exec(command, stdin=given, environment=variables)
+            except (SandboxStartError, SandboxEndedError) as error:
+                raise HarnessError(_SANDBOX_FAILURES[type(error)], str(error)) from error
 
-        if status:
-            raise HarnessError(HarnessFailure.exit_code, f"exit code {status}: {said[-_KEPT:].strip()}")
-        _record_printed(session, said)
+        if ended.status:
+            why = f"exit code {ended.status}: {ended.output[-_KEPT:].strip()}"
+            raise HarnessError(HarnessFailure.exit_code, why)
+        _record_printed(session, ended.output)
 
 
-async def _write_task(process: asyncio.subprocess.Process, task: Task) -> None:
-    assert process.stdin is not None
-    # A program that does not read its task may end before it is written.
-    with suppress(BrokenPipeError, ConnectionResetError):
-        process.stdin.write(json.dumps(task_fields(task)).encode() + b"\n")
-        await process.stdin.drain()
-    process.stdin.close()
-
-
-async def _last_output(process: asyncio.subprocess.Process) -> str:
-    """Return the end of what a process writes, however much it is."""
-    assert process.stdout is not None
-    kept = b""
-    while chunk := await process.stdout.read(_CHUNK):
-        kept = (kept + chunk)[-_CHUNK:]
-    return kept.decode(errors="replace")
+async def _run_here(
+    command: Sequence[str], given: bytes, variables: Mapping[str, str], endpoint_host: str
+) -> Executed:
+    """Run a command with the rights of this process. No process that it has started remains."""
+    excluded = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), endpoint_host]))
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, **variables, "NO_PROXY": excluded, "no_proxy": excluded},
+        start_new_session=True,
+    )
+    try:
+        _, output = await asyncio.gather(write_input(process, given), end_of_output(process))
+        return Executed(await process.wait(), output.decode(errors="replace"))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 def _record_printed(session: AgentSession, said: str) -> None:

@@ -51,6 +51,7 @@ CODE = FUNCTIONS | {
     "agent.tools.path",
     "agent.environment.path",
     "agent.harness.function.path",
+    "agent.harness.sandbox.files",
 }
 _WORDS = frozenset({"auto", "disable"})  # values of checkpoint.resume that are not paths
 _IGNORE_FILES = (".gitignore", ".rayignore")  # already applied; Ray would apply them again
@@ -181,13 +182,20 @@ def _is_on_hub(value: str, here: Path) -> bool:
 
 
 def _take_along(path: str, folder: Path, here: Path, files: dict[Path, Path]) -> str:
-    """Add a file to the job, and return its path relative to the job's current directory."""
+    """Add a file, or a folder with its files, to the job.
+
+    Returns the path relative to the job's current directory.
+    """
     source = (here / path).resolve()
     inside = (
         source.relative_to(here.resolve())
         if source.is_relative_to(here.resolve())
         else Path("outside", *source.parts[1:])
     )
-    files[folder / inside] = source
+    if source.is_dir():
+        inner = (file for file in source.rglob("*") if file.is_file() and file.suffix != ".pyc")
+        files.update((folder / inside / file.relative_to(source), file) for file in inner)
+    else:
+        files[folder / inside] = source
 
     return str(inside)

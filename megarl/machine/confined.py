@@ -70,7 +70,7 @@ def confine(limits: ProcessLimits, readable: Iterable[str], writable: Iterable[s
     # Without privileges, Landlock and seccomp both require this first.
     _checked("PR_SET_NO_NEW_PRIVS", _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _allow_files(readable, writable)
-    _drop_capabilities()
+    drop_capabilities()
 
     # Install the filter last, because it refuses the calls of the steps above.
     try:
@@ -198,6 +198,7 @@ def _add_rule(ruleset: int, path: str, accesses: int) -> None:
 # ---- privileges of root
 
 
-def _drop_capabilities() -> None:
+def drop_capabilities() -> None:
+    """Drop the effective, permitted and inheritable capabilities of this process."""
     header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0), 8)  # version 3; this process
     _checked("capset", _libc.capset(header, ctypes.create_string_buffer(24)))

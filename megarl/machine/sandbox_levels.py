@@ -18,7 +18,7 @@ WRITABLE = ("/dev/null",)
 _PACKAGE = Path(megarl.__file__).absolute().parent
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/etc/mime.types")
 # Folders from which bubblewrap's processes start Python. The program itself may read only readable_files.
-_PYTHONS = tuple(
+PYTHONS = tuple(
     sorted(
         {
             sys.prefix,
@@ -27,7 +27,7 @@ _PYTHONS = tuple(
         }
     )
 )
-_SHOWN = (*_SYSTEM, *_PYTHONS, str(_PACKAGE / "__init__.py"), str(_PACKAGE / "machine"))
+_SHOWN = (*_SYSTEM, *PYTHONS, str(_PACKAGE / "__init__.py"), str(_PACKAGE / "machine"))
 
 
 class Level(str, Enum):

@@ -267,8 +267,8 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "agent/failures/<kind>",
             "share",
-            "Episodes whose agent program failed so: exit_code, raised, timed_out, disconnected, no_turn, "
-            "bad_reward or reported. Kinds that did not occur are absent.",
+            "Episodes whose agent program failed so: exit_code, raised, no_sandbox, sandbox_ended, "
+            "timed_out, disconnected, no_turn, bad_reward or reported. Kinds that did not occur are absent.",
         ),
         MetricRow("agent/num_restarts", "", "Restarts of environment processes in the run so far."),
     ),

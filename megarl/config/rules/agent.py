@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from megarl.config.schema import PPOConfig
+from dataclasses import fields
+
+from megarl.config.schema import HarnessConfig, PPOConfig, SandboxConfig, SandboxProvider
 from megarl.config.violation import Violation, Violations
+
+_NO_SANDBOX = SandboxConfig()
 
 
 def episodes(config: PPOConfig) -> Violations:
@@ -69,6 +73,7 @@ def _harness(config: PPOConfig) -> Violations:
             ("agent.harness.external", "agent.harness.port"),
             "port is null, so clients would not know where to claim episodes; choose one, such as 8100",
         )
+    yield from _sandbox(agent.harness)
     if agent.tools or agent.environment.path is not None:
         yield Violation(
             ("agent.harness", "agent.tools" if agent.tools else "agent.environment.path"),
@@ -103,4 +108,36 @@ def _harness(config: PPOConfig) -> Violations:
         if is_set:
             yield Violation(
                 (key, "agent.harness"), f"an episode of a harness has any number of rows, and {why}"
+            )
+
+
+def _sandbox(harness: HarnessConfig) -> Violations:
+    sandbox = harness.sandbox
+    section = "agent.harness.sandbox"
+    if sandbox.provider is None:
+        given = [
+            key.name
+            for key in fields(sandbox)
+            if getattr(sandbox, key.name) != getattr(_NO_SANDBOX, key.name)
+        ]
+        if given:
+            yield Violation(
+                (f"{section}.provider", f"{section}.{given[0]}"),
+                "provider is null, so commands run with the rights of the run; use local or container",
+            )
+    elif harness.external:
+        yield Violation(
+            (f"{section}.provider", "agent.harness.external"),
+            "both are set, but agents elsewhere start their own sandboxes; use provider: null",
+        )
+    elif sandbox.provider is SandboxProvider.local:
+        if sandbox.cpus is not None:
+            yield Violation(
+                (f"{section}.cpus", f"{section}.provider"),
+                f"cpus is {sandbox.cpus:g}, which only containers can limit; use null",
+            )
+        if sandbox.image is not None and not sandbox.image.startswith("/"):
+            yield Violation(
+                (f"{section}.image", f"{section}.provider"),
+                f"image is {sandbox.image!r}, but with local it is the absolute path of a folder",
             )

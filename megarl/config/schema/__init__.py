@@ -17,6 +17,8 @@ from megarl.config.schema.agent import (
     EnvironmentConfig,
     HarnessConfig,
     HarnessFunctionConfig,
+    SandboxConfig,
+    SandboxProvider,
     ToolConfig,
 )
 from megarl.config.schema.algorithm import (

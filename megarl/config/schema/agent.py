@@ -41,6 +41,31 @@ class HarnessFunctionConfig:
     name: str = "run"  # name of the function in the file
 
 
+class SandboxProvider(str, Enum):
+    local = "local"  # namespaces of this machine, with bubblewrap
+    container = "container"  # containers of Docker or podman
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxConfig:
+    """The sandbox of an episode, in which the command of a harness runs, and which a function can start."""
+
+    # null: no sandbox; a command runs with the rights of the run
+    provider: SandboxProvider | None = None
+    # container: image of rows without one of their own (extra_info.sandbox_image); local: absolute path of a
+    # folder that becomes the file system, null: system and Python of the machine
+    image: str | None = None
+    # files and folders that are copied into the working folder
+    files: list[str] = field(default_factory=list, metadata=names(InputKind.code))
+    # allow the network of the machine; false: only the endpoint of the episode can be reached
+    network: bool = False
+    memory_mb: int = ranged(4096, at_least=16)  # limit of memory; with local, files count too
+    max_processes: int = ranged(256, at_least=1)  # limit of processes and, with container, threads
+    cpus: float | None = ranged(None, above=0)  # limit of CPUs, of containers only; null: no limit
+    # time limit for starting a sandbox, which includes pulling an image
+    start_limit_s: float = ranged(300.0, above=0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class HarnessConfig:
     """An agent program that calls the model over HTTP, by the APIs of OpenAI or Anthropic.
@@ -51,6 +76,7 @@ class HarnessConfig:
     # command that is started once per episode; {prompt} becomes the text of the row's last message
     command: list[str] = field(default_factory=list)
     function: HarnessFunctionConfig = field(default_factory=HarnessFunctionConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     # let clients elsewhere claim and play the episodes, with the key in MEGARL_ENDPOINT_KEY
     external: bool = False
     # address of the server; clients on other nodes need an address of the cluster's network

@@ -646,7 +646,7 @@ def test_a_task_says_what_it_has_and_is_sent_between_processes() -> None:
 
     with pytest.raises(
         AttributeError,
-        match="no attribute 'answer', only messages, reward_model, extra_info, seed, memory, ground_truth;",
+        match="no attribute 'answer', only messages, reward_model, extra_info, seed, memory, ground_truth, sandbox_image;",
     ):
         task.answer  # type: ignore[attr-defined]  # noqa: B018
 

@@ -85,7 +85,7 @@ class Game:
         (
             "start",
             "self.right = task.answer",
-            "seed, memory, ground_truth; a column of your own belongs in extra_info (game.py:9), with",
+            "seed, memory, ground_truth, sandbox_image; a column of your own belongs in extra_info (game.py:9), with",
         ),
         ("start", "task.extra_info['shop']", "Game.start: KeyError: 'shop' (game.py:9), with"),
         (

@@ -4,9 +4,12 @@ stub that answers every request with the same tokens."""
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,15 @@ import numpy as np
 import pytest
 
 from megarl.agents.protocol import Task
+from megarl.agents.sandboxes import local
 from megarl.agents.trajectory import EpisodeEnd
-from megarl.config.schema import AgentConfig, HarnessConfig, HarnessFunctionConfig
+from megarl.config.schema import (
+    AgentConfig,
+    HarnessConfig,
+    HarnessFunctionConfig,
+    SandboxConfig,
+    SandboxProvider,
+)
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.external import ExternalHarness
 from megarl.endpoint.harness import load_harness
@@ -83,7 +93,9 @@ class Engine:
         await self.server.accept(SampleOrder(asked.episode, asked.request, sample))
 
 
-def played(config: HarnessConfig, max_turns: int = 4, **how: Any) -> tuple[SessionEnd, Engine]:
+def played(
+    config: HarnessConfig, max_turns: int = 4, task: Task = TASK, **how: Any
+) -> tuple[SessionEnd, Engine]:
     """Run one episode."""
     engine = Engine(**how)
 
@@ -97,7 +109,7 @@ def played(config: HarnessConfig, max_turns: int = 4, **how: Any) -> tuple[Sessi
             engine.report,
         )
         await engine.server.start()
-        await engine.server.accept(SessionOrder(0, TASK, PROMPT))
+        await engine.server.accept(SessionOrder(0, task, PROMPT))
 
     asyncio.run(play())
     (ended,) = engine.ended
@@ -224,6 +236,98 @@ def test_functions(tmp_path: Path, name: str, failure: str | None, why: str) -> 
     assert why in ended.why
     if failure is None:
         assert ended.trajectory.turn_rewards == [1.0]
+
+
+@pytest.fixture
+def needs_bubblewrap() -> None:
+    if why := local.why_not():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(why)
+
+
+def sandboxed(program: str, *arguments: str, **of_sandbox: Any) -> HarnessConfig:
+    parts = ["python", "-S", "-E", "-c", CLIENT + program, *arguments]
+    return HarnessConfig(
+        command=parts,
+        time_limit_s=30.0,
+        sandbox=SandboxConfig(provider=SandboxProvider.local, **of_sandbox),
+    )
+
+
+@pytest.mark.usefixtures("needs_bubblewrap")
+def test_a_command_in_a_sandbox_reaches_the_model_and_nothing_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("hunter2")
+    (tmp_path / "shop.txt").write_text("open")
+    program = """
+import socket
+task = json.loads(sys.stdin.readline())
+reached = []
+for attempt in (lambda: open(sys.argv[2]), lambda: socket.create_connection(("127.0.0.1", int(sys.argv[3])), 5)):
+    try:
+        reached.append(attempt())
+    except OSError:
+        pass
+assert not reached, reached
+assert open("shop.txt").read() == "open" and ask(sys.argv[1]) == "4"
+print(json.dumps({"reward": len(task["messages"]) + 0.5 * (task["ground_truth"] == "42")}))
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        arguments = ("{prompt}", f"{tmp_path}/secret", str(server.getsockname()[1]))
+        ended, engine = played(sandboxed(program, *arguments, files=[f"{tmp_path}/shop.txt"]))
+    assert ended.why == ""
+    assert (ended.trajectory.failure, ended.trajectory.turn_rewards) == (None, [1.5])
+    assert len(engine.requests) == 1
+
+
+@pytest.mark.usefixtures("needs_bubblewrap")
+@pytest.mark.parametrize(
+    ("program", "of_sandbox", "failure", "why"),
+    [
+        ('ask(); print("lost"); sys.exit(3)', {}, "exit_code", "exit code 3: lost"),
+        ("ask(); x = b'x' * (200 << 20); time.sleep(60)", {"memory_mb": 100}, "sandbox_ended", "memory_mb is 100"),
+        ("ask()", {"image": "/no/such/folder"}, "no_sandbox", "is no folder of this machine"),
+        ("ask()", {"start_limit_s": 1e-4}, "no_sandbox", "start_limit_s=0.0001 is over"),
+    ],
+    ids=["exit code", "memory", "image", "start"],
+)  # fmt: skip
+def test_a_sandbox_that_fails_is_no_reward(
+    program: str, of_sandbox: dict[str, Any], failure: str, why: str
+) -> None:
+    ended, _ = played(sandboxed(program, **of_sandbox))
+    assert ended.trajectory.failure == failure
+    assert why in ended.why
+
+
+IN_SANDBOX = """
+async def run(task, endpoint):
+    program = "import os; print(os.listdir())"
+    async with endpoint.sandbox() as sandbox:
+        await sandbox.upload(b"", "mine")
+        ended = await sandbox.exec(["python", "-S", "-E", "-c", program])
+    import httpx
+    async with httpx.AsyncClient(headers={"x-api-key": endpoint.api_key}) as client:
+        body = {"model": "m", "messages": [{"role": "user", "content": ended.output}]}
+        await client.post(endpoint.base_url + "/chat/completions", json=body)
+    return float(ended.output == "['mine']\\n")
+async def with_image_of_row(task, endpoint):
+    async with endpoint.sandbox():
+        pass
+"""
+
+
+@pytest.mark.usefixtures("needs_bubblewrap")
+def test_a_function_starts_sandboxes(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(IN_SANDBOX)
+    sandbox = SandboxConfig(provider=SandboxProvider.local)
+    path = str(tmp_path / "agent.py")
+    ended, _ = played(HarnessConfig(function=HarnessFunctionConfig(path=path), sandbox=sandbox))
+    assert (ended.trajectory.failure, ended.trajectory.turn_rewards) == (None, [1.0])
+
+    function = HarnessFunctionConfig(path=path, name="with_image_of_row")
+    task = replace(TASK, extra_info={"sandbox_image": "/image/of/the/row"})
+    ended, _ = played(HarnessConfig(function=function, sandbox=sandbox), task=task)
+    assert (ended.trajectory.failure, "'/image/of/the/row' is no" in ended.why) == ("no_sandbox", True)
+    with pytest.raises(ValueError, match="which does not exist"):
+        load_harness(HarnessConfig(command=["a"], sandbox=replace(sandbox, files=["/no/such/file"])), 1)
 
 
 def test_a_program_that_cannot_be_started_is_an_error_before_the_run(tmp_path: Path) -> None:

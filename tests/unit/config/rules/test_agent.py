@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,8 @@ from megarl.config.schema import (
     RewardModelConfig,
     RolloutConfig,
     SamplingConfig,
+    SandboxConfig,
+    SandboxProvider,
     ToolConfig,
 )
 from megarl.placement.requests import pool_requests
@@ -59,6 +62,10 @@ HARNESS = HarnessConfig(command=["python", "agent.py"])
 BASE = PPOConfig(agent=AgentConfig(harness=HARNESS))
 
 
+def sandboxed(**of_sandbox: Any) -> PPOConfig:
+    return replace(BASE, agent=AgentConfig(harness=replace(HARNESS, sandbox=SandboxConfig(**of_sandbox))))
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -76,6 +83,20 @@ BASE = PPOConfig(agent=AgentConfig(harness=HARNESS))
         (
             replace(BASE, agent=AgentConfig(harness=HarnessConfig(external=True, port=9), num_workers=2)),
             "need one address",
+        ),
+        (sandboxed(memory_mb=100), "so commands run with the rights of the run"),
+        (sandboxed(provider=SandboxProvider.local, cpus=2), "which only containers can limit"),
+        (sandboxed(provider=SandboxProvider.local, image="ubuntu"), "the absolute path of a folder"),
+        (
+            replace(
+                BASE,
+                agent=AgentConfig(
+                    harness=HarnessConfig(
+                        external=True, port=9, sandbox=SandboxConfig(provider=SandboxProvider.container)
+                    )
+                ),
+            ),
+            "agents elsewhere start their own",
         ),
         (replace(BASE, agent=replace(BASE.agent, tools=TOOLS.tools)), "brings its own tools"),
         (

@@ -1,0 +1,293 @@
+"""Sandboxes of this machine: namespaces and a file system in memory, by bubblewrap.
+
+bubblewrap holds the namespaces for as long as a program inside reads from a pipe of this process. Commands
+join them. If this process ends, however it ends, the kernel ends everything inside, and the files are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megarl.agents.sandboxes.processes import end_of_output, write_input
+from megarl.agents.sandboxes.protocol import (
+    FILE_BYTES,
+    NO_VARIABLES,
+    Executed,
+    SandboxEndedError,
+    SandboxStartError,
+    archive_of,
+)
+from megarl.agents.sandboxes.relay import EndpointRelay
+from megarl.config.schema import SandboxConfig
+from megarl.machine.orders import SEARCH_PATH, own_environment, start_order
+from megarl.machine.sandbox_levels import PYTHONS
+
+FOLDER = "/sandbox"  # the working folder
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
+_OF_ETC = (
+    *("alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "localtime", "mime.types"),
+    *("nsswitch.conf", "passwd", "protocols", "resolv.conf", "services", "ssl"),
+)
+_OWN_FOLDERS = {"dev", "proc", "tmp", FOLDER[1:]}  # of a sandbox, also if an image has them
+_IN_MEMORY = ("/tmp", FOLDER, "/dev")
+_WATCH_S = 0.5
+_MEGABYTE = 1 << 20
+
+
+class LocalSandbox:
+    """A sandbox of this machine, see megarl.agents.sandboxes.protocol.Sandbox."""
+
+    def __init__(self, config: SandboxConfig, holder: asyncio.subprocess.Process) -> None:
+        self.endpoint_url = ""
+        self._config = config
+        self._holder = holder
+        self._pidfd: int | None = None
+        self._root = ""
+        self._relay: EndpointRelay | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._exceeded = ""  # the limit, if one was exceeded
+        own_python = f"{sys.prefix}/bin:" if config.image is None else ""
+        self._variables = {"PATH": own_python + SEARCH_PATH, "HOME": FOLDER, "LANG": "C.UTF-8"}
+
+    @classmethod
+    async def start(cls, config: SandboxConfig, endpoint_url: str) -> LocalSandbox:
+        """Start a sandbox. Raises SandboxStartError."""
+        information, theirs = os.pipe()
+        with open(information) as file:
+            try:
+                creating = asyncio.ensure_future(
+                    asyncio.create_subprocess_exec(
+                        *_command(config, theirs),
+                        pass_fds=[theirs],
+                        stdin=asyncio.subprocess.PIPE,
+                        stdout=asyncio.subprocess.PIPE,
+                        stderr=asyncio.subprocess.PIPE,
+                        env=own_environment(),
+                        cwd="/",
+                        start_new_session=True,
+                    )
+                )
+                try:
+                    sandbox = cls(config, await asyncio.shield(creating))
+                except asyncio.CancelledError:
+                    # If bubblewrap were killed now, processes that it has just started might remain.
+                    await cls(config, await creating).close()
+                    raise
+            finally:
+                os.close(theirs)
+
+            try:
+                await sandbox._begin(file, endpoint_url)
+            except BaseException:
+                await sandbox.close()
+                raise
+        return sandbox
+
+    async def _begin(self, information: Any, endpoint_url: str) -> None:
+        """Wait until the program inside runs, and connect the endpoint."""
+        holder = self._holder
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stderr is not None
+        with suppress(ConnectionError):
+            holder.stdin.write(b"\n")
+            await holder.stdin.drain()
+        if not await holder.stdout.read(1):
+            why = " ".join((await holder.stderr.read()).decode(errors="replace").split())
+            raise SandboxStartError(f"bubblewrap cannot start a sandbox here: {why}")
+
+        pid = json.loads(information.read())["child-pid"]
+        self._pidfd = os.pidfd_open(pid)
+        self._root = f"/proc/{pid}/root"
+        self._watching = asyncio.ensure_future(self._watch())
+        if endpoint_url and not self._config.network:
+            self._relay = await EndpointRelay.start(endpoint_url, self._pidfd)
+        self.endpoint_url = self._relay.url if self._relay else endpoint_url
+
+    async def exec(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        environment: Mapping[str, str] = NO_VARIABLES,
+        time_limit_s: float | None = None,
+    ) -> Executed:
+        process = await self._order(
+            "execute",
+            stderr=asyncio.subprocess.STDOUT,
+            command=list(command),
+            environment={**self._variables, **environment},
+            folder=FOLDER,
+            max_processes=self._config.max_processes,
+        )
+        try:
+            async with asyncio.timeout(time_limit_s):
+                _, output = await asyncio.gather(write_input(process, stdin), end_of_output(process))
+                status = await process.wait()
+        finally:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)  # it kills the group of the command
+                await process.wait()
+        if self._exceeded:
+            raise SandboxEndedError(self._exceeded)
+        return Executed(status, output.decode(errors="replace"))
+
+    async def upload(self, source: bytes | Path, target: str) -> None:
+        folder = "/" if target.startswith("/") else FOLDER
+        process = await self._order("unpack", folder=folder)
+        await _finished(process, archive_of(source, target))
+
+    async def download(self, path: str) -> bytes:
+        process = await self._order("read", path=os.path.join(FOLDER, path), max_bytes=FILE_BYTES)
+        content = await _finished(process)
+        if len(content) > FILE_BYTES:
+            raise ValueError(f"{path} is larger than {FILE_BYTES // _MEGABYTE} MiB")
+        return content
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._relay is not None:
+            await self._relay.close()
+        # The program inside ends with its input, and everything with it.
+        assert self._holder.stdin is not None
+        self._holder.stdin.close()
+        if self._pidfd is not None:
+            self._kill()
+        await self._holder.wait()
+        if self._pidfd is not None:
+            await _end_of(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def _kill(self) -> None:
+        """Kill the first process of the sandbox. The kernel then kills all others."""
+        assert self._pidfd is not None
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def _order(
+        self, name: str, stderr: int = asyncio.subprocess.PIPE, **arguments: Any
+    ) -> asyncio.subprocess.Process:
+        if self._pidfd is None or self._exceeded:
+            raise SandboxEndedError(self._exceeded or "the sandbox has ended")
+        return await start_order(self._pidfd, name, stderr=stderr, **arguments)
+
+    async def _watch(self) -> None:
+        """End the sandbox when its programs exceed the limits of memory or processes.
+
+        Kernel limits would need a control group, which a process in a container may not make.
+        """
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            try:
+                num_processes, num_bytes = _usage(self._root)
+            except OSError:  # the sandbox has ended
+                return
+            if num_processes > self._config.max_processes:
+                self._exceeded = f"{num_processes} processes: max_processes is {self._config.max_processes}"
+            elif num_bytes > self._config.memory_mb * _MEGABYTE:
+                self._exceeded = (
+                    f"{num_bytes // _MEGABYTE} MiB of memory and files: memory_mb is {self._config.memory_mb}"
+                )
+            if self._exceeded:
+                self._kill()
+                return
+
+
+def _command(config: SandboxConfig, information: int) -> list[str]:
+    bubblewrap = shutil.which("bwrap")
+    if bubblewrap is None:
+        raise SandboxStartError(
+            "provider local needs bubblewrap 0.8 or newer; install it (apt-get install bubblewrap)"
+        )
+    # A new user namespace in which no further one can be made has the fewest ways into the kernel.
+    command = [bubblewrap, "--unshare-user", "--disable-userns", "--unshare-pid", "--unshare-ipc"]
+    command += ["--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
+    command += [] if config.network else ["--unshare-net"]
+    command += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    # Root outside could change settings of the kernel, also without capabilities.
+    command += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
+    for folder in ("/tmp", FOLDER):
+        command += ["--perms", "1777", "--size", str(config.memory_mb * _MEGABYTE), "--tmpfs", folder]
+
+    for place, file in _shown(config.image):
+        command += (
+            ["--symlink", os.readlink(file), place] if os.path.islink(file) else ["--ro-bind", file, place]
+        )
+    command += ["--remount-ro", "/", "--chdir", FOLDER, "--info-fd", str(information)]
+    return [*command, "--", "cat"]
+
+
+def _shown(image: str | None) -> list[tuple[str, str]]:
+    """Return the paths of a sandbox, and those of this machine that are shown there."""
+    if image is not None:
+        if not os.path.isdir(image):
+            raise SandboxStartError(f"image {image!r} is no folder of this machine")
+        names = sorted(set(os.listdir(image)) - _OWN_FOLDERS)
+        return [(f"/{name}", f"{image}/{name}") for name in names]
+    found = [*_SYSTEM, *(f"/etc/{name}" for name in _OF_ETC), *PYTHONS]
+    return [(path, path) for path in found if os.path.exists(path)]
+
+
+def _usage(root: str) -> tuple[int, int]:
+    """Return the number of processes in a sandbox, and the bytes of their memory and of its files."""
+    num_processes = num_bytes = 0
+    for entry in os.listdir(f"{root}/proc"):
+        if entry.isdigit():
+            with suppress(OSError):  # the process has ended
+                resident = Path(f"{root}/proc/{entry}/statm").read_text().split()[1]
+                num_bytes += int(resident) * os.sysconf("SC_PAGE_SIZE")
+                num_processes += 1
+    for folder in _IN_MEMORY:
+        files = os.statvfs(root + folder)
+        num_bytes += (files.f_blocks - files.f_bfree) * files.f_frsize
+    return num_processes, num_bytes
+
+
+async def _finished(process: asyncio.subprocess.Process, content: bytes = b"") -> bytes:
+    """Return the output of a process, or raise ValueError with its errors."""
+    output, errors = await process.communicate(content)
+    if process.returncode:
+        raise ValueError(errors.decode(errors="replace").strip())
+    return output
+
+
+async def _end_of(pidfd: int) -> None:
+    """Wait until a process has ended."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    loop.add_reader(pidfd, lambda: ended.done() or ended.set_result(None))
+    try:
+        await ended
+    finally:
+        loop.remove_reader(pidfd)
+
+
+def why_not() -> str:
+    """Return why no sandbox can be started here, in one line; empty if one can."""
+    try:
+        ended = subprocess.run(
+            [part if part != "cat" else "true" for part in _command(SandboxConfig(), 1)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=own_environment(),
+            text=True,
+            check=False,
+        )
+    except SandboxStartError as error:
+        return str(error)
+    why = " ".join(ended.stderr.split())
+    return f"bubblewrap cannot start a sandbox here: {why}" if ended.returncode else ""
