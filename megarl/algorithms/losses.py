@@ -30,9 +30,11 @@ from megarl.algorithms.masked import aggregate, denominator, masked
 from megarl.algorithms.policy_losses import PolicyInputs, TokenLosses
 from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.algorithms.rollout_correction import correction_weights
+from megarl.algorithms.top_k_kl import top_k_kl
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.metrics import Metric
 from megarl.batch.ragged import Column
+from megarl.batch.token_rows import TEACHER_TOP_LOG_PROBS
 from megarl.config.schema import Aggregation, AlgorithmConfig, PolicyLossConfig, ValueLossConfig
 
 
@@ -83,12 +85,13 @@ class MiniBatchCounts:
 class ActorLoss:
     """The configured policy loss minus the entropy bonus, plus the KL term if `kl.where` is `loss`.
 
-    loss = policy loss - entropy_coefficient * entropy + kl.coefficient * KL, where each term is aggregated as
-    configured.
+    loss = policy loss - entropy_coefficient * entropy + kl.coefficient * KL + distillation.coefficient *
+    top_k_kl, where each term is aggregated as configured. The last one is the divergence from a teacher, with
+    `distillation.top_k`.
 
-    Outputs that the loss reads: `log_probs`, and `entropy` if present. Rows:
+    Outputs that the loss reads: `log_probs`, `entropy` if present, and `top_log_probs` for a teacher. Rows:
 
-    - `advantages`, `response_mask`, and `ref_log_prob` for the KL term.
+    - `advantages`, `response_mask`, `ref_log_prob` for the KL term, and TEACHER_TOP_LOG_PROBS for a teacher.
     - `old_log_probs`, if present. Without it, the old log-probs are the current ones, as for one update per
       batch: every ratio is exactly 1.
     - `rollout_weights`, if present: factors of the per-token policy loss. Otherwise, if `rollout_log_probs`
@@ -104,6 +107,8 @@ class ActorLoss:
     - `actor/ratio_max`, `actor/ratio_min`: over tokens, of the ratio of new to old probabilities.
     - `actor/entropy`: mean over tokens, if computed.
     - `actor/kl_loss`: the KL term before its coefficient, aggregated as configured.
+    - `actor/top_k_kl`: the divergence from the teacher before its coefficient, aggregated as configured.
+    - `actor/top_k_mass`: mean over tokens of the probability that the teacher gives its k most likely tokens.
 
     Attributes:
         with_entropy: Computes the entropy for the metric even if the loss has no entropy bonus.
@@ -157,6 +162,14 @@ class ActorLoss:
             kl_loss = self._aggregate(kl, mask)
             metrics["actor/kl_loss"] = Metric.sum(kl_loss)
             loss = loss + self.algorithm.kl.coefficient * kl_loss
+
+        if self.algorithm.teacher_top_k is not None:
+            section = self.algorithm.advantage.distillation
+            teacher = rows[TEACHER_TOP_LOG_PROBS]
+            of_teacher = self._aggregate(top_k_kl(outputs["top_log_probs"], teacher, section.kl), mask)
+            metrics["actor/top_k_kl"] = Metric.sum(of_teacher)
+            metrics["actor/top_k_mass"] = self.counts.token_mean(teacher[..., :-1].exp().sum(-1), mask)
+            loss = loss + section.coefficient * of_teacher
 
         return LossShare(loss, metrics)
 

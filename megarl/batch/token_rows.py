@@ -33,6 +33,10 @@ IMAGE_GRIDS = "image_grids"
 # the reference, and the margin of the pair.
 REFERENCE_LOG_PROBS = "ref_log_prob"
 MARGINS = "margins"
+# The teacher's k most likely tokens at each response token: k ids for each token of the response, and k + 1
+# log-probs, the last of which is that of all other tokens together.
+TEACHER_TOP_IDS = "teacher_top_ids"
+TEACHER_TOP_LOG_PROBS = "teacher_top_log_probs"
 RESPONSE_KEYS = (  # columns with a value for each token of the response
     "response_mask",
     "loss_mask",
@@ -58,6 +62,11 @@ def model_keys(columns: Iterable[str]) -> tuple[str, ...]:
     """Return the columns of a batch that a model reads: MODEL_KEYS, and images if there are any."""
     there = set(columns)
     return (*MODEL_KEYS, *(key for key in (IMAGE_BYTES, IMAGE_SIZES) if key in there))
+
+
+def values_per_token(columns: Mapping[str, RaggedTensor]) -> int:
+    """Return k, the number of values of TEACHER_TOP_IDS at each response token; 1 if there is no token."""
+    return max(1, columns[TEACHER_TOP_IDS].num_tokens // max(1, columns["responses"].num_tokens))
 
 
 def route_dtype(num_experts: int) -> torch.dtype:

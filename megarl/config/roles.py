@@ -44,6 +44,7 @@ class RoleKind(str, Enum):
 
     actor = "actor"  # the trained policy
     scorer = "scorer"  # a frozen policy, whose log-probs of the samples become a column of the batch
+    teacher = "teacher"  # a scorer that the policy learns from, which may return its most likely tokens too
     critic = "critic"
     reward_model = "reward_model"
 
@@ -214,7 +215,7 @@ def scores_in_update(algorithm: AlgorithmConfig, *, one_update: bool) -> bool:
         algorithm.kl.in_reward
         # Rejection changes the divisor of the loss.
         or algorithm.rollout_correction.rejection.estimator is not RejectionEstimator.none
-        or algorithm.advantage.estimator.needs.old_log_probs
+        or algorithm.reads_old_log_probs
         or algorithm.policy_loss.kind.needs.whole_mini_batch
     )
     return one_update and not (is_read or algorithm.rollout_correction.bypass)
@@ -261,7 +262,7 @@ ROLES: tuple[Role, ...] = (
     ),
     Role(
         name=TEACHER,
-        kind=RoleKind.scorer,
+        kind=RoleKind.teacher,
         is_needed=needs_teacher,
         path_keys=("teacher.path",),
         parallel_key="teacher.parallel",

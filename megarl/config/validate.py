@@ -138,6 +138,7 @@ PPO_MODELS_RULES: Mapping[Callable[[PPOConfig, Architectures], Violations], Keys
     models.rows_fit: (),
     models.kernels_fit: (),
     models.same_vocabulary: (),
+    models.top_k_fits: ("algorithm.advantage.distillation.top_k",),
     experts.layers_fit: (),
     lora.layers_fit: (),
     vision.packing: (),

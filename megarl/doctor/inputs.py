@@ -16,7 +16,7 @@ from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms.user_functions import try_functions
-from megarl.config.roles import REWARD_MODEL, TEACHER, ModelRole, model_roles
+from megarl.config.roles import ModelRole, RoleKind, model_roles
 from megarl.config.rules.data import too_few_rows
 from megarl.config.rules.machine import has_tokenizer, has_weights
 from megarl.config.schema import (
@@ -104,13 +104,13 @@ def findings(
     for role in model_roles(config):
         if (
             role.name not in architectures
-            or role.name not in ("actor", REWARD_MODEL, TEACHER)
+            or role.kind not in (RoleKind.actor, RoleKind.reward_model, RoleKind.teacher)
             or not has_tokenizer(role.path)
         ):
             continue
         try:
             tokenizer = load_tokenizer(role.path, config.model.trust_remote_code, role.path_key)
-            if role.name == TEACHER:
+            if role.kind is RoleKind.teacher:
                 yield judge_teacher(role, tokenizer, policy)
                 continue
             yield judge_tokenizer(role, tokenizer)

@@ -48,6 +48,7 @@ from megarl.engine.optimizer import Optimizer, StepStatistics
 from megarl.engine.phase_ranges import name_phases
 from megarl.engine.router_replay import RouterReplayBuffer
 from megarl.engine.spec import ModelSpec
+from megarl.engine.top_tokens import TopK
 from megarl.engine.vocab_parallel import ENTROPY, Extra, token_scores
 from megarl.models.tensor_table import OUTPUT_LAYER
 from megarl.weights.adapters import fill_adapters, fill_saved_modules, split_adapters
@@ -57,7 +58,8 @@ from megarl.weights.shard_layout import layouts_of
 
 Rows = Mapping[str, RaggedTensor]
 MicroBatches = Sequence[Sequence[int]]  # row numbers of this replica's batch
-# float32 (M,): `log_probs` and extras, or `values`, of the M response tokens of a micro-batch
+# float32 (M,): `log_probs` and extras, or `values`, of the M response tokens of a micro-batch. With top
+# tokens, `top_ids` (M, k) int32 and `top_log_probs` (M, k + 1) float32
 Outputs = Mapping[str, Tensor]
 # Receives outputs and columns of a micro-batch as (b, R), 0 where a row has no response token.
 LossFunction = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Metric]]]
@@ -312,7 +314,11 @@ class MegatronEngine:
             yield from model.canonical_parameters()
 
     def forward(
-        self, batch: Rows, micro_batches: MicroBatches, extras: Collection[Extra] = ENTROPY
+        self,
+        batch: Rows,
+        micro_batches: MicroBatches,
+        extras: Collection[Extra] = ENTROPY,
+        top: TopK | None = None,
     ) -> dict[str, RaggedTensor] | None:
         """Score the response tokens of all rows.
 
@@ -320,6 +326,8 @@ class MegatronEngine:
             batch: This replica's rows, see `make_micro_batch`.
             micro_batches: Row numbers. Each row is in one micro-batch.
             extras: Outputs of a language model in addition to `log_probs`.
+            top: The most likely tokens to return: `top_ids`, k int32 values per response token, and
+                `top_log_probs`, k + 1 values, the last of which is of all other tokens together.
 
         Returns:
             float32 rows for each output, and the routes of this pass if updates replay them. None except on
@@ -327,7 +335,7 @@ class MegatronEngine:
         """
         self._state.require("score", StatePart.parameters)
         with torch.no_grad():
-            results = self._run(batch, micro_batches, None, extras)
+            results = self._run(batch, micro_batches, None, extras, top=top)
 
         # Collecting the routes is a collective of the whole replica, not only of its last stage.
         chosen = {}
@@ -478,6 +486,7 @@ class MegatronEngine:
         tally: RouterStatistics | None = None,
         *,
         selects_experts: bool = False,
+        top: TopK | None = None,
     ) -> list[Any]:
         parallel = self.groups.parallel
         if parallel.virtual_pipeline_parallel_size and len(micro_batches) % parallel.pipeline_parallel_size:
@@ -519,7 +528,7 @@ class MegatronEngine:
 
         # Megatron chooses the schedule by the pipeline layout.
         return get_forward_backward_func()(
-            forward_step_func=partial(self._forward_step, loss=loss, extras=extras, tally=tally),
+            forward_step_func=partial(self._forward_step, loss=loss, extras=extras, tally=tally, top=top),
             data_iterator=iterators[0] if single else iterators,
             model=self.chunks[0] if single else self.chunks,
             num_microbatches=num_micro_batches,
@@ -572,6 +581,7 @@ class MegatronEngine:
         loss: LossFunction | None,
         extras: Collection[Extra],
         tally: RouterStatistics | None,
+        top: TopK | None,
     ) -> tuple[Tensor, Callable[..., Any]]:
         micro_batch = next(micro_batches)
         routed = (
@@ -597,18 +607,18 @@ class MegatronEngine:
             # A pass that only counts routes needs no scores.
             if tally is not None and tally.losses is None:
                 return None
-            outputs = self.score(micro_batch, hidden, extras)
-            if traced is not None:
-                traced.record_scores(micro_batch, outputs)
+            outputs = self.score(micro_batch, hidden, extras, top)
             if loss is None:
                 return outputs
             value, metrics = loss(
                 {key: micro_batch.padded(values) for key, values in outputs.items()}, micro_batch.rows
             )
 
-            share = _LossShare(
-                value.detach(), metrics, {key: values.detach() for key, values in outputs.items()}
-            )
+            # Only the loss reads the log-probs of several tokens at each position.
+            of_tokens = {key: values.detach() for key, values in outputs.items() if values.ndim == 1}
+            if traced is not None:
+                traced.record_scores(micro_batch, of_tokens)
+            share = _LossShare(value.detach(), metrics, of_tokens)
 
             # Megatron divides by this count only when it averages; megarl's losses already include their
             # denominator.
@@ -616,11 +626,19 @@ class MegatronEngine:
 
         return hidden, scores
 
-    def score(self, micro_batch: MicroBatch, hidden: Tensor, extras: Collection[Extra]) -> dict[str, Tensor]:
+    def score(
+        self,
+        micro_batch: MicroBatch,
+        hidden: Tensor,
+        extras: Collection[Extra],
+        top: TopK | None = None,
+    ) -> dict[str, Tensor]:
         """Compute the outputs of a micro-batch from the hidden states of the model's last stage.
 
+        Without a request for the most likely tokens, those of the batch are scored, if it has any.
+
         Returns:
-            (M,) float32 for each output, for the M response tokens.
+            The values for each output, for the M response tokens, see `Outputs`.
         """
         model = self.models[-1]
 
@@ -641,18 +659,17 @@ class MegatronEngine:
             group=self.groups.tensor,
             extras=extras,
             in_float32=self.spec.engine.fp32_lm_head,
+            top=micro_batch.top_ids if top is None else top,
         )
+        outputs = {key: values for key, values in scores._asdict().items() if values is not None}
 
-        return self._whole(
-            {
-                key: micro_batch.of_all_tokens(values)
-                for key, values in scores._asdict().items()
-                if values is not None
-            }
-        )
+        # Tokens that the batch has need not be returned.
+        if top is None:
+            outputs.pop("top_ids", None)
+        return self._whole({key: micro_batch.of_all_tokens(values) for key, values in outputs.items()})
 
     def _whole(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sum outputs (M,), which are 0 except for a rank's own tokens, over the ranks that share the rows.
+        """Sum outputs (M, ...), which are 0 except for a rank's tokens, over the ranks that share the rows.
 
         Each rank then computes the same loss, and uses the part of its gradient that belongs to its own
         tokens.
@@ -661,10 +678,15 @@ class MegatronEngine:
             return parts
 
         # The forward pass sums over the ranks; the backward pass passes the gradient to each rank unchanged.
+        columns = [values.view(len(values), -1) for values in parts.values()]
         whole = reduce_from_tensor_model_parallel_region(
-            torch.stack(list(parts.values())), group=self.groups.context
+            torch.cat([column.float() for column in columns], dim=1), group=self.groups.context
         )
-        return dict(zip(parts, whole, strict=True))
+        sums = whole.split([column.shape[1] for column in columns], dim=1)
+        return {
+            key: total.reshape(values.shape).to(values.dtype)
+            for (key, values), total in zip(parts.items(), sums, strict=True)
+        }
 
 
 def _main_grad(parameter: torch.nn.Parameter) -> Tensor:
@@ -684,10 +706,13 @@ def _in_order_of_rows(
 
     # The outputs are in the order of micro-batches; the rows' positions in them give the order of rows.
     lengths = batch["responses"].lengths[rows]
-    return {
-        key: RaggedTensor.packed_rows(torch.cat([each[key] for each in outputs]), lengths).select(places)
-        for key in (outputs[0] if outputs else ())
-    }
+    ordered = {}
+    for key in outputs[0] if outputs else ():
+        values = torch.cat([each[key] for each in outputs])
+        # A token has one value, or several.
+        num_values = lengths * (values[0].numel() if len(values) else 1)
+        ordered[key] = RaggedTensor.packed_rows(values.flatten(), num_values).select(places)
+    return ordered
 
 
 def _taken(micro_batches: deque[MicroBatch]) -> Iterator[MicroBatch]:

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import IMAGE_GRIDS, MODEL_KEYS, PIXEL_VALUES, ROUTED_EXPERTS, image_places
+from megarl.batch.token_rows import (
+    IMAGE_GRIDS,
+    MODEL_KEYS,
+    PIXEL_VALUES,
+    ROUTED_EXPERTS,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOG_PROBS,
+    image_places,
+    values_per_token,
+)
 from megarl.engine.context import ALONE, ContextParallelRank
 from megarl.engine.image_rows import RowImages, row_images
 from megarl.engine.micro_batch_layout import (
@@ -37,7 +46,8 @@ from megarl.engine.rotary import set_positions
 from megarl.engine.vision import ImageInputs
 from megarl.models.vision import Vision
 
-_NOT_FOR_THE_LOSS = ("prompts", "responses", ROUTED_EXPERTS, PIXEL_VALUES, IMAGE_GRIDS)
+_TOP_TOKENS = (TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS)  # with several values per token
+_NOT_FOR_THE_LOSS = ("prompts", "responses", ROUTED_EXPERTS, PIXEL_VALUES, IMAGE_GRIDS, *_TOP_TOKENS)
 
 
 class MicroBatchRoutes:
@@ -75,9 +85,11 @@ class MicroBatch:
         predictors: (N,) indices into the model's flattened (sequence-major) output that predict the N
             response tokens.
         targets: (N,) the ids of those tokens.
+        top_ids: (N, k) the ids of the teacher's most likely tokens there, if the batch has them.
         scored: (N,) their indices among the M response tokens of all rows, concatenated row by row.
         cells: (M,) indices of all response tokens in a flattened (b, R) tensor.
-        rows: The columns of response tokens for the loss, (b, R), padded with 0.
+        rows: The columns of response tokens for the loss, (b, R), padded with 0. TEACHER_TOP_LOG_PROBS is
+            (b, R, k + 1).
         shape: (b, R).
         routes: The routes, if they are replayed.
         images: The images, on ranks that have the tower.
@@ -101,20 +113,22 @@ class MicroBatch:
     token_predictors: Tensor
     routes: MicroBatchRoutes | None = None
     images: ImageInputs | None = None
+    top_ids: Tensor | None = None
 
     def of_all_tokens(self, values: Tensor) -> Tensor:
-        """Scatter values (N,) of this rank's response tokens into (M,) of all response tokens, 0 elsewhere.
+        """Scatter values (N, ...) of this rank's response tokens into (M, ...) of all, 0 elsewhere.
 
         Differentiable.
         """
         # `scored` is ascending, so a rank that has all tokens has them in order.
         if len(self.scored) == len(self.cells):
             return values
-        return values.new_zeros(len(self.cells)).index_copy(0, self.scored, values)
+        return values.new_zeros((len(self.cells), *values.shape[1:])).index_copy(0, self.scored, values)
 
     def padded(self, values: Tensor) -> Tensor:
-        """Scatter values (M,) of all response tokens into (b, R), 0 elsewhere. Differentiable."""
-        return values.new_zeros(prod(self.shape)).index_copy(0, self.cells, values).view(self.shape)
+        """Scatter values (M, ...) of all response tokens into (b, R, ...), 0 elsewhere. Differentiable."""
+        slots = values.new_zeros((prod(self.shape), *values.shape[1:]))
+        return slots.index_copy(0, self.cells, values).view(*self.shape, *values.shape[1:])
 
 
 def make_micro_batch(
@@ -134,7 +148,8 @@ def make_micro_batch(
 
     Args:
         batch: `prompts`, `responses`, `response_mask`, and columns of response tokens for the loss, which
-            receives them padded to the longest response of these rows.
+            receives them padded to the longest response of these rows. TEACHER_TOP_IDS and
+            TEACHER_TOP_LOG_PROBS have several values per response token.
         rows: The row numbers.
         packing: Whether the rows are packed.
         share_prompts: Whether packed rows with the same prompt share its tokens.
@@ -191,6 +206,7 @@ def make_micro_batch(
     num_rows, response_length = responses.shape
     cells = real.response_row * response_length + real.response_offset
     targets = responses.flat()[inputs.scored].long()
+    top_ids, of_top = _top_tokens(columns, inputs.scored, cells)
 
     return MicroBatch(
         tokens=to_device(inputs.tokens, device),
@@ -207,12 +223,31 @@ def make_micro_batch(
             key: to_device(column.padded(), device)
             for key, column in columns.items()
             if key not in _NOT_FOR_THE_LOSS
-        },
+        }
+        | {key: to_device(values, device) for key, values in of_top.items()},
         shape=(num_rows, response_length),
         row_numbers=tuple(rows),
         token_predictors=to_device(inputs.predictors, device),
         images=images,
+        top_ids=None if top_ids is None else to_device(top_ids, device),
     )
+
+
+def _top_tokens(
+    columns: Mapping[str, RaggedTensor], scored: Tensor, cells: Tensor
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Return the ids (N, k) int32 of the teacher's tokens, and their log-probs padded to (b, R, k + 1).
+
+    The ids are those at this rank's response tokens. There are none, and no log-probs, in most batches.
+    """
+    if TEACHER_TOP_IDS not in columns:
+        return None, {}
+    num_rows, length = columns["responses"].shape
+    k = values_per_token(columns)
+    ids = columns[TEACHER_TOP_IDS].flat().view(-1, k)
+    log_probs = columns[TEACHER_TOP_LOG_PROBS].flat().view(-1, k + 1)
+    slots = log_probs.new_zeros(num_rows * length, k + 1).index_copy(0, cells, log_probs)
+    return ids[scored], {TEACHER_TOP_LOG_PROBS: slots.view(num_rows, length, k + 1)}
 
 
 def _set_positions_in_three_axes(
@@ -257,9 +292,16 @@ def _check_rows(columns: Mapping[str, RaggedTensor], rows: Sequence[int]) -> Non
 
     # A value that belongs to another token would be used without an error.
     lengths = columns["responses"].lengths
+    widths = {}
+    if TEACHER_TOP_IDS in columns:
+        k = values_per_token(columns)
+        widths = {TEACHER_TOP_IDS: k, TEACHER_TOP_LOG_PROBS: k + 1}
     for key, column in columns.items():
-        if key not in _NOT_FOR_THE_LOSS and not torch.equal(column.lengths, lengths):
-            row = int((column.lengths != lengths).nonzero()[0])
+        if key in _NOT_FOR_THE_LOSS and key not in widths:
+            continue
+        expected = lengths * widths.get(key, 1)
+        if not torch.equal(column.lengths, expected):
+            row = int((column.lengths != expected).nonzero()[0])
             raise ValueError(
                 f"row {rows[row]} of the batch: {key!r} has {int(column.lengths[row])} values for a response "
                 f"of {int(lengths[row])} tokens"

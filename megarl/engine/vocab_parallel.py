@@ -1,5 +1,7 @@
 """Log-probabilities and entropy over a vocabulary sharded by tensor parallelism, in chunks of tokens.
 
+The same pass returns the log-probs of several tokens per position, for distillation (top_tokens.py).
+
 A (tokens, vocabulary) tensor is never created: logits exist for `chunk_tokens` tokens at a time and are
 recomputed in the backward pass. Columns that only pad the vocabulary are excluded from the product, so they
 cannot affect the softmax.
@@ -14,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.engine import top_tokens
 from megarl.engine.cpu_kernels import add_product_over_rows, in_main_grad, product, product_in_float32
+from megarl.engine.top_tokens import TopGradient, TopK, most_likely, top_log_probs
 
 # The number of logits that a core processes at a time: half a MiB, which stays in its cache together with as
 # much derived data.
@@ -26,11 +30,21 @@ ENTROPY: tuple[Extra] = ("entropy",)
 
 
 class TokenScores(NamedTuple):
-    """Scores of T tokens, (T,) float32 each. Those that were not requested are None."""
+    """Scores of T tokens, (T,) float32 each. Those that were not requested are None.
+
+    Attributes:
+        log_probs: The log-probs.
+        entropy: The entropies, in nats.
+        sum_pi_squared: The sums over the vocabulary of the squared probabilities. They have no gradient.
+        top_ids: (T, k) int32, k tokens of the vocabulary at each position.
+        top_log_probs: (T, k + 1), the log-probs of these tokens and, last, of all other tokens together.
+    """
 
     log_probs: Tensor
-    entropy: Tensor | None  # nats
-    sum_pi_squared: Tensor | None  # sum over the vocabulary of the squared probabilities; has no gradient
+    entropy: Tensor | None
+    sum_pi_squared: Tensor | None
+    top_ids: Tensor | None
+    top_log_probs: Tensor | None
 
 
 class _Vocabulary(NamedTuple):
@@ -43,6 +57,7 @@ class _Vocabulary(NamedTuple):
     group: dist.ProcessGroup
     extras: frozenset[Extra]
     in_float32: bool
+    top: TopK | None
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return float32 logits (t, size) of hidden (t, H) and weight (>= size, H)."""
@@ -50,16 +65,16 @@ class _Vocabulary(NamedTuple):
         logits = product_in_float32(hidden, columns) if self.in_float32 else product(hidden, columns).float()
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
-    def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which targets this rank holds, (t,) bool, and their columns (t, 1), 0 for the others."""
-        here = (targets >= self.first) & (targets < self.first + self.size)
-        return here, torch.where(here, targets - self.first, 0)[:, None]
+    def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which ids (t, n) this rank holds, bool, and their columns, int64, 0 for the others."""
+        here = (ids >= self.first) & (ids < self.first + self.size)
+        return here, torch.where(here, ids - self.first, 0).long()
 
 
 class _Scores(torch.autograd.Function):
-    """log softmax(logits)[target], the entropy and the sum of squared probabilities, (T,) each.
+    """log softmax(logits)[target], the entropy and the sum of squared probabilities, (T,) each; top tokens.
 
-    Scores that were not requested are 0.
+    Scores that were not requested are 0, and top tokens None.
 
     d log p_y / d z_i = 1[i = y] - p_i;   d H / d z_i = -p_i (log p_i + H).
     The log partition function is saved, so the backward pass needs no collective.
@@ -67,44 +82,61 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: _Vocabulary
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        top_ids: Tensor | None,
+        vocabulary: _Vocabulary,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         # The gradient of an unused score stays None, so that the backward pass can skip it.
         ctx.set_materialize_grads(False)
-        scores = []
+        chunks = []
 
         # Logits exist for one chunk of tokens at a time.
-        for part, part_targets in zip(
-            hidden.split(vocabulary.chunk_tokens), targets.split(vocabulary.chunk_tokens), strict=True
-        ):
+        chunk_tokens = vocabulary.chunk_tokens
+        for number, part in enumerate(hidden.split(chunk_tokens)):
+            tokens = slice(number * chunk_tokens, (number + 1) * chunk_tokens)
             logits = vocabulary.logits(part, weight)
-            scores.append(_score(logits, part_targets, vocabulary))
+            chunks.append(
+                _score(logits, targets[tokens], None if top_ids is None else top_ids[tokens], vocabulary)
+            )
 
-        log_probs, entropy, sum_pi_squared, log_partition = torch.cat(scores, dim=1)
+        scores, ids, top = (
+            None if each[0] is None else torch.cat(each, dim=dim)
+            for each, dim in zip(zip(*chunks, strict=True), (1, 0, 0), strict=True)
+        )
+        assert scores is not None
+        log_probs, entropy, sum_pi_squared, log_partition = scores
 
         # The backward pass begins with the last chunk and needs as much memory then. The logits of this chunk
         # are therefore saved and overwritten instead of being recomputed.
         # pyrefly: ignore[unbound-name]  # there is at least one chunk
-        ctx.save_for_backward(hidden, weight, targets, entropy, log_partition, logits)
+        ctx.save_for_backward(hidden, weight, targets, entropy, log_partition, ids, top, logits)
         ctx.vocabulary = vocabulary
-        ctx.mark_non_differentiable(sum_pi_squared)
+        ctx.mark_non_differentiable(sum_pi_squared, *([] if ids is None else [ids]))
 
-        return log_probs, entropy, sum_pi_squared
+        return log_probs, entropy, sum_pi_squared, ids, top
 
     @staticmethod
     # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        if grad_log_probs is None and grad_entropy is None:
-            return None, None, None, None
-        hidden, weight, targets, entropy, log_partition, last_logits = ctx.saved_tensors
+        ctx: Any,
+        grad_log_probs: Tensor | None,
+        grad_entropy: Tensor | None,
+        of_sum: Tensor | None,
+        of_ids: Tensor | None,
+        grad_top: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        if grad_log_probs is None and grad_entropy is None and grad_top is None:
+            return None, None, None, None, None
+        hidden, weight, targets, entropy, log_partition, top_ids, top, last_logits = ctx.saved_tensors
         vocabulary: _Vocabulary = ctx.vocabulary
 
         # The temperature divides the logits, so it divides their gradient too.
-        grad_log_probs, grad_entropy = (
+        grad_log_probs, grad_entropy, grad_top = (
             None if gradient is None else gradient / vocabulary.temperature
-            for gradient in (grad_log_probs, grad_entropy)
+            for gradient in (grad_log_probs, grad_entropy, grad_top)
         )
         grad_hidden = torch.empty_like(hidden)
 
@@ -122,11 +154,14 @@ class _Scores(torch.autograd.Function):
             logits = last_logits if start == starts[-1] else vocabulary.logits(hidden[part], weight)
             _replace_by_gradient(
                 logits,
-                vocabulary.find(targets[part]),
+                vocabulary.find(targets[part, None]),
                 log_partition[part],
                 entropy[part],
                 None if grad_log_probs is None else grad_log_probs[part],
                 None if grad_entropy is None else grad_entropy[part],
+                None
+                if grad_top is None
+                else TopGradient(*vocabulary.find(top_ids[part]), top[part], grad_top[part]),
             )
             gradient = logits.to(hidden.dtype)
             grad_hidden[part] = product(gradient, weight[: vocabulary.size].t())
@@ -135,19 +170,23 @@ class _Scores(torch.autograd.Function):
 
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype) if buffer is None else in_main_grad(weight)
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
-def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
+def _score(
+    logits: Tensor, targets: Tensor, top_ids: Tensor | None, vocabulary: _Vocabulary
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Score one chunk over the vocabulary columns of all ranks.
 
     Args:
         logits: (t, V / tp).
         targets: (t,) global token ids.
+        top_ids: (t, k) global token ids. None: the most likely ones, if they are requested.
         vocabulary: This rank's columns.
 
     Returns:
-        (4, t): log-probs, entropy, sum of squared probabilities, and log partition function.
+        (4, t): log-probs, entropy, sum of squared probabilities, and log partition function. The top tokens
+        (t, k), and the result of `top_log_probs` for them (t, k + 1), if there are any.
     """
     parallel = vocabulary.group.size() > 1
 
@@ -157,9 +196,9 @@ def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=vocabulary.group)
 
     # Only the rank that holds a target contributes its logit to the sum over ranks.
-    here, column = vocabulary.find(targets)
+    here, column = vocabulary.find(targets[:, None])
     target = (
-        torch.where(here, logits.gather(1, column)[:, 0] - maximum, 0.0)
+        torch.where(here, logits.gather(1, column), maximum[:, None])[:, 0] - maximum
         if vocabulary.size
         else torch.zeros_like(maximum)
     )
@@ -177,9 +216,17 @@ def _score(logits: Tensor, targets: Tensor, vocabulary: _Vocabulary) -> Tensor:
     log_partition = partition.log()
     entropy = log_partition - weighted / partition if "entropy" in vocabulary.extras else weighted
 
-    return torch.stack(
-        [target - log_partition, entropy, squares / partition.square(), log_partition + maximum]
-    )
+    whole_partition = log_partition + maximum
+    scores = torch.stack([target - log_partition, entropy, squares / partition.square(), whole_partition])
+
+    # Other tokens than the target, which a teacher chooses.
+    if top_ids is None and vocabulary.top is not None:
+        top_ids = most_likely(logits, vocabulary.top, vocabulary.first, vocabulary.group)
+    if top_ids is None:
+        return scores, None, None
+    own = vocabulary.find(top_ids)
+    top = top_log_probs(logits, *own, whole_partition, vocabulary.group, _blocks(logits))
+    return scores, top_ids, top
 
 
 def _blocks(logits: Tensor) -> list[slice]:
@@ -213,8 +260,30 @@ def _replace_by_gradient(
     entropy: Tensor,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
+    top: TopGradient | None,
 ) -> None:
     """Replace logits (t, V / tp) by their gradient, given values per token (t,)."""
+    if top is not None:
+        top_tokens.replace_by_gradient(
+            logits, top, log_partition, entropy, grad_log_probs, grad_entropy, _blocks(logits)
+        )
+    else:
+        _replace_by_common_gradient(logits, log_partition, entropy, grad_log_probs, grad_entropy)
+
+    # Add the term 1[i = y] of the log-prob's gradient, on the rank that holds the target.
+    here, column = target
+    if grad_log_probs is not None and logits.shape[1]:
+        logits.scatter_add_(1, column, torch.where(here, grad_log_probs[:, None], 0.0))
+
+
+def _replace_by_common_gradient(
+    logits: Tensor,
+    log_partition: Tensor,
+    entropy: Tensor,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> None:
+    """Replace logits by the part of their gradient that is the same expression for every column."""
     for block in _blocks(logits):
         log_softmax = logits[block].sub_(log_partition[block, None])
         if grad_entropy is None:
@@ -228,11 +297,6 @@ def _replace_by_gradient(
                 factor.sub_(grad_log_probs[block, None])
             factor.mul_(probabilities)
 
-    # Add the term 1[i = y] of the log-prob's gradient, on the rank that holds the target.
-    here, column = target
-    if grad_log_probs is not None and logits.shape[1]:
-        logits.scatter_add_(1, column, torch.where(here, grad_log_probs, 0.0)[:, None])
-
 
 def token_scores(
     hidden: Tensor,
@@ -245,6 +309,7 @@ def token_scores(
     group: dist.ProcessGroup,
     extras: Collection[Extra] = ENTROPY,
     in_float32: bool = False,
+    top: TopK | Tensor | None = None,
 ) -> TokenScores:
     """Score `targets` under softmax(hidden @ weight.T / temperature).
 
@@ -259,15 +324,31 @@ def token_scores(
         group: The tensor-parallel group.
         extras: The scores to compute in addition to log-probs.
         in_float32: Whether logits of 16-bit weights are not rounded to 16 bits.
+        top: The tokens at each position that are scored too: ids (T, k) int32, or how many of the most likely
+            ones.
     """
     # The rows that only pad the vocabulary are at its end, and are excluded from the product.
     first = group.rank() * weight.shape[0]
     size = max(0, min(weight.shape[0], vocab_size - first))
-    vocabulary = _Vocabulary(first, size, temperature, chunk_tokens, group, frozenset(extras), in_float32)
-    log_probs, entropy, sum_pi_squared = _Scores.apply(hidden, weight, targets, vocabulary)
+    is_request = isinstance(top, TopK)
+    vocabulary = _Vocabulary(
+        first,
+        size,
+        temperature,
+        chunk_tokens,
+        group,
+        frozenset(extras),
+        in_float32,
+        top if is_request else None,
+    )
+    log_probs, entropy, sum_pi_squared, ids, of_top = _Scores.apply(
+        hidden, weight, targets, None if is_request else top, vocabulary
+    )
 
     return TokenScores(
         log_probs,
         entropy if "entropy" in vocabulary.extras else None,
         sum_pi_squared if "sum_pi_squared" in vocabulary.extras else None,
+        ids,
+        of_top,
     )

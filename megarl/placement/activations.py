@@ -20,8 +20,8 @@ from megarl.config.batch_arithmetic import (
 )
 from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
-from megarl.config.roles import ModelRole
-from megarl.config.schema import DType, Recompute, RecomputeModule, RunConfig
+from megarl.config.roles import ModelRole, RoleKind
+from megarl.config.schema import DType, PPOConfig, Recompute, RecomputeModule, RunConfig
 from megarl.models.adapters import OUTPUT_MODULE
 from megarl.models.architecture import Activation, Architecture
 from megarl.models.counts import padded_vocab_size
@@ -40,6 +40,10 @@ from megarl.placement.vision_activations import tower_bytes
 from megarl.placement.windowed_activations import OwnAttention, has_own_attention, own_attention
 
 _FLOAT32 = 4
+_ID = 4  # of a token, in batches
+# Tensors of the size of the top tokens' log-probs that exist at once: the model's, before and after padding,
+# two without what is left out, and their difference, exponentials, products and gradients.
+_TOP_TENSORS = 12
 # Per token of a pass, all of whose micro-batches are on the device when it begins. Sharded by context
 # parallelism: an id, a position and three indices, 8 bytes each.
 _OWN_BATCH_BYTES = 40
@@ -197,6 +201,26 @@ class _Work:
         return max(1.0, sum(row.tokens for row in rows) / tokens)
 
     @property
+    def _top_k(self) -> int:
+        """The tokens at each position that a teacher returns and the policy's loss reads; else 0."""
+        if not isinstance(self._config, PPOConfig):
+            return 0
+        if self._role.kind not in (RoleKind.teacher, RoleKind.actor):
+            return 0
+        return self._config.algorithm.teacher_top_k or 0
+
+    def _top_of_batch(self, trains: bool) -> int:
+        """Return the bytes per token of the top tokens of all rows: outputs of a teacher, or the loss's."""
+        if not self._top_k or not (trains or self._role.kind is RoleKind.teacher):
+            return 0
+        own = self._context if trains else 1
+        return _ID * self._top_k // own + _FLOAT32 * (self._top_k + 1)
+
+    def _top_of_micro_batch(self, tokens: int) -> int:
+        """Return the bytes of the log-probs of top tokens, and of what the loss computes from them."""
+        return _TOP_TENSORS * tokens * self._context * (self._top_k + 1) * _FLOAT32 * (self._top_k > 0)
+
+    @property
     def _chunk_tokens(self) -> int:
         return logit_chunk_tokens(self._config.engine, self._architecture)
 
@@ -218,7 +242,8 @@ class _Work:
         """Return the bytes of all rows of a pass at their maximum length."""
         rows = rows_of_replica(self._config, self._role, trains=trains)
         longest = max(row.tokens for row in self._rows(trains))
-        return rows * longest * (_OWN_BATCH_BYTES // self._context + _WHOLE_BATCH_BYTES)
+        of_token = _OWN_BATCH_BYTES // self._context + _WHOLE_BATCH_BYTES + self._top_of_batch(trains)
+        return rows * longest * of_token
 
     def stays(self, trains: bool) -> int:
         """Return the bytes that remain allocated between passes.
@@ -299,6 +324,8 @@ class _Work:
             head = tokens * 2 * width.whole * self._element + (
                 0 if self._role.with_value_head else self._scores(tokens)
             )
+            if self._role.kind is RoleKind.teacher:
+                head += self._top_of_micro_batch(tokens)
 
         # The peak is either inside a layer or in the head.
         moments = [layer * self._element, tokens * width.part * self._element + head]
@@ -557,6 +584,7 @@ class _Work:
         chunk = self._chunk(tokens)
         logits = 1 + (tokens > self._chunk_tokens)
         inside = chunk * logits * _FLOAT32 + max(rows * self._element, self._block(tokens) * _FLOAT32)
+        inside += self._top_of_micro_batch(tokens)
         if tokens > self._chunk_tokens and self.kernels is not Kernels.cpu:
             inside += self._gradient_of_tied * self._element
         received = tokens * self._widths.part * self._element

@@ -20,12 +20,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megarl.config.batch_arithmetic import fullest_micro_batch
 from megarl.config.layers import has_transformer_engine_modules
 from megarl.config.load import with_dtype
-from megarl.config.roles import ModelRole, model_roles, needs_sum_pi_squared
+from megarl.config.roles import ModelRole, RoleKind, model_roles, needs_sum_pi_squared
 from megarl.config.schema import Device, PPOConfig, RoutingReplay, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.engine import fake_sorting, platform
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import spec_of
+from megarl.engine.top_tokens import TopK
 from megarl.models.architecture import Architecture
 from megarl.rehearsal import delta_kernels, te_signature, te_stub
 from megarl.rehearsal.built import check_engine
@@ -227,9 +228,14 @@ def run_phases(
     if isinstance(config, PPOConfig) and needs_sum_pi_squared(config.algorithm) and role.name == "actor":
         extras.add("sum_pi_squared")
 
+    top = None
+    if isinstance(config, PPOConfig) and role.kind is RoleKind.teacher:
+        k = config.algorithm.teacher_top_k
+        top = None if k is None else TopK(k, engine.spec.architecture.vocab_size)
+
     def score() -> None:
         batch = batch_of(False)
-        engine.forward(batch.columns, batch.micro_batches, extras)
+        engine.forward(batch.columns, batch.micro_batches, extras, top)
 
     def train() -> None:
         batch = batch_of(True)

@@ -13,7 +13,12 @@ from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.algorithms.preferences import PairLoss, pair_loss
 from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.ragged import RaggedTensor
-from megarl.batch.token_rows import IMAGE_GRIDS, PIXEL_VALUES
+from megarl.batch.token_rows import (
+    IMAGE_GRIDS,
+    PIXEL_VALUES,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOG_PROBS,
+)
 from megarl.config.batch_arithmetic import Row, micro_batch_tokens
 from megarl.config.roles import ModelRole, scores_in_update
 from megarl.config.schema import PPOConfig, PreferenceConfig, RunConfig
@@ -113,6 +118,9 @@ def with_loss(
         rows["old_log_probs"] = zeros
     if algorithm.kl.in_loss:
         rows["ref_log_prob"] = zeros
+    if (k := algorithm.teacher_top_k) is not None:
+        rows[TEACHER_TOP_IDS] = RaggedTensor.constant(0, k * mask.lengths, torch.int32)
+        rows[TEACHER_TOP_LOG_PROBS] = RaggedTensor.constant(0.0, (k + 1) * mask.lengths, torch.float32)
     if policy_loss_of(algorithm.policy_loss).prepare is not None:
         rows[SELECTED_TOKENS] = RaggedTensor.constant(False, mask.lengths, torch.bool)
     with_entropy = scores_in_update(algorithm, one_update=config.trainer.one_update)

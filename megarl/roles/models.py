@@ -14,7 +14,12 @@ from megarl.algorithms.user_functions import policy_loss_of
 from megarl.batch.branches import branch_column
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import merge_metrics, over_updates
-from megarl.batch.token_rows import ROUTED_EXPERTS, model_keys
+from megarl.batch.token_rows import (
+    ROUTED_EXPERTS,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOG_PROBS,
+    model_keys,
+)
 from megarl.config.roles import Role, needs_sum_pi_squared, scores_in_update
 from megarl.config.schema import (
     AlgorithmConfig,
@@ -25,6 +30,7 @@ from megarl.config.schema import (
 )
 from megarl.controller.futures import DerivedFuture
 from megarl.controller.group import RoleGroup
+from megarl.engine.top_tokens import TopK
 from megarl.roles.checks import FirstRatioCheck, LogProbCheck
 from megarl.roles.megatron_role import MegatronRole, MiniBatchPlan, restored_rows, uid_column
 from megarl.roles.offload_schedule import OffloadSchedule
@@ -71,23 +77,33 @@ class Scorer(MegatronRole):
         schedule: OffloadSchedule | None = None,
         *,
         share_prompts: bool = False,
+        top: TopK | None = None,
     ) -> None:
         """Create the role.
 
         Args:
             role: Its row in the role table, with one phase that writes one column.
+            top: The most likely tokens that a teacher returns, for the loss top_k_kl.
         """
         super().__init__(group, parallel, micro_batch, schedule, share_prompts=share_prompts)
         (self._phase,) = role.phases
         (self._column,) = self._phase.writes
+        self._top = top
 
     def log_probs(self, batch: DataProto) -> DerivedFuture:
-        """Return the log-probs of the samples as rows of tokens, under the name of the role's column."""
+        """Return the log-probs of the samples as rows of tokens, under the name of the role's column.
+
+        A teacher whose most likely tokens are requested adds TEACHER_TOP_IDS and TEACHER_TOP_LOG_PROBS.
+        """
         return self._score(
             batch,
             self._phase.name,
-            lambda parts: self.group.call(PolicyWorker.log_probs, parts, ()),
-            {"log_probs": self._column},
+            lambda parts: self.group.call(PolicyWorker.log_probs, parts, (), self._top),
+            {
+                "log_probs": self._column,
+                "top_ids": TEACHER_TOP_IDS,
+                "top_log_probs": TEACHER_TOP_LOG_PROBS,
+            },
         )
 
 
@@ -331,6 +347,8 @@ def actor_rows(
         keys.append("old_log_probs")
     if algorithm.kl.in_loss:
         keys.append("ref_log_prob")
+    if algorithm.teacher_top_k is not None:
+        keys += [TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS]
     if ROUTED_EXPERTS in columns:
         keys.append(ROUTED_EXPERTS)
 

@@ -15,6 +15,7 @@ from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import ModelSpec, spec_of
+from megarl.engine.top_tokens import TopK
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS
 from megarl.placement.cores import at_work
@@ -98,6 +99,7 @@ class EvaluationRoles:
 _WORKERS: dict[RoleKind, type[MegatronWorker]] = {
     RoleKind.actor: ActorWorker,
     RoleKind.scorer: PolicyWorker,
+    RoleKind.teacher: PolicyWorker,
     RoleKind.critic: CriticWorker,
     RoleKind.reward_model: RewardModelWorker,
 }
@@ -229,7 +231,7 @@ def start_ppo(
     return PPORoles(
         actor=_actor(config, groups["actor"], source, updates, schedule),
         critic=_critic(config, groups["critic"], updates, schedule) if "critic" in groups else ABSENT,
-        scorers=_scorers(config, groups, schedule),
+        scorers=_scorers(config, groups, schedule, models["actor"].vocab_size),
         rollout=rollout,
         weights=weights,
         reward=_reward(config, groups, schedule, judges),
@@ -287,9 +289,15 @@ def _critic(config: PPOConfig, group: RoleGroup, updates: MiniBatchPlan, schedul
 
 
 def _scorers(
-    config: PPOConfig, groups: Mapping[str, RoleGroup], schedule: OffloadSchedule
+    config: PPOConfig, groups: Mapping[str, RoleGroup], schedule: OffloadSchedule, vocab_size: int
 ) -> dict[str, Scorer]:
-    """Return the handle of every frozen policy in the role table that the run has."""
+    """Return the handle of every frozen policy in the role table that the run has.
+
+    Args:
+        vocab_size: The size of the policy's vocabulary.
+    """
+    k = config.algorithm.teacher_top_k
+    top = None if k is None else TopK(k, vocab_size)
     return {
         role.name: Scorer(
             role.row,
@@ -298,9 +306,10 @@ def _scorers(
             role.micro_batch,
             schedule,
             share_prompts=_shares_prompts(config),
+            top=top if role.kind is RoleKind.teacher else None,
         )
         for role in model_roles(config)
-        if role.kind is RoleKind.scorer
+        if role.kind in (RoleKind.scorer, RoleKind.teacher)
     }
 
 

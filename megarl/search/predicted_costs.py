@@ -61,7 +61,7 @@ class PredictedCosts:
         self, config: PPOConfig, role: ModelRole, architecture: Architecture, num_devices: int
     ) -> float:
         """Return the time of the products of the responses in a role's updates, at the rate of large ones."""
-        if role.optim is None or role.kind is RoleKind.scorer:
+        if role.optim is None or role.kind in (RoleKind.scorer, RoleKind.teacher):
             return 0.0
         if role.name not in self._flops:
             rows = [(1, response) for response in self._lengths.spread(64)]

@@ -173,6 +173,17 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "reverse KL, which distillation minimizes.",
         ),
         MetricRow(
+            "actor/top_k_kl",
+            "nats",
+            "KL between policy and teacher over the teacher's most likely tokens and all others together "
+            "(`algorithm.advantage.distillation.top_k`), before its coefficient.",
+        ),
+        MetricRow(
+            "actor/top_k_mass",
+            "share",
+            f"Probability that the teacher gives its most likely tokens, mean {_TOKENS}.",
+        ),
+        MetricRow(
             "{actor,critic,sft}/moe/expert_share/max",
             "share",
             "Largest share of a layer's tokens that was routed to one expert.",

@@ -54,7 +54,7 @@ class AdvantageStep:
 
         Returns:
             The batch, and the metrics of `penalise_overlong` (if that penalty is enabled), `kl_metrics`, and
-            `distillation_metrics` (if there is a teacher).
+            `teacher_metrics`.
 
         Raises:
             ValueError: Rewards are NaN or infinite.
@@ -82,8 +82,7 @@ class AdvantageStep:
             "advantages": estimate.advantages,
             "returns": estimate.returns,
         }
-        if self._algorithm.advantage.estimator.needs.teacher:
-            metrics |= distillation_metrics(inputs)
+        metrics |= self.teacher_metrics(tensors, inputs.response_mask)
         if episodes is not batch:
             added = dict(split_branches(cast("dict[str, RaggedTensor]", added), batch))
 
@@ -124,6 +123,17 @@ class AdvantageStep:
         kl = sequence_mean_kl(tensors["old_log_probs"], tensors["ref_log_prob"], mask, estimator)
 
         return _kl_metrics(kl, self.kl_controller.coefficient)
+
+    def teacher_metrics(self, tensors: Mapping[str, Column], mask: Column) -> Metrics:
+        """Return `distillation_metrics` over the tokens of the mask.
+
+        The result is empty without a teacher, or if the batch lacks the log-probs of one of the two policies.
+        """
+        if not self._algorithm.advantage.estimator.needs.teacher:
+            return {}
+        if not {"old_log_probs", "teacher_log_prob"} <= tensors.keys():
+            return {}
+        return distillation_metrics(tensors["teacher_log_prob"], tensors["old_log_probs"], mask)
 
 
 def _scored_tokens(mask: Column, tensors: Mapping[str, torch.Tensor]) -> Column:

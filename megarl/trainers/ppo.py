@@ -349,6 +349,7 @@ class PPOTrainer:
             )
             metrics |= correct(old, engine, mask, self.config.algorithm.rollout_correction).metrics
             metrics |= self._advantages.kl_metrics(columns)
+            metrics |= self._advantages.teacher_metrics(columns, mask)
 
         metrics["num_tokens"] = num_tokens
         return metrics

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # these modules import Megatron, which needs the platform to 
     from megarl.engine.groups import ParallelGroups
     from megarl.engine.snapshot import PendingSnapshot
     from megarl.engine.step_trace import StepTrace
+    from megarl.engine.top_tokens import TopK
     from megarl.engine.vocab_parallel import Extra
 
 MICRO_BATCHES = "micro_batches"  # meta_info: row numbers of each micro-batch, planned by the driver
@@ -230,7 +231,7 @@ class MegatronWorker(WeightExport):
         """Return the columns that the engine reads, with image files decoded to patches."""
         return part.ragged if self._images is None else with_patches(part.ragged, self._images)
 
-    def _forward(self, part: DataProto, extras: Collection[Extra] = ()) -> DataProto:
+    def _forward(self, part: DataProto, extras: Collection[Extra] = (), top: TopK | None = None) -> DataProto:
         """Return the scores of this replica's rows, named as in the engine.
 
         The result is empty on ranks without the last pipeline stage.
@@ -239,7 +240,7 @@ class MegatronWorker(WeightExport):
 
         rows = self._rows(part)
         with named_range(f"{self.role}: score"):
-            return _on_host(self._engine.forward(rows, part.meta_info[MICRO_BATCHES], extras) or {})
+            return _on_host(self._engine.forward(rows, part.meta_info[MICRO_BATCHES], extras, top) or {})
 
     def _train(self, part: DataProto, loss: Loss, *, with_scores: bool = False) -> ScoredUpdate:
         """Make one optimizer step.
@@ -467,12 +468,13 @@ class PolicyWorker(MegatronWorker):
     """Language model that scores samples. This is everything a reference model needs."""
 
     @register(dispatch_mode=Dispatch.MEGATRON_MESH, blocking=False)
-    def log_probs(self, part: DataProto, extras: Collection[Extra]) -> DataProto:
+    def log_probs(self, part: DataProto, extras: Collection[Extra], top: TopK | None = None) -> DataProto:
         """Return `log_probs` and the requested extras (`entropy`, `sum_pi_squared`) as rows of tokens.
 
-        Reads `prompts`, `responses`, `response_mask`.
+        With `top`, `top_ids` and `top_log_probs` have k and k + 1 values for each token; see
+        MegatronEngine.forward. Reads `prompts`, `responses`, `response_mask`.
         """
-        return self._forward(part, extras)
+        return self._forward(part, extras, top)
 
 
 class ActorWorker(PolicyWorker):
@@ -498,7 +500,8 @@ class BaseWorker(PolicyWorker):
     def _make_engine(self) -> MegatronEngine:
         return models_of_process[ActorWorker]
 
-    def _forward(self, part: DataProto, extras: Collection[Extra] = ()) -> DataProto:
+    def _forward(self, part: DataProto, extras: Collection[Extra] = (), top: TopK | None = None) -> DataProto:
+        assert top is None, "no teacher is the actor's model"
         scores = self._engine.forward_base(part.ragged, part.meta_info[MICRO_BATCHES], extras)
         return _on_host(scores or {})
 

@@ -9,7 +9,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
@@ -20,11 +20,13 @@ from megarl.algorithms.scores import place_scores
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import merge_metrics, values_of
 from megarl.batch.ragged import RaggedTensor
+from megarl.batch.token_rows import TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS
 from megarl.config.schema import (
     AdvantageConfig,
     AdvantageEstimator,
     AlgorithmConfig,
     DistillationConfig,
+    DistillationKL,
     KLConfig,
     KLWhere,
     MicroBatchConfig,
@@ -39,8 +41,15 @@ from megarl.trainers.advantages import AdvantageStep
 from tests.families import example_config
 from tests.integration.tiny_run import SYMBOLS, run_ppo, save_inputs, tiny_config
 from tests.ranks import RankPool, gather
-from tests.unit.engine.comparison import assert_same
-from tests.unit.engine.models import load_lm, make_batch, reference_logits, save_model, scores_of
+from tests.unit.engine.comparison import assert_same, max_difference
+from tests.unit.engine.models import (
+    VOCAB_SIZE,
+    load_lm,
+    make_batch,
+    reference_logits,
+    save_model,
+    scores_of,
+)
 from tests.unit.engine.rank_side import (
     ALL_LAYOUTS,
     Tensors,
@@ -53,21 +62,33 @@ from tests.unit.engine.rank_side import (
     take,
 )
 
+if TYPE_CHECKING:
+    from megarl.engine.engine import MegatronEngine
+
 NUM_ROWS = 8
 RESPONSE_LENGTH = 9
 UIDS = ["a", "a", "b", "b", "b", "c", "c", "c"]
 SCORES = [1.0, 0.0, 0.5, 0.0, 1.0, 0.25, 0.25, 0.25]
+TEMPERATURE = 0.8
 COEFFICIENT = 0.5
 REWARD_WEIGHT = 0.25
 TOLERANCE = 1e-5  # relative to a tensor's norm, as in the parity tests
 FLOOR = 1e-4  # relative to the whole gradient's norm
-ALGORITHM = AlgorithmConfig(
-    advantage=AdvantageConfig(
-        estimator=AdvantageEstimator.distillation,
-        distillation=DistillationConfig(coefficient=COEFFICIENT, reward_weight=REWARD_WEIGHT),
-    ),
-    kl=KLConfig(where=KLWhere.none),
-)
+LARGEST_DIFFERENCE = 1e-6  # of any element
+_SAMPLED = DistillationConfig(coefficient=COEFFICIENT, reward_weight=REWARD_WEIGHT)
+# The policy has no tokens beyond the last variant's.
+VARIANTS: dict[str, DistillationConfig] = {
+    "sampled tokens": _SAMPLED,
+    "reverse": replace(_SAMPLED, top_k=8),
+    "forward": replace(_SAMPLED, top_k=8, kl=DistillationKL.forward),
+    "without rewards": replace(_SAMPLED, top_k=3, reward_weight=0.0),
+    "the whole vocabulary": replace(_SAMPLED, top_k=VOCAB_SIZE),
+}
+
+
+def algorithm_of(section: DistillationConfig) -> AlgorithmConfig:
+    advantage = AdvantageConfig(estimator=AdvantageEstimator.distillation, distillation=section)
+    return AlgorithmConfig(advantage=advantage, kl=KLConfig(where=KLWhere.none))
 
 
 # ---- the gradient of an update
@@ -77,15 +98,23 @@ class Update(NamedTuple):
     gradients: Tensors
     reverse_kl: float
     loss: float
+    top_k_kl: float  # 0 with sampled tokens
+    top_k_mass: float
 
 
 def save_teacher(folder: Path) -> None:
-    """Save a Llama that is wider than the student and has as many layers as two stages can share."""
+    """Save a Llama that is wider than the student and has as many layers as two stages can share.
+
+    It has more rows in its vocabulary, as models that are padded differently.
+    """
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(
-        example_config("llama", **sizes, **heads, rope_scaling=None, rope_theta=1e4), dtype=torch.float32
+        example_config(
+            "llama", **sizes, **heads, rope_scaling=None, rope_theta=1e4, vocab_size=VOCAB_SIZE + 9
+        ),
+        dtype=torch.float32,
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -93,50 +122,87 @@ def save_teacher(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def run_update(parallel: ParallelConfig, student: str, teacher: str, batch: Tensors) -> tuple[Any, ...]:
-    """Run in a rank: score with both models, compute advantages like the driver, and the gradient."""
+def run_updates(
+    parallel: ParallelConfig, student: str, teacher: str, batch: Tensors
+) -> dict[str, tuple[Any, ...]]:
+    """Run in a rank: score with both models, compute advantages like the driver, and the gradients."""
     groups = start(parallel)
-    engines = {
-        "old_log_probs": build(groups, student, optim=OptimConfig()),
-        "teacher_log_prob": build(groups, teacher),
-    }
+    policy = build(groups, student, optim=OptimConfig(), temperature=TEMPERATURE)
+    frozen = build(groups, teacher, temperature=TEMPERATURE)
+    return {name: tuple(run_update(policy, frozen, batch, section)) for name, section in VARIANTS.items()}
+
+
+def run_update(
+    policy: MegatronEngine, teacher: MegatronEngine, batch: Tensors, section: DistillationConfig
+) -> Update:
+    from megarl.engine.top_tokens import TopK
+
     rows = list(range(NUM_ROWS))
-    for column, engine in engines.items():
-        outputs = engine.forward(take(batch, rows), deal(NUM_ROWS, 2))
-        batch = {**batch, column: join_rows(rows, outputs, NUM_ROWS)["log_probs"]}
+    k = section.top_k
 
-    made, metrics = with_advantages(batch)
-    columns = actor_rows(made, ALGORITHM, one_update=True, seed=0).tensors
-    keys = ("input_ids", "attention_mask", "response_mask", "advantages")
-    loss = ActorLoss(algorithm=ALGORITHM, counts=MiniBatchCounts.of(columns["response_mask"]))
-    found = engines["old_log_probs"].forward_backward(
-        take({key: columns[key].clone() for key in keys}, rows), deal(NUM_ROWS, 2), loss, loss.extras
-    )
-    gathered = gather(found if groups.tensor_rank == groups.context_rank == 0 else {})
-    gradients = hf_gradients(engines["old_log_probs"])
-    return tuple(
-        Update(
-            gradients,
-            metrics["distillation/reverse_kl/mean"],
-            values_of(merge_metrics(gathered))["actor/pg_loss"],
+    def scored(engine: MegatronEngine, top: TopK | None = None) -> Tensors:
+        return join_rows(rows, engine.forward(take(batch, rows), deal(NUM_ROWS, 2), (), top), NUM_ROWS)
+
+    old = scored(policy)["log_probs"]
+    of_teacher = scored(teacher, None if k is None else TopK(k, VOCAB_SIZE))
+    columns = {**batch, "old_log_probs": old, "teacher_log_prob": of_teacher["log_probs"]}
+    made, metrics = with_advantages(columns, section)
+    lengths = made.ragged["responses"].lengths
+    if k is not None:
+        made = made.union(
+            DataProto.from_dict(
+                {
+                    TEACHER_TOP_IDS: RaggedTensor.from_padded(of_teacher["top_ids"], k * lengths),
+                    TEACHER_TOP_LOG_PROBS: RaggedTensor.from_padded(
+                        of_teacher["top_log_probs"], (k + 1) * lengths
+                    ),
+                }
+            )
         )
+    algorithm = algorithm_of(section)
+    trained = actor_rows(made, algorithm, one_update=True, seed=0).ragged
+    loss = ActorLoss(algorithm=algorithm, counts=MiniBatchCounts.of(trained["response_mask"]))
+    found = policy.forward_backward(trained, deal(NUM_ROWS, 2), loss, loss.extras)
+    groups = policy.groups
+    gathered = gather(found if groups.tensor_rank == groups.context_rank == 0 else {})
+    values = values_of(merge_metrics(gathered))
+    return Update(
+        hf_gradients(policy),
+        metrics["distillation/reverse_kl/mean"],
+        values["actor/pg_loss"],
+        values.get("actor/top_k_kl", 0.0),
+        values.get("actor/top_k_mass", 0.0),
     )
 
 
-def with_advantages(batch: Tensors) -> tuple[DataProto, dict[str, float]]:
+def with_advantages(batch: Tensors, section: DistillationConfig) -> tuple[DataProto, dict[str, float]]:
     scores = {"token_level_scores": place_scores(SCORES, batch["response_mask"])}
     made = DataProto.from_dict({**batch, **scores}, {"uid": UIDS})
-    return AdvantageStep(ALGORITHM, max_response_length=RESPONSE_LENGTH)(made)
+    return AdvantageStep(algorithm_of(section), max_response_length=RESPONSE_LENGTH)(made)
 
 
-def reference_update(student: Path, teacher: Path, batch: Tensors) -> Update:
-    """Compute the same update with Hugging Face in float64."""
+def reference_updates(student: Path, teacher: Path, batch: Tensors) -> dict[str, Update]:
+    """Compute the same updates with Hugging Face in float64."""
     policy, frozen = (load_lm(folder, torch.float64) for folder in (student, teacher))
-    log_probs = scores_of(reference_logits(policy, batch), batch)["log_probs"]
+    logits = reference_logits(policy, batch) / TEMPERATURE
     with torch.no_grad():
-        of_teacher = scores_of(reference_logits(frozen, batch), batch)["log_probs"]
+        of_teacher = reference_logits(frozen, batch) / TEMPERATURE
+    return {
+        name: reference_update(policy, logits, of_teacher, batch, section)
+        for name, section in VARIANTS.items()
+    }
+
+
+def reference_update(
+    policy: torch.nn.Module,
+    logits: torch.Tensor,
+    of_teacher: torch.Tensor,
+    batch: Tensors,
+    section: DistillationConfig,
+) -> Update:
     mask = batch["response_mask"]
-    difference = (log_probs.detach() - of_teacher)[mask]
+    log_probs = scores_of(logits, batch)["log_probs"]
+    difference = (log_probs.detach() - scores_of(of_teacher, batch)["log_probs"])[mask]
 
     # The advantage of GRPO by hand: (score - mean) / (unbiased deviation + 1e-6); equal scores have none.
     scores = torch.tensor(SCORES, dtype=torch.float64)
@@ -144,26 +210,50 @@ def reference_update(student: Path, teacher: Path, batch: Tensors) -> Update:
     for uid in ("a", "b"):
         group = [row for row, other in enumerate(UIDS) if other == uid]
         compared[group] = (scores[group] - scores[group].mean()) / (scores[group].std() + 1e-6)
+    advantages = section.reward_weight * compared[:, None].expand(mask.shape)[mask]
 
-    advantages = (
-        COEFFICIENT * (of_teacher - log_probs.detach()) + REWARD_WEIGHT * compared[:, None].expand(mask.shape)
-    )[mask]
+    kl = torch.zeros(1, dtype=torch.float64)
+    mass = torch.zeros(1, dtype=torch.float64)
+    if section.top_k is None:
+        advantages = advantages - COEFFICIENT * difference
+    else:
+        kl, mass = reference_top_k_kl(logits[mask], of_teacher[mask], section.top_k, section.kl)
+
     # With one update, the ratio is 1, and its gradient is that of the log-prob.
-    objective = (advantages * log_probs[mask]).mean()
-    (-objective).backward()
+    loss = COEFFICIENT * kl.mean() - (advantages * log_probs[mask]).mean()
+    policy.zero_grad()
+    loss.backward(retain_graph=True)
     gradients = {name: parameter.grad for name, parameter in policy.named_parameters()}
     return Update(
-        {name: gradient for name, gradient in gradients.items() if gradient is not None},
+        {name: gradient.clone() for name, gradient in gradients.items() if gradient is not None},
         float(difference.mean()),
         -float(advantages.mean()),
+        float(kl.detach().mean()),
+        float(mass.mean()),
     )
+
+
+def reference_top_k_kl(
+    logits: torch.Tensor, of_teacher: torch.Tensor, k: int, direction: DistillationKL
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (n,) each: the divergence over k tokens and the rest, and the teacher's mass on the k tokens."""
+    policy = logits.softmax(-1)
+    teacher = of_teacher.softmax(-1)
+    ids = teacher[:, : policy.shape[1]].topk(k).indices
+    ours, theirs = (each.gather(1, ids) for each in (policy, teacher))
+    mass = theirs.sum(-1)
+    if k < policy.shape[1]:
+        ours, theirs = (torch.cat([each, 1 - each.sum(-1, keepdim=True)], 1) for each in (ours, theirs))
+    if direction is DistillationKL.reverse:
+        return (ours * (ours / theirs).log()).sum(-1), mass
+    return (theirs * (theirs / ours).log()).sum(-1), mass
 
 
 class Setting(NamedTuple):
     student: Path
     teacher: Path
     batch: Tensors
-    expected: Update
+    expected: dict[str, Update]
 
 
 @pytest.fixture(scope="module")
@@ -177,36 +267,35 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
         folder / "student",
         folder / "teacher",
         batch,
-        reference_update(folder / "student", folder / "teacher", batch),
+        reference_updates(folder / "student", folder / "teacher", batch),
     )
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2", "PP2", "CP2"])
-def test_the_gradient_of_an_update_is_that_of_a_float64_reference(
+def test_the_gradients_of_updates_are_those_of_a_float64_reference(
     setting: Setting, layout: str, rank_pool: RankPool
 ) -> None:
     parallel = ALL_LAYOUTS[layout]
     ranks = rank_pool.run(
-        run_update,
+        run_updates,
         world_size=parallel.world_size,
         parallel=parallel,
         student=str(setting.student),
         teacher=str(setting.teacher),
         batch=setting.batch,
     )
-    updates = [Update(*rank) for rank in ranks]
-    norm = math.sqrt(sum(float(each.norm()) ** 2 for each in setting.expected.gradients.values()))
-    assert abs(setting.expected.reverse_kl) > 0.5
+    for name, expected in setting.expected.items():
+        updates = [Update(*rank[name]) for rank in ranks]
+        norm = math.sqrt(sum(float(each.norm()) ** 2 for each in expected.gradients.values()))
+        assert abs(expected.reverse_kl) > 0.5
 
-    for update in updates:
-        assert update.reverse_kl == pytest.approx(setting.expected.reverse_kl, rel=1e-5)
-        assert update.loss == pytest.approx(setting.expected.loss, rel=1e-5)
-    assert_same(
-        merge([update.gradients for update in updates]),
-        setting.expected.gradients,
-        TOLERANCE,
-        floor=FLOOR * norm,
-    )
+        for update in updates:
+            for value, wanted in zip(update[1:], expected[1:], strict=True):
+                assert value == pytest.approx(wanted, rel=1e-5, abs=1e-7), name
+        found = merge([update.gradients for update in updates])
+        assert_same(found, expected.gradients, TOLERANCE, floor=FLOOR * norm)
+        for tensor, wanted in expected.gradients.items():
+            assert max_difference(found[tensor], wanted) <= LARGEST_DIFFERENCE, (name, tensor)
 
 
 # ---- a run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages.group_relative import grpo
@@ -18,12 +19,17 @@ def distillation(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages
 
     The advantage of a token is coefficient x (log p_teacher - log p_old) + reward_weight x A, where A is the
     advantage of `grpo` for the sample. A token is held responsible for its own divergence only, not for that
-    of the tokens that follow. With a reward_weight of 0, rewards are ignored.
+    of the tokens that follow. With a reward_weight of 0, rewards are ignored. With `top_k`, the policy loss
+    has the teacher's term, and the advantage has the rewards' alone.
     """
     section = config.distillation
     coefficient = section.coefficient
     mask = inputs.response_mask
-    advantages = map_tokens(lambda teacher, old: coefficient * (teacher - old), mask, *_log_probs(inputs))
+    advantages = (
+        map_tokens(lambda teacher, old: coefficient * (teacher - old), mask, *_log_probs(inputs))
+        if section.top_k is None
+        else map_tokens(torch.zeros_like, mask, inputs.token_level_rewards)
+    )
 
     # Mix in the rewards, as an advantage of the whole sample.
     if weight := section.reward_weight:
@@ -33,12 +39,15 @@ def distillation(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages
     return Advantages(advantages, advantages)
 
 
-def distillation_metrics(inputs: AdvantageInputs) -> dict[str, float]:
-    """Return `distillation/reverse_kl/mean`: the mean of log p_old - log p_teacher over tokens, in nats."""
-    teacher, old = _log_probs(inputs)
-    mask = inputs.response_mask
-    difference = map_tokens(Tensor.sub, mask, old, teacher)
-    return {"distillation/reverse_kl/mean": masked_mean(difference, mask)}
+def distillation_metrics(teacher: Column, old: Column, mask: Column) -> dict[str, float]:
+    """Return `distillation/reverse_kl/mean`: the mean of log p_old - log p_teacher over tokens, in nats.
+
+    Args:
+        teacher: (B, R), log-probs of the teacher.
+        old: (B, R), log-probs of the policy that wrote the samples.
+        mask: (B, R) bool.
+    """
+    return {"distillation/reverse_kl/mean": masked_mean(map_tokens(Tensor.sub, mask, old, teacher), mask)}
 
 
 def _log_probs(inputs: AdvantageInputs) -> tuple[Column, Column]:

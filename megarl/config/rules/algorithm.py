@@ -5,6 +5,7 @@ from __future__ import annotations
 from megarl.config.roles import needs_critic, needs_reward_model
 from megarl.config.schema import (
     Aggregation,
+    DistillationKL,
     KLControllerKind,
     KLEstimator,
     KLWhere,
@@ -14,7 +15,8 @@ from megarl.config.schema import (
 from megarl.config.violation import Violation, Violations
 
 _ESTIMATOR = "algorithm.advantage.estimator"
-_REWARD_WEIGHT = "algorithm.advantage.distillation.reward_weight"
+_DISTILLATION = "algorithm.advantage.distillation"
+_REWARD_WEIGHT = f"{_DISTILLATION}.reward_weight"
 _KIND = "algorithm.policy_loss.kind"
 _WHERE = "algorithm.kl.where"
 _AGGREGATION = "algorithm.policy_loss.aggregation"
@@ -78,6 +80,13 @@ def teacher(config: PPOConfig) -> Violations:
             ("teacher.path", _ESTIMATOR),
             f"{advantage.estimator.name} needs a teacher, but the path is null; give the folder of a model "
             f"with the policy's tokenizer",
+        )
+
+    if advantage.distillation.top_k is None and advantage.distillation.kl is DistillationKL.forward:
+        yield Violation(
+            (f"{_DISTILLATION}.kl", f"{_DISTILLATION}.top_k"),
+            "is forward, but samples of the policy estimate the reverse KL; set top_k, such as 64, or use "
+            "kl=reverse",
         )
 
     weight = advantage.distillation.reward_weight
@@ -249,7 +258,7 @@ def rollout_correction(config: PPOConfig) -> Violations:
             "use where=loss, or bypass=false",
         )
 
-    if config.algorithm.advantage.estimator.needs.old_log_probs:
+    if config.algorithm.reads_old_log_probs:
         yield Violation(
             (bypass, _ESTIMATOR),
             f"{config.algorithm.advantage.estimator.name} needs the trainer's probabilities of the samples, "

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from megarl.config.paths import is_url
-from megarl.config.roles import REWARD_MODEL, TEACHER, judge_roles, model_roles
+from megarl.config.roles import RoleKind, judge_roles, model_roles
 from megarl.config.rules.data import FORMATS, SAVED_TO_DISK, SPLITS
 from megarl.config.rules.megatron import requirements_here
 from megarl.config.schema import (
@@ -116,7 +116,9 @@ def _model_files(config: RunConfig) -> Violations:
     """
     folders = {role.path: role.path_key for role in model_roles(config)}
     with_tokenizer = {
-        role.path for role in model_roles(config) if role.name in ("actor", REWARD_MODEL, TEACHER)
+        role.path
+        for role in model_roles(config)
+        if role.kind in (RoleKind.actor, RoleKind.reward_model, RoleKind.teacher)
     }
     for judge in judge_roles(config).values():
         folders.setdefault(judge.path, f"{judge.key}.path")

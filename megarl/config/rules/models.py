@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import gcd
 
 from megarl.config.batch_arithmetic import room_of_longest_row
-from megarl.config.roles import TEACHER, ModelRole, RoleKind, model_roles
+from megarl.config.roles import ModelRole, RoleKind, model_roles
 from megarl.config.schema import (
     Device,
     DType,
@@ -292,6 +292,18 @@ def _too_short(
                 yield role, limit
 
 
+def top_k_fits(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
+    """Check that the policy has as many tokens as the loss top_k_kl reads at each position."""
+    k = config.algorithm.teacher_top_k
+    if k is None or "actor" not in architectures:
+        return
+    if k > (size := architectures["actor"].vocab_size):
+        yield Violation(
+            ("algorithm.advantage.distillation.top_k", "model.path"),
+            f"is {k:,}, but the policy has vocab_size {size:,}; use at most {size:,}, typically 16 to 256",
+        )
+
+
 def same_vocabulary(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
     """Check that all models can read the policy's token ids.
 
@@ -303,10 +315,10 @@ def same_vocabulary(config: PPOConfig, architectures: Mapping[str, Architecture]
     policy = architectures["actor"].vocab_size
 
     for role in model_roles(config):
-        if role.kind is not RoleKind.scorer or role.name not in architectures:
+        if role.kind not in (RoleKind.scorer, RoleKind.teacher) or role.name not in architectures:
             continue
         vocab_size = architectures[role.name].vocab_size
-        if vocab_size != policy and not (role.name == TEACHER and vocab_size > policy):
+        if vocab_size != policy and not (role.kind is RoleKind.teacher and vocab_size > policy):
             yield Violation(
                 tuple(dict.fromkeys((role.row.path_keys[0], "model.path"))),
                 f"the {role.name} has vocab_size {vocab_size}, the policy {policy}, but comparing their "

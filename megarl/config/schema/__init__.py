@@ -28,6 +28,7 @@ from megarl.config.schema.algorithm import (
     CorrectionLevel,
     CovarianceConfig,
     DistillationConfig,
+    DistillationKL,
     DynamicSamplingConfig,
     KLConfig,
     KLControllerConfig,

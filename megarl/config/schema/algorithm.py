@@ -58,12 +58,21 @@ class RejectionLevel(str, Enum):
     geometric = "geometric"  # the mean over a response's tokens
 
 
+class DistillationKL(str, Enum):
+    reverse = "reverse"  # KL(policy || teacher): the policy avoids what the teacher finds unlikely
+    forward = "forward"  # KL(teacher || policy): the policy covers what the teacher finds likely
+
+
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
-    """How the estimator `distillation` weighs the teacher against the rewards."""
+    """How the estimator `distillation` learns from the teacher, and weighs the rewards against it."""
 
-    # weight of the teacher's log-prob minus the policy's, at each token
+    # weight of the teacher: of its log-prob minus the policy's at each token, or of the loss top_k_kl
     coefficient: float = ranged(1.0, above=0)
+    # number of the teacher's most likely tokens at each position, such as 64, over which the loss top_k_kl
+    # computes the KL; null: no such loss, and the log-ratio of the sampled token is the advantage
+    top_k: int | None = ranged(None, at_least=1)
+    kl: DistillationKL = DistillationKL.reverse  # with top_k: the direction of the divergence
     # weight of the advantage that grpo computes from the rewards; 0: rewards have no effect on the training
     reward_weight: float = ranged(0.0, at_least=0)
 
@@ -229,6 +238,17 @@ class AlgorithmConfig:
         """Whether the rewards affect the training."""
         advantage = self.advantage
         return advantage.estimator.needs.reward or advantage.distillation.reward_weight > 0
+
+    @property
+    def teacher_top_k(self) -> int | None:
+        """The number of the teacher's most likely tokens that the loss top_k_kl reads; None without it."""
+        advantage = self.advantage
+        return advantage.distillation.top_k if advantage.estimator.needs.teacher else None
+
+    @property
+    def reads_old_log_probs(self) -> bool:
+        """Whether the advantages depend on the trainer's log-probs of the samples."""
+        return self.advantage.estimator.needs.old_log_probs and self.teacher_top_k is None
 
     @property
     def own_functions(self) -> list[tuple[str, str]]:

@@ -36,6 +36,7 @@ def test_a_coefficient_of_0_needs_no_reference(where: str) -> None:
         (["algorithm.rollout_correction.bypass=true"], False),
         (["algorithm.advantage.estimator=optimal_token_baseline"], False),
         (["algorithm.advantage.estimator=distillation", "teacher.path=t"], False),
+        (["algorithm.advantage.estimator=distillation", "algorithm.advantage.distillation.top_k=4"], True),
         (["algorithm.policy_loss.kind=clip_cov"], False),
         (["algorithm.policy_loss.kind=kl_cov"], False),
         (["algorithm.entropy_coefficient=0.1"], True),

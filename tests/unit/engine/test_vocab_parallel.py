@@ -169,7 +169,8 @@ def run_extras(inputs: Inputs) -> dict[tuple[str, ...], Any]:
         )
         (scores.log_probs * inputs.log_prob_weight).sum().backward()
         dist.all_reduce(hidden.grad)
-        found[extras] = (*(None if score is None else score.detach() for score in scores), hidden.grad)
+        made = (scores.log_probs, scores.entropy, scores.sum_pi_squared)
+        found[extras] = (*(None if score is None else score.detach() for score in made), hidden.grad)
 
     return found
 

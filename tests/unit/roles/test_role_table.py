@@ -122,7 +122,7 @@ def distilled(strategy: PlacementStrategy) -> PPOConfig:
 def test_a_teacher_has_a_folder_a_layout_and_options_of_its_own() -> None:
     run = distilled(PlacementStrategy.hybrid)
     actor, teacher = model_roles(run)
-    assert (actor.name, teacher.name, teacher.kind) == ("actor", "teacher", RoleKind.scorer)
+    assert (actor.name, teacher.name, teacher.kind) == ("actor", "teacher", RoleKind.teacher)
     assert (teacher.path, teacher.path_key) == ("teacher-folder", "teacher.path")
     assert (teacher.parallel, teacher.micro_batch) == (run.teacher.parallel, run.teacher.micro_batch)
     assert teacher.megatron.transformer == {"fp8": "hybrid"}

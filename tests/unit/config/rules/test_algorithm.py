@@ -212,6 +212,8 @@ def test_a_teacher_may_have_another_size_and_a_longer_vocabulary(distilled: Any)
     assert distilled("rollout.n=1", "trainer.prompts_per_step=48") == []
     assert distilled("advantage.distillation.reward_weight=0.5", "kl.where=reward") == []
     assert distilled("kl.where=loss") == []
+    assert distilled("advantage.distillation.top_k=101", "advantage.distillation.kl=forward") == []
+    assert distilled("advantage.distillation.top_k=8", f"{CORRECTION}.bypass=true") == []
 
 
 DISTILLATION_REFUSED = [
@@ -221,6 +223,16 @@ DISTILLATION_REFUSED = [
     (
         ("advantage.distillation.reward_weight=1", "rollout.n=1", "trainer.prompts_per_step=48"),
         "the rewards of the samples of a prompt are compared, but n is 1, so they have no effect",
+    ),
+    (
+        ("advantage.distillation.top_k=102",),
+        "algorithm.advantage.distillation.top_k, model.path: is 102, but the policy has vocab_size 101; use at "
+        "most 101, typically 16 to 256",
+    ),
+    (("advantage.distillation.top_k=0",), "algorithm.advantage.distillation.top_k: is 0, but must be at"),
+    (
+        ("advantage.distillation.kl=forward",),
+        "algorithm.advantage.distillation.kl, algorithm.advantage.distillation.top_k: is forward, but samples",
     ),
     (("advantage.distillation.coefficient=0",), "algorithm.advantage.distillation.coefficient: is 0"),
     (("teacher.parallel.tensor_parallel_size=3",), "teacher.parallel.tensor_parallel_size: num_attention"),
