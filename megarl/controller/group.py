@@ -161,6 +161,11 @@ class RoleGroup:
         """The pids of the processes that have answered a call, by rank. Each pid is one of its own node."""
         return [self._actors.locations[rank].pid for rank in sorted(self._actors.locations)]
 
+    def where(self, rank: int) -> str:
+        """Return the node and the device of a rank that has answered a call."""
+        location = self._actors.locations[rank]
+        return f"node {location.node}, {f'GPU {location.gpus}' if location.gpus else 'on CPU'}"
+
     def reports(self) -> list[RankReport]:
         """Report what every rank is doing, even if it hangs. Takes at most a few seconds."""
         return self._actors.reports()

@@ -66,7 +66,8 @@ class WorkerHost:
     def __init__(self) -> None:
         self._activity = Activity()
         self._workers: dict[str, Any] = {}  # by role
-        self._location = Location(_node_address(), os.getpid(), _stderr_path())
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # by Ray
+        self._location = Location(_node_address(), os.getpid(), _stderr_path(), gpus)
         self._held_port: socket.socket | None = None
         self._at_work: Mapping[str, Mapping[str, int]] = {}
 

@@ -59,11 +59,17 @@ class PhaseSpan(NamedTuple):
 
 
 class Location(NamedTuple):
-    """The process of a rank. `stderr_path` is a file on that node."""
+    """The process of a rank.
+
+    Attributes:
+        stderr_path: A file on that node.
+        gpus: The numbers of the GPUs that the process sees; empty on a CPU.
+    """
 
     node: str
     pid: int
     stderr_path: str
+    gpus: str = ""
 
 
 class CallRecord(NamedTuple):

@@ -57,6 +57,7 @@ class ModelSpec:
         collective_limit_s: The time limit of collectives, in seconds.
         device_peak_tflops: The peak rate of a device, if the device is not in the table.
         check_replicas_every: The updates between comparisons of weights that several ranks hold; 0: never.
+        measures_speed: Whether each update measures how fast the device is (speed_probe.py).
     """
 
     path: str
@@ -82,6 +83,7 @@ class ModelSpec:
     collective_limit_s: float = 1800.0
     device_peak_tflops: float | None = None
     check_replicas_every: int = 0
+    measures_speed: bool = False
 
 
 def spec_of(
@@ -116,4 +118,5 @@ def spec_of(
         collective_limit_s=config.trainer.phase_time_limit_s + _GRACE_S,
         device_peak_tflops=config.placement.device_peak_tflops,
         check_replicas_every=config.recovery.check_replicas_every,
+        measures_speed=config.recovery.straggler_factor > 0 and role.parallel.world_size > 1,
     )

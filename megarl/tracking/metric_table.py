@@ -463,6 +463,12 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
             "Share of the time since the last step in which a replica had no request, mean over replicas.",
         ),
         MetricRow(
+            "perf/slowest_rank_ratio/<role>",
+            "",
+            "Time of the slowest rank for the same small computation, divided by the median of its peers, "
+            "median over the step's updates (`recovery.straggler_factor`).",
+        ),
+        MetricRow(
             "memory/<role>_rss_gb/{training,rollout}",
             "GiB",
             "Resident memory of the role's fullest process, in the training and in the generation phase "

@@ -79,6 +79,7 @@ class Monitor:
         position: The position of the run. None: its begin.
         predict: Returns the predicted times of a step from its metrics.
         profile: Called with the number of a step; the context in which it runs.
+        watch: Called with the spans of a step; returns metrics of them.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Monitor:
         position: Position | None = None,
         predict: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda metrics: {},
         profile: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext(),
+        watch: Callable[[Sequence[Span]], Mapping[str, float]] = lambda spans: {},
     ) -> None:
         self.position = position or Position()
         self._groups = groups
@@ -100,6 +102,7 @@ class Monitor:
         self._num_devices = num_devices
         self._predict = predict
         self._profile = profile
+        self._watch = watch
         self._metrics: dict[str, float] = {}
         self._spans: list[Span] = []
         self._testing_spans: list[Span] = []
@@ -210,6 +213,7 @@ class Monitor:
         phases = phase_spans(spans)
         timings = {f"timing_s/{phase.name}": phase.end_s - phase.start_s for phase in phases}
         self._metrics |= timings
+        self._metrics |= self._watch(spans)
 
         # Only training steps have tokens; a validation before the first step has none.
         if "num_tokens" in self._metrics:

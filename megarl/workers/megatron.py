@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # these modules import Megatron, which needs the platform to 
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.groups import ParallelGroups
     from megarl.engine.snapshot import PendingSnapshot
+    from megarl.engine.speed_probe import SpeedProbe
     from megarl.engine.step_trace import StepTrace
     from megarl.engine.top_tokens import TopK
     from megarl.engine.vocab_parallel import Extra
@@ -210,6 +211,7 @@ class MegatronWorker(WeightExport):
         self._pending_snapshot: PendingSnapshot | None = None
         self._trace: StepTrace | None = None
         self._num_updates = 0
+        self._probe: SpeedProbe | None = None
 
         vision = spec.architecture.vision
         self._images = None if vision is None else ImageProcessor(spec.path, vision)
@@ -283,6 +285,7 @@ class MegatronWorker(WeightExport):
             platform.current().peak_tflops(self._spec.dtype),
             grids_of_micro_batches(rows, part.meta_info[MICRO_BATCHES]),
         )
+        self._measure_speed()
         routers = {
             f"{loss.name}/moe/{name}": metric for name, metric in self._engine.router_metrics().items()
         }
@@ -299,6 +302,19 @@ class MegatronWorker(WeightExport):
             **speed,
         }
         return ScoredUpdate(metrics, _on_host(scores))
+
+    def _measure_speed(self) -> None:
+        """Time the same work as all other ranks, as a phase of the call; see trainers/stragglers.py."""
+        if not self._spec.measures_speed:
+            return
+        if self._probe is None:
+            from megarl.engine.speed_probe import SpeedProbe
+
+            self._probe = SpeedProbe()
+            self._probe.run()  # the first products load libraries
+        self._probe.settle()
+        with self.phase("measure_speed"):
+            self._probe.run()
 
     def _check_replicas(self) -> None:
         """Compare weights with their copies, if that is due.

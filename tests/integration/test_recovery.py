@@ -174,8 +174,11 @@ from pathlib import Path
 
 import torch
 from megarl.algorithms.policy_losses import TokenLosses
+from megarl.engine import speed_probe
 
 FOLDER = Path(__file__).parent
+if os.environ.get("RANK") == "1":  # not in the driver, which reads the file too
+    speed_probe.ON_CPU = (192, 200)  # this rank does fifty times as much as its peer
 
 
 def loss(inputs, config):
@@ -188,7 +191,9 @@ def loss(inputs, config):
 """
 
 
-def test_an_update_that_is_not_finite_is_repeated(inputs: Path, tmp_path: Path) -> None:
+def test_an_update_that_is_not_finite_is_repeated_and_a_slow_rank_is_named(
+    inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "loss.py").write_text(_LOSS)
     config = grpo(inputs, tmp_path / "run")
     loss = replace(config.algorithm.policy_loss, function=f"{tmp_path / 'loss.py'}:loss")
@@ -206,6 +211,12 @@ def test_an_update_that_is_not_finite_is_repeated(inputs: Path, tmp_path: Path) 
     finished = run_ppo(config, look_at_phase=look)
     assert [line.get("recovery/num_recoveries") for line in finished.metrics] == [None, 0, 1, 0, 0]
     assert all(math.isfinite(line["actor/grad_norm"]) for line in finished.metrics[1:])
+
+    # Eight updates in a row, of which one step is repeated in new processes.
+    slow = [line.message for line in caplog.records if "is slow" in line.message]
+    assert len(slow) == 1
+    assert slow[0].startswith("actor rank 1 (node 127.0.0.1, on CPU) is slow: it takes ")
+    assert all(line["perf/slowest_rank_ratio/actor"] > 1.5 for line in finished.metrics[1:])
 
 
 def test_a_stopped_rank_is_replaced_within_its_learned_limit(inputs: Path, tmp_path: Path) -> None:

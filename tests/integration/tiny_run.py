@@ -84,6 +84,7 @@ from megarl.trainers.recovery import NoRecovery, StepRecovery, step_recovery
 from megarl.trainers.reference import fill_reference
 from megarl.trainers.resume import Resume, checkpoint_folder, find_resume
 from megarl.trainers.sft import SFTTrainer
+from megarl.trainers.stragglers import Stragglers
 
 SYMBOLS = ["<pad>", "<end>", "<user>", "<model>", *"0123456789+= "]
 CHAT_TEMPLATE = (
@@ -455,6 +456,7 @@ def _monitor(config: RunConfig, groups: list[RoleGroup]) -> WatchedMonitor:
         progress,
         num_devices=plan_placement(config).num_devices,
         profile=StepProfiler(config.profile, groups, output_dir).step,
+        watch=Stragglers(config.recovery.straggler_factor, groups).see,
     )
 
 

@@ -39,6 +39,7 @@ from megarl.trainers.monitor import Monitor, Position, Watched
 from megarl.trainers.prediction import StepPrediction
 from megarl.trainers.profiling import StepProfiler
 from megarl.trainers.resume import Resume, checkpoint_folder
+from megarl.trainers.stragglers import Stragglers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +222,7 @@ def open_monitor(
         plan.num_devices,
         session.position,
         profile=StepProfiler(config.profile, groups, session.output_dir).step,
+        watch=Stragglers(config.recovery.straggler_factor, groups).see,
         **optional,
     )
 

@@ -32,3 +32,6 @@ class RecoveryConfig:
     # a call of a model that takes longer than this multiple of the median of its earlier calls, and than
     # 10 s, counts as hung; 0: only `trainer.phase_time_limit_s` applies
     hang_factor: float = ranged(0.0, at_least=0)
+    # a rank that takes longer than this multiple of its peers' time for the same small computation, in each
+    # of eight updates in a row, is reported as slow; 0: never
+    straggler_factor: float = ranged(1.5, at_least=0)

@@ -17,6 +17,7 @@ PHASE_NAMES = {
     "visible_gpus": "list GPUs",
     "resident_memory_gb": "measure memory",
     # Models that are trained or that score samples.
+    "measure_speed": "measure speed",
     "log_probs": "compute log-probs",
     "values": "compute values",
     "update": "train",

@@ -1,0 +1,107 @@
+"""Find ranks whose device is persistently slower than those of their peers."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from megarl.controller.group import RoleGroup
+from megarl.tracking.timeline import Span
+
+_log = logging.getLogger(__name__)
+PROBE = "measure_speed"  # the phase of an update in which every rank does the same work
+NUM_UPDATES = 8  # in a row, before a rank counts as slow, or as fast again
+
+
+class SlowRank(NamedTuple):
+    """A rank that has become slow.
+
+    Attributes:
+        rank: Its number.
+        ratio: The median of its ratios to its peers in the last updates.
+    """
+
+    rank: int
+    ratio: float
+
+
+class SpeedHistory:
+    """The speeds of a group's ranks.
+
+    A rank is slow once it has taken `factor` times as long as the median of its peers in each of the last
+    NUM_UPDATES updates, until it has not in as many. Noise, such as that of a busy CPU, makes single
+    measurements long, but does not stay with one rank.
+
+    Args:
+        factor: The ratio above which a measurement counts, larger than 1.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._ratios: dict[int, list[float]] = defaultdict(list)
+        self._slow: set[int] = set()
+
+    def see(self, seconds: Mapping[int, float]) -> list[SlowRank]:
+        """Record how long the same work took in an update, by rank. Returns ranks that have become slow."""
+        found = []
+        for rank, own_s in seconds.items():
+            peers = [other_s for other, other_s in seconds.items() if other != rank]
+            last = self._ratios[rank] = [*self._ratios[rank], own_s / median(peers)][-NUM_UPDATES:]
+            num_slow = sum(ratio > self._factor for ratio in last)
+            if num_slow == NUM_UPDATES and rank not in self._slow:
+                self._slow.add(rank)
+                found.append(SlowRank(rank, median(last)))
+            elif num_slow == 0 and len(last) == NUM_UPDATES:
+                self._slow.discard(rank)
+        return found
+
+    def largest_ratio(self, num_updates: int) -> float:
+        """Return the largest median of a rank's ratios over the last updates, at most NUM_UPDATES."""
+        return max(median(ratios[-num_updates:]) for ratios in self._ratios.values())
+
+
+class Stragglers:
+    """Warns of slow ranks of a run's models, and measures how slow the slowest ones are.
+
+    Args:
+        factor: See SpeedHistory.
+        groups: The processes of the run, of which those of models are used.
+    """
+
+    def __init__(self, factor: float, groups: Iterable[object]) -> None:
+        self._groups = {group.role: group for group in groups if isinstance(group, RoleGroup)}
+        self._histories: dict[str, SpeedHistory] = defaultdict(lambda: SpeedHistory(factor))
+
+    def see(self, spans: Sequence[Span]) -> dict[str, float]:
+        """Look at the spans of a step.
+
+        Returns `perf/slowest_rank_ratio/<role>`: the time of the slowest rank for the same work, divided by
+        the median of its peers, median over the step's updates.
+        """
+        seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for span in spans:
+            if span.name == PROBE:
+                seconds[span.role][span.rank].append(span.end_s - span.start_s)
+
+        metrics = {}
+        for role, by_rank in seconds.items():
+            history = self._histories[role]
+            # After the loss of a rank, an update may have measurements of only some ranks.
+            updates = list(zip(*by_rank.values(), strict=False))
+            for update in updates:
+                for slow in history.see(dict(zip(by_rank, update, strict=True))):
+                    _log.warning(
+                        "%s rank %d (%s) is slow: it takes %.1f times as long as its peers for the same "
+                        "work, median over the last %d updates; look for other processes on the device, and "
+                        "at its temperature and clock",
+                        role,
+                        slow.rank,
+                        self._groups[role].where(slow.rank),
+                        slow.ratio,
+                        NUM_UPDATES,
+                    )
+            metrics[f"perf/slowest_rank_ratio/{role}"] = history.largest_ratio(len(updates))
+        return metrics
