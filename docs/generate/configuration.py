@@ -243,9 +243,10 @@ def _plain(value: Any) -> Any:
 
 
 def _choices(kind: Any) -> list[type[Enum]]:
-    """Return the enumeration of a key or of its list items, as a list of at most one element."""
-    item = typing.get_args(kind)[0] if typing.get_origin(kind) is list else kind
-    return [item] if isinstance(item, type) and issubclass(item, Enum) else []
+    """Return the enumeration of a key that may be null, or of its list items, as a list of at most one element."""
+    return [
+        item for item in typing.get_args(kind) or [kind] if isinstance(item, type) and issubclass(item, Enum)
+    ]
 
 
 def _item(kind: Any) -> type | None:

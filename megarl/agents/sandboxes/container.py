@@ -89,6 +89,10 @@ class ContainerSandbox:
         _, self._input = await engine.attach(f"/containers/{name}/attach?stdin=1&stream=1")
         await engine.call("POST", f"/containers/{name}/start")
         state = (await engine.call("GET", f"/containers/{name}/json")).json()
+        if state["HostConfig"]["Memory"] != config.memory_mb * _MEGABYTE:
+            raise SandboxStartError(
+                "the engine cannot limit memory and processes; rootless, it needs cgroup v2"
+            )
         self._folder = state["Config"]["WorkingDir"] or "/"
         self.endpoint_url = endpoint_url
         # With a network, the container can reach an address of the machine, but not its loopback.

@@ -17,6 +17,7 @@ from megarl.agents.sandboxes.protocol import SandboxStartError
 from megarl.machine.orders import start_order
 
 _BLOCK = 1 << 16
+_MOST_CONNECTIONS = 128  # of a sandbox at a time; each uses two descriptors of this process
 
 
 class EndpointRelay:
@@ -54,6 +55,9 @@ class EndpointRelay:
             connection.cancel()
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) >= _MOST_CONNECTIONS:
+            writer.close()
+            return
         connection = asyncio.current_task()
         assert connection is not None
         self._connections.add(connection)

@@ -238,6 +238,8 @@ def print_agent(agent: AgentConfig, console: Console) -> None:
         who = " ".join(agent.harness.command) or f"{function.name} in {function.path}"
         if agent.harness.external:
             who = f"external, at {agent.harness.host}:{agent.harness.port}"
+        elif (provider := agent.harness.sandbox.provider) is not None:
+            who += f", in a sandbox ({provider.value})"
     print_line(
         console,
         f"agent: {who}; at most {counted(agent.max_turns, 'turn')}, {counted(agent.num_workers, 'process')}",

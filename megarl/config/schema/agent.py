@@ -50,7 +50,7 @@ class SandboxProvider(str, Enum):
 class SandboxConfig:
     """The sandbox of an episode, in which the command of a harness runs, and which a function can start."""
 
-    # null: no sandbox; a command runs with the rights of the run
+    # provider of sandboxes; null: no sandbox, a command runs with the rights of the run
     provider: SandboxProvider | None = None
     # container: image of rows without one of their own (extra_info.sandbox_image); local: absolute path of a
     # folder that becomes the file system, null: system and Python of the machine

@@ -40,6 +40,7 @@ from megarl.endpoint.session_messages import (
     SessionReport,
 )
 from megarl.endpoint.session_server import SessionServer
+from megarl.machine.reaper import descendants, name_of
 from megarl.machine.user_functions import UserFunctionError
 from megarl.roles.rollout.finished_groups import FinishedGroup, from_bytes, to_bytes
 from tests.unit.data.chats import TEMPLATE, character_tokenizer
@@ -244,11 +245,11 @@ def needs_bubblewrap() -> None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(why)
 
 
-def sandboxed(program: str, *arguments: str, **of_sandbox: Any) -> HarnessConfig:
+def sandboxed(program: str, *arguments: str, time_limit_s: float = 30.0, **of_sandbox: Any) -> HarnessConfig:
     parts = ["python", "-S", "-E", "-c", CLIENT + program, *arguments]
     return HarnessConfig(
         command=parts,
-        time_limit_s=30.0,
+        time_limit_s=time_limit_s,
         sandbox=SandboxConfig(provider=SandboxProvider.local, **of_sandbox),
     )
 
@@ -286,8 +287,9 @@ print(json.dumps({"reward": len(task["messages"]) + 0.5 * (task["ground_truth"] 
         ("ask(); x = b'x' * (200 << 20); time.sleep(60)", {"memory_mb": 100}, "sandbox_ended", "memory_mb is 100"),
         ("ask()", {"image": "/no/such/folder"}, "no_sandbox", "is no folder of this machine"),
         ("ask()", {"start_limit_s": 1e-4}, "no_sandbox", "start_limit_s=0.0001 is over"),
+        ("time.sleep(60)", {"time_limit_s": 2.0}, "timed_out", "time_limit_s=2 is over"),
     ],
-    ids=["exit code", "memory", "image", "start"],
+    ids=["exit code", "memory", "image", "start", "time"],
 )  # fmt: skip
 def test_a_sandbox_that_fails_is_no_reward(
     program: str, of_sandbox: dict[str, Any], failure: str, why: str
@@ -295,6 +297,7 @@ def test_a_sandbox_that_fails_is_no_reward(
     ended, _ = played(sandboxed(program, **of_sandbox))
     assert ended.trajectory.failure == failure
     assert why in ended.why
+    assert "bwrap" not in {name_of(pid) for pid in descendants(os.getpid())}
 
 
 IN_SANDBOX = """

@@ -58,6 +58,16 @@ for name, attempt in attempts.items():
 print("variables", sorted(os.environ))
 """
 
+# Open connections and send nothing. Those that are refused are closed.
+HOLD = """
+import select, socket, sys
+opened = [socket.create_connection(("127.0.0.1", int(sys.argv[1])), 10) for _ in range(140)]
+closed = set()
+while len(closed) < 12:
+    closed.update(select.select([each for each in opened if each not in closed], [], [], 10)[0])
+print(140 - len(closed), "of 140 connections were held")
+"""
+
 
 @pytest.fixture(autouse=True, scope="module")
 def needs_bubblewrap() -> None:
@@ -85,6 +95,10 @@ def test_no_program_gets_out_and_each_reaches_its_endpoint(tmp_path: Path) -> No
             sandbox = await start_sandbox(LOCAL, endpoint_url=url)
             attacked = await sandbox.exec([*PYTHON, ATTACKS, *arguments], environment={"KEY": "7"})
             assert attacked == (0, "variables ['HOME', 'KEY', 'LANG', 'PATH']\n")
+            reached = await sandbox.exec([*PYTHON, program, sandbox.endpoint_url])
+            assert reached == (0, "[b'the model', b'the model']\n")
+            held = await sandbox.exec([*PYTHON, HOLD, sandbox.endpoint_url.rpartition(":")[2]])
+            assert held == (0, "128 of 140 connections were held\n")
             reached = await sandbox.exec([*PYTHON, program, sandbox.endpoint_url])
             assert reached == (0, "[b'the model', b'the model']\n")
             await sandbox.close()
