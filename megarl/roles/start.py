@@ -426,16 +426,19 @@ def start_sft(
 
 
 def start_trained(
-    config: PPOConfig | SFTConfig,
+    config: RunConfig,
     role: ModelRole,
     architecture: Architecture,
     device: Device,
     pools: ResourcePoolManager,
-) -> Actor | Critic:
+) -> Actor | Critic | PairModel:
     """Start one trained model of a run alone, on the devices that the run would give it."""
     config = with_absolute_paths(with_dtype(config, device is Device.cuda))
     if isinstance(config, SFTConfig):
         return start_sft(config, architecture, device, pools)
+    if isinstance(config, PreferenceConfig):
+        return start_preferences(config, architecture, device, pools)
+    assert isinstance(config, PPOConfig)
     plan = plan_placement(config)
     starter = _Starter(config, device, pools, OffloadPlan(plan))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megarl.batch.data_proto import DataProto
@@ -15,6 +16,7 @@ from megarl.roles.models import valid_token_count
 from megarl.roles.preferences import PairModel
 from megarl.trainers.checkpoint import Checkpointer
 from megarl.trainers.monitor import Monitor
+from megarl.trainers.recorded_batches import RecordedBatches
 from megarl.trainers.recovery import NoRecovery, StepRecovery
 
 
@@ -42,6 +44,7 @@ class PreferenceTrainer:
         self.monitor = monitor
         self.checkpoints = checkpoints
         self.recovery = recovery or NoRecovery()
+        self._batches = RecordedBatches(Path(config.trainer.output_dir), config.tracking.record_batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the driver's state between two steps, as JSON-compatible values."""
@@ -62,6 +65,7 @@ class PreferenceTrainer:
         for step in self.checkpoints.steps():
             with self.monitor.step(step):
                 batch = next(self.batches)
+                self._batches.record(step, batch)
                 metrics = self.recovery.run(step, self._train, batch)
                 self.monitor.record({**metrics, "num_tokens": float(valid_token_count(batch))})
                 # Validate before saving, because the result may decide whether this step is saved.

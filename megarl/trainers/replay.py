@@ -10,10 +10,11 @@ from typing import NamedTuple
 from megarl.batch.data_proto import DataProto
 from megarl.checkpoints.run_folder import step_of
 from megarl.config.roles import ModelRole, model_roles
-from megarl.config.schema import Device, PPOConfig, SFTConfig
+from megarl.config.schema import Device, PPOConfig, RunConfig, SFTConfig
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.models.families import read_architecture
 from megarl.roles.models import Actor, Critic
+from megarl.roles.preferences import PairModel
 from megarl.roles.start import start_trained
 from megarl.trainers.recorded_batches import RecordedBatches
 from megarl.trainers.resume import checkpoint_folder
@@ -34,7 +35,7 @@ class ReplayedStep(NamedTuple):
     checkpoint: Path | None
 
 
-def recorded_step(config: PPOConfig | SFTConfig, output_dir: Path, step: int) -> ReplayedStep:
+def recorded_step(config: RunConfig, output_dir: Path, step: int) -> ReplayedStep:
     """Find a step in the folder of a run.
 
     Raises:
@@ -48,7 +49,7 @@ def recorded_step(config: PPOConfig | SFTConfig, output_dir: Path, step: int) ->
     return ReplayedStep(step, dict(sorted(batches.items())), checkpoint)
 
 
-def trained_roles(config: PPOConfig | SFTConfig, step: int) -> list[ModelRole]:
+def trained_roles(config: RunConfig, step: int) -> list[ModelRole]:
     """Return the models that a step trains."""
     warmup = config.trainer.critic_warmup_steps if isinstance(config, PPOConfig) else 0
     return [
@@ -59,7 +60,7 @@ def trained_roles(config: PPOConfig | SFTConfig, step: int) -> list[ModelRole]:
 
 
 def replay(
-    config: PPOConfig | SFTConfig,
+    config: RunConfig,
     recorded: ReplayedStep,
     folder: Path,
     device: Device,
@@ -107,10 +108,12 @@ def replay(
 
 
 def _update(
-    model: Actor | Critic, batch: DataProto, step: int, config: PPOConfig | SFTConfig
+    model: Actor | Critic | PairModel, batch: DataProto, step: int, config: RunConfig
 ) -> Mapping[str, float]:
     # An update may add its scores to the batch, which the next replay must not see.
     rows = batch.select()
+    if isinstance(model, PairModel):
+        return model.update(rows).get()
     if isinstance(config, SFTConfig):
         assert isinstance(model, Actor)
         return model.update_sft(rows).get()

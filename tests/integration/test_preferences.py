@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from megarl.checkpoints.trace_comparison import compare_traces
 from megarl.config.load import dump_config
 from megarl.config.schema import (
     ActorConfig,
@@ -38,8 +39,16 @@ from megarl.config.schema import (
 )
 from megarl.data.pairs import PairDataset, pair_encoder
 from megarl.data.tokenizer import load_tokenizer
+from megarl.trainers.replay import recorded_step, replay
 from tests.command import Command
-from tests.integration.tiny_run import Finished, run_pairs, run_ppo, save_inputs, tiny_config
+from tests.integration.tiny_run import (
+    Finished,
+    placed_pools,
+    run_pairs,
+    run_ppo,
+    save_inputs,
+    tiny_config,
+)
 
 STEPS = 10
 PAIRS = 7  # an odd number: the replicas get different shares
@@ -77,7 +86,7 @@ def pair_config[Run: PreferenceConfig](schema: type[Run], inputs: Path, output_d
         trainer=PreferenceTrainerConfig(
             total_steps=STEPS, pairs_per_step=PAIRS, validate_every_steps=4, output_dir=str(output_dir)
         ),
-        tracking=TrackingConfig(loggers=["jsonl"]),
+        tracking=TrackingConfig(loggers=["jsonl"], record_batches=STEPS),
         device=Device.cpu,
         **more,
     )
@@ -172,6 +181,28 @@ def test_a_trained_reward_model_is_what_reward_model_reads(
     (line,) = run_ppo(replace(config, reward=replace(config.reward, functions=[], model=judge))).metrics[-1:]
     assert line["reward/mean"] == pytest.approx(line["reward/model/mean"])
     assert line["reward/model/max"] > line["reward/model/min"]
+
+
+@pytest.mark.parametrize("kind", ["dpo", "reward"])
+def test_a_step_is_replayed_in_another_layout(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """The first replay repeats the run, and the second one agrees with it in every tensor."""
+    config: PreferenceConfig = request.getfixturevalue(f"{kind}_config")
+    finished: Finished = request.getfixturevalue({"dpo": "dpo", "reward": "reward_model"}[kind])
+    other = replace(config, actor=replace(config.actor, parallel=ParallelConfig(tensor_parallel_size=2)))
+    recorded = recorded_step(config, finished.output_dir, 1)
+    metrics = []
+    for name, layout in (("original", config), ("changed", other)):
+        with placed_pools(layout) as pools:
+            metrics.append(replay(layout, recorded, tmp_path / name, Device.cpu, pools, num_rows=64))
+
+    (norm,) = (name for name in metrics[0] if name.endswith("/grad_norm"))
+    assert metrics[0][norm] == finished.metrics[0][norm]
+    folders = (tmp_path / name / "actor" for name in ("original", "changed"))
+    compared = list(compare_traces(*folders, 1e-5, config.actor.optim.lr))
+    assert len(compared) > 50
+    assert [tensor.describe() for tensor in compared if not tensor.is_close] == []
 
 
 @pytest.mark.usefixtures("forked_processes")

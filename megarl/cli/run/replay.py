@@ -13,7 +13,7 @@ from megarl.cli.run.context import RunContext
 from megarl.cli.run.processes import ray_processes
 from megarl.cli.tables.console import output_console, print_line
 from megarl.config.load import load_config, schema_of
-from megarl.config.schema import PPOConfig, SFTConfig
+from megarl.config.schema import RunConfig
 from megarl.tracking.run_files import CONFIG_FILE, METRICS_FILE
 from megarl.trainers.replay import recorded_step, replay, trained_roles
 
@@ -53,7 +53,7 @@ def run(
     folder = output_dir / REPLAYS / f"step_{step:08d}"
     console = output_console()
 
-    def repeat(with_config: PPOConfig | SFTConfig, name: str) -> dict[str, float]:
+    def repeat(with_config: RunConfig, name: str) -> dict[str, float]:
         with ray_processes(RunContext(with_config), console) as started:
             return replay(with_config, recorded, folder / name, started.device, started.pools, num_rows)
 
@@ -73,12 +73,9 @@ def run(
     return 0 if good else 1
 
 
-def _config(output_dir: Path, overrides: Sequence[str]) -> PPOConfig | SFTConfig:
+def _config(output_dir: Path, overrides: Sequence[str]) -> RunConfig:
     path = str(output_dir / CONFIG_FILE)
-    schema = schema_of(path, overrides)
-    if schema not in (PPOConfig, SFTConfig):
-        raise ValueError(f"{path}: only runs of the kinds ppo and sft record batches to replay")
-    return load_config(schema, path, overrides)
+    return load_config(schema_of(path, overrides), path, overrides)
 
 
 def _agrees_with_run(
