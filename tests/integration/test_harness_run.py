@@ -4,12 +4,14 @@ and fails now and then."""
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 
 import pytest
 
 from examples.agent import prepare
+from megarl.agents.sandboxes import local
 from megarl.config.load import load_config
 from megarl.config.schema import PPOConfig
 from megarl.tracking.samples import read_samples, sample_files
@@ -20,12 +22,21 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 NUM_ROWS = 12
 
-# The example's agent. Every episode also asks once without its history, and every sixth one fails.
+# The example's agent. Every episode also asks once without its history, and every sixth one fails. Another sixth
+# looks for the run's files in a sandbox first.
 AGENT = """
+import json, os
+from pathlib import Path
 from examples.harness import agent
+FOLDER = Path(__file__).parent
+LOOK = "import os, sys; print([os.path.exists(path) for path in sys.argv[1:]])"
 async def run(task, endpoint):
     if task.seed % 6 == 0:
         raise LookupError("no such shop")
+    if task.seed % 6 == 1:
+        async with endpoint.sandbox() as sandbox:
+            looked = await sandbox.exec(["python", "-S", "-c", LOOK, __file__, f"/proc/{os.getpid()}", "file"])
+        (FOLDER / "looked").write_text(json.dumps(looked))
     client = agent._CLIENT.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
     other = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "ab"}])
     return {"reward": await agent.run(task, endpoint), "responses": {other.id: 0.25}}
@@ -33,12 +44,15 @@ async def run(task, endpoint):
 
 
 def test_a_model_is_trained_through_the_endpoint(tmp_path: Path) -> None:
+    if why := local.why_not():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(why)
     chance = random.Random(0)
     rows = [prepare.prompt_row(chance, number % 2 == 0) for number in range(NUM_ROWS)]
     save_policy(tmp_path / "policy", rows)
     for name in ("train", "validation"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "file").write_text("")
 
     config = load_config(
         PPOConfig,
@@ -49,6 +63,7 @@ def test_a_model_is_trained_through_the_endpoint(tmp_path: Path) -> None:
             f"model.path={tmp_path}/policy",
             f"trainer.output_dir={tmp_path}/run",
             f"agent.harness.function.path={tmp_path}/agent.py",
+            f"agent.harness.sandbox={{provider: local, files: [{tmp_path}/file]}}",
             "agent.max_error_rate=0.5",
             "agent.max_turns=5",
             "rollout.engine=hf",
@@ -72,6 +87,7 @@ def test_a_model_is_trained_through_the_endpoint(tmp_path: Path) -> None:
     assert line["actor/grad_norm"] > 0
     assert line["training/rollout_log_probs_diff_max"] < 1e-4
 
+    assert json.loads((tmp_path / "looked").read_text()) == [0, "[False, False, True]\n"]
     # Of 24 episodes, some failed and have one row; the others have two, for two conversations.
     share = line["agent/failures/raised"]
     assert 0 < share < 0.5

@@ -14,6 +14,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import pytest
 from megarl.agents.sandboxes import container
 from megarl.agents.sandboxes.protocol import Sandbox, SandboxEndedError, SandboxStartError
 from megarl.agents.sandboxes.start import check_provider, open_sandbox, start_sandbox
-from megarl.config.schema import SandboxConfig, SandboxProvider
+from megarl.config.schema import HarnessConfig, SandboxConfig, SandboxProvider
 from tests.unit.agents.sandboxes.endpoint import serving
 from tests.unit.agents.sandboxes.image import write_image
 
@@ -139,6 +140,27 @@ def test_the_image_of_a_row_and_starts_that_fail(
         monkeypatch.setenv("DOCKER_HOST", address)
         with pytest.raises(ValueError, match=why):
             check_provider(CONTAINER)
+
+
+def test_an_agent_in_the_container_of_its_row_reaches_the_model(engine: httpx.Client) -> None:
+    # Imported here, because it takes seconds, and without an engine nothing here needs it.
+    from tests.unit.endpoint.test_session_server import TASK, played
+
+    program = """
+body='{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
+address=${OPENAI_BASE_URL#http://} && address=${address%%/*} && exec 3<>/dev/tcp/${address/://} || exit 2
+printf 'POST /v1/chat/completions HTTP/1.0\\r\\nAuthorization: Bearer %s\\r\\n' "$OPENAI_API_KEY" >&3
+printf 'Content-Type: application/json\\r\\nContent-Length: %d\\r\\n\\r\\n%s' ${#body} "$body" >&3
+answer=$(cat <&3); read -r task
+[[ $task == *'"ground_truth": "42"'* && $answer == *'"content":"4"'* ]] && echo '{"reward": 2.0}'
+"""
+    config = HarnessConfig(command=["bash", "-c", program], sandbox=replace(CONTAINER, image=None))
+    ended, _ = played(config, task=replace(TASK, extra_info={"sandbox_image": IMAGE}))
+    assert ended.why == ""
+    assert ended.trajectory.turn_rewards == [2.0]
+    ended, _ = played(config)
+    assert (ended.trajectory.failure, "there is no image" in ended.why) == ("no_sandbox", True)
+    assert names(engine) == []
 
 
 def test_nothing_remains_when_the_process_is_killed(engine: httpx.Client) -> None:
