@@ -240,7 +240,7 @@ def socket_path() -> str:
         if os.path.exists(path):
             return path
     raise SandboxStartError(
-        f"provider container needs a container engine, but {given or ', '.join(usual)} does not exist; start "
+        f"provider container needs a container engine, but there is no socket {given or ' or '.join(usual)}; start "
         f"podman's service (systemctl --user start podman.socket) or Docker, or set {_ADDRESS_VARIABLE}"
     )
 

@@ -135,7 +135,7 @@ def test_the_image_of_a_row_and_starts_that_fail(
     check_provider(CONTAINER)
     for address, why in {
         "tcp://a:1": "needs unix://PATH",
-        f"unix://{tmp_path}/none": "does not exist",
+        f"unix://{tmp_path}/none": "there is no socket",
     }.items():
         monkeypatch.setenv("DOCKER_HOST", address)
         with pytest.raises(ValueError, match=why):
