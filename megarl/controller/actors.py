@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.controller.call_arguments import share, uids_of
 from megarl.controller.call_limits import GroupLimits, LearnedLimits
-from megarl.controller.calls import Call
+from megarl.controller.calls import Call, CallEnd
 from megarl.controller.cluster import worker_owner
 from megarl.controller.dispatch import CallPlan
 from megarl.controller.errors import PhaseTimeoutError, RankReport
@@ -58,6 +58,7 @@ class ActorSet:
         self.title = "+".join(roles)
         self.limits = GroupLimits(phase_time_limit_s, learned_limits)
         self.locations: dict[int, Location] = {}
+        self._last: dict[int, CallEnd] = {}  # by rank, of the call that was submitted last
         self.alive = True
         self._ended_by: PhaseTimeoutError | None = None
         self.construction: tuple[Call, ...] = ()
@@ -144,7 +145,20 @@ class ActorSet:
             result, record = execute.remote(
                 role, method, rank in route.results, *shared[part].positional, **shared[part].named
             )
-            calls[rank] = Call(self, role, rank, method, result, record, on_record, uids_of(plan.parts[part]))
+            end = CallEnd(record)
+            calls[rank] = Call(
+                self,
+                role,
+                rank,
+                method,
+                result,
+                record,
+                on_record,
+                uids_of(plan.parts[part]),
+                end=end,
+                earlier=self._last.get(rank),
+            )
+            self._last[rank] = end
 
         return WorkerFuture(list(calls.values()), [calls[rank] for rank in route.results], plan.collect)
 

@@ -59,11 +59,31 @@ class Processes(Protocol):
 
 
 @dataclass(eq=False)
+class CallEnd:
+    """When a call has ended, without its result.
+
+    Attributes:
+        reference: The object that becomes available when it ends.
+        noticed_s: When this process noticed the end (monotonic seconds); None: not yet.
+    """
+
+    reference: ray.ObjectRef
+    noticed_s: float | None = None
+
+    def look(self) -> float | None:
+        """Look whether the call has ended. Returns when that was noticed first, None if it has not."""
+        if self.noticed_s is None and ray.wait([self.reference], timeout=0, fetch_local=False)[0]:
+            self.noticed_s = time.monotonic()
+        return self.noticed_s
+
+
+@dataclass(eq=False)
 class Call:
     """A call on one rank.
 
     The result stays in the object store until it is fetched. `uids` (B,) are those of the rows of the call's
-    batch, if any. A call that goes through a relay (relay.py) ends with the answer of the relay.
+    batch, if any. A call that goes through a relay (relay.py) ends with the answer of the relay. `end` is its
+    end and `earlier` that of the call before it on the rank; None if it is not known.
     """
 
     processes: Processes
@@ -75,6 +95,8 @@ class Call:
     on_record: OnRecord
     uids: np.ndarray | None = None
     relayed: RelayedCalls | None = None
+    end: CallEnd | None = None
+    earlier: CallEnd | None = None
     answer: Ended | None = None
     submitted_s: float = field(default_factory=time.monotonic)
     record: CallRecord | None = None
@@ -110,6 +132,8 @@ class Call:
             self.failure = self._failure_outside(error)
             return
 
+        if self.end is not None:
+            self.end.noticed_s = time.monotonic()
         # Keep the location: it identifies the node and log of the process if it dies in a later call.
         self.processes.locations[self.rank] = self.record.location
         self.on_record(self.role, self.rank, self.record)

@@ -298,10 +298,11 @@ def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float
 
 def _limit_s(limits: GroupLimits, activity: RankActivity | None, call: Call) -> float:
     """Return the limit of what a rank is doing, in seconds."""
+    if activity is not None:
+        return limits.limit_s(activity.method or call.method)
     # A process that does not answer may still be in an earlier call, whose time is not known.
-    if activity is None:
-        return limits.fixed_s
-    return limits.limit_s(activity.method or call.method)
+    is_next = call.earlier is not None and call.earlier.look() is not None
+    return limits.limit_s(call.method) if is_next else limits.fixed_s
 
 
 def _unanswered(calls: Sequence[Call], running: Mapping[int, RankActivity | None]) -> list[Call]:
@@ -318,4 +319,5 @@ def _age_s(activity: RankActivity | None, call: Call, now_s: float) -> float:
     # A queued call cannot start before the running one has ended, so the age of the running one counts.
     if activity is not None and activity.method is not None:
         return activity.running_s
-    return now_s - call.submitted_s
+    ended_s = call.earlier.look() if activity is None and call.earlier is not None else None
+    return now_s - max(call.submitted_s, ended_s or 0.0)

@@ -3,6 +3,8 @@
 The mesh is dp=2, tp=2.
 """
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import pytest
 import torch
 
 from megarl.batch.data_proto import DataProto
-from megarl.controller.errors import WorkerError
+from megarl.controller.call_limits import LearnedLimits
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import DerivedFuture, gather, wait_for_any
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.messages import FailureKind
@@ -208,6 +211,20 @@ def test_ranks_meet_at_the_address_they_are_given(ray_cluster: None) -> None:
     )
     assert group.call(CollectiveWorker.sum_ranks) == [1, 1]
     group.shutdown()
+    pool.release()
+
+
+def test_a_single_rank_that_is_stopped_is_noticed_within_its_learned_limit(ray_cluster: None) -> None:
+    """SIGSTOP: the process does not even say what it is doing, but its earlier calls have ended."""
+    pool = RayResourcePool([1], use_gpu=False, name="alone")
+    learned = LearnedLimits(("about",), factor=2.0, floor_s=0.5)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(EchoWorker), learned_limits=learned)
+    for _ in range(4):  # before these, no limit is learned
+        group.call(EchoWorker.about)
+    os.kill(group.pids[0], signal.SIGSTOP)
+    with pytest.raises(PhaseTimeoutError, match="learned from its earlier calls") as hung:
+        group.call(EchoWorker.about)
+    assert [report.activity for report in hung.value.reports] == [None]
     pool.release()
 
 
