@@ -64,6 +64,7 @@ RULES: Mapping[Callable[[RunConfig], Violations], Keys] = {
     run.compared_validations: (),
     run.output_folders: (),
     run.profile: (),
+    run.recovery_factors: ("recovery.hang_factor", "recovery.straggler_factor"),
 }
 SFT_RULES: Mapping[Callable[[SFTConfig], Violations], Keys] = {
     data.chat_columns: (),

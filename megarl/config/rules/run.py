@@ -46,6 +46,18 @@ def output_folders(config: RunConfig) -> Violations:
             )
 
 
+def recovery_factors(config: RunConfig) -> Violations:
+    """Check that multiples of usual times are larger than these times."""
+    for name in ("hang_factor", "straggler_factor"):
+        factor = getattr(config.recovery, name)
+        if 0 < factor <= 1:
+            yield Violation(
+                (f"recovery.{name}",),
+                f"is {factor:g}, a multiple of a usual time that half of all measurements exceed; use 0 to "
+                f"turn it off, or a number well above 1",
+            )
+
+
 def profile(config: RunConfig) -> Violations:
     """Check that profiled steps, roles and ranks exist."""
     chosen = config.profile

@@ -399,6 +399,11 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
             "recovery.enabled is false, so there is none; use recovery.enabled=true, or skip or stop",
         ),
         (
+            ["recovery.straggler_factor=0.5"],
+            "recovery.straggler_factor: is 0.5, a multiple of a usual time that half of all measurements exceed",
+        ),
+        (["recovery.hang_factor=1"], "recovery.hang_factor: is 1, a multiple of a usual time"),
+        (
             ["profile.steps=[3,11]"],
             "profile.steps: has 11, but the steps of the run are 1 to 10",
         ),
