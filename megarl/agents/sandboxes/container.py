@@ -239,8 +239,9 @@ def socket_path() -> str:
     for path in usual if given is None else [given.removeprefix(_SCHEME)]:
         if os.path.exists(path):
             return path
+    looked_for = given or " or ".join(usual)
     raise SandboxStartError(
-        f"provider container needs a container engine, but there is no socket {given or ' or '.join(usual)}; start "
+        f"provider container needs a container engine, but there is no socket {looked_for}; start "
         f"podman's service (systemctl --user start podman.socket) or Docker, or set {_ADDRESS_VARIABLE}"
     )
 
