@@ -35,6 +35,7 @@ from megarl.doctor.examined_config import load_for_run
 from megarl.roles.models import Absent, Actor, Critic, Scorer
 from megarl.roles.reward import Reward
 from megarl.roles.rollout.rollout import Rollout
+from megarl.roles.teachers import Teachers
 from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.resume import find_resume
 
@@ -116,7 +117,7 @@ class Run:
         return self._trainer.roles.reference
 
     @property
-    def teacher(self) -> Scorer | Absent:
+    def teacher(self) -> Scorer | Teachers | Absent:
         return self._trainer.roles.teacher
 
     @property

@@ -105,6 +105,8 @@ def _sections(root: type, prefix: str = "", leave_out: typing.Sequence[str] = ()
             yield from _section(typing.cast(type, kind), default, entry.name, prefix)
         else:
             plain.append(_row(root, entry, entry.name, default))
+            if (item := _item(kind)) is not None:
+                plain += _rows_of_item(item(), f"{entry.name}[]")
 
     if plain:
         yield from ["### top-level keys\n", *_table(plain)]
@@ -126,7 +128,7 @@ def _section(section: type, value: Any, key: str, prefix: str) -> Iterator[str]:
         else:
             rows.append(_row(section, entry, f"{key}.{entry.name}", default))
             if (item := _item(kind)) is not None:
-                rows += _rows_of_item(item, f"{key}.{entry.name}[]")
+                rows += _rows_of_item(item(), f"{key}.{entry.name}[]")
 
     if rows:
         yield from _table(rows)
@@ -134,14 +136,15 @@ def _section(section: type, value: Any, key: str, prefix: str) -> Iterator[str]:
         yield from _section(kind, default, inner_key, prefix)
 
 
-def _rows_of_item(section: type, key: str) -> Iterator[str]:
+def _rows_of_item(value: Any, key: str) -> Iterator[str]:
     """Yield the rows of a section that is an item of a list, with those of its nested sections."""
+    section = type(value)
     for entry in fields(section):
-        kind = _types(section)[entry.name]
-        if is_dataclass(kind):
-            yield from _rows_of_item(typing.cast(type, kind), f"{key}.{entry.name}")
+        default = getattr(value, entry.name)
+        if is_dataclass(default):
+            yield from _rows_of_item(default, f"{key}.{entry.name}")
         else:
-            yield _row(section, entry, f"{key}.{entry.name}", _default(entry))
+            yield _row(section, entry, f"{key}.{entry.name}", default)
 
 
 def _table(rows: list[str]) -> list[str]:

@@ -33,6 +33,8 @@ IMAGE_GRIDS = "image_grids"
 # the reference, and the margin of the pair.
 REFERENCE_LOG_PROBS = "ref_log_prob"
 MARGINS = "margins"
+# The log-probs of the samples' tokens by a teacher.
+TEACHER_LOG_PROB = "teacher_log_prob"
 # The teacher's k most likely tokens at each response token: k ids for each token of the response, and k + 1
 # log-probs, the last of which is that of all other tokens together.
 TEACHER_TOP_IDS = "teacher_top_ids"
@@ -50,7 +52,7 @@ RESPONSE_KEYS = (  # columns with a value for each token of the response
     "rollout_log_probs",
     "old_log_probs",
     "ref_log_prob",
-    "teacher_log_prob",
+    TEACHER_LOG_PROB,
     "rollout_weights",
     "entropys",
     "sum_pi_squared",

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from megarl.config.dotted import with_value
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.config.shipped import CONFIGS_DIR, shown
@@ -35,7 +34,7 @@ def with_published_models[Run: RunConfig](config: Run, config_path: str) -> tupl
             continue
         published = _published(Path(role.path), folders)
         if published is not None:
-            config = _changed(config, role.path_key.split("."), str(published))
+            config = with_value(config, role.path_key, str(published))
             said[role.path_key] = (
                 f"{role.path_key}: there is no folder {role.path!r}; using {shown(published)}/config.json"
             )
@@ -53,8 +52,3 @@ def _published(path: Path, folders: Sequence[Path]) -> Path | None:
     # Within a folder the longest ending is tried first, as the most specific match.
     found = (folder / ending for folder in folders for ending in endings)
     return next((folder for folder in found if os.path.isfile(folder / "config.json")), None)
-
-
-def _changed(section: Any, key: Sequence[str], value: str) -> Any:
-    first, *rest = key
-    return replace(section, **{first: _changed(getattr(section, first), rest, value) if rest else value})

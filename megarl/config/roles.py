@@ -6,12 +6,12 @@ step (placement/dataflow.py), pools, memory, timings, and the worker and handle 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
-from operator import attrgetter
 from typing import NamedTuple
 
+from megarl.config.dotted import value_at
 from megarl.config.schema import (
     AlgorithmConfig,
     ExpertsConfig,
@@ -33,6 +33,7 @@ from megarl.models.architecture import LoRA
 
 REWARD_MODEL = "reward_model"
 TEACHER = "teacher"
+SOURCE_TEACHER = "teacher_"  # followed by the name of a teacher of some data sources
 JUDGE = "judge"  # followed by the judge's name: a role of the run that serves a judge's model
 ENVIRONMENT = "environment"  # the processes of an agent's environments
 # Reward functions and tools run on a CPU, so a custom placement may omit them.
@@ -193,8 +194,9 @@ def needs_reference(config: PPOConfig) -> bool:
 
 
 def needs_teacher(config: PPOConfig) -> bool:
-    # A rule reports a missing path.
-    return config.algorithm.advantage.estimator.needs.teacher and config.teacher.path is not None
+    # A rule reports a run without a teacher.
+    has_any = config.teacher.path is not None or bool(config.teachers)
+    return config.algorithm.advantage.estimator.needs.teacher and has_any
 
 
 def needs_critic(config: PPOConfig) -> bool:
@@ -317,6 +319,30 @@ ROLES: tuple[Role, ...] = (
 )
 
 
+def teachers_by_source(config: PPOConfig) -> dict[str, str]:
+    """Return the role of the teacher of each data source that has one of its own."""
+    return {
+        source: f"{SOURCE_TEACHER}{teacher.name}"
+        for teacher in config.teachers
+        for source in teacher.data_sources
+    }
+
+
+def absent_teacher(config: PPOConfig, data_sources: Collection[str]) -> tuple[str, str] | None:
+    """Return a problem and its hint if no teacher scores the samples of one of these data sources."""
+    known = teachers_by_source(config)
+    if not needs_teacher(config) or config.teacher.path is not None:
+        return None
+    unknown = sorted(set(data_sources) - known.keys())
+    if not unknown:
+        return None
+    return (
+        f"no teacher scores the samples of data_source {', '.join(map(repr, unknown))}; `teachers` have "
+        f"{', '.join(map(repr, known))}",
+        "add it to the data_sources of one of them, or set teacher.path to a teacher of all others",
+    )
+
+
 class ServedJudge(NamedTuple):
     """A judge whose model the run serves.
 
@@ -343,8 +369,30 @@ def judge_roles(config: RunConfig) -> dict[str, ServedJudge]:
 
 
 def role_named(name: str) -> Role:
-    """Return the row of a role."""
-    return next(role for role in ROLES if role.name == name)
+    """Return the row of a role. All teachers of data sources have the teacher's, with their own names."""
+    if not name.startswith(SOURCE_TEACHER):
+        return next(role for role in ROLES if role.name == name)
+    row = role_named(TEACHER)
+    # Each writes rows of its own, so that teachers need not wait for each other.
+    phases = (replace(phase, name=name, writes=(f"{name}_log_prob",)) for phase in row.phases)
+    return replace(row, name=name, phases=tuple(phases))
+
+
+def _teacher_rows(row: Role, config: PPOConfig) -> Iterator[Role]:
+    """Yield the rows of all teachers of a run, given the row of the section `teacher`."""
+    if config.teacher.path is not None:
+        yield row
+    for index, teacher in enumerate(config.teachers):
+        key = f"teachers[{index}]"
+        if teacher.path is None:  # a rule reports it
+            continue
+        yield replace(
+            role_named(f"{SOURCE_TEACHER}{teacher.name}"),
+            path_keys=(f"{key}.path",),
+            parallel_key=f"{key}.parallel",
+            micro_batch_key=f"{key}.micro_batch",
+            megatron_keys=(f"{key}.megatron",),
+        )
 
 
 def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:
@@ -354,7 +402,10 @@ def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:
         if config.kind is RunKind.reward_model:
             trained = replace(trained, with_value_head=True)
         return (_of_run(trained, config, ()),)
-    rows = [role for role in ROLES if role.is_needed(config)]
+    needed = [role for role in ROLES if role.is_needed(config)]
+    rows = [
+        row for role in needed for row in (_teacher_rows(role, config) if role.name == TEACHER else [role])
+    ]
     names = (*(role.name for role in rows), "reward")
     roles = [_of_run(role, config, names) for role in rows]
     owners = {role.base_of for role in roles}
@@ -364,17 +415,17 @@ def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:
 def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
     """Combine a row with the values of a run. `names` are all roles of the run."""
     # A role without its own path falls back to the last key.
-    path_key = next((key for key in role.path_keys if attrgetter(key)(config)), role.path_keys[-1])
+    path_key = next((key for key in role.path_keys if value_at(config, key)), role.path_keys[-1])
     section: TrainedModelConfig | None = (
-        None if role.trained_key is None else attrgetter(role.trained_key)(config)
+        None if role.trained_key is None else value_at(config, role.trained_key)
     )
     megatron_key, megatron = _megatron_options(role, config)
     return ModelRole(
         row=role,
-        path=attrgetter(path_key)(config),
+        path=value_at(config, path_key),
         path_key=path_key,
-        parallel=attrgetter(role.parallel_key)(config),
-        micro_batch=attrgetter(role.micro_batch_key)(config),
+        parallel=value_at(config, role.parallel_key),
+        micro_batch=value_at(config, role.micro_batch_key),
         optim=None if section is None else section.optim,
         recomputation=Recomputation() if section is None else section.recomputation,
         experts=ExpertsConfig() if section is None else section.experts,
@@ -399,7 +450,7 @@ def _is_base(role: Role, config: RunConfig, path_key: str) -> bool:
 def _megatron_options(role: Role, config: RunConfig) -> tuple[str, MegatronConfig]:
     """Return the key and the value of a role's options of Megatron. A frozen model has only layers."""
     sections: list[tuple[str, MegatronConfig | ReferenceMegatronConfig | FrozenMegatronConfig]] = [
-        (key, attrgetter(key)(config)) for key in role.megatron_keys
+        (key, value_at(config, key)) for key in role.megatron_keys
     ]
     key, section = next(each for each in sections if each[1].transformer is not None)
     if isinstance(section, MegatronConfig) and role.trained_key is not None:

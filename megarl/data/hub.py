@@ -6,13 +6,13 @@ They are downloaded once into the hub's own cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+from megarl.config.dotted import with_value
 from megarl.config.roles import model_roles
 from megarl.config.rules.data import FORMATS
 from megarl.config.schema import RunConfig
@@ -58,7 +58,7 @@ def with_hub_inputs[Run: RunConfig](config: Run, fetch: bool) -> HubInputs[Run]:
             except _NotFoundError as error:
                 problems.append(str(error))
                 continue
-            config = _changed(config, role.path_key.split("."), str(folder))
+            config = with_value(config, role.path_key, str(folder))
             if not has_weights:
                 lines.append(
                     f"{role.path_key}: {role.path} is on the hub; `megarl train` downloads its weights"
@@ -77,7 +77,7 @@ def with_hub_inputs[Run: RunConfig](config: Run, fetch: bool) -> HubInputs[Run]:
             for name in files
             if is_hub_name(name)
         ]
-        config = _changed(config, ["data", key], files)
+        config = with_value(config, f"data.{key}", files)
 
     # Remove duplicates, because roles may share a model's key.
     return HubInputs(config, list(dict.fromkeys(lines)), list(dict.fromkeys(problems)))
@@ -90,7 +90,7 @@ def with_cached_models[Run: RunConfig](config: Run) -> Run:
     """
     for role in model_roles(config):
         if is_hub_name(role.path) and (folder := _whole_model(role.path)) is not None:
-            config = _changed(config, role.path_key.split("."), str(folder))
+            config = with_value(config, role.path_key, str(folder))
     return config
 
 
@@ -179,8 +179,3 @@ def _fetched(key: str, name: str, kind: str, patterns: Sequence[str]) -> Path:
             f"{one_line(error).split('. ')[0]})"
         )
         raise _NotFoundError(f"{key}: {problem}; {hint}") from error
-
-
-def _changed(section: Any, key: Sequence[str], value: Any) -> Any:
-    first, *rest = key
-    return replace(section, **{first: _changed(getattr(section, first), rest, value) if rest else value})

@@ -26,7 +26,14 @@ from megarl.placement.transport import choose_transport
 
 # Keys that a placement depends on.
 _PLACEMENT_KEYS = (
-    *("placement", "actor.parallel", "teacher.parallel", "critic.parallel", "reward.model.parallel"),
+    *(
+        "placement",
+        "actor.parallel",
+        "teacher.parallel",
+        "teachers",
+        "critic.parallel",
+        "reward.model.parallel",
+    ),
     *("rollout.num_replicas", "rollout.tensor_parallel_size"),
 )
 

@@ -53,7 +53,7 @@ from megarl.doctor.reward_functions import (
     judge_compared_metrics,
     judge_rewards,
 )
-from megarl.doctor.teacher import judge_teacher
+from megarl.doctor.teacher import judge_data_sources, judge_teacher
 from megarl.machine.errors import ConfigError
 from megarl.machine.spawn import FreshContext
 from megarl.machine.user_functions import UserFunctionError
@@ -153,6 +153,9 @@ def findings(
 
     if not any(key.endswith(".function") or key == "algorithm" for key in skipped):
         yield from judge_functions(config.algorithm)
+    # The start of a run, which reads one row here, checks all rows when it renders them.
+    if config.teachers and num_rows > 1 and "data.train_files" not in skipped:
+        yield from judge_data_sources(config)
     sampler = config.data.curriculum.sampler
     if sampler is not None and not any(key.startswith("data.curriculum") for key in skipped):
         yield judge_sampler(sampler)

@@ -1,13 +1,35 @@
-"""Check that a teacher reads the policy's token ids as the policy does."""
+"""Check that teachers read the policy's token ids as the policy does, and score all samples."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config.roles import ModelRole
-from megarl.doctor.check_result import CheckResult, good, wrong
+from megarl.config.roles import ModelRole, absent_teacher
+from megarl.config.schema import PPOConfig
+from megarl.data.files import DataError
+from megarl.data.prompts import read_reward_inputs, read_reward_rows
+from megarl.doctor.check_result import DATA, CheckResult, good, wrong
 
 _CHECK = "tokenizers"
+
+
+def judge_data_sources(config: PPOConfig) -> Iterator[CheckResult]:
+    """Check that a teacher scores the samples of each data source of the training files.
+
+    All rows are read, without their prompts. The check of the data reports files that cannot be read.
+    """
+    sources: set[str] = set()
+    for file in dict.fromkeys(config.data.train_files):
+        try:
+            for row in read_reward_rows([file], config.data.columns):
+                sources.add(read_reward_inputs(row, config.data.columns).data_source)
+        except DataError:
+            continue
+    if (problem := absent_teacher(config, sources)) is not None:
+        message, hint = problem
+        yield wrong(DATA, f"data.train_files: {message}", hint, data_sources=sorted(sources))
 
 
 def judge_teacher(

@@ -27,6 +27,7 @@ SHARED = frozenset(
         "model.path",
         "reference.path",
         "teacher.path",
+        "teachers.path",
         "actor.lora.path",
         "critic.lora.path",
         "critic.model.path",

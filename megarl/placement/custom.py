@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
-from megarl.config.roles import WITHOUT_DEVICES, judge_roles, role_named
+from megarl.config.roles import WITHOUT_DEVICES, judge_roles, model_roles
 from megarl.config.schema import PlacementConfig, PlacementStrategy, PPOConfig, RunConfig
 from megarl.placement.assign import fits_alone
 from megarl.placement.requests import GroupRequest, group_requests
@@ -33,7 +33,8 @@ def custom_problems(config: RunConfig) -> list[str]:
         *_judge_problems(placement, judge_roles(config)),
         *_pool_problems(placement),
     ]
-    return problems or list(_sizes(placement, requests))
+    keys = {role.name: role.parallel_key for role in model_roles(config)}
+    return problems or list(_sizes(placement, requests, keys))
 
 
 def _without_effect(placement: PlacementConfig) -> Iterator[str]:
@@ -115,7 +116,9 @@ def _pool_problems(placement: PlacementConfig) -> Iterator[str]:
             )
 
 
-def _sizes(placement: PlacementConfig, requests: Collection[GroupRequest]) -> Iterator[str]:
+def _sizes(
+    placement: PlacementConfig, requests: Collection[GroupRequest], parallel_keys: Mapping[str, str]
+) -> Iterator[str]:
     """Check each role separately, since roles in one pool take turns on the same devices."""
     for request in requests:
         pool = placement.roles.get(request.name)
@@ -130,12 +133,12 @@ def _sizes(placement: PlacementConfig, requests: Collection[GroupRequest]) -> It
                 f"is {counts}: {request.name} needs {needed} devices in groups of {request.together}, each "
                 f"on one node; use a multiple of {request.together} on each node"
             )
-        yield f"{key}, {_keys_of(request)}: {reason}, or smaller sizes of {request.name}"
+        yield f"{key}, {_keys_of(request, parallel_keys)}: {reason}, or smaller sizes of {request.name}"
 
 
-def _keys_of(request: GroupRequest) -> str:
+def _keys_of(request: GroupRequest, parallel_keys: Mapping[str, str]) -> str:
     if request.name == "rollout":
         return "rollout.num_replicas, rollout.tensor_parallel_size"
     if request.parallel is None:
         return "num_replicas and tensor_parallel_size of the judge in reward.judges"
-    return role_named(request.name).parallel_key
+    return parallel_keys[request.name]

@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from megarl.config import roles as table
-from megarl.config.roles import Role, RolePhase, Stage
+from megarl.config.roles import SOURCE_TEACHER, TEACHER, Role, RolePhase, Stage, role_named
 from megarl.placement.placement_plan import PlacementPlan
 
 PARAMETERS = "parameters"
@@ -82,16 +82,25 @@ _PUSH = _phase(
 )
 
 
-def step_phases() -> tuple[Phase, ...]:
-    """Return all phases of a step for all roles, in an order in which one process could run them."""
-    scoring = (*_at(Stage.reward), *_at(Stage.score))
+def step_phases(roles: Collection[str] = ()) -> tuple[Phase, ...]:
+    """Return all phases of a step for all roles, in an order in which one process could run them.
+
+    Args:
+        roles: Roles of the run. Those of teachers of data sources are not in the table, and are added.
+    """
+    rows: list[Role] = []
+    for row in table.ROLES:
+        rows.append(row)
+        if row.name == TEACHER:
+            rows += [role_named(name) for name in roles if name.startswith(SOURCE_TEACHER)]
+
+    def at(stage: Stage) -> list[Phase]:
+        return [_of_role(role, phase) for role in rows for phase in role.phases if phase.stage is stage]
+
+    scoring = (*at(Stage.reward), *at(Stage.score))
     columns = " ".join(["token_level_scores", *(column for phase in scoring for column in phase.writes)])
     advantages = _phase("adv", [], columns, "advantages returns", {})
-    return (_GENERATE, _REWARD, *scoring, advantages, *_at(Stage.update), *_at(Stage.update_policy), _PUSH)
-
-
-def _at(stage: Stage) -> list[Phase]:
-    return [_of_role(role, phase) for role in table.ROLES for phase in role.phases if phase.stage is stage]
+    return (_GENERATE, _REWARD, *scoring, advantages, *at(Stage.update), *at(Stage.update_policy), _PUSH)
 
 
 def _of_role(role: Role, phase: RolePhase) -> Phase:
@@ -108,7 +117,7 @@ def _of_role(role: Role, phase: RolePhase) -> Phase:
 
 def phases_of(roles: Collection[str]) -> tuple[Phase, ...]:
     """Return the phases of a run with these roles."""
-    return tuple(phase for phase in step_phases() if set(phase.roles) <= set(roles))
+    return tuple(phase for phase in step_phases(roles) if set(phase.roles) <= set(roles))
 
 
 def waits_for(step: Sequence[Phase]) -> dict[str, frozenset[str]]:

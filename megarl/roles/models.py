@@ -16,11 +16,12 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import merge_metrics, over_updates
 from megarl.batch.token_rows import (
     ROUTED_EXPERTS,
+    TEACHER_LOG_PROB,
     TEACHER_TOP_IDS,
     TEACHER_TOP_LOG_PROBS,
     model_keys,
 )
-from megarl.config.roles import Role, needs_sum_pi_squared, scores_in_update
+from megarl.config.roles import Role, RoleKind, needs_sum_pi_squared, scores_in_update
 from megarl.config.schema import (
     AlgorithmConfig,
     CorrectionLevel,
@@ -87,7 +88,9 @@ class Scorer(MegatronRole):
         """
         super().__init__(group, parallel, micro_batch, schedule, share_prompts=share_prompts)
         (self._phase,) = role.phases
-        (self._column,) = self._phase.writes
+        (column,) = self._phase.writes
+        # Teachers of data sources write rows of one column.
+        self._column = TEACHER_LOG_PROB if role.kind is RoleKind.teacher else column
         self._top = top
 
     def log_probs(self, batch: DataProto) -> DerivedFuture:

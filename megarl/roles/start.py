@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megarl.config.load import with_absolute_paths, with_dtype
-from megarl.config.roles import REWARD_MODEL, TEACHER, ModelRole, RoleKind, model_roles
+from megarl.config.roles import (
+    REWARD_MODEL,
+    TEACHER,
+    ModelRole,
+    RoleKind,
+    model_roles,
+    teachers_by_source,
+)
 from megarl.config.schema import Device, EngineDType, PPOConfig, PreferenceConfig, RunConfig, SFTConfig
 from megarl.controller.call_limits import LearnedLimits
 from megarl.controller.environment import weight_group_settings
@@ -34,6 +41,7 @@ from megarl.roles.rollout.rollout import Rollout, TokenRules
 from megarl.roles.rollout.scaling import ReplicaScaling
 from megarl.roles.start_judges import connect_judges, start_judges
 from megarl.roles.start_rollout import replica_scaling, start_replicas, start_rollout
+from megarl.roles.teachers import Teachers
 from megarl.roles.weights.forecast import rank_places
 from megarl.roles.weights.rollout_weights import FolderWeights, RolloutWeights
 from megarl.roles.weights.source import WeightSource
@@ -54,6 +62,7 @@ class PPORoles:
         reward: The reward functions and the reward model.
         critic: The critic, or ABSENT.
         scorers: Frozen policies that score samples, by role.
+        teachers: The teachers by data source; None in a run with one teacher or none.
         schedule: The colocation schedule.
         scaling: Changes the number of replicas; None if engines share devices with other roles.
     """
@@ -64,6 +73,7 @@ class PPORoles:
     reward: Reward
     critic: Critic | Absent = ABSENT
     scorers: Mapping[str, Scorer] = field(default_factory=dict)
+    teachers: Teachers | None = None
     schedule: OffloadSchedule = field(default_factory=OffloadSchedule)
     scaling: ReplicaScaling | None = None
 
@@ -76,8 +86,8 @@ class PPORoles:
         return self.scorer("reference")
 
     @property
-    def teacher(self) -> Scorer | Absent:
-        return self.scorer(TEACHER)
+    def teacher(self) -> Scorer | Teachers | Absent:
+        return self.teachers or self.scorer(TEACHER)
 
     @property
     def groups(self) -> list[RoleGroup | Rollout]:
@@ -179,8 +189,11 @@ class _Starter:
 
 def _learned_limits(config: RunConfig) -> LearnedLimits:
     """Return the limits of calls that score or train a batch, which take about equally long in each step."""
-    methods = frozenset(call for phase in step_phases() for call in phase.calls)
-    return LearnedLimits(methods, config.recovery.hang_factor)
+    methods = {call for phase in step_phases() for call in phase.calls}
+    # The rows that a teacher of data sources scores differ from step to step.
+    if isinstance(config, PPOConfig) and teachers_by_source(config):
+        methods.remove("log_probs")
+    return LearnedLimits(frozenset(methods), config.recovery.hang_factor)
 
 
 def group_pool(plan: PlacementPlan, pools: ResourcePoolManager, group: GroupPlan) -> RayResourcePool:
@@ -227,11 +240,16 @@ def start_ppo(
     weights = RolloutWeights(sync, replicas, schedule)
     rollout = start_rollout(config, plan, pools, replicas, weights, rules)
     connect_judges(judges, groups["reward"])
+    scorers = _scorers(config, groups, schedule, models["actor"].vocab_size)
+    by_source = {
+        source: scorers[role] for source, role in teachers_by_source(config).items() if role in scorers
+    }
 
     return PPORoles(
         actor=_actor(config, groups["actor"], source, updates, schedule),
         critic=_critic(config, groups["critic"], updates, schedule) if "critic" in groups else ABSENT,
-        scorers=_scorers(config, groups, schedule, models["actor"].vocab_size),
+        scorers=scorers,
+        teachers=Teachers(by_source=by_source, other=scorers.get(TEACHER)) if by_source else None,
         rollout=rollout,
         weights=weights,
         reward=_reward(config, groups, schedule, judges),

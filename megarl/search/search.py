@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megarl.config.roles import judge_roles
+from megarl.config.roles import SOURCE_TEACHER, judge_roles, model_roles
 from megarl.config.validate import PPO_RULES, read_architectures, validate
 from megarl.machine.errors import ConfigError
 from megarl.placement.memory import budget_problems, plan_memory
@@ -122,6 +122,16 @@ class _Search:
                 [
                     f"reward.judges: the search places no judges that the run serves ({', '.join(served)}); "
                     "start their servers by hand, and set url and model instead of path"
+                ],
+            )
+        names = [role.name for role in model_roles(space.config)]
+        if teachers := [name for name in names if name.startswith(SOURCE_TEACHER)]:
+            raise ConfigError(
+                "tune",
+                [
+                    f"teachers: the search chooses no layouts of teachers of data sources "
+                    f"({', '.join(teachers)}), which no override can set; tune the run with the largest of "
+                    "them as `teacher`, and give the others layouts by hand"
                 ],
             )
         self.rejections = Rejections()

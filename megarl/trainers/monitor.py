@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -238,9 +238,13 @@ class Monitor:
         return [span for group in self._groups for span in group.drain_spans()]
 
 
-def phases_by_call() -> dict[tuple[str, str], str]:
-    """Return the phase (`timing_s/<phase>`) of each call, by role and worker method."""
-    return {(phase.roles[0], call): phase.name for phase in step_phases() for call in phase.calls}
+def phases_by_call(roles: Collection[str] = ()) -> dict[tuple[str, str], str]:
+    """Return the phase (`timing_s/<phase>`) of each call, by role and worker method.
+
+    Args:
+        roles: See step_phases.
+    """
+    return {(phase.roles[0], call): phase.name for phase in step_phases(roles) for call in phase.calls}
 
 
 def phase_spans(spans: Sequence[Span]) -> list[Span]:
@@ -250,7 +254,7 @@ def phase_spans(spans: Sequence[Span]) -> list[Span]:
     time that the driver waits for samples. The role is that of the first call, or the driver.
     """
     by_phase: dict[str, list[Span]] = defaultdict(list)
-    phases = phases_by_call()
+    phases = phases_by_call({span.role for span in spans})
     for span in spans:
         name = span.name if span.pool == _DRIVER else phases.get((span.role, span.name))
         if name is not None and (span.pool == _DRIVER or name != WAIT):

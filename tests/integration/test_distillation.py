@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -33,13 +35,14 @@ from megarl.config.schema import (
     OptimConfig,
     ParallelConfig,
     PPOConfig,
+    SourceTeacherConfig,
     TeacherConfig,
 )
 from megarl.roles.models import actor_rows
 from megarl.roles.start import PPORoles
 from megarl.trainers.advantages import AdvantageStep
 from tests.families import example_config
-from tests.integration.tiny_run import SYMBOLS, run_ppo, save_inputs, tiny_config
+from tests.integration.tiny_run import SYMBOLS, run_ppo, save_inputs, save_policy, tiny_config
 from tests.ranks import RankPool, gather
 from tests.unit.engine.comparison import assert_same, max_difference
 from tests.unit.engine.models import (
@@ -384,6 +387,81 @@ def test_a_student_of_another_size_approaches_its_teacher_without_rewards(
         assert line["critic/advantages/mean"] == pytest.approx(
             -line["distillation/reverse_kl/mean"], rel=1e-4
         )
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_two_teachers_score_the_rows_of_their_data_sources(inputs: Path, tmp_path: Path) -> None:
+    """The policy learns from the most likely tokens of both, and from rewards, in one update per step."""
+    save_policy(tmp_path / "other", seed=3, num_layers=2)
+    rows = pq.read_table(inputs / "train.parquet").to_pylist()
+    mixed = [row | {"data_source": ("even", "odd")[index % 2]} for index, row in enumerate(rows)]
+    pq.write_table(pa.Table.from_pylist(mixed), tmp_path / "train.parquet")
+    config = distilled(inputs, tmp_path / "out", reward_weight=0.1)
+    section = replace(config.algorithm.advantage.distillation, top_k=4)
+    advantage = replace(config.algorithm.advantage, distillation=section)
+    even = SourceTeacherConfig(
+        name="even",
+        path=config.teacher.path,
+        parallel=config.teacher.parallel,
+        micro_batch=config.teacher.micro_batch,
+        data_sources=["even"],
+    )
+    odd = SourceTeacherConfig(name="odd", path=str(tmp_path / "other"), data_sources=["odd"])
+    config = replace(
+        config,
+        data=replace(config.data, train_files=[str(tmp_path / "train.parquet")]),
+        algorithm=replace(config.algorithm, advantage=advantage),
+        teacher=TeacherConfig(),
+        teachers=[even, odd],
+        trainer=replace(config.trainer, total_steps=STEPS),
+    )
+    tokens = [[2, 5, 14, 3], [2, 7, 8, 14, 3], [2, 4, 14, 3]], [[6, 7, 1], [9, 4], [5]]
+    batch = DataProto.from_dict(
+        {
+            "prompts": RaggedTensor.of_rows(tokens[0], torch.int32, on_left=True),
+            "responses": RaggedTensor.of_rows(tokens[1], torch.int32),
+            "response_mask": RaggedTensor.of_rows([[True] * len(row) for row in tokens[1]], torch.bool),
+        },
+        {"data_source": ["odd", "even", "odd"]},
+    )
+    scored: list[DataProto] = []
+
+    def look(step: int, roles: PPORoles) -> None:
+        if step == 1:
+            scored.append(roles.teacher.log_probs(batch).get())
+            with pytest.raises(ValueError, match="row 1 of the batch has data_source 'prime', which no"):
+                roles.teacher.log_probs(
+                    DataProto.from_dict(batch.columns, {"data_source": ["odd", "prime", "odd"]})
+                )
+
+    lines = run_ppo(config, look).metrics
+    (found,) = scored
+    folders = [str(odd.path), str(even.path), str(odd.path)]
+    for row, (folder, prompt, response) in enumerate(zip(folders, *tokens, strict=True)):
+        teacher = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        with torch.no_grad():
+            logits = teacher(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        log_softmax = logits.log_softmax(-1)
+        top = log_softmax[:, : len(SYMBOLS)].topk(4)
+        rest = log_softmax.scatter(1, top.indices, -math.inf).logsumexp(1, keepdim=True)
+        own = {key: list(column.each())[row] for key, column in found.ragged.items()}
+        expected = log_softmax.gather(1, torch.tensor(response)[:, None])[:, 0]
+        assert own["teacher_log_prob"].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+        assert own[TEACHER_TOP_IDS].tolist() == top.indices.flatten().tolist()
+        assert own[TEACHER_TOP_LOG_PROBS].tolist() == pytest.approx(
+            torch.cat([top.values, rest], 1).flatten().tolist(), abs=1e-4
+        )
+
+    assert lines[-1]["actor/top_k_kl"] < 0.95 * lines[0]["actor/top_k_kl"]
+    for line in lines:
+        assert "distillation/reverse_kl/mean" in line
+        assert 0 < line["actor/top_k_mass"] < 1
+        assert line["timing_s/teacher_even"] > 0 < line["timing_s/teacher_odd"]
+        # The update's own pass scores the samples, except those of the first comparison with the engine.
+        assert line["step"] == 1 or "timing_s/old_log_prob" not in line
+        # Advantages are those of the rewards alone, whose groups have a mean of 0.
+        assert abs(line["critic/advantages/max"]) <= 0.1 * 2
+    assert any(line["critic/advantages/max"] > 0 for line in lines)
 
 
 @pytest.mark.usefixtures("ray_cluster")

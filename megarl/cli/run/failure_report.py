@@ -150,7 +150,7 @@ def _when(error: Exception, position: Position | None) -> str:
     call = _failed_call(error)
     position = position or Position()
     phases = [phase for phase in position.phases if phase != "step"]
-    of_call = None if call is None else phases_by_call().get((call.role, call.method))
+    of_call = None if call is None else phases_by_call([call.role]).get((call.role, call.method))
     # The call may belong to a phase that runs concurrently with the driver's phase.
     if of_call is not None and of_call not in phases:
         phases.append(of_call)

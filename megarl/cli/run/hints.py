@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from megarl.config.paths import checkpoint_path
-from megarl.config.roles import REWARD_MODEL, TEACHER
+from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.controller import hints
 from megarl.machine.wording import counted
@@ -108,7 +108,7 @@ def _value(field: str, cause: Cause, config: RunConfig | None, found: Mapping[st
         return found[field] or field.upper()
     if field in FACTS:
         return FACTS[field](config)
-    section = _section(cause.role)
+    section = _section(cause.role, config)
     keys = [re.sub(r"^role\.", f"{section}.", key) for key in field.split(", ")]
 
     return ", ".join(f"{key}={value}" for key in keys if (value := _setting(config, key)) is not None)
@@ -121,10 +121,11 @@ def _setting(config: RunConfig | None, key: str) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def _section(role: str) -> str:
+def _section(role: str, config: RunConfig | None) -> str:
     """Return the configuration section of a role, or of the first of several roles in one process."""
     first = role.split("+")[0]
-    return {REWARD_MODEL: "reward.model", TEACHER: TEACHER, "critic": "critic"}.get(first, "actor")
+    keys = {} if config is None else {each.name: each.parallel_key for each in model_roles(config)}
+    return keys.get(first, "actor.parallel").removesuffix(".parallel")
 
 
 # ---- facts

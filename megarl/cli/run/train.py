@@ -19,7 +19,7 @@ from megarl.cli.run.resumption import is_complete, open_checkpoints, restore_mod
 from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered, write_summary
 from megarl.cli.tables.summary import title_of
 from megarl.config.load import schema_of
-from megarl.config.roles import REWARD_MODEL, model_roles
+from megarl.config.roles import REWARD_MODEL, absent_teacher, model_roles
 from megarl.config.schema import PPOConfig, PreferenceConfig, SFTConfig
 from megarl.data.chat_clock import chat_time, saved_chat_time, set_chat_time
 from megarl.data.conversations import check_chats
@@ -28,6 +28,7 @@ from megarl.data.images import ImageProcessor
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.doctor.inputs import endless_turns
+from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.roles.model_recovery import ppo_recovery
@@ -121,6 +122,9 @@ def open_ppo(
             pass_score=config.reward.pass_score,
         )
 
+    sources = {train[index].data_source for index in range(len(train))}
+    if problem := absent_teacher(config, sources):
+        raise ConfigError("data.train_files", ["; ".join(problem)])
     if REWARD_MODEL in models:
         check_reward_chats(config, models[REWARD_MODEL], data_sets, rules.chat_time)
     if resume is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from megarl.config.roles import needs_critic, needs_reward_model
 from megarl.config.schema import (
     Aggregation,
@@ -75,12 +77,13 @@ def teacher(config: PPOConfig) -> Violations:
     if not advantage.estimator.needs.teacher:
         return
 
-    if config.teacher.path is None:
+    if config.teacher.path is None and not config.teachers:
         yield Violation(
             ("teacher.path", _ESTIMATOR),
             f"{advantage.estimator.name} needs a teacher, but the path is null; give the folder of a model "
-            f"with the policy's tokenizer",
+            f"with the policy's tokenizer, or teachers of data sources in `teachers`",
         )
+    yield from _source_teachers(config)
 
     if advantage.distillation.top_k is None and advantage.distillation.kl is DistillationKL.forward:
         yield Violation(
@@ -107,6 +110,46 @@ def teacher(config: PPOConfig) -> Violations:
             ("algorithm.overlong.buffer_share", _REWARD_WEIGHT),
             f"{unread}; use 0, or a reward_weight above 0",
         )
+
+
+def _source_teachers(config: PPOConfig) -> Violations:
+    """Check the teachers of data sources: their names, folders and data sources."""
+    names: dict[str, int] = {}
+    sources: dict[str, int] = {}
+    for index, teacher in enumerate(config.teachers):
+        key = f"teachers[{index}]"
+
+        # Roles and timings are named after the teacher.
+        if re.fullmatch(r"[A-Za-z0-9_]+", teacher.name) is None:
+            yield Violation(
+                (f"{key}.name",),
+                f"is {teacher.name!r}, but is part of the role teacher_<name>; use letters, digits and '_'",
+            )
+        if teacher.name in names:
+            yield Violation(
+                (f"{key}.name",),
+                f"is {teacher.name!r}, the name of teachers[{names[teacher.name]}]; use another",
+            )
+        names.setdefault(teacher.name, index)
+
+        if teacher.path is None:
+            yield Violation(
+                (f"{key}.path",), "is null; give the folder of a model with the policy's tokenizer"
+            )
+        if not teacher.data_sources:
+            yield Violation(
+                (f"{key}.data_sources",),
+                "is empty, so the teacher would score nothing; list values of the column data_source, or use "
+                "the section `teacher`, which scores all other samples",
+            )
+        for source in teacher.data_sources:
+            if source in sources:
+                yield Violation(
+                    (f"{key}.data_sources",),
+                    f"contains {source!r}, which teachers[{sources[source]}] scores; a sample has one "
+                    f"teacher, so remove it from one of them",
+                )
+            sources.setdefault(source, index)
 
 
 def critic(config: PPOConfig) -> Violations:

@@ -80,6 +80,7 @@ from megarl.config.schema.models import (
     Recompute,
     RecomputeModule,
     ReferenceConfig,
+    SourceTeacherConfig,
     TeacherConfig,
     TrainedModelConfig,
 )

@@ -293,3 +293,12 @@ class TeacherConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
     megatron: FrozenMegatronConfig = field(default_factory=FrozenMegatronConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceTeacherConfig(TeacherConfig):
+    """A teacher of the samples of some data sources."""
+
+    name: str = MISSING  # its role is `teacher_<name>`, as in placements and timings
+    # values of the column `data_source` whose samples it scores; `teacher` scores all others
+    data_sources: list[str] = field(default_factory=list)

@@ -21,6 +21,7 @@ from megarl.config.schema.models import (
     CriticConfig,
     ModelConfig,
     ReferenceConfig,
+    SourceTeacherConfig,
     TeacherConfig,
     TrainedModelConfig,
 )
@@ -165,6 +166,7 @@ class PPOConfig(RunConfig):
     actor: ActorConfig = field(default_factory=ActorConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    teachers: list[SourceTeacherConfig] = field(default_factory=list)  # teachers of some data sources only
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

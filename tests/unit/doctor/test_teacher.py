@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megarl.config.roles import ModelRole, model_roles
@@ -13,11 +15,12 @@ from megarl.config.schema import (
     AdvantageEstimator,
     AlgorithmConfig,
     PPOConfig,
+    SourceTeacherConfig,
     TeacherConfig,
 )
 from megarl.doctor.check_result import CheckResult, Status
 from megarl.doctor.inputs import findings
-from megarl.doctor.teacher import judge_teacher
+from megarl.doctor.teacher import judge_data_sources, judge_teacher
 from megarl.models.families import read_architecture
 from tests.unit.config.folders import model_folder
 from tests.unit.data.chats import character_tokenizer
@@ -83,3 +86,25 @@ def test_the_check_of_a_run_compares_the_tokenizers_of_its_folders(config: PPOCo
     character_tokenizer(vocabulary_extra="#").save_pretrained(teacher)
     (error,) = [each for each in of_tokenizers() if each.status is Status.error]
     assert str(error).startswith(f"teacher.path: {teacher}: the tokenizer differs")
+
+
+def test_the_check_of_a_run_names_data_sources_without_a_teacher(config: PPOConfig, tmp_path: Path) -> None:
+    sources = ["gsm8k", "aime", "gsm8k", "apps"]
+    rows = [{"prompt": "2+2", "data_source": source, "ground_truth": "4"} for source in sources]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    math = SourceTeacherConfig(name="math", path="math", data_sources=["gsm8k"])
+    run = replace(
+        config,
+        data=replace(config.data, train_files=[str(tmp_path / "train.parquet")]),
+        teacher=TeacherConfig(),
+        teachers=[math],
+    )
+    (error,) = judge_data_sources(run)
+    assert error.status is Status.error
+    assert str(error) == (
+        "data.train_files: no teacher scores the samples of data_source 'aime', 'apps'; `teachers` have "
+        "'gsm8k'; add it to the data_sources of one of them, or set teacher.path to a teacher of all others"
+    )
+    assert list(judge_data_sources(replace(run, teacher=config.teacher))) == []
+    whole = replace(math, data_sources=["gsm8k", "aime", "apps"])
+    assert list(judge_data_sources(replace(run, teachers=[whole]))) == []

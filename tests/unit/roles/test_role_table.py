@@ -8,17 +8,29 @@ from dataclasses import replace
 import pytest
 
 from megarl.config import roles
-from megarl.config.roles import ROLES, Role, RoleKind, RolePhase, Stage, model_roles, role_named
+from megarl.config.roles import (
+    ROLES,
+    Role,
+    RoleKind,
+    RolePhase,
+    Stage,
+    absent_teacher,
+    model_roles,
+    role_named,
+    teachers_by_source,
+)
 from megarl.config.schema import (
     AdvantageConfig,
     AdvantageEstimator,
     FrozenMegatronConfig,
     KLConfig,
     KLWhere,
+    MicroBatchConfig,
     ParallelConfig,
     PlacementStrategy,
     PPOConfig,
     SFTConfig,
+    SourceTeacherConfig,
     TeacherConfig,
 )
 from megarl.placement.dataflow import Item, overlaps, phases_of, step_phases, waits_for
@@ -132,6 +144,73 @@ def test_a_teacher_has_a_folder_a_layout_and_options_of_its_own() -> None:
         run, algorithm=replace(run.algorithm, advantage=AdvantageConfig(estimator=AdvantageEstimator.grpo))
     )
     assert [role.name for role in model_roles(grpo)] == ["actor"]
+
+
+def of_sources(strategy: PlacementStrategy) -> PPOConfig:
+    """A run with two teachers of data sources next to the teacher of all others."""
+    run = distilled(strategy)
+    math = SourceTeacherConfig(name="math", path="math-folder", data_sources=["gsm8k"])
+    code = SourceTeacherConfig(
+        name="code",
+        path="code-folder",
+        parallel=ParallelConfig(tensor_parallel_size=2),
+        micro_batch=MicroBatchConfig(max_tokens=4096),
+        data_sources=["apps", "taco"],
+    )
+    return replace(run, teachers=[math, code])
+
+
+def test_each_teacher_of_data_sources_is_a_role() -> None:
+    run = of_sources(PlacementStrategy.stand_alone)
+    names = ["teacher", "teacher_math", "teacher_code"]
+    actor, *teachers = model_roles(run)
+    assert [role.name for role in teachers] == names
+    assert {role.kind for role in teachers} == {RoleKind.teacher}
+    code = teachers[-1]
+    assert (code.path, code.path_key, code.parallel_key) == (
+        "code-folder",
+        "teachers[1].path",
+        "teachers[1].parallel",
+    )
+    assert (code.parallel, code.micro_batch) == (run.teachers[1].parallel, run.teachers[1].micro_batch)
+    assert [role.name for role in model_roles(replace(run, teacher=TeacherConfig()))] == ["actor", *names[1:]]
+    assert teachers_by_source(run) == {
+        "gsm8k": "teacher_math",
+        "apps": "teacher_code",
+        "taco": "teacher_code",
+    }
+
+    # They score at the same time, before the advantages.
+    plan = plan_placement(run)
+    assert ("teacher_math", "teacher_code") in overlaps(plan)
+    before = waits_for(phases_of(plan.roles))
+    assert {*names} <= before["adv"]
+    assert before["teacher_math"] == {"gen"}
+    assert phases_by_call(names)["teacher_math", "log_probs"] == "teacher_math"
+
+
+def test_teachers_of_data_sources_take_turns_on_the_devices_of_the_actor() -> None:
+    run = of_sources(PlacementStrategy.hybrid)
+    plan = plan_placement(run)
+    models = {"actor": QWEN_7B, **dict.fromkeys(("teacher", "teacher_math", "teacher_code"), QWEN_7B)}
+    assert plan.share_devices("teacher_math", "teacher_code")
+    assert Item("teacher_code", "parameters") in OffloadPlan(plan).offloadable
+    phases = plan_memory(run, plan, models)[0].phases
+    math = phases["teacher_math"]["teacher_math"].parameters
+    assert math == 2 * stage_parameters(QWEN_7B, ParallelConfig(), 0, with_value_head=False).total
+    assert phases["teacher_code"]["teacher_math"].parameters == 0
+    assert phases["teacher_code"]["teacher_code"].parameters == pytest.approx(math / 2, rel=0.01)
+
+
+def test_a_data_source_without_a_teacher() -> None:
+    run = of_sources(PlacementStrategy.hybrid)
+    assert absent_teacher(run, ["gsm8k", "other"]) is None
+    alone = replace(run, teacher=TeacherConfig())
+    assert absent_teacher(alone, ["taco", "gsm8k"]) is None
+    assert absent_teacher(alone, ["gsm8k", "other"]) == (
+        "no teacher scores the samples of data_source 'other'; `teachers` have 'gsm8k', 'apps', 'taco'",
+        "add it to the data_sources of one of them, or set teacher.path to a teacher of all others",
+    )
 
 
 def test_a_teacher_shares_the_devices_of_the_actor_in_processes_of_its_own() -> None:

@@ -197,6 +197,13 @@ def test_a_run_without_a_valid_configuration_is_one_error() -> None:
     with pytest.raises(ConfigError, match="places no judges that the run serves"):
         search(space_of(SMALL, f"reward.judges=[{json.dumps(judge)}]"), AnalyticCosts())
 
+
+def test_teachers_of_data_sources_have_no_searched_layouts() -> None:
+    teacher = {"name": "math", "path": space_of(SMALL).config.model.path, "data_sources": ["gsm8k"]}
+    changes = ("algorithm.advantage.estimator=distillation", "algorithm.kl.where=none")
+    with pytest.raises(ConfigError, match=r"teachers: the search chooses no layouts .*\(teacher_math\)"):
+        search(space_of(SMALL, *changes, f"teachers=[{json.dumps(teacher)}]"), AnalyticCosts())
+
     with pytest.raises(ConfigError, match="did you mean actor.recompute"):
         space_of(SMALL, pin=("actor.recomputed",))
 

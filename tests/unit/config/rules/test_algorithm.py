@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Any:
     path = write_yaml(tmp_path / "run.yaml", values)
 
     def violations(*overrides: str) -> list[str]:
-        sections = ("trainer.", "rollout.", "reward.", "teacher.", "data.")
+        sections = ("trainer.", "rollout.", "reward.", "teacher.", "teachers", "data.")
         keys = [
             override if override.startswith(sections) else f"algorithm.{override}" for override in overrides
         ]
@@ -253,6 +253,34 @@ DISTILLATION_REFUSED = [
 def test_a_distillation_without_sense(distilled: Any, overrides: tuple[str, ...], expected: str) -> None:
     (found,) = distilled(*overrides)
     assert expected in found
+
+
+def test_teachers_of_data_sources(distilled: Any, tmp_path: Path) -> None:
+    """Without `teacher`, they are enough; the training files tell whether they score everything."""
+    folder = model_folder(tmp_path / "math", hidden_size=64, vocab_size=128)
+    good = f"{{name: math, path: {folder}, data_sources: [gsm8k, aime]}}"
+    assert distilled(f"teachers=[{good}]") == []
+    assert distilled("teacher.path=null", f"teachers=[{good}]") == []
+
+    smaller = model_folder(tmp_path / "smaller", vocab_size=100)
+    unnamed = "{name: a-b, data_sources: [gsm8k]}"
+    same = f"{{name: math, path: {folder}, micro_batch: {{max_tokens: 8}}}}"
+    found = distilled(f"teachers=[{good}, {unnamed}, {same}]")
+    assert found[:5] == [
+        "teachers[1].name: is 'a-b', but is part of the role teacher_<name>; use letters, digits and '_'",
+        "teachers[1].path: is null; give the folder of a model with the policy's tokenizer",
+        "teachers[1].data_sources: contains 'gsm8k', which teachers[0] scores; a sample has one teacher, so "
+        "remove it from one of them",
+        "teachers[2].name: is 'math', the name of teachers[0]; use another",
+        "teachers[2].data_sources: is empty, so the teacher would score nothing; list values of the column "
+        "data_source, or use the section `teacher`, which scores all other samples",
+    ]
+    assert found[5].startswith("teachers[2].micro_batch.max_tokens, data.max_prompt_length")
+    other = f"{{name: code, path: {smaller}, data_sources: [apps]}}"
+    (vocabulary,) = distilled(f"teachers=[{good}, {other}]")
+    assert vocabulary.startswith(
+        "teachers[1].path, model.path: the teacher_code has vocab_size 100, the policy"
+    )
 
 
 def test_a_teacher_of_fewer_tokens_than_the_policy(run: Any, distilled: Any, tmp_path: Path) -> None:
