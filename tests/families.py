@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
 from megarl.models.families import FAMILIES
+from megarl.models.mapping import StagePlacement
+from megarl.models.tensor_part import TensorPart
 
 
 def example_fields(model_type: str, **changes: Any) -> dict[str, Any]:
@@ -25,7 +28,8 @@ def example_fields(model_type: str, **changes: Any) -> dict[str, Any]:
         text = _changed(example["text_config"], changes)
         fields["text_config"] = text
         fields["vision_config"] = example["vision_config"] | {"out_hidden_size": text["hidden_size"]}
-        num_frequencies = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"]) // 2
+        head_dim = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"])
+        num_frequencies = int(head_dim * text["rope_parameters"].get("partial_rotary_factor", 1)) // 2
         third = num_frequencies // 3
         sections = {"mrope_section": [num_frequencies - 2 * third, third, third]}
         text["rope_parameters"] = text["rope_parameters"] | sections
@@ -43,6 +47,28 @@ def _changed(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def model_class(config: PretrainedConfig) -> Any:
     """Return the class of transformers that creates the language model, with a vision tower if it has one."""
     return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+
+
+def new_model(config: PretrainedConfig) -> Any:
+    """Create a float32 model. A vision tower that megarl does not train has no parameters."""
+    model = model_class(config).from_config(config, dtype=torch.float32)
+    family = FAMILIES.get(config.model_type)
+    if hasattr(config, "vision_config") and family is not None and family.tower_rows is None:
+        model.model.visual = torch.nn.Module()
+    return model
+
+
+def is_kept(name: str, config: PretrainedConfig) -> bool:
+    """Return whether a parameter belongs to what megarl keeps without training it."""
+    return name.startswith(tuple(FAMILIES[config.model_type].kept))
+
+
+def has_fused_experts(model_type: str) -> bool:
+    """Return whether published folders of a family have the experts of a layer in one tensor."""
+    return any(
+        row.place is StagePlacement.expert and isinstance(row.tensors[0], TensorPart)
+        for row in FAMILIES[model_type].rows
+    )
 
 
 def example_config(model_type: str, **changes: Any) -> PretrainedConfig:
@@ -64,3 +90,5 @@ def has_experts(model_type: str) -> bool:
 
 DENSE_FAMILIES = tuple(name for name in FAMILIES if not has_experts(name))
 SPARSE_FAMILIES = tuple(name for name in FAMILIES if has_experts(name))
+# Families with the parameters of another one under other names, which need fewer tests.
+RENAMED_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text")

@@ -71,7 +71,7 @@ def logit_chunk_tokens(config: EngineConfig, architecture: Architecture) -> int:
 
 
 def checkpoint_bytes(config: RunConfig, architectures: Mapping[str, Architecture]) -> int:
-    """Return the bytes of one checkpoint, without small files and layers that predict further tokens.
+    """Return the bytes of one checkpoint, without small files and tensors that are kept.
 
     A checkpoint contains the weights, float32 master weights and two moments of each trained model; with
     adapters, those of the adapters. With `save_hf` it also contains the policy as a Hugging Face folder.

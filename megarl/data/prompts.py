@@ -247,8 +247,8 @@ def read_prompt(
     if processor is None and columns.images in row.values and row.values[columns.images] not in (None, []):
         raise row.error(
             columns.images,
-            "the row has images, but the model reads none; use a model with a vision tower (docs/models.md), "
-            "or remove the column",
+            "the row has images, but megarl reads none with this model; use one whose vision tower it "
+            "supports (docs/models.md), or remove the column",
         )
     messages = chat_messages(row, columns.prompt, data.system_prompt)
 

@@ -261,8 +261,8 @@ class Architecture:
     to the dtype of the model. Layers of `layers_without_rope` do not rotate queries and keys.
 
     `num_mtp_layers` layers after the last one predict further tokens (multi-token prediction). They are not
-    part of the model here: a folder may have their tensors, which are not trained (see weights/mtp.py). Two
-    architectures that differ only in it are the same.
+    part of the model here: a folder may have their tensors, which are not trained (see
+    weights/kept_tensors.py). Two architectures that differ only in it are the same.
 
     With `lora`, the model has adapters, and everything is frozen except adapters, the modules that it saves,
     and a value head.

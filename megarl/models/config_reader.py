@@ -118,6 +118,14 @@ class ConfigReader:
             self.problems.append(f"field {name!r} is {value!r}, but must be true or false")
         return default if value is None else bool(value)
 
+    def object(self, name: str) -> dict[str, Any]:
+        """Read a nested object; empty if the field is something else."""
+        value = self.take(name)
+        if isinstance(value, dict):
+            return value
+        self.problems.append(f"field {name!r} is {value!r}, but must be an object")
+        return {}
+
     def refuse(self, name: str, reason: str) -> None:
         """Add the problem that the value of a field is not supported."""
         self.problems.append(f"field {name!r} is {self.fields[name]!r}; {reason}")
@@ -127,6 +135,12 @@ class ConfigReader:
         for name, accepted in _NEUTRAL.items():
             if name in self.fields and name not in self.seen and self.take(name) not in accepted:
                 self.refuse(name, f"only {json.dumps(accepted[0])} is supported")
+
+    def check_nested(self, name: str, nested: ConfigReader) -> None:
+        """Refuse what is left of a nested object, and add its problems with its name."""
+        nested.check_neutral()
+        nested.check_left_over()
+        self.problems += [f"{name}: {problem}" for problem in nested.problems]
 
     def check_left_over(self) -> None:
         """Refuse each field that was not read and is not known to be harmless."""

@@ -19,7 +19,7 @@ _LINEAR = "linear_attention"
 _FULL = "full_attention"
 _HF = HF_LAYER + "linear_attn."
 _MEGATRON = MEGATRON_LAYER + "self_attention."
-MTP = ("mtp.",)  # layers that predict further tokens
+MTP = {"mtp.": "the layers that predict further tokens"}
 # The sizes of all queries, keys and values.
 _QKV = ("J X", "J X", "Z")
 
@@ -69,6 +69,17 @@ _PACKED_SCALARS = tuple(
     for number in range(2)
 )
 PACKED_INPUT = (*_PACKED, *_PACKED_SCALARS)
+
+# Qwen3.5 has queries, keys and values in one projection, and separate ones for the others.
+SEPARATE_INPUT = (
+    *(
+        TensorPart(name=_HF + "in_proj_qkv.weight", dims="P H", sections=_QKV, section=number)
+        for number in range(3)
+    ),
+    (_HF + "in_proj_z.weight", "Z H"),
+    (_HF + "in_proj_b.weight", "T H"),
+    (_HF + "in_proj_a.weight", "T H"),
+)
 
 
 def delta_net_rows(projections: tuple[tuple[str, str] | TensorPart, ...]) -> tuple[MappingRow, ...]:

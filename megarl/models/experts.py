@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megarl.models.architecture import Architecture, ExpertGroups, Experts, RouterScore
 from megarl.models.config_reader import ConfigReader
@@ -37,7 +38,7 @@ def expert_rows(block: str, *, gate: str, up: str, down: str) -> tuple[MappingRo
             cut=Cut.gated,
             tensors=((f"{hf}{gate}.weight", "M H"), (f"{hf}{up}.weight", "M H")),
             applies=is_sparse,
-            fused=(TensorPart(name=f"{fused}gate_up_proj", dims="E (2 M) H", order="2 M H"),),
+            alternative=(TensorPart(name=f"{fused}gate_up_proj", dims="E (2 M) H", order="2 M H"),),
         ),
         MappingRow(
             megatron=MEGATRON_LAYER + EXPERT + "linear_fc2.weight",
@@ -45,8 +46,16 @@ def expert_rows(block: str, *, gate: str, up: str, down: str) -> tuple[MappingRo
             cut=Cut.row,
             tensors=((f"{hf}{down}.weight", "H M"),),
             applies=is_sparse,
-            fused=(TensorPart(name=f"{fused}down_proj", dims="E H M"),),
+            alternative=(TensorPart(name=f"{fused}down_proj", dims="E H M"),),
         ),
+    )
+
+
+def fused_first(rows: tuple[MappingRow, ...]) -> tuple[MappingRow, ...]:
+    """Return the rows of a family whose folders have the experts of a layer in two tensors."""
+    return tuple(
+        replace(row, tensors=row.alternative, alternative=row.tensors) if row.alternative else row
+        for row in rows
     )
 
 

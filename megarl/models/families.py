@@ -22,6 +22,7 @@ from megarl.models.mixtral import MIXTRAL
 from megarl.models.olmo import OLMO2, OLMO3
 from megarl.models.quantization import check_quantization
 from megarl.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from megarl.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from megarl.models.qwen3_next import QWEN3_NEXT
 from megarl.models.qwen_vl import QWEN2_5_VL, QWEN3_VL
 from megarl.models.smollm import SMOLLM3
@@ -39,6 +40,10 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "gpt_oss": GPT_OSS,
     "qwen3_next": QWEN3_NEXT,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_text": QWEN3_5_TEXT,
+    "qwen3_5_moe": QWEN3_5_MOE,
+    "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
     "olmo2": OLMO2,

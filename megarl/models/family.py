@@ -42,8 +42,9 @@ class Family:
             reader's `problems` for each field that it cannot honor. Fields that were not read are refused by
             name.
         rows: The tensor table of the family, without output layers and vision towers.
-        mtp: Beginnings of the names of tensors of layers that predict further tokens, if these are not
-            layers after the last one. They are not trained.
+        kept: Beginnings of the names of tensors that are not trained but kept (see weights/kept_tensors.py),
+            with what they are: layers that predict further tokens, if these are not layers after the last
+            one, and the vision tower of models whose images megarl does not read.
         tower_rows: The rows of a vision tower, for families that read images.
         module_prefixes: Prefixes of the parameters of transformers' class, with those of the tensors in
             folders, where they differ.
@@ -63,7 +64,7 @@ class Family:
     read: Callable[[ConfigReader], Architecture]
     rows: tuple[MappingRow, ...]
     example: Callable[[], dict[str, Any]]
-    mtp: tuple[str, ...] = ()
+    kept: Mapping[str, str] = field(default_factory=dict)
     lm_class: str = "ForCausalLM"
     tower_rows: Callable[[Vision], tuple[MappingRow, ...]] | None = None
     module_prefixes: Mapping[str, str] = field(default_factory=dict)

@@ -103,8 +103,8 @@ class MappingRow:
         dtype: The dtype that the parameter has whatever the dtype of the model, such as float32. None: the
             dtype of the model. In a folder, its tensors may have another dtype.
         trains: Whether gradients update the parameter. A frozen one has neither gradient nor optimizer state.
-        fused: The parameter in folders that store it in other tensors. Such folders are read; megarl writes
-            `tensors`.
+        alternative: The parameter in folders that store it in other tensors. Such folders are read; megarl
+            writes `tensors`.
     """
 
     megatron: str
@@ -115,7 +115,7 @@ class MappingRow:
     is_copy: bool = False
     dtype: Literal["float32"] | None = None
     trains: bool = True
-    fused: tuple[TensorPart, ...] = ()
+    alternative: tuple[tuple[str, str] | TensorPart, ...] = ()
 
 
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -80,7 +80,7 @@ QWEN3_NEXT = Family(
         *SHARED_EXPERT_ROWS,
     ),
     example=_example,
-    mtp=MTP,
+    kept=MTP,
     sglang_derived=sglang_derived,
     sglang_differs=_sglang_differs,
     models="Qwen3-Next-80B-A3B",

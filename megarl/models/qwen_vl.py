@@ -22,7 +22,7 @@ _UNREAD = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vi
 _UNREAD_OF_TOWER = ("tokens_per_second", "model_type", "rope_parameters")
 
 
-class _Sections(NamedTuple):
+class Sections(NamedTuple):
     """How rotary frequencies are assigned to the three position axes."""
 
     sizes: tuple[int, ...]
@@ -46,7 +46,7 @@ def _read_qwen2_5_vl(reader: ConfigReader) -> Architecture:
         reader,
         lambda text: read_trunk(text, qkv_bias=True, default_rope_theta=1e6),
         _read_windowed_tower,
-        default_sections=_Sections((16, 24, 24), is_interleaved=False),
+        default_sections=Sections((16, 24, 24), is_interleaved=False),
     )
 
 
@@ -55,7 +55,7 @@ def _read_qwen3_vl(reader: ConfigReader) -> Architecture:
         reader,
         lambda text: read_trunk(text, qk_norm=True, default_head_dim=128, default_rope_theta=5e5),
         _read_deepstack_tower,
-        default_sections=_Sections((24, 20, 20), is_interleaved=True),
+        default_sections=Sections((24, 20, 20), is_interleaved=True),
     )
 
 
@@ -63,7 +63,7 @@ def _read(
     reader: ConfigReader,
     read_text: Callable[[ConfigReader], Architecture],
     read_tower: Callable[[ConfigReader], dict[str, Any]],
-    default_sections: _Sections,
+    default_sections: Sections,
 ) -> Architecture:
     """Read a configuration with nested objects for the language model and the tower.
 
@@ -76,14 +76,14 @@ def _read(
 
     is_flat = "text_config" not in reader.fields
     text_fields = {
-        **(reader.fields if is_flat else _object(reader, "text_config")),
+        **(reader.fields if is_flat else reader.object("text_config")),
         "tie_word_embeddings": is_tied,
     }
-    sections = _read_sections(text_fields, default_sections, reader)
+    sections = read_sections(text_fields, default_sections, reader)
     text = ConfigReader(text_fields, seen=set(reader.seen) if is_flat else set())
     architecture = read_text(text)
 
-    tower = ConfigReader(_object(reader, "vision_config"))
+    tower = ConfigReader(reader.object("vision_config"))
     vision = Vision(
         tower_type=f"{model_type}_vision",
         image_token_id=reader.number("image_token_id", int),
@@ -94,25 +94,19 @@ def _read(
 
     if is_flat:
         text.seen |= {"image_token_id", "vision_config"}
-    for part, nested in (("" if is_flat else "text_config: ", text), ("vision_config: ", tower)):
-        nested.check_neutral()
-        nested.check_left_over()
-        reader.problems += [part + problem for problem in nested.problems]
-    reader.seen |= set(reader.fields) if is_flat else set()
+        text.check_neutral()
+        text.check_left_over()
+        reader.problems += text.problems
+        reader.seen |= set(reader.fields)
+    else:
+        reader.check_nested("text_config", text)
+    reader.check_nested("vision_config", tower)
 
     _check(reader, architecture, vision, sections)
     return replace(architecture, model_type=model_type, vision=vision)
 
 
-def _object(reader: ConfigReader, name: str) -> dict[str, Any]:
-    value = reader.take(name)
-    if isinstance(value, dict):
-        return value
-    reader.problems.append(f"field {name!r} is {value!r}, but must be an object")
-    return {}
-
-
-def _read_sections(text: dict[str, Any], default: _Sections, reader: ConfigReader) -> _Sections:
+def read_sections(text: dict[str, Any], default: Sections, reader: ConfigReader) -> Sections:
     """Take the sections of the three position axes out of the object of the rotary embedding.
 
     What remains in the object is an ordinary rotary embedding.
@@ -139,7 +133,7 @@ def _read_sections(text: dict[str, Any], default: _Sections, reader: ConfigReade
     if not (isinstance(sizes, list | tuple) and len(sizes) == 3 and all(isinstance(n, int) for n in sizes)):
         reader.problems.append(f"field 'mrope_section' is {sizes!r}, but must be a list of three integers")
         return default
-    return _Sections(tuple(sizes), default.is_interleaved)
+    return Sections(tuple(sizes), default.is_interleaved)
 
 
 def _read_tower(tower: ConfigReader) -> dict[str, Any]:
@@ -210,7 +204,7 @@ def _blocks(tower: ConfigReader, name: str, default: tuple[int, ...]) -> tuple[i
     return tuple(blocks)
 
 
-def _check(reader: ConfigReader, architecture: Architecture, vision: Vision, sections: _Sections) -> None:
+def _check(reader: ConfigReader, architecture: Architecture, vision: Vision, sections: Sections) -> None:
     """Refuse objects that do not fit together."""
     if reader.problems:
         return

@@ -174,17 +174,19 @@ def stored_weights(architecture: Architecture, head: Head, stored: Container[str
 
 
 def _as_stored(row: MappingRow, architecture: Architecture, stored: Container[str]) -> MappingRow:
-    """Return the row with its fused tensors if the folder has those and not its own."""
+    """Return the row with its alternative tensors if the folder has those and not its own."""
     layers = range(architecture.num_hidden_layers)
     layer = next((layer for layer in layers if row.applies(architecture, layer)), None)
 
-    if not row.fused or layer is None:
+    if not row.alternative or layer is None:
         return row
 
-    own = (_name(entry).format(layer=layer, expert=0) for entry in row.tensors)
-    fused = (part.name.format(layer=layer) for part in row.fused)
-    is_fused = all(name in stored for name in fused) and not any(name in stored for name in own)
-    return replace(row, tensors=row.fused) if is_fused else row
+    own, others = (
+        [_name(entry).format(layer=layer, expert=0) for entry in entries]
+        for entries in (row.tensors, row.alternative)
+    )
+    is_other = all(name in stored for name in others) and not any(name in stored for name in own)
+    return replace(row, tensors=row.alternative) if is_other else row
 
 
 def _name(entry: tuple[str, str] | TensorPart) -> str:

@@ -169,7 +169,14 @@ def with_prefix(rows: tuple[MappingRow, ...], old: str, new: str) -> tuple[Mappi
             return replace(entry, name=new + entry.name.removeprefix(old))
         return new + entry[0].removeprefix(old), entry[1]
 
-    return tuple(replace(row, tensors=tuple(map(renamed, row.tensors))) for row in rows)
+    return tuple(
+        replace(
+            row,
+            tensors=tuple(map(renamed, row.tensors)),
+            alternative=tuple(map(renamed, row.alternative)),
+        )
+        for row in rows
+    )
 
 
 TRUNK_ROWS = trunk_rows(ATTENTION_ROWS)

@@ -8,16 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _DELTA_NET = "gated delta net layers"
-_SEPARATE = "gated delta nets with separate projections"  # those of Qwen3-Next are packed
 _VISION = "image inputs and the vision tower"
 _SPARSE = "sparse attention (DSA), which selects the keys of each token by an indexer"
 _MAMBA = "Mamba layers"
 
 UNSUPPORTED: Mapping[str, str] = {
-    "qwen3_5": f"{_SEPARATE}, {_VISION}",
-    "qwen3_5_text": _SEPARATE,
-    "qwen3_5_moe": f"{_SEPARATE}, {_VISION}",
-    "qwen3_5_moe_text": _SEPARATE,
     "kimi_linear": "delta attention layers",
     "olmo_hybrid": _DELTA_NET,
     "glm_moe_dsa": _SPARSE,

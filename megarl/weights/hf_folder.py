@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,13 +23,14 @@ from megarl.models.fp8 import scale_name, scale_shape
 from megarl.models.quantization import FIELD as QUANTIZATION
 from megarl.models.tensor_table import Head, unique_tensors
 from megarl.weights.checkpoint_index import INDEX_FILE, SINGLE_FILE
+from megarl.weights.kept_tensors import KeptTensors
 from megarl.weights.manifest import manifest_of
-from megarl.weights.mtp import MTPLayers
 from megarl.weights.shard_layout import ShardLayout, held_weights
 from megarl.weights.tensors import Manifest, TensorMeta
 
 CONFIG_FILE = "config.json"
-MTP_FIELD = "num_nextn_predict_layers"
+# The number of layers that predict further tokens. Models of several parts have it in one of them, too.
+MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 _CLASSES: dict[Head, tuple[str, ...]] = {
     "lm": tuple(dict.fromkeys(family.lm_class for family in FAMILIES.values())),
@@ -71,15 +72,22 @@ def copy_companions(
         if quantization is not None:
             config[QUANTIZATION] = dict(quantization)
         # Models of several parts also specify it for each part.
-        for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for part in _parts(config):
             if part is config or "dtype" in part:
                 part["dtype"] = str(dtype).removeprefix("torch.")
 
     if head is not None:
         _name_class(config, head, value_class)
-    if not promises_mtp and config.get(MTP_FIELD):
-        config[MTP_FIELD] = 0
+    if not promises_mtp:
+        for part in _parts(config):
+            part.update({name: 0 for name in MTP_FIELDS if part.get(name)})
     write_whole(target / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+
+
+def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a configuration, and those of the parts of a model of several parts."""
+    yield config
+    yield from (value for value in config.values() if isinstance(value, dict))
 
 
 def _name_class(config: dict[str, Any], head: Head, value_class: str | None) -> None:
@@ -204,7 +212,7 @@ def save_hf_folder(
     source_folder: str | Path,
     head: Head = "lm",
     value_class: str | None = None,
-    mtp: MTPLayers | None = None,
+    kept_tensors: KeptTensors | None = None,
 ) -> None:
     """Write a Hugging Face folder atomically.
 
@@ -219,7 +227,7 @@ def save_hf_folder(
             specifies the dtype of the weights and the class with the given head.
         head: The head of the model.
         value_class: See copy_companions.
-        mtp: The layers that predict further tokens, which are copied.
+        kept_tensors: Tensors of the original folder that are copied.
 
     Raises:
         ValueError: `folder` is the source, or exists and is not a Hugging Face folder.
@@ -240,7 +248,7 @@ def save_hf_folder(
         )
 
     with whole_folder(folder) as partial:
-        write_hf_folder(write_weights, files, partial, source_folder, head, value_class, mtp)
+        write_hf_folder(write_weights, files, partial, source_folder, head, value_class, kept_tensors)
 
 
 def write_hf_folder(
@@ -250,42 +258,42 @@ def write_hf_folder(
     source_folder: Path,
     head: Head = "lm",
     value_class: str | None = None,
-    mtp: MTPLayers | None = None,
+    kept_tensors: KeptTensors | None = None,
 ) -> None:
     """Write a Hugging Face folder into an empty folder that is not read before this function returns.
 
     The arguments are those of `save_hf_folder`. Exceptions of `write_weights` propagate.
     """
     write_weights(folder)
-    write_mtp_and_index(folder, files, mtp)
+    write_kept_tensors_and_index(folder, files, kept_tensors)
     dtype = next(iter(files[0].manifest.values())).dtype
-    copy_companions(source_folder, folder, dtype, head, value_class, promises_mtp=mtp is not None)
+    copy_companions(source_folder, folder, dtype, head, value_class, promises_mtp=kept_tensors is not None)
 
 
-def write_mtp_and_index(
+def write_kept_tensors_and_index(
     folder: Path,
     files: Sequence[FilePlan],
-    mtp: MTPLayers | None,
+    kept_tensors: KeptTensors | None,
     max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> list[str]:
-    """Complete the weights of a folder: copy the layers that predict further tokens, and write the index.
+    """Complete the weights of a folder: copy what is kept of the original folder, and write the index.
 
     Args:
         folder: The folder.
         files: The weight files that it has.
-        mtp: The layers; None: the folder has none.
+        kept_tensors: What is copied; None: nothing.
         max_file_bytes: The maximum size of a file.
 
     Returns:
         The names of all weight files.
     """
     written = {file.name: file.manifest for file in files}
-    if mtp is not None:
-        parts = _packed(mtp.manifests, max_file_bytes)
+    if kept_tensors is not None:
+        parts = _packed(kept_tensors.manifests, max_file_bytes)
         for number, manifest in enumerate(parts, start=1):
             of_several = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
-            name = f"mtp{of_several}.safetensors"
-            mtp.write(folder / name, manifest)
+            name = f"kept{of_several}.safetensors"
+            kept_tensors.write(folder / name, manifest)
             written[name] = manifest
 
     write_index(

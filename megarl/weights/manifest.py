@@ -143,24 +143,24 @@ def is_harmless_extra(name: str, architecture: Architecture, head: Head) -> bool
 
     These are rotary tables (computed, not learned), the output layer of a tied model (see `check_tied_head`)
     or of a language model that a critic is made from, the bias of a value head (see `check_value_bias`),
-    and layers that predict further tokens.
+    and tensors that are kept.
     """
     if name == LM_HEAD_TENSOR:
         return head == "value" or architecture.tie_word_embeddings
     if name == VALUE_BIAS_TENSOR:
         return head == "value"
-    return is_mtp(name, architecture) or name.endswith("rotary_emb.inv_freq")
+    return is_kept(name, architecture) or name.endswith("rotary_emb.inv_freq")
 
 
-def is_mtp(name: str, architecture: Architecture) -> bool:
-    """Return whether a tensor belongs to the layers that predict further tokens (multi-token prediction).
+def is_kept(name: str, architecture: Architecture) -> bool:
+    """Return whether megarl keeps a tensor of a folder without training it (see kept_tensors.py).
 
-    These are layers after the last one, or what the family names.
+    These are layers after the last one, and what the family names.
     """
     layer = _LAYER_TENSOR.match(name)
     if layer is not None:
         return 0 <= int(layer[1]) - architecture.num_hidden_layers < architecture.num_mtp_layers
-    return name.startswith(FAMILIES[architecture.model_type].mtp)
+    return name.startswith(tuple(FAMILIES[architecture.model_type].kept))
 
 
 def check_tied_head(index: CheckpointIndex, architecture: Architecture) -> None:

@@ -355,7 +355,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
         "tests/unit/cli/test_convert.py::test_a_folder_in_fp8", ("megatron-to-hf", "--dtype", "fp8")
     ),
     "megarl convert megatron-to-hf --input outputs/run/checkpoints --output HF_DIR --config ORIGINAL_HF_DIR": InTest(
-        "tests/unit/weights/test_mtp.py::test_conversion_there_and_back_keeps_all_bits",
+        "tests/unit/weights/test_kept_tensors.py::test_conversion_there_and_back_keeps_all_bits",
         ("megatron-to-hf", "--input", "--output", "--config"),
     ),
     "megarl convert megatron-to-hf --input outputs/quickstart_lora/checkpoints --output ADAPTER_DIR": InTest(

@@ -141,7 +141,8 @@ def _stored_pieces(
                 (place,) = piece.matches(match.shard)
                 pieces.setdefault(piece.hf_name, []).append(
                     StoredPiece(
-                        place=place.hf, open=partial(_open_other, open_whole, stored_piece, match, piece)
+                        place=place.hf,
+                        open=partial(_open_other, open_whole, stored_piece, match, piece, place.hf),
                     )
                 )
 
@@ -198,12 +199,16 @@ def _open_unpacked(
 
 
 def _open_other(
-    open_whole: Callable[[], Elements], stored: Piece, match: EqualSlices, piece: Piece
+    open_whole: Callable[[], Elements],
+    stored: Piece,
+    match: EqualSlices,
+    piece: Piece,
+    place: TensorSlice,
 ) -> torch.Tensor:
     elements = open_whole()[match.hf.index]
     if stored.rearrangement is not None:
         elements = elements.permute(stored.rearrangement.order).reshape(match.shard.shape)
-    return piece.in_hf_order(elements)
+    return piece.in_hf_order(elements, place)
 
 
 def _data_starts(file: Path) -> dict[str, int]:

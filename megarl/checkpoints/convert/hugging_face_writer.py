@@ -39,9 +39,9 @@ from megarl.weights.hf_folder import (
     has_bias,
     manifest_bytes,
     plan_files,
-    write_mtp_and_index,
+    write_kept_tensors_and_index,
 )
-from megarl.weights.mtp import MTPLayers
+from megarl.weights.kept_tensors import KeptTensors
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.shard_layout import whole_layout
 from megarl.weights.tensors import ChunkMeta, TensorMeta, TensorSlice, contiguous_blocks
@@ -64,7 +64,7 @@ def write_hugging_face(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = DEFAULT_FILE_BYTES,
     progress: Progress = no_progress,
-    mtp: MTPLayers | None = None,
+    kept_tensors: KeptTensors | None = None,
 ) -> Written:
     """Write a model as a Hugging Face folder.
 
@@ -72,7 +72,7 @@ def write_hugging_face(
         folder: Must not exist or be empty.
         dtype: None: the dtype of the source. float8_e4m3fn: projections in block-scaled FP8, and the rest in
             bfloat16.
-        mtp: The layers that predict further tokens, which are copied.
+        kept_tensors: Tensors of the original folder that are copied.
 
     Raises:
         CheckpointError: The source is damaged, the disk cannot store the result, or the model cannot be
@@ -90,8 +90,8 @@ def write_hugging_face(
     files = plan_files(
         architecture, [whole_layout(architecture)], kept, source.head, max_shard_bytes, quantized
     )
-    of_mtp = sum(map(manifest_bytes, mtp.manifests)) if mtp is not None else 0
-    total = sum(manifest_bytes(file.manifest) for file in files) + of_mtp
+    of_kept_tensors = sum(map(manifest_bytes, kept_tensors.manifests)) if kept_tensors is not None else 0
+    total = sum(manifest_bytes(file.manifest) for file in files) + of_kept_tensors
 
     with new_folder(folder, total) as unfinished:
         field = folder_field(architecture) if is_fp8 else None
@@ -101,14 +101,14 @@ def write_hugging_face(
             kept,
             source.head,
             quantization=field,
-            promises_mtp=mtp is not None,
+            promises_mtp=kept_tensors is not None,
         )
         # A class whose value head has a bias cannot load a folder without one.
         if source.head == "value" and has_bias(unfinished):
             files = _with_bias(files, kept)
         _Writer(source, kept, quantized, lambda nbytes: progress(nbytes, total)).write(unfinished, files)
-        names = write_mtp_and_index(unfinished, files, mtp, max_shard_bytes)
-        progress(of_mtp, total)
+        names = write_kept_tensors_and_index(unfinished, files, kept_tensors, max_shard_bytes)
+        progress(of_kept_tensors, total)
         nbytes = sum((unfinished / name).stat().st_size for name in names)
 
     return Written(folder=folder, num_files=len(names), nbytes=nbytes)

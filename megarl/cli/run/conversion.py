@@ -47,7 +47,7 @@ from megarl.machine.errors import CheckpointError
 from megarl.machine.files import existing_folder
 from megarl.machine.wording import counted
 from megarl.weights.hf_folder import CONFIG_FILE
-from megarl.weights.mtp import MTPLayers, read_mtp
+from megarl.weights.kept_tensors import KeptTensors, kept_parts, read_kept_tensors
 from megarl.weights.peft_folder import has_adapter
 from megarl.weights.tensors import WeightTransferError
 
@@ -119,8 +119,8 @@ def megatron_to_hf(parsed: argparse.Namespace) -> int:
                     "with megarl convert merge-adapter --dtype fp8, or use --dtype bfloat16"
                 )
             return write_peft(source, parsed.output, dtype, report)
-        mtp = _read_mtp(parsed, source, dtype)
-        return write_hugging_face(source, parsed.output, dtype, parsed.max_shard_size, report, mtp)
+        kept = _read_kept_tensors(parsed, source, dtype)
+        return write_hugging_face(source, parsed.output, dtype, parsed.max_shard_size, report, kept)
 
     return _convert(parsed, write)
 
@@ -131,8 +131,8 @@ def merge_adapter(parsed: argparse.Namespace) -> int:
         if source.architecture.lora is None:
             raise CheckpointError(f"{parsed.input}: has no adapters; use megarl convert megatron-to-hf")
         merged = merged_source(source, open_hugging_face(parsed.base, parsed.trust_remote_code))
-        mtp = _read_mtp(parsed, merged, dtype)
-        return write_hugging_face(merged, parsed.output, dtype, parsed.max_shard_size, report, mtp)
+        kept = _read_kept_tensors(parsed, merged, dtype)
+        return write_hugging_face(merged, parsed.output, dtype, parsed.max_shard_size, report, kept)
 
     # An adapter in PEFT's format does not specify its model.
     if has_adapter(parsed.input):
@@ -140,20 +140,24 @@ def merge_adapter(parsed: argparse.Namespace) -> int:
     return _convert(parsed, write)
 
 
-def _read_mtp(parsed: argparse.Namespace, source: ModelSource, dtype: torch.dtype | None) -> MTPLayers | None:
-    """Return the layers that predict further tokens, of the folder with the model's configuration.
+def _read_kept_tensors(
+    parsed: argparse.Namespace, source: ModelSource, dtype: torch.dtype | None
+) -> KeptTensors | None:
+    """Return the tensors that are kept, of the folder with the model's configuration.
 
     If they cannot be copied, the reason is printed.
     """
     try:
-        return read_mtp(source.companions, source.architecture, source.head, dtype or source.single_dtype)
+        return read_kept_tensors(
+            source.companions, source.architecture, source.head, dtype or source.single_dtype
+        )
     except WeightTransferError as error:
         # A checkpoint has the configuration of the original model, but not its weights.
         has_original = parsed.config is not None or source.companions == source.folder
         hint = "" if has_original else "; pass --config HF_DIR, the folder of the original model"
         print(
-            f"megarl convert {parsed.conversion}: {parsed.output} is written without the layers that predict "
-            f"further tokens: {error}{hint}",
+            f"megarl convert {parsed.conversion}: {parsed.output} is written without "
+            f"{kept_parts(source.architecture)}: {error}{hint}",
             file=sys.stderr,
         )
         return None

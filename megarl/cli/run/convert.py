@@ -149,7 +149,7 @@ def _add_source_options(command: argparse.ArgumentParser) -> None:
     )
     config = (
         "a Hugging Face folder with config.json and tokenizer, for a Megatron checkpoint without them; "
-        "layers that predict further tokens are copied from it"
+        "layers that predict further tokens, and vision towers that are not trained, are copied from it"
     )
     command.add_argument("--config", metavar="HF_DIR", type=Path, help=config)
     code = (

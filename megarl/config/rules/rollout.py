@@ -137,6 +137,12 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
     tensor = config.rollout.tensor_parallel_size
     path = config.model.path
     if not config.rollout.engine.needs.cuts_models:
+        if policy.delta_net is not None:
+            yield Violation(
+                ("rollout.engine",),
+                f"{path} ({policy.model_type}) has gated delta nets, whose states the engine "
+                f"{config.rollout.engine.name!r} does not keep; use sglang, with device=cuda",
+            )
         return
 
     family = FAMILIES[policy.model_type]

@@ -22,9 +22,9 @@ from megarl.models.tensor_table import Head
 from megarl.weights.export_plan import ExportPlan, plan_export
 from megarl.weights.fp8 import byte_counts, pushed_shapes, with_all_scales
 from megarl.weights.hf_folder import FilePlan, save_hf_folder, write_hf_folder
+from megarl.weights.kept_tensors import KeptTensors, kept_parts, read_kept_tensors
 from megarl.weights.manifest import manifest_of
 from megarl.weights.message_words import WordCounts, word_counts
-from megarl.weights.mtp import MTPLayers, read_mtp
 from megarl.weights.plan import TensorSlices
 from megarl.weights.quantized_shards import QuantizedShards
 from megarl.weights.shard_layout import ShardLayout, layouts_of
@@ -133,8 +133,8 @@ class WeightSource:
     def save_hf(self, folder: Path, source_folder: str | Path) -> list[SendReport]:
         """Write a Hugging Face folder atomically and durably.
 
-        Its tokenizer and configuration are those of `source_folder`, from which layers that predict further
-        tokens are copied; if they cannot be, a warning is logged.
+        Its tokenizer and configuration are those of `source_folder`, from which tensors that
+        are not trained are copied; if they cannot be, a warning is logged.
 
         Several ranks write, so all nodes must see the folder. Raises the errors of save_hf_folder.
         """
@@ -144,15 +144,15 @@ class WeightSource:
             source_folder=source_folder,
             head=self.head,
             value_class=self.value_class,
-            mtp=self._read_mtp(folder, Path(source_folder)),
+            kept_tensors=self._read_kept_tensors(folder, Path(source_folder)),
         )
         return self._write(save, durable=True)
 
-    def _read_mtp(self, folder: Path, source_folder: Path) -> MTPLayers | None:
+    def _read_kept_tensors(self, folder: Path, source_folder: Path) -> KeptTensors | None:
         try:
-            return read_mtp(source_folder, self.architecture, self.head, self.torch_dtype)
+            return read_kept_tensors(source_folder, self.architecture, self.head, self.torch_dtype)
         except WeightTransferError as error:
-            _log.warning("%s is written without the layers that predict further tokens: %s", folder, error)
+            _log.warning("%s is written without %s: %s", folder, kept_parts(self.architecture), error)
             return None
 
     def write_hf(self, folder: Path, source_folder: str | Path) -> list[SendReport]:

@@ -153,7 +153,7 @@ def test_images_of_a_model_that_reads_none_are_refused(
 ) -> None:
     file = written(tmp_path, row("<image>", [WIDE]))
     with pytest.raises(
-        DataError, match="row 0, column 'images': the row has images, but the model reads none"
+        DataError, match="row 0, column 'images': the row has images, but megarl reads none with this model"
     ):
         dataset(file, tokenizer, None)
     columns = PromptColumnsConfig(images="pictures")

@@ -23,7 +23,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from megarl.models.architecture import Architecture, RouterScore
 from megarl.models.families import FAMILIES as REGISTERED
 from megarl.models.family import stored_name
-from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES, example_config, model_class
+from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES, example_config, is_kept, model_class, new_model
 from tests.unit.engine.rank_side import RowImages
 from tests.unit.weights.models import as_stored
 
@@ -69,7 +69,7 @@ def save_model(family: str, folder: Path, seed: int = 0) -> None:
     """
     torch.manual_seed(seed)
     config = {**FAMILIES, **EXPERT_FAMILIES, **VARIANTS}[family]
-    model = model_class(config).from_config(config, dtype=torch.float32)
+    model = new_model(config)
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -232,7 +232,9 @@ def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
     frozen = {
         key: torch.zeros_like(value) for key, value in model.named_buffers() if key.endswith(SELECTION_BIAS)
     }
-    gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+    gradients = {
+        key: parameter.grad for key, parameter in model.named_parameters() if not is_kept(key, trunk.config)
+    }
     named = as_stored(frozen | gradients, trunk)  # type: ignore[operator, arg-type]
 
     # transformers does not rename the tower of a trunk without its head.

@@ -16,6 +16,7 @@ from torch import Tensor
 from megarl.batch.metrics import values_of
 from megarl.config.schema import ExpertsConfig, OptimConfig, ParallelConfig
 from megarl.models.families import read_architecture
+from tests.families import RENAMED_FAMILIES
 from tests.ranks import RankPool
 from tests.unit.engine.comparison import assert_same, max_difference, relative_differences
 from tests.unit.engine.models import (
@@ -112,19 +113,22 @@ IN_EVERY_LAYOUT = ("llama-tied", "qwen2-tied", "qwen3-tied", "qwen2", "llama2")
 IN_TWO_LAYOUTS = ("TP2+SP", "PP2")
 # The tower is on one stage, and ranks that share rows insert the features of their own tokens.
 WITH_IMAGES = {"qwen3_vl-tied": ("TP1", "TP2+SP", "PP2", "DP2", "CP2")}
+IN_ONE_LAYOUT = {f"{family}-tied": ("TP2+SP",) for family in RENAMED_FAMILIES}
+OF_FAMILY = WITH_IMAGES | IN_ONE_LAYOUT
 FAMILY_CASES: list[Comparison] = [
     (family, layout)
     for family in FAMILIES
-    for layout in (LAYOUTS if family in IN_EVERY_LAYOUT else WITH_IMAGES.get(family, IN_TWO_LAYOUTS))
+    for layout in (LAYOUTS if family in IN_EVERY_LAYOUT else OF_FAMILY.get(family, IN_TWO_LAYOUTS))
 ]
-# Windows and two rotary embeddings also concern ranks that share rows.
-FAMILY_CASES += [("olmo3-tied", "CP2"), ("gemma3_text-tied", "CP2")]
+# Windows, two rotary embeddings and recurrent states also concern ranks that share rows.
+FAMILY_CASES += [("olmo3-tied", "CP2"), ("gemma3_text-tied", "CP2"), ("qwen3_5-tied", "CP2")]
 REPLICA_CASES: list[Comparison] = [("qwen3-tied", layout) for layout in (*MIXED_LAYOUTS, *CONTEXT_LAYOUTS)]
 VARIANT_CASES: list[Comparison] = [
     (variant, layout) for variant in VARIANTS for layout in ("TP1", "TP2+SP", "CP2")
 ]
 # Latent attention has gradients of its own in every kind of layout. Another family has all layouts.
 NUM_EXPERT_LAYOUTS = {"qwen3_moe": len(EXPERT_LAYOUTS), "deepseek_v3": 5, "glm4_moe": 5, "qwen3_next": 5}
+NUM_EXPERT_LAYOUTS |= {"qwen3_5_moe": 5} | dict.fromkeys(RENAMED_FAMILIES, 1)
 EXPERT_CASES: list[Comparison] = [
     (family, layout)
     for family in EXPERT_FAMILIES
@@ -382,7 +386,10 @@ def compare(reference: Reference, layout: str, rank_pool: RankPool) -> None:
             routers = [key for key in weights if key.endswith((*ROUTERS, ".block_sparse_moe.gate.weight"))]
             assert routers
             assert all(torch.equal(weights[key], stored[key]) for key in routers)
-            assert not torch.equal(weights["model.norm.weight"], stored["model.norm.weight"])
+            (norm,) = (
+                key for key in weights if key.endswith((".language_model.norm.weight", "model.norm.weight"))
+            )
+            assert not torch.equal(weights[norm], stored[norm])
         for rank in ranks:
             assert rank[name].outputs.keys() == want.outputs.keys()
             for key, value in want.outputs.items():

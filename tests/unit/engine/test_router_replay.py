@@ -26,7 +26,7 @@ from megarl.config.schema import (
     RecomputeModule,
     RoutingReplay,
 )
-from tests.families import SPARSE_FAMILIES
+from tests.families import RENAMED_FAMILIES, SPARSE_FAMILIES
 from tests.ranks import RankPool, gather
 from tests.unit.engine.comparison import assert_same, max_difference
 from tests.unit.engine.models import (
@@ -242,7 +242,7 @@ CASES = [
 CASES += [
     (family, "TP2+SPxEP2", OF_EXPERTS)
     for family in SPARSE_FAMILIES
-    if family not in ("qwen2_moe", "qwen3_moe")
+    if family not in ("qwen2_moe", "qwen3_moe", *RENAMED_FAMILIES)
 ]
 
 

@@ -45,7 +45,7 @@ def test_an_architecture_can_be_written_as_json(model_type: str) -> None:
 def test_a_family_is_registered_by_its_own_name(model_type: str) -> None:
     family = FAMILIES[model_type]
     assert family.model_type == model_type
-    classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     assert family.class_prefix + family.lm_class == classes[model_type]
     assert family.example()["model_type"] == model_type
 

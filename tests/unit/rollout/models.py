@@ -14,7 +14,7 @@ from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
 from megarl.weights.tensors import Manifest, TensorMeta
 from tests import plain_trainer
-from tests.families import example_config, model_class
+from tests.families import example_config, new_model
 from tests.unit.weights.models import as_stored
 
 VOCAB = 97
@@ -55,7 +55,7 @@ def random_model(
     if rope_parameters is not None:
         config.rope_parameters = rope_parameters
 
-    model = model_class(config).from_config(config, dtype=torch.float32)
+    model = new_model(config)
     generator = torch.Generator().manual_seed(seed)
 
     with torch.no_grad():

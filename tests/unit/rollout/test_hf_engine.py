@@ -13,12 +13,16 @@ from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import FinishedRequest, GenerationRequest, SamplingParameters, plan_requests
 from megarl.weights.checksum import checksum
 from megarl.weights.tensors import WeightTransferError
-from tests.families import DENSE_FAMILIES
+from tests.families import DENSE_FAMILIES, example_architecture
 from tests.plain_trainer import load_folder
 from tests.unit.rollout.models import VOCAB, engine_for, manifest_of, push, random_model
 
-# Models that read images are tested in test_images.py.
-LANGUAGE = [family for family in DENSE_FAMILIES if FAMILIES[family].tower_rows is None]
+# Models that read images are tested in test_images.py. Those with gated delta nets are refused.
+LANGUAGE = [
+    family
+    for family in DENSE_FAMILIES
+    if FAMILIES[family].tower_rows is None and example_architecture(family).delta_net is None
+]
 PROMPTS = [[5, 6, 7], [11], [20, 21, 22, 23, 24, 25, 26, 27, 28], [3, 4, 3, 4, 3], [90, 91]]
 
 

@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.models.architecture import Architecture
 from megarl.weights.shard_layout import ShardLayout
-from tests.families import example_architecture, example_config, model_class
+from tests.families import example_architecture, example_config, has_fused_experts, new_model
 
 NUM_LAYERS = 4
 HIDDEN = 32
@@ -65,7 +65,7 @@ def random_model(
 ) -> PreTrainedModel:
     """Create a model. Norms and biases are random too, so that a swapped or forgotten one is noticed."""
     config = config_of(family, tied=tied, num_layers=num_layers)
-    model = model_class(config).from_config(config, dtype=torch.float32)
+    model = new_model(config)
     generator = torch.Generator().manual_seed(seed)
 
     with torch.no_grad():
@@ -97,9 +97,11 @@ def stored_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def as_stored(state: Mapping[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return a model's tensors by the names that transformers writes to a folder.
 
-    transformers keeps the experts of a layer in one tensor.
+    transformers keeps the experts of a layer in one tensor, as the folders of some families do.
     """
-    return {name: value.contiguous() for name, value in revert_weight_conversion(model, dict(state)).items()}
+    is_converted = not has_fused_experts(model.config.model_type)
+    stored = revert_weight_conversion(model, dict(state)) if is_converted else state
+    return {name: value.contiguous() for name, value in stored.items()}
 
 
 def save(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> Path:

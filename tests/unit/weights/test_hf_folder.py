@@ -210,7 +210,7 @@ def test_the_class_has_the_head(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_has_its_own_class(tmp_path: Path, family: str) -> None:
     source = source_of(tmp_path / "a", model_type=family, architectures=None)
-    classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     expected = classes[family]
     assert copied(source, tmp_path / "b", head="lm")["architectures"] == [expected]
 

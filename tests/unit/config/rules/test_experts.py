@@ -194,6 +194,15 @@ def test_heads_of_gated_delta_nets_divide_over_ranks(ppo: str, tmp_path: Path) -
     assert "has gated delta nets, whose states SGLang keeps on GPUs only; use device=cuda" in found
 
 
+def test_no_engine_on_a_cpu_keeps_the_states_of_gated_delta_nets(ppo: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3_5"].example()))
+    found = "\n".join(violations(ppo, f"model.path={tmp_path}", "rollout.engine=hf"))
+    assert (
+        f"rollout.engine: {tmp_path} (qwen3_5) has gated delta nets, whose states the engine 'hf' does not "
+        "keep; use sglang, with device=cuda"
+    ) in found
+
+
 def test_experts_with_biases_need_local_layers(ppo: str, tmp_path: Path) -> None:
     """`auto` may become Transformer Engine on a GPU, where the run would end when its layers are built."""
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["gpt_oss"].example()))

@@ -44,7 +44,7 @@ from megarl.workers.weight_export import WeightExport
 from tests.rollout_replicas import sync_of
 from tests.unit.engine.models import save_model
 from tests.unit.roles.groups import model_spec, started
-from tests.unit.weights.mtp import INDEX, SHAPES, indexed, same_bits, write_original
+from tests.unit.weights.kept_tensors import INDEX, SHAPES, indexed, same_bits, write_original
 
 FAMILY = "qwen2-tied"
 BUCKET_BYTES = 20_000  # smaller than the embedding, which is split

@@ -83,8 +83,9 @@ def build_model(folder: Path, rank: int, num_ranks: int, rendezvous: str, is_fir
     config = ModelConfig.from_server_args(arguments).hf_config
     # On a CPU, SGLang's model runner adds the numbers of heads, which it pads if ranks cannot divide them.
     for heads in ("linear_num_key_heads", "linear_num_value_heads"):
-        if hasattr(config, heads):
-            setattr(config, f"{heads}_cpu", getattr(config, heads))
+        text = config.get_text_config()
+        if hasattr(text, heads):
+            setattr(text, f"{heads}_cpu", getattr(text, heads))
     kind, _ = ModelRegistry.resolve_model_cls(config.architectures)
 
     return kind(config=config)

@@ -3,7 +3,19 @@
 from collections.abc import Callable
 from typing import NoReturn
 
+import torch
+
 __version__ = "0.0.0"
+
+# SGLang's module of Qwen3.5 looks these operators up when it is imported. A call raises NotImplementedError.
+_LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    _LIBRARY.define(f"{_name}() -> ()")
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face folders with layers that predict further tokens, in several files."""
+"""Tiny Hugging Face folders with tensors that are kept without being trained, in several files."""
 
 from __future__ import annotations
 
@@ -42,22 +42,29 @@ _OF_QWEN = {
     "mtp.pre_fc_norm_hidden.weight": (HIDDEN,),
     **{f"mtp.layers.0.{name}": shape for name, shape in _EXPERTS.items()},
 }
+_TOWER = {
+    "model.visual.patch_embed.proj.weight": (16, 3, 2, 2, 2),
+    "model.visual.blocks.0.attn.qkv.bias": (48,),
+    "model.visual.merger.linear_fc2.weight": (HIDDEN, 64),
+}
 SHAPES = {
     "deepseek_v3": {f"model.layers.{NUM_LAYERS}.{name}": shape for name, shape in _AFTER_LAST.items()},
     "glm4_moe": {f"model.layers.{NUM_LAYERS}.{name}": shape for name, shape in _AFTER_LAST.items()},
     "qwen3_next": _OF_QWEN,
+    "qwen3_5_moe": _OF_QWEN | _TOWER,
 }
 
 
 def write_original(folder: Path, family: str, *, seed: int = 0) -> Tensors:
-    """Write a folder in bfloat16 with these layers, and return all of its tensors.
+    """Write a folder in bfloat16 with these tensors, and return all that it has.
 
-    Selection biases are float32. The layers are in all three files, with other tensors.
+    Selection biases are float32. The tensors are in all three files, with others.
     """
     model = cast(random_model(family, seed=seed, num_layers=NUM_LAYERS), torch.bfloat16)
     model.config.dtype = torch.bfloat16
+    model.config.get_text_config().dtype = torch.bfloat16
     model.config.save_pretrained(folder)
-    if family != "qwen3_next":  # whose config.json does not say how many there are
+    if not family.startswith("qwen"):  # whose layers are not numbered like the others
         set_field(folder, 1)
 
     generator = torch.Generator().manual_seed(seed + 100)

@@ -1,8 +1,9 @@
-"""The layers of a Hugging Face folder that predict further tokens (multi-token prediction, MTP).
+"""The tensors of a Hugging Face folder that are kept without being trained.
 
-They are not part of the model that is trained. They stay frozen: folders of a trained or converted model get
-a copy of those of the original folder. What they store of the model themselves, such as the embedding and the
-output layer in DeepSeek-V3, is copied unchanged too.
+They belong to layers that predict further tokens (multi-token prediction, MTP), or to the vision tower of a
+model whose images megarl does not read. Folders of a trained or converted model get a copy of those of the
+original folder. What such layers store of the model themselves, such as the embedding and the output layer in
+DeepSeek-V3, is copied unchanged too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from megarl.weights.checkpoint_index import (
     TensorInFile,
     read_checkpoint_index,
 )
-from megarl.weights.manifest import format_fault, is_mtp
+from megarl.weights.manifest import format_fault, is_kept
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.tensors import ChunkMeta, Manifest, TensorMeta, WeightTransferError, contiguous_blocks
 
@@ -37,8 +38,8 @@ _BLOCK_ELEMENTS = 2**22  # copied at a time
 
 
 @dataclass(frozen=True, kw_only=True)
-class MTPLayers:
-    """The stored tensors of the layers. Their values are not loaded.
+class KeptTensors:
+    """The stored tensors. Their values are not loaded.
 
     Attributes:
         tensors: The tensors by name.
@@ -99,6 +100,12 @@ class MTPLayers:
         return ScaledMatrix(values, scales_of_blocks, stored.shape, stored.shape)
 
 
+def kept_parts(architecture: Architecture) -> str:
+    """Return what a folder may have that is kept, as words: "the vision tower"."""
+    named = FAMILIES[architecture.model_type].kept.values()
+    return " and ".join(named or ["the layers that predict further tokens"])
+
+
 class _OpenFiles(ExitStack):
     """Opens each file once, and closes all of them at the end."""
 
@@ -112,28 +119,30 @@ class _OpenFiles(ExitStack):
         return self._opened[file]
 
 
-def read_mtp(folder: Path, architecture: Architecture, head: Head, dtype: torch.dtype) -> MTPLayers | None:
-    """Find the layers in the original folder of a model.
+def read_kept_tensors(
+    folder: Path, architecture: Architecture, head: Head, dtype: torch.dtype
+) -> KeptTensors | None:
+    """Find the tensors in the original folder of a model.
 
     Args:
         folder: The original folder.
         architecture: The model, as `config.json` of the folder describes it.
-        head: The head of the model that is written. Critics and reward models have no such layers.
+        head: The head of the model that is written. Critics and reward models keep nothing.
         dtype: The dtype of the folder that is written. float8_e4m3fn: block-scaled FP8.
 
     Returns:
-        None if the model has no such layers.
+        None if there are none.
 
     Raises:
-        WeightTransferError: The layers cannot be copied: the folder no longer has its weights, is damaged, or
-            has the layers in a format that does not fit into the folder that is written.
+        WeightTransferError: They cannot be copied: the folder no longer has its weights, is damaged, or has
+            them in a format that does not fit into the folder that is written.
     """
-    may_have = architecture.num_mtp_layers > 0 or FAMILIES[architecture.model_type].mtp
+    may_have = architecture.num_mtp_layers > 0 or FAMILIES[architecture.model_type].kept
     if head == "value" or not may_have:
         return None
 
     stored = read_checkpoint_index(folder).tensors
-    tensors = {name: tensor for name, tensor in stored.items() if is_mtp(name, architecture)}
+    tensors = {name: tensor for name, tensor in stored.items() if is_kept(name, architecture)}
     _check_layers(folder, tensors, architecture)
     if not tensors:
         return None
@@ -150,7 +159,7 @@ def read_mtp(folder: Path, architecture: Architecture, head: Head, dtype: torch.
             f"{folder}: has them without block scales, and a folder in FP8 needs such scales; write it with "
             "--dtype bfloat16 to keep them"
         )
-    return MTPLayers(tensors=tensors, dequantized=None if to_fp8 else dtype)
+    return KeptTensors(tensors=tensors, dequantized=None if to_fp8 else dtype)
 
 
 def _check_layers(folder: Path, tensors: Mapping[str, TensorInFile], architecture: Architecture) -> None:
@@ -167,5 +176,5 @@ def _check_layers(folder: Path, tensors: Mapping[str, TensorInFile], architectur
 def mtp_format_fault(name: str, stored: TensorInFile) -> str | None:
     """Return what prevents a tensor of these layers from being read, None if it can be read."""
     if stored.scales is not None and stored.scales.packing is not Packing.block_fp8:
-        return f"{name} is stored in {stored.scales.packing.value}, which is not supported for these layers"
+        return f"{name} is stored in {stored.scales.packing.value}, which cannot be copied"
     return format_fault(name, stored)

@@ -1,4 +1,5 @@
-"""Layers that predict further tokens are copied from the original folder, whatever is trained or converted."""
+"""Layers that predict further tokens, and vision towers, are copied from the original folder, whatever is
+trained or converted."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from megarl.checkpoints.role_folder import Layout
 from megarl.cli.main import main
 from megarl.models.families import read_architecture
 from megarl.models.fp8 import scale_name
-from megarl.weights.hf_folder import write_mtp_and_index
-from megarl.weights.mtp import read_mtp
+from megarl.weights.hf_folder import write_kept_tensors_and_index
+from megarl.weights.kept_tensors import read_kept_tensors
 from megarl.weights.tensors import WeightTransferError
 from tests.unit.weights.block_fp8 import dequantized_by_hand
-from tests.unit.weights.mtp import (
+from tests.unit.weights.kept_tensors import (
     INDEX,
     NUM_LAYERS,
     SHAPES,
@@ -57,7 +58,7 @@ def test_conversion_there_and_back_keeps_all_bits(
     assert main([*to_hf, "--max-shard-size", "10KB"]) == 0
 
     assert capsys.readouterr().err == ""
-    assert len(list((tmp_path / "back").glob("mtp-*.safetensors"))) > 1
+    assert len(list((tmp_path / "back").glob("kept-*.safetensors"))) > 1
     assert same_bits(indexed(tmp_path / "back"), expected)
     sizes_of_all = sum(value.nbytes for value in expected.values())
     assert json.loads((tmp_path / "back" / INDEX).read_text())["metadata"] == {"total_size": sizes_of_all}
@@ -67,7 +68,7 @@ def test_conversion_there_and_back_keeps_all_bits(
 
 
 def assert_transformers_loads(folder: Path, original: Path) -> None:
-    """Transformers ignores the layers."""
+    """Transformers ignores what is kept."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
@@ -107,7 +108,7 @@ def test_a_single_file_gets_a_second_one(tmp_path: Path) -> None:
     assert main(["convert", "megatron-to-hf", "--input", hf, "--output", converted]) == 0
     assert {path.name for path in (tmp_path / "x").glob("*.safetensors")} == {
         "model.safetensors",
-        "mtp.safetensors",
+        "kept.safetensors",
     }
     assert same_bits(indexed(tmp_path / "x"), expected)
     assert_transformers_loads(tmp_path / "x", tmp_path / "hf")
@@ -124,25 +125,28 @@ def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
     expected = write_original(tmp_path / "hf", "glm4_moe")
     architecture = read_architecture(str(tmp_path / "hf"))
     dtype = torch.bfloat16
-    assert read_mtp(tmp_path / "hf", architecture, "value", dtype) is None
+    assert read_kept_tensors(tmp_path / "hf", architecture, "value", dtype) is None
 
     with pytest.raises(WeightTransferError, match="without block scales.*--dtype bfloat16"):
-        read_mtp(tmp_path / "hf", architecture, "lm", FP8)
+        read_kept_tensors(tmp_path / "hf", architecture, "lm", FP8)
     write_files(tmp_path / "hf", [without_mtp(expected, "glm4_moe")])
     with pytest.raises(WeightTransferError, match=f"=1, but layer {NUM_LAYERS} is not stored"):
-        read_mtp(tmp_path / "hf", architecture, "lm", dtype)
+        read_kept_tensors(tmp_path / "hf", architecture, "lm", dtype)
     (tmp_path / "hf" / INDEX).unlink()
     with pytest.raises(WeightTransferError, match=r"no model\.safetensors and no"):
-        read_mtp(tmp_path / "hf", architecture, "lm", dtype)
+        read_kept_tensors(tmp_path / "hf", architecture, "lm", dtype)
 
     set_field(tmp_path / "hf", 0)
-    assert read_mtp(tmp_path / "hf", read_architecture(str(tmp_path / "hf")), "lm", dtype) is None
+    assert read_kept_tensors(tmp_path / "hf", read_architecture(str(tmp_path / "hf")), "lm", dtype) is None
 
 
 def test_a_qwen3_next_without_them_has_none(tmp_path: Path) -> None:
     expected = write_original(tmp_path / "hf", "qwen3_next")
     write_files(tmp_path / "hf", [without_mtp(expected, "qwen3_next")])
-    assert read_mtp(tmp_path / "hf", read_architecture(str(tmp_path / "hf")), "lm", torch.bfloat16) is None
+    assert (
+        read_kept_tensors(tmp_path / "hf", read_architecture(str(tmp_path / "hf")), "lm", torch.bfloat16)
+        is None
+    )
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float8_e8m0fnu])
@@ -163,9 +167,9 @@ def test_layers_in_fp8(tmp_path: Path, scale_dtype: torch.dtype) -> None:
     for dtype in (torch.bfloat16, torch.float32, FP8):
         folder = tmp_path / str(dtype)
         folder.mkdir()
-        mtp = read_mtp(tmp_path / "hf", architecture, "lm", dtype)
-        assert write_mtp_and_index(folder, [], mtp) == ["mtp.safetensors"]
+        kept = read_kept_tensors(tmp_path / "hf", architecture, "lm", dtype)
+        assert write_kept_tensors_and_index(folder, [], kept) == ["kept.safetensors"]
         as_written = {name: dequantized_by_hand(tensors[name], scales).to(dtype)}
         if dtype == FP8:
             as_written = {scale_name(name): scales}
-        assert same_bits(load_file(folder / "mtp.safetensors"), layers | as_written)
+        assert same_bits(load_file(folder / "kept.safetensors"), layers | as_written)
