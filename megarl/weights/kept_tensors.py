@@ -148,7 +148,7 @@ def read_kept_tensors(
         return None
 
     faults = [
-        fault for name, tensor in tensors.items() if (fault := mtp_format_fault(name, tensor)) is not None
+        fault for name, tensor in tensors.items() if (fault := kept_format_fault(name, tensor)) is not None
     ]
     if faults:
         raise WeightTransferError(f"{folder}: " + "; ".join(faults[:8]))
@@ -173,7 +173,7 @@ def _check_layers(folder: Path, tensors: Mapping[str, TensorInFile], architectur
             )
 
 
-def mtp_format_fault(name: str, stored: TensorInFile) -> str | None:
+def kept_format_fault(name: str, stored: TensorInFile) -> str | None:
     """Return what prevents a tensor of these layers from being read, None if it can be read."""
     if stored.scales is not None and stored.scales.packing is not Packing.block_fp8:
         return f"{name} is stored in {stored.scales.packing.value}, which cannot be copied"

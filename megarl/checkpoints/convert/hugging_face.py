@@ -32,15 +32,15 @@ from megarl.weights.checkpoint_index import (
     TensorInFile,
     read_checkpoint_index,
 )
+from megarl.weights.kept_tensors import kept_format_fault
 from megarl.weights.manifest import (
     check_index,
     check_tied_head,
     check_value_bias,
     is_harmless_extra,
-    is_mtp,
+    is_kept,
     stored_manifest,
 )
-from megarl.weights.mtp import mtp_format_fault
 from megarl.weights.mxfp4 import BLOCK, BLOCKS, SCALES, unpack
 from megarl.weights.piece import EqualSlices, Piece
 from megarl.weights.shard_layout import numbered_pieces, whole_layout
@@ -81,18 +81,18 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
         architecture=architecture,
         head=head,
         tensors=checked_tensors(folder, architecture, head, dtypes, pieces),
-        open_mtp=partial(_mtp_tensors, index, architecture, starts),
+        open_kept=partial(_kept_tensors, index, architecture, starts),
     )
 
 
-def _mtp_tensors(
+def _kept_tensors(
     index: CheckpointIndex, architecture: Architecture, starts: Mapping[Path, Mapping[str, int]]
 ) -> dict[str, SourceTensor]:
     tensors = {}
     for name, stored in index.tensors.items():
-        if not is_mtp(name, architecture):
+        if not is_kept(name, architecture):
             continue
-        if (fault := mtp_format_fault(name, stored)) is not None:
+        if (fault := kept_format_fault(name, stored)) is not None:
             raise WeightTransferError(f"{index.folder}: {fault}")
         hf = HFTensor(name, stored.shape, stored.shape)
         piece = StoredPiece(place=TensorSlice.whole(hf.view), open=_opener(index, starts, hf))

@@ -97,7 +97,7 @@ class ModelSource:
         layout: A description of how it is sharded.
         companions: The folder with config.json and the tokenizer.
         step: The step of the run that saved it.
-        open_mtp: Opens the tensors of the layers that predict further tokens, which are not in `tensors`,
+        open_kept: Opens the tensors that are kept (weights/kept_tensors.py), which are not in `tensors`,
             or raises WeightTransferError if their format is not supported. None: Megatron's formats do not
             contain them.
     """
@@ -110,7 +110,7 @@ class ModelSource:
     head: Head
     tensors: Mapping[str, SourceTensor]
     step: int | None = None
-    open_mtp: Callable[[], Mapping[str, SourceTensor]] | None = None
+    open_kept: Callable[[], Mapping[str, SourceTensor]] | None = None
 
     @property
     def num_parameters(self) -> int:

@@ -48,9 +48,9 @@ class Comparison:
 
     Attributes:
         architecture: Fields that differ, as (name, left, right).
-        tensors: In the order of the forward pass, then those of the layers that predict further tokens, if
+        tensors: In the order of the forward pass, then those that are kept (weights/kept_tensors.py), if
             both formats contain such layers.
-        num_mtp_skipped: Number of such tensors in one of the models, if the other's format has no place for
+        num_kept_skipped: Number of such tensors in one of the models, if the other's format has no place for
             them.
     """
 
@@ -58,7 +58,7 @@ class Comparison:
     right: ModelSource
     architecture: tuple[tuple[str, object, object], ...]
     tensors: tuple[TensorComparison, ...]
-    num_mtp_skipped: int = 0
+    num_kept_skipped: int = 0
 
     @property
     def is_same(self) -> bool:
@@ -81,15 +81,15 @@ def compare(left: ModelSource, right: ModelSource, progress: Progress = no_progr
 
     Raises:
         CheckpointError: A file cannot be read.
-        WeightTransferError: The format of layers that predict further tokens is not supported.
+        WeightTransferError: The format of tensors that are kept is not supported.
     """
     of_left, of_right = dict(left.tensors), dict(right.tensors)
-    num_mtp_skipped = 0
-    if left.open_mtp is not None and right.open_mtp is not None:
-        of_left |= left.open_mtp()
-        of_right |= right.open_mtp()
-    elif (opener := left.open_mtp or right.open_mtp) is not None:
-        num_mtp_skipped = len(opener())
+    num_kept_skipped = 0
+    if left.open_kept is not None and right.open_kept is not None:
+        of_left |= left.open_kept()
+        of_right |= right.open_kept()
+    elif (opener := left.open_kept or right.open_kept) is not None:
+        num_kept_skipped = len(opener())
     names = list(of_left | of_right)
     total = sum(of_left[name].nbytes for name in names if name in of_left and name in of_right)
     found: dict[str, TensorComparison] = {}
@@ -117,7 +117,7 @@ def compare(left: ModelSource, right: ModelSource, progress: Progress = no_progr
         right=right,
         architecture=tuple(architecture),
         tensors=tuple(found[name] for name in names),
-        num_mtp_skipped=num_mtp_skipped,
+        num_kept_skipped=num_kept_skipped,
     )
 
 

@@ -18,8 +18,8 @@ from megarl.cli.main import main
 from megarl.cli.run.conversion import print_comparison, print_description, verdict
 from tests.unit.checkpoints.convert.test_source import stacked, write
 from tests.unit.engine.models import save_critic
+from tests.unit.weights.kept_tensors import SHAPES, write_files, write_original
 from tests.unit.weights.models import random_model, save
-from tests.unit.weights.mtp import SHAPES, write_files, write_original
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 NAME = "model.layers.2.mlp.up_proj.weight"
@@ -210,8 +210,8 @@ def test_a_checkpoint_has_no_layers_that_predict_further_tokens(tmp_path: Path) 
     assert comparison.is_same
     assert comparison.count(Match.identical) == len(tensors) - num_mtp
     assert verdict(comparison).endswith(
-        f"; not compared: {num_mtp} tensors of layers that predict further tokens, which Megatron's formats do "
-        "not contain"
+        f"; not compared: {num_mtp} tensors of layers that predict further tokens or of a vision tower, which "
+        "Megatron's formats do not contain"
     )
 
 
