@@ -34,7 +34,7 @@ from megarl.controller.worker import RayClassWithInitArgs
 _VERDICT_LIMIT_S = 60.0
 VERDICT_LOOK_S = 0.5
 _MONITOR = "monitor"  # a separate thread, which answers while a call hangs
-_ANSWER_S = 5.0  # how long a process may take to report what it is doing
+ANSWER_S = 5.0  # how long a process may take to report what it is doing
 _group_numbers = itertools.count()
 
 
@@ -64,6 +64,7 @@ class ActorSet:
         self.construction: tuple[Call, ...] = ()
         self._looked_s = time.monotonic()
         self._lost_nodes = dict[int, str]()
+        self._silent_since_s = dict[int, float]()  # ranks that did not answer when they were asked last
         # Start one process per bundle, each with a monitor thread in addition to the working one.
         bundles = resource_pool.bundles()
         actor_class = ray.remote(concurrency_groups={_MONITOR: 1})(WorkerHost)  # pyrefly: ignore[unexpected-keyword]
@@ -175,7 +176,7 @@ class ActorSet:
         asked = {
             self._handles[rank].activity.options(concurrency_group=_MONITOR).remote(): rank for rank in ranks
         }
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_S)
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
         errors = {}
         for reference in answered:
             try:
@@ -223,12 +224,24 @@ class ActorSet:
         references = [
             handle.activity.options(concurrency_group=_MONITOR).remote() for handle in self._handles
         ]
+        asked_s = time.monotonic()
         # A process that does not answer in time is reported as silent.
-        answered, _ = ray.wait(references, num_returns=len(references), timeout=_ANSWER_S)
-        return [
+        answered, _ = ray.wait(references, num_returns=len(references), timeout=ANSWER_S)
+        reports = [
             self._report(rank, reference if reference in answered else None)
             for rank, reference in enumerate(references)
         ]
+        self._silent_since_s = {
+            report.rank: self._silent_since_s.get(report.rank, asked_s)
+            for report in reports
+            if report.activity is None
+        }
+        return reports
+
+    def silent_s(self, rank: int) -> float:
+        """Return how long a process has not answered `reports`. 0 before its first call has ended."""
+        since_s = self._silent_since_s.get(rank) if rank in self.locations else None
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     def _report(self, rank: int, reference: ray.ObjectRef | None) -> RankReport:
         activity = None

@@ -1,7 +1,12 @@
-"""Time limits of calls: a fixed one, and for some methods one that is learned from their earlier calls."""
+"""Time limits of calls: a fixed one, and for some methods one that is learned from their earlier calls.
+
+Calls of other methods, such as saving a checkpoint, may take much longer than before, but only while their
+processes answer when they are asked what they are doing.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Collection
 from statistics import median
@@ -16,8 +21,8 @@ class LearnedLimits(NamedTuple):
 
     Attributes:
         methods: The methods whose calls take about equally long.
-        factor: The multiple of the median duration after which a call counts as hung.
-        floor_s: The smallest limit, in seconds.
+        factor: The multiple of the median duration after which a call counts as hung; 0: no limit is learned.
+        floor_s: The smallest limit, and how long a process may not answer, in seconds.
     """
 
     methods: Collection[str] = ()
@@ -42,12 +47,30 @@ class GroupLimits:
 
     def learn(self, method: str, seconds: float) -> None:
         """Take the duration of a call of one rank into account."""
-        if self._learned.factor and method in self._learned.methods:
+        if self._learned.factor:
             self._seconds[method].append(seconds)
+
+    @property
+    def silence_s(self) -> float:
+        """How long a process may not answer while a call takes unusually long."""
+        return self._learned.floor_s if self._learned.factor else math.inf
 
     def limit_s(self, method: str | None) -> float:
         """Return how long a call of this method may run; None: any method."""
+        usual_s = self._usual_s(method)
+        if method not in self._learned.methods or usual_s is None:
+            return self.fixed_s
+        return min(self.fixed_s, usual_s)
+
+    def look_s(self, method: str) -> float:
+        """Return how long a call may run before its processes are asked whether they answer."""
+        if not self._learned.factor:
+            return self.fixed_s
+        return min(self.fixed_s, self._usual_s(method) or self._learned.floor_s)
+
+    def _usual_s(self, method: str | None) -> float | None:
+        """Return how long a call takes at most, judged by earlier ones; None if there are too few."""
         seconds = self._seconds.get(method or "", ())
         if len(seconds) < _NUM_NEEDED:
-            return self.fixed_s
-        return min(self.fixed_s, max(self._learned.floor_s, self._learned.factor * median(seconds)))
+            return None
+        return max(self._learned.floor_s, self._learned.factor * median(seconds))

@@ -99,10 +99,10 @@ class RayEndedError(RunError):
 
 
 class PhaseTimeoutError(RunError, TimeoutError):
-    """A call exceeded the time limit of its group, and the group was ended.
+    """A call exceeded the time limit of its group, or a process did not answer, and the group was ended.
 
-    `rank` is the rank with the longest call; `reports` describe what each rank was doing; `node` is that of
-    the first rank that did not answer, empty if all did.
+    `rank` is the rank with the longest call, or the one that did not answer for `silent_s`; `reports`
+    describe what each rank was doing; `node` is that of the first rank that did not answer, empty if all did.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class PhaseTimeoutError(RunError, TimeoutError):
         rank: int = 0,
         *,
         is_learned: bool = False,
+        silent_s: float | None = None,
     ) -> None:
         self.role = role
         self.method = method
@@ -131,7 +132,10 @@ class PhaseTimeoutError(RunError, TimeoutError):
         limit = f"phase_time_limit_s={limit_s:g}"
         if is_learned:
             limit = f"{limit_s:.1f} s, the limit learned from its earlier calls (recovery.hang_factor)"
-        lines = [f"{what} took longer than {limit}; the group was ended. What each rank was doing:"]
+        problem = f"{what} took longer than {limit}"
+        if silent_s is not None:
+            problem = f"{what}: rank {rank} has not answered for {silent_s:.0f} s (recovery.hang_factor)"
+        lines = [f"{problem}; the group was ended. What each rank was doing:"]
         lines += [report.describe() for report in reports]
         super().__init__(
             "\n".join(lines), hint=hints.SLOW_CONSTRUCTION if method == CONSTRUCTION else hints.SLOW_CALL

@@ -258,18 +258,18 @@ def _late_failures(pending: _Pending) -> list[RankFailure]:
 
 
 def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float) -> float:
-    """Return when to check again (monotonic seconds). Ends the group and raises at the limit.
+    """Return when to check again (monotonic seconds). Ends the group and raises at a limit.
 
     A call may wait in its rank's queue after others; the limit applies to each call from its own start. If a
     rank is idle although a call is pending, it has not received the call, and the limit applies from its
-    submission.
+    submission. A process that does not answer for some time counts as hung, too.
     """
     if not calls:
         return float("inf")
     now_s = time.monotonic()
     limits = processes.limits
     # The ranks need not be asked until the oldest call could have exceeded its limit.
-    first_look_s = min(call.submitted_s + limits.limit_s(call.method) for call in calls)
+    first_look_s = min(call.submitted_s + _look_s(processes, call) for call in calls)
     if now_s < max(first_look_s, looked_at_s):
         return max(first_look_s, looked_at_s)
     # Only the ranks know how long their current call has been running.
@@ -283,17 +283,42 @@ def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float
         ),
         key=lambda one: one[0],
     )
-    if left_s > 0:
-        return now_s + left_s
-    if _is_idle(running[oldest.rank]) and ray.wait([oldest.reference], timeout=GRACE_S, fetch_local=False)[0]:
+    silent_s, silent = max(
+        ((processes.silent_s(call.rank), call) for call in calls if running[call.rank] is None),
+        key=lambda one: one[0],
+        default=(0.0, oldest),
+    )
+    is_silent = left_s > 0 and silent_s >= limits.silence_s
+    if left_s > 0 and not is_silent:
+        look_s = min(_look_s(processes, call) for call in calls)
+        return now_s + min(left_s, limits.silence_s - silent_s if silent_s else look_s)
+    if is_silent:
+        oldest = silent
+    elif (
+        _is_idle(running[oldest.rank]) and ray.wait([oldest.reference], timeout=GRACE_S, fetch_local=False)[0]
+    ):
         return now_s  # it has just ended, and its record is on its way
     limit_s = age_s + left_s
     is_learned = limit_s < limits.fixed_s
     error = PhaseTimeoutError(
-        oldest.role, oldest.method, limit_s, reports, oldest.rows, oldest.rank, is_learned=is_learned
+        oldest.role,
+        oldest.method,
+        limit_s,
+        reports,
+        oldest.rows,
+        oldest.rank,
+        is_learned=is_learned,
+        silent_s=silent_s if is_silent else None,
     )
     processes.end(error)
     raise error
+
+
+def _look_s(processes: Processes, call: Call) -> float:
+    """Return how long to wait until the processes are asked what they do, from the submission of a call."""
+    # A process that is being started cannot answer yet.
+    is_started = call.rank in processes.locations
+    return processes.limits.look_s(call.method) if is_started else processes.limits.fixed_s
 
 
 def _limit_s(limits: GroupLimits, activity: RankActivity | None, call: Call) -> float:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import os
+import signal
+
 import pytest
 
+from megarl.controller import actors
 from megarl.controller.call_limits import GroupLimits, LearnedLimits
+from megarl.controller.errors import PhaseTimeoutError
+from megarl.controller.group import RayWorkerGroup
+from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.worker import RayClassWithInitArgs
+from tests.unit.controller.workers import EchoWorker
 
 
 def limits(factor: float = 4.0) -> GroupLimits:
@@ -29,8 +39,39 @@ def test_the_limit_is_a_multiple_of_the_median(seconds: list[float], limit_s: fl
     assert own.limit_s("begin_save") == own.limit_s(None) == 1800.0
 
 
+def test_processes_are_asked_whether_they_answer_when_a_call_takes_unusually_long() -> None:
+    own = limits()
+    assert (own.look_s("begin_save"), own.silence_s) == (10.0, 10.0)
+    for _ in range(4):
+        own.learn("begin_save", 30.0)
+    assert own.look_s("begin_save") == 120.0
+
+
 def test_nothing_is_learned_without_a_factor() -> None:
     own = limits(factor=0.0)
     for _ in range(8):
         own.learn("update", 5.0)
-    assert own.limit_s("update") == 1800.0
+    assert own.limit_s("update") == own.look_s("update") == 1800.0
+    assert own.silence_s == math.inf
+
+
+def test_a_call_without_a_learned_limit_ends_only_if_a_process_does_not_answer(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors, "ANSWER_S", 0.3)
+    pool = RayResourcePool([2], use_gpu=False, name="stopped")
+    learned = LearnedLimits((), factor=2.0, floor_s=0.1)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(EchoWorker), role="actor", learned_limits=learned)
+
+    try:
+        group.ready.get()
+        group.call(EchoWorker.sleep, 0.4).get()
+        # The other rank ends its call, so that none answers that it is in one.
+        os.kill(group.pids[1], signal.SIGSTOP)
+        with pytest.raises(PhaseTimeoutError, match=r"actor\.sleep: rank 1 has not answered for") as raised:
+            group.call(EchoWorker.sleep, 0.0).get()
+    finally:
+        group.shutdown()
+        pool.release()
+
+    assert (raised.value.rank, raised.value.node) == (1, "127.0.0.1")
