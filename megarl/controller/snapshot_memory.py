@@ -28,7 +28,7 @@ from megarl.machine.memory_files import HEADER_BYTES, Header, MemoryFiles
 
 _PART_BYTES = 32 * 2**20
 _LOOK_S = 0.05  # interval at which a holder looks for complete files
-_ANSWER_S = 10.0  # after which a holder's answer is not awaited any longer
+ANSWER_S = 10.0  # after which a holder's answer is not awaited any longer
 _NAMESPACE = "megarl snapshots"
 _ATTEND_S = 10.0  # interval at which a driver tells its holders that it needs them
 KEPT_S = 900.0  # how long a holder without a driver keeps its files
@@ -146,6 +146,9 @@ class SnapshotMemory:
         self._holders: dict[str, Any] = {}  # by node; Ray's annotations do not have the methods of an actor
         self._left: dict[str, Any] = {}  # of nodes without ranks, by node: they may have the only copy
         self._dead: set[str] = set()  # nodes whose holder has died
+        self.has_silent = (
+            False  # whether a living holder did not answer the last call, so that its files may exist
+        )
         if continues:
             self._holders = holders_of(run)
         else:
@@ -325,8 +328,10 @@ class SnapshotMemory:
 
     def _ask(self, method: str) -> dict[str, dict[str, Header]]:
         """Call a method without arguments on all holders. Lost ones are left out."""
-        answers, dead = _answers(self._all(), method)
+        holders = self._all()
+        answers, dead = _answers(holders, method)
         self._dead |= dead
+        self.has_silent = bool(holders.keys() - answers.keys() - dead)
         return answers
 
 
@@ -363,7 +368,7 @@ def _answers(holders: Mapping[str, Any], method: str) -> tuple[dict[str, dict[st
     dead = set()
     for node, reference in asking.items():
         try:
-            answers[node] = ray.get(reference, timeout=_ANSWER_S)
+            answers[node] = ray.get(reference, timeout=ANSWER_S)
         except ActorDiedError:
             dead.add(node)
         except RayError:

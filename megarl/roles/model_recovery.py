@@ -96,12 +96,14 @@ class ModelRecovery:
         if self._weights is not None:
             self._version_of[step] = self._weights.actor_version
 
-    def newest_snapshot(self) -> int | None:
-        """Return the step of the newest complete snapshot, and forget older ones."""
-        newest = self._snapshots.newest()
-        if newest is not None:
-            self._version_of = {step: version for step, version in self._version_of.items() if step >= newest}
-        return newest
+    def secured_snapshot(self) -> int | None:
+        """Return the step of the newest snapshot that is complete with its copies, and forget older ones."""
+        secured = self._snapshots.secured
+        if secured is not None:
+            self._version_of = {
+                step: version for step, version in self._version_of.items() if step >= secured
+            }
+        return secured
 
     def concerns(self, error: Exception) -> bool:
         """Return whether processes of these models are lost: they died, hang, or have a wrong state."""

@@ -22,7 +22,8 @@ from megarl.roles.saved_models import SavedModel, SavedModels
 from megarl.workers.megatron import MegatronWorker
 
 _LOOK_S = 0.02
-_SETTLE_S = 2.0  # how long ranks that still run may take to complete a snapshot after another one died
+_HOLDER_LIMIT_S = 120.0  # how long a holder that Ray does not call dead may take to answer after a loss
+SETTLE_S = 2.0  # how long ranks that still run may take to complete a snapshot after another one died
 
 
 class SnapshotLostError(RunError):
@@ -70,6 +71,8 @@ class ModelSnapshots:
         self._copying: list[WorkerFuture] = []
         self._slot_of: dict[int, int] = {}  # step -> slot, of the snapshots that were begun last
         self._next_slot = 0
+        # The newest snapshot that is complete with its copies: no later loss goes back further.
+        self.secured: int | None = None
 
     def begin(self, step: int) -> None:
         """Start a snapshot of the state after `step`. Returns at once unless the previous one is incomplete.
@@ -116,31 +119,39 @@ class ModelSnapshots:
                     f"{self._copy_limit_s:g} s; the network between the nodes is slow or broken"
                 )
             time.sleep(_LOOK_S)
+        self.secured = newest
 
-    def newest(self, settle_s: float = 0.0) -> int | None:
-        """Return the step of the newest complete snapshot, or None if there is none.
+    def newest_after_loss(self) -> int | None:
+        """Return the step of the newest complete snapshot after a rank has died; None if there is none.
 
-        Args:
-            settle_s: How long to wait for the snapshot that was begun last.
+        A snapshot that was complete with its copies is lost only with their holders. One that does not answer
+        is asked again.
         """
         if self._memory is None:
             return None
-        end_s = time.monotonic() + settle_s
+        begin_s = time.monotonic()
         while True:
-            found = self._memory.steps()
-            complete = [
+            newest = self._newest_complete(self._memory)
+            if newest == max(self._slot_of, default=None):
+                return newest
+            waited_s = time.monotonic() - begin_s
+            is_secured = newest is not None and (self.secured is None or newest >= self.secured)
+            if waited_s >= SETTLE_S and is_secured:
+                return newest
+            if waited_s >= (_HOLDER_LIMIT_S if self._memory.has_silent else SETTLE_S):
+                return None
+            time.sleep(_LOOK_S)
+
+    def _newest_complete(self, memory: SnapshotMemory) -> int | None:
+        found = memory.steps()
+        return max(
+            (
                 step
                 for step in self._slot_of
                 if all(step in found.get(name, ()) for name in self._names(step))
-            ]
-            newest = max(complete, default=None)
-            if newest == max(self._slot_of, default=None) or time.monotonic() >= end_s:
-                return newest
-            time.sleep(_LOOK_S)
-
-    def newest_after_loss(self) -> int | None:
-        """Return the step of the newest complete snapshot after a rank has died; None if there is none."""
-        return self.newest(_SETTLE_S)
+            ),
+            default=None,
+        )
 
     def move(self) -> None:
         """Use the nodes that the ranks are on now, after some were restarted on other nodes."""
@@ -152,6 +163,7 @@ class ModelSnapshots:
         """Forget all snapshots, because the models have a state from elsewhere."""
         self._slot_of = {}
         self._copying = []
+        self.secured = None
 
     def load_taken(self) -> None:
         """Load the snapshot of an earlier attempt in all ranks.
@@ -167,6 +179,7 @@ class ModelSnapshots:
             return
         memory = self._opened()
         slot = self._slot_of.pop(taken.step, None)  # its files are not those of ranks with this layout
+        self.secured = None
         if slot is None:
             raise SnapshotLostError(f"no node has the snapshot of step {taken.step}")
         try:
@@ -237,6 +250,7 @@ class ModelSnapshots:
         self._next_slot = (slot + 1) % NUM_KEPT
         self._slot_of = {other: used for other, used in self._slot_of.items() if other <= step}
         self._copying = []
+        self.secured = step
         memory.settle()
 
     def close(self, keeps_files: bool = False) -> None:
@@ -255,6 +269,7 @@ class ModelSnapshots:
                 if slot is not None:
                     self._slot_of = {continued.step: slot}
                     self._next_slot = (slot + 1) % NUM_KEPT
+                    self.secured = continued.step
         return self._memory
 
     def _node_of(self) -> dict[str, str]:

@@ -152,7 +152,7 @@ class StepRecovery:
         self._steps.add(current)
         self.retry(lambda: self._begin_snapshot(step))
         saved = self._newest_checkpoint()
-        self._steps.settle(self._models.newest_snapshot(), None if saved is None else step_of(saved))
+        self._steps.settle(self._models.secured_snapshot(), None if saved is None else step_of(saved))
 
         of_recovery = {
             "recovery/num_recoveries": float(self._num_recoveries),

@@ -31,7 +31,7 @@ class Models:
     def begin_snapshot(self, step: int) -> None:
         self.begun.append(step)
 
-    def newest_snapshot(self) -> int | None:
+    def secured_snapshot(self) -> int | None:
         return self.complete
 
     def concerns(self, error: Exception) -> bool:
