@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -173,26 +173,43 @@ def num_cpus(config: PPOConfig) -> tuple[int, ...]:
 
 
 class Victim(NamedTuple):
-    """A rank of a model, and its node."""
+    """A rank of a model: its process as seen from outside, and its node."""
 
     rank: RankMoment
+    process: psutil.Process
     node: Node
 
     @property
     def name(self) -> str:
         return f"{self.rank.process} rank {self.rank.rank}"
 
+    def phase(self, moment: Moment) -> str:
+        """Return the phase of the rank, or that of the driver."""
+        own = [
+            rank.phase for rank in moment.ranks if rank.pid == self.rank.pid and rank.node == self.rank.node
+        ]
+        return next(filter(None, own), moment.phase or "")
+
     def signal(self, number: signal.Signals) -> None:
         with suppress(psutil.NoSuchProcess):  # it has just ended
-            self.node.process(self.rank.pid).send_signal(number)
+            self.process.send_signal(number)
 
     def exhaust_memory(self) -> None:
-        out_of_memory.exhaust(self.node.process(self.rank.pid).pid)
+        out_of_memory.exhaust(self.process.pid)
 
 
-def victims_of(moment: Moment, net: Network) -> list[Victim]:
-    nodes = {node.address: node for node in net.nodes}
-    return [Victim(rank, nodes[rank.node]) for rank in moment.ranks]
+def choose(
+    ranks: Sequence[RankMoment], net: Network, spared: Collection[int], chance: random.Random
+) -> Victim:
+    """Choose a rank. Nodes in `spared` are not struck.
+
+    Raises:
+        IndexError: There is none.
+        ProcessLookupError: It has just ended.
+    """
+    nodes = {node.address: node for node in net.nodes if node.number not in spared}
+    rank = chance.choice([rank for rank in ranks if rank.node in nodes])
+    return Victim(rank, nodes[rank.node].process(rank.pid), nodes[rank.node])
 
 
 class Kind(NamedTuple):
@@ -319,8 +336,8 @@ class Driver:
             raise RunEndedError(f"ended with status {self._process.wait()}")
         return json.loads(line)
 
-    def moment(self, wanted: Wanted) -> Moment:
-        """Wait for a moment of the run.
+    def ranks(self, wanted: Wanted) -> list[RankMoment]:
+        """Ask for a moment of the run, and return the ranks when its first step has begun.
 
         Raises:
             RunEndedError: The run ends or hangs before.
@@ -328,6 +345,13 @@ class Driver:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(wanted) + "\n")
         self._process.stdin.flush()
+        return self._moment().ranks
+
+    def reached(self) -> Moment:
+        """Wait for the moment that was asked for. Raises like `ranks`."""
+        return self._moment()
+
+    def _moment(self) -> Moment:
         step, phase, ranks = self._next()
         return Moment(step, phase, [RankMoment(*rank) for rank in ranks])
 
@@ -378,20 +402,22 @@ def run(config: PPOConfig, faults: Sequence[Planned], folder: Path, chance: rand
         driver = Driver(net, ray, folder / "run.yaml", folder / "driver.log")
         try:
             for index, fault in enumerate(faults):
-                moment = driver.moment(fault.wanted)
-                victims = victims_of(moment, net)
                 # A node with two losses is excluded, and would leave no spare one for a loss that follows.
-                if any(KINDS[later.kind].takes_node for later in faults[index + 1 :]):
-                    victims = [each for each in victims if each.node.number not in struck_nodes]
-                victim = chance.choice(victims)
+                takes_node = any(KINDS[later.kind].takes_node for later in faults[index + 1 :])
+                ranks = driver.ranks(fault.wanted)
+                victim = choose(ranks, net, struck_nodes if takes_node else (), chance)
                 struck_nodes.add(victim.node.number)
                 kind = KINDS[fault.kind]
                 before = num_recoveries(metrics)
+
+                moment = driver.reached()
                 kind.strike(victim)
                 if fault.again_s is not None:
-                    others = victims_of(driver.moment(Wanted("", 0, -1, fault.again_s)), net)
-                    with suppress(ProcessLookupError, IndexError):  # none is there, or it has just ended
-                        chance.choice(others).signal(signal.SIGKILL)
+                    time.sleep(fault.again_s)
+                    ranks = driver.ranks(Wanted("", 0, -1, 0.0))
+                    driver.reached()
+                    with suppress(ProcessLookupError, IndexError):  # there is none, or it has just ended
+                        choose(ranks, net, (), chance).signal(signal.SIGKILL)
                 next_s = driver.wait(partial(_has_recovered, metrics, before))
                 struck.append(
                     Struck(
@@ -399,7 +425,7 @@ def run(config: PPOConfig, faults: Sequence[Planned], folder: Path, chance: rand
                         victim.node.name if kind.takes_node else victim.name,
                         moment.step,
                         fault.wanted.phase,
-                        victim.rank.phase or moment.phase or "",
+                        victim.phase(moment),
                         next_s,
                     )
                 )

@@ -2,8 +2,8 @@
 
     python -m tests.soak.watched_run CONFIG
 
-It trains like `megarl train`. Each line of standard input asks for a moment (Wanted), and the answer is a line
-of JSON (Moment) when it has come. SIGUSR1 writes the stacks of all threads to standard error.
+It trains like `megarl train`. Each line of standard input asks for a moment (Wanted). The answers are two lines of
+JSON (Moment): the ranks when its first step has begun, and where they are when the moment has come. SIGUSR1 writes the stacks of all threads to standard error.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from megarl.trainers.monitor import phases_by_call
 from megarl.trainers.ppo import PPOTrainer
 
 _LOOK_S = 0.005
+_PHASES_OF_DRIVER = ("gen", "update_weights", "testing", "save_checkpoint")
 
 
 class Wanted(NamedTuple):
@@ -36,7 +37,7 @@ class Wanted(NamedTuple):
         phase: A phase of the driver or of a rank.
         first: The first step that may be meant.
         last: The last step; any later moment will do.
-        delay_s: Time after the phase was first seen.
+        delay_s: Time from when the phase was seen until the answer.
     """
 
     phase: str
@@ -74,9 +75,6 @@ class Moment(NamedTuple):
     phase: str | None
     ranks: list[RankMoment]
 
-    def has(self, phase: str) -> bool:
-        return phase == self.phase or any(phase == rank.phase for rank in self.ranks)
-
 
 class Watch:
     """Answers questions about a run in a thread."""
@@ -92,20 +90,30 @@ class Watch:
     def _answer(self) -> None:
         for line in sys.stdin:
             wanted = Wanted(*json.loads(line))
-            while not self._is_it(self._now(), wanted):
+            while not self._is_step(wanted.first):
                 time.sleep(_LOOK_S)
-            time.sleep(wanted.delay_s)
-            print(json.dumps(self._now()), flush=True)
+            _say(self._now(with_ranks=True))
+            _say(self._reached(wanted))
 
-    def _is_it(self, moment: Moment, wanted: Wanted) -> bool:
-        step = moment.step
-        return step is not None and (
-            step > wanted.last or (step >= wanted.first and moment.has(wanted.phase))
-        )
+    def _is_step(self, number: int) -> bool:
+        step = self._position.now().step
+        return step is not None and step >= number
 
-    def _now(self) -> Moment:
+    def _reached(self, wanted: Wanted) -> Moment:
+        """Wait for a moment. Ranks are asked only for their own phases, as that takes longer than some phases."""
+        is_of_rank = wanted.phase not in _PHASES_OF_DRIVER
+        while True:
+            now = self._now(with_ranks=is_of_rank)
+            phases = [now.phase, *(rank.phase for rank in now.ranks)]
+            if wanted.phase in phases or self._is_step(wanted.last + 1):
+                time.sleep(wanted.delay_s)
+                return now
+            time.sleep(_LOOK_S)
+
+    def _now(self, with_ranks: bool) -> Moment:
         now = self._position.now()
-        return Moment(now.step, now.phase, [rank for each in self._processes for rank in self._ranks(each)])
+        processes = self._processes if with_ranks else ()
+        return Moment(now.step, now.phase, [rank for each in processes for rank in self._ranks(each)])
 
     def _ranks(self, processes: RayWorkerGroup) -> list[RankMoment]:
         return [
@@ -123,6 +131,10 @@ class Watch:
     def _phase(self, roles: str, method: str | None) -> str | None:
         names = (self._phases.get((role, method or "")) for role in roles.split("+"))
         return next(filter(None, names), method)
+
+
+def _say(moment: Moment) -> None:
+    print(json.dumps(moment), flush=True)
 
 
 def main() -> None:
