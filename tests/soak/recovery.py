@@ -254,10 +254,16 @@ def plan_faults(cell: str, number: int, seed: int) -> list[Planned]:
     """
     chance = random.Random(f"{seed} {cell}")
     of_processes = [name for name, kind in KINDS.items() if not kind.takes_node]
-    of_nodes = [name for name, kind in KINDS.items() if kind.takes_node]
+    # The process of the reward functions is on a node of these trainers, and its loss ends the run.
+    is_shared = cell.endswith("shared")
+    of_nodes = [name for name, kind in KINDS.items() if kind.takes_node and not is_shared]
     chance.shuffle(of_processes)
     chance.shuffle(of_nodes)
-    runs = [[of_nodes[0], *of_processes[:2]], [of_nodes[1], *of_processes[2:]], [*KINDS][:1] * 3]
+    runs = [
+        [*of_nodes[:1], *of_processes[:2]],
+        [*of_nodes[1:], *of_processes[2:]],
+        [*KINDS][:1] * 3,
+    ]
     phases = _PHASES + (_PHASES_OF_CRITIC if cell.startswith("ppo") else ())
     planned = []
     for index, kinds in enumerate(runs):
