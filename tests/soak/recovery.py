@@ -68,7 +68,7 @@ END_LIMIT_S = 240.0  # without a completed step, a run counts as hung
 _STEPS_PER_FAULT = 3
 _MOST_AGAIN_S = 6.0  # until another rank is killed
 _MOST_DELAY_S = 0.05  # from when a phase is seen to the fault
-_NUM_REPLICAS = 2
+_NUM_REPLICAS = 2  # so that the node of the engines needs more CPUs than two ranks, and gets no model
 _TRAINERS = 2  # nodes with trained models
 _LAYOUTS = {
     "tp2dp2": (ParallelConfig(tensor_parallel_size=2, data_parallel_size=2), [2, 2]),
@@ -115,7 +115,7 @@ def config_of(cell: str, inputs: Path, output_dir: Path) -> PPOConfig:
         pools = {"actor": devices}
     else:
         roles |= dict.fromkeys(("rollout", "reward"), "engines")
-        pools["engines"] = [0] * _TRAINERS + [1 if has_experts else _NUM_REPLICAS]
+        pools["engines"] = [0] * _TRAINERS + [_NUM_REPLICAS]
     return tiny_config(
         inputs,
         output_dir,
@@ -130,7 +130,7 @@ def config_of(cell: str, inputs: Path, output_dir: Path) -> PPOConfig:
         reward={"time_limit_s": 60},
         rollout={
             "n": 2,
-            "num_replicas": 1 if has_experts else _NUM_REPLICAS,
+            "num_replicas": _NUM_REPLICAS,
             "max_staleness": _STALENESS[kind],
             "on_update": OnUpdate.drain,
             **(of_engine if has_experts else {}),
