@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -99,6 +100,18 @@ def test_a_run_that_loses_a_rank_ends_like_one_that_does_not(
         assert line["recovery/lost_s"] < LIMIT_S
 
 
+def holders_of(rank: int) -> list[psutil.Process]:
+    """Return the processes that hold snapshots in the Ray cluster of a rank, not those of other clusters."""
+    raylet = psutil.Process(rank).environ()["RAY_RAYLET_PID"]
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        title = (process.info["cmdline"] or [""])[0]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if title.startswith("ray::SnapshotHolder") and process.environ()["RAY_RAYLET_PID"] == raylet:
+                found.append(process)
+    return found
+
+
 def test_without_copies_in_memory_the_run_continues_from_the_checkpoint(
     inputs: Path, undisturbed: Outcome, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -112,9 +125,10 @@ def test_without_copies_in_memory_the_run_continues_from_the_checkpoint(
             return
         left.remove(step)
         if step in (1, 4):
-            for process in psutil.process_iter(["cmdline"]):
-                if process.info["cmdline"] and process.info["cmdline"][0].startswith("ray::SnapshotHolder"):
-                    process.kill()
+            holders = holders_of(roles.actor.group.pids[0])
+            assert holders
+            for holder in holders:
+                holder.kill()
         if step in (2, 4):
             os.kill(roles.actor.group.pids[0], signal.SIGKILL)
 
