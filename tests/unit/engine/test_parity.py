@@ -175,7 +175,7 @@ def with_logits(engine: Any) -> Any:
     """
     score = engine.score
 
-    def scores(micro_batch: Any, hidden: Tensor, extras: Any) -> Tensors:
+    def scores(micro_batch: Any, hidden: Tensor, *arguments: Any) -> Tensors:
         model = engine.models[-1]
         part = model.output_hidden(hidden)[micro_batch.predictors] @ model.output_weight().T
         parts = [torch.empty_like(part) for _ in range(engine.groups.parallel.tensor_parallel_size)]
@@ -185,7 +185,7 @@ def with_logits(engine: Any) -> Any:
         whole[micro_batch.scored] = logits
         dist.all_reduce(whole, group=engine.groups.context)
 
-        return {**score(micro_batch, hidden, extras), "logits": whole}
+        return {**score(micro_batch, hidden, *arguments), "logits": whole}
 
     engine.score = scores
     return engine
