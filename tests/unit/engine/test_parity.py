@@ -371,7 +371,7 @@ def compare(reference: Reference, layout: str, rank_pool: RankPool) -> None:
         measured.append(
             Differences(
                 max(
-                    max_difference(rank[name].outputs[key], value)
+                    max_difference(rank[name].outputs[key].view_as(value), value)
                     for rank in ranks
                     for key, value in want.outputs.items()
                 ),
@@ -393,7 +393,10 @@ def compare(reference: Reference, layout: str, rank_pool: RankPool) -> None:
         for rank in ranks:
             assert rank[name].outputs.keys() == want.outputs.keys()
             for key, value in want.outputs.items():
-                assert max_difference(rank[name].outputs[key], value) <= OUTPUT_TOLERANCE, (name, key)
+                assert max_difference(rank[name].outputs[key].view_as(value), value) <= OUTPUT_TOLERANCE, (
+                    name,
+                    key,
+                )
             assert rank[name].grad_norm == pytest.approx(want.grad_norm, rel=NORM_TOLERANCE), name
             assert {key: rank[name].routers[key] for key in want.routers} == pytest.approx(
                 want.routers, rel=1e-5
