@@ -349,8 +349,9 @@ class Driver:
             RunEndedError: The run ends or hangs before.
         """
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(wanted) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended, and `_moment` says so
+            self._process.stdin.write(json.dumps(wanted) + "\n")
+            self._process.stdin.flush()
         return self._moment().ranks
 
     def reached(self) -> Moment:
@@ -420,9 +421,10 @@ def run(config: PPOConfig, faults: Sequence[Planned], folder: Path, chance: rand
                 kind.strike(victim)
                 if fault.again_s is not None:
                     time.sleep(fault.again_s)
-                    ranks = driver.ranks(Wanted("", 0, -1, 0.0))
-                    driver.reached()
-                    with suppress(ProcessLookupError, IndexError):  # there is none, or it has just ended
+                    # There is no rank, it has just ended, or so has the run.
+                    with suppress(ProcessLookupError, IndexError, RunEndedError):
+                        ranks = driver.ranks(Wanted("", 0, -1, 0.0))
+                        driver.reached()
                         choose(ranks, net, (), chance).signal(signal.SIGKILL)
                 next_s = driver.wait(partial(_has_recovered, metrics, before))
                 struck.append(
