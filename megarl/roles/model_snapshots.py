@@ -86,6 +86,9 @@ class ModelSnapshots:
         self.finish()
         if memory.replace_dead():
             self._paths |= memory.paths()
+        # If a holder was lost before the newest snapshot was copied, that one is overwritten.
+        if self.secured is not None:
+            self._next_slot = (self._slot_of[self.secured] + 1) % NUM_KEPT
         slot = self._next_slot
         self._next_slot = (slot + 1) % NUM_KEPT
 

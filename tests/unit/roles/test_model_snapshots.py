@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +66,53 @@ def test_a_snapshot_is_secured_when_the_next_one_begins(snapshots: ModelSnapshot
     assert (snapshots.secured, snapshots.newest_after_loss()) == (1, 1)
     snapshots.forget()
     assert (snapshots.secured, snapshots.newest_after_loss()) == (None, None)
+
+
+class Memory:
+    """Files of several nodes. One of them can be lost before the copies on it are complete."""
+
+    has_silent = False
+    has_dead = False
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._node_of: Mapping[str, str] = {}
+
+    def open(self, run: str, node_of: Mapping[str, str], continues: bool) -> Memory:
+        self._node_of = node_of
+        return self
+
+    def paths(self) -> dict[str, str]:
+        return {name: str(self._folder / name) for name in self._node_of}
+
+    def settle(self) -> None: ...
+
+    def replace_dead(self) -> bool:
+        return False  # the node of the holder is lost, too
+
+    def has_all(self, names: Collection[str], step: int) -> bool:
+        return not self.has_dead
+
+    def close(self, keeps_files: bool) -> None: ...
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Memory:
+    memory = Memory(tmp_path)
+    monkeypatch.setattr(model_snapshots, "SnapshotMemory", memory.open)
+    return memory
+
+
+def test_the_secured_snapshot_is_kept_if_a_node_is_lost_before_the_next_one_is_copied(
+    snapshots: ModelSnapshots, group: Group, memory: Memory
+) -> None:
+    snapshots.begin(0)
+    snapshots.begin(1)
+    memory.has_dead = True
+    snapshots.begin(2)
+    of_step = [group.paths[first : first + 2] for first in (0, 2, 4)]
+    assert snapshots.secured == 0
+    assert of_step[2] == of_step[1] != of_step[0]
 
 
 def test_a_holder_that_answers_late_has_not_lost_its_files(
