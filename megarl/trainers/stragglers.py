@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
@@ -47,9 +48,10 @@ class SpeedHistory:
     def see(self, seconds: Mapping[int, float]) -> list[SlowRank]:
         """Record how long the same work took in an update, by rank. Returns ranks that have become slow."""
         found = []
+        in_order = sorted(seconds.values())
         for rank, own_s in seconds.items():
-            peers = [other_s for other, other_s in seconds.items() if other != rank]
-            last = self._ratios[rank] = [*self._ratios[rank], own_s / median(peers)][-NUM_UPDATES:]
+            ratio = own_s / _median_of_others(in_order, own_s)
+            last = self._ratios[rank] = [*self._ratios[rank], ratio][-NUM_UPDATES:]
             num_slow = sum(ratio > self._factor for ratio in last)
             if num_slow == NUM_UPDATES and rank not in self._slow:
                 self._slow.add(rank)
@@ -61,6 +63,14 @@ class SpeedHistory:
     def largest_ratio(self, num_updates: int) -> float:
         """Return the largest median of a rank's ratios over the last updates, at most NUM_UPDATES."""
         return max(median(ratios[-num_updates:]) for ratios in self._ratios.values())
+
+
+def _median_of_others(in_order: Sequence[float], own: float) -> float:
+    """Return the median of sorted values without one of them, without sorting the others again."""
+    position = bisect_left(in_order, own)
+    num_others = len(in_order) - 1
+    middle = ((num_others - 1) // 2, num_others // 2)
+    return sum(in_order[index + (index >= position)] for index in middle) / 2
 
 
 class Stragglers:
