@@ -58,7 +58,6 @@ def test_nothing_is_learned_without_a_factor() -> None:
 def test_a_call_without_a_learned_limit_ends_only_if_a_process_does_not_answer(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors, "ANSWER_S", 0.3)
     pool = RayResourcePool([2], use_gpu=False, name="stopped")
     learned = LearnedLimits((), factor=2.0, floor_s=0.1)
     group = RayWorkerGroup(pool, RayClassWithInitArgs(EchoWorker), role="actor", learned_limits=learned)
@@ -66,6 +65,7 @@ def test_a_call_without_a_learned_limit_ends_only_if_a_process_does_not_answer(
     try:
         group.ready.get()
         group.call(EchoWorker.sleep, 0.4).get()
+        monkeypatch.setattr(actors, "ANSWER_S", 0.3)
         # The other rank ends its call, so that none answers that it is in one.
         os.kill(group.pids[1], signal.SIGSTOP)
         with pytest.raises(PhaseTimeoutError, match=r"actor\.sleep: rank 1 has not answered for") as raised:
