@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -41,6 +42,9 @@ _OF_ETC = (
 _OWN_FOLDERS = {"dev", "proc", "tmp", FOLDER[1:]}  # of a sandbox, also if an image has them
 _IN_MEMORY = ("/tmp", FOLDER, "/dev")
 _WATCH_S = 0.5
+# Fields of /proc/<pid>/stat (proc(5)), counted after the name of the program.
+_NUM_THREADS = 17
+_RESIDENT_PAGES = 21
 _MEGABYTE = 1 << 20
 
 
@@ -139,18 +143,18 @@ class LocalSandbox:
                 with suppress(ProcessLookupError):
                     process.send_signal(signal.SIGTERM)  # it kills the group of the command
                 await process.wait()
-        if self._exceeded:
-            raise SandboxEndedError(self._exceeded)
+        if why := self._why_ended():
+            raise SandboxEndedError(why)
         return Executed(status, output.decode(errors="replace"))
 
     async def upload(self, source: bytes | Path, target: str) -> None:
         folder = "/" if target.startswith("/") else FOLDER
         process = await self._order("unpack", folder=folder)
-        await _finished(process, archive_of(source, target))
+        await self._finished(process, archive_of(source, target))
 
     async def download(self, path: str) -> bytes:
         process = await self._order("read", path=os.path.join(FOLDER, path), max_bytes=FILE_BYTES)
-        content = await _finished(process)
+        content = await self._finished(process)
         if len(content) > FILE_BYTES:
             raise ValueError(f"{path} is larger than {FILE_BYTES // _MEGABYTE} MiB")
         return content
@@ -180,30 +184,53 @@ class LocalSandbox:
     async def _order(
         self, name: str, stderr: int = asyncio.subprocess.PIPE, **arguments: Any
     ) -> asyncio.subprocess.Process:
-        if self._pidfd is None or self._exceeded:
-            raise SandboxEndedError(self._exceeded or "the sandbox has ended")
+        if why := self._why_ended():
+            raise SandboxEndedError(why)
+        assert self._pidfd is not None
         return await start_order(self._pidfd, name, stderr=stderr, **arguments)
+
+    async def _finished(self, process: asyncio.subprocess.Process, content: bytes = b"") -> bytes:
+        """Return the output of an order, or raise ValueError with its errors."""
+        output, errors = await process.communicate(content)
+        if why := self._why_ended():
+            raise SandboxEndedError(why)
+        if process.returncode:
+            raise ValueError(errors.decode(errors="replace").strip())
+        return output
+
+    def _why_ended(self) -> str:
+        """Return why the sandbox has ended; empty while it runs."""
+        if self._exceeded:
+            return self._exceeded
+        if self._pidfd is None:
+            return "the sandbox has ended: it was closed"
+        if _has_ended(self._pidfd):
+            return "the sandbox has ended: its first process was killed, such as by one of its programs"
+        return ""
 
     async def _watch(self) -> None:
         """End the sandbox when its programs exceed the limits of memory or processes.
 
         Kernel limits would need a control group, which a process in a container may not make.
         """
-        while True:
+        while not self._exceeded:
             await asyncio.sleep(_WATCH_S)
-            try:
-                num_processes, num_bytes = _usage(self._root)
-            except OSError:  # the sandbox has ended
-                return
-            if num_processes > self._config.max_processes:
-                self._exceeded = f"{num_processes} processes: max_processes is {self._config.max_processes}"
-            elif num_bytes > self._config.memory_mb * _MEGABYTE:
-                self._exceeded = (
-                    f"{num_bytes // _MEGABYTE} MiB of memory and files: memory_mb is {self._config.memory_mb}"
-                )
-            if self._exceeded:
-                self._kill()
-                return
+            self._exceeded = self._exceeded_limit()
+        self._kill()
+
+    def _exceeded_limit(self) -> str:
+        """Return the limit that the programs exceed; empty if there is none."""
+        most, memory_mb = self._config.max_processes, self._config.memory_mb
+        try:
+            num_threads, num_bytes = _usage(self._root)
+        except OSError as error:
+            # It ends by itself, or this process has no descriptor left. It must not run without limits.
+            return self._why_ended() or f"its programs cannot be measured ({error})"
+        if num_threads > most:
+            return f"{num_threads} processes and threads: max_processes is {most}"
+        if num_bytes > memory_mb * _MEGABYTE:
+            return f"{num_bytes // _MEGABYTE} MiB of memory and files: memory_mb is {memory_mb}"
+        return ""
 
 
 def _command(config: SandboxConfig, information: int) -> list[str]:
@@ -242,26 +269,26 @@ def _shown(image: str | None) -> list[tuple[str, str]]:
 
 
 def _usage(root: str) -> tuple[int, int]:
-    """Return the number of processes in a sandbox, and the bytes of their memory and of its files."""
-    num_processes = num_bytes = 0
+    """Return the number of threads in a sandbox, and the bytes of their memory and of its files."""
+    num_threads = num_bytes = 0
     for entry in os.listdir(f"{root}/proc"):
         if entry.isdigit():
             with suppress(OSError):  # the process has ended
-                resident = Path(f"{root}/proc/{entry}/statm").read_text().split()[1]
-                num_bytes += int(resident) * os.sysconf("SC_PAGE_SIZE")
-                num_processes += 1
+                # The fields after the name of the program, which may be any bytes.
+                status = Path(f"{root}/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
+                num_threads += max(1, int(status[_NUM_THREADS]))
+                num_bytes += int(status[_RESIDENT_PAGES]) * os.sysconf("SC_PAGE_SIZE")
     for folder in _IN_MEMORY:
         files = os.statvfs(root + folder)
         num_bytes += (files.f_blocks - files.f_bfree) * files.f_frsize
-    return num_processes, num_bytes
+    return num_threads, num_bytes
 
 
-async def _finished(process: asyncio.subprocess.Process, content: bytes = b"") -> bytes:
-    """Return the output of a process, or raise ValueError with its errors."""
-    output, errors = await process.communicate(content)
-    if process.returncode:
-        raise ValueError(errors.decode(errors="replace").strip())
-    return output
+def _has_ended(pidfd: int) -> bool:
+    """Return whether a process has ended."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 async def _end_of(pidfd: int) -> None:

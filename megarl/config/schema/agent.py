@@ -60,7 +60,7 @@ class SandboxConfig:
     # allow the network of the machine; false: only the endpoint of the episode can be reached
     network: bool = False
     memory_mb: int = ranged(4096, at_least=16)  # limit of memory; with local, files count too
-    max_processes: int = ranged(256, at_least=1)  # limit of processes and, with container, threads
+    max_processes: int = ranged(256, at_least=1)  # limit of processes and threads together
     cpus: float | None = ranged(None, above=0)  # limit of CPUs, of containers only; null: no limit
     # time limit for starting a sandbox, which includes pulling an image
     start_limit_s: float = ranged(300.0, above=0)

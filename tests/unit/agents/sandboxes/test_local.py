@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,8 +168,9 @@ def test_a_command_that_takes_too_long_is_ended_and_the_sandbox_is_not() -> None
         ("x = b'x' * (200 << 20); import time; time.sleep(60)", "memory_mb is 100"),
         ("x = open('/tmp/x', 'wb').write(b'x' * (60 << 20)); y = b'y' * (60 << 20); import time; time.sleep(60)", "memory_mb is 100"),
         ("import os, time\nfor _ in range(40):\n    if not os.fork(): break\ntime.sleep(60)", "max_processes is 30|status 1"),
+        ("import threading, time\nfor _ in range(40): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\ntime.sleep(60)", "max_processes is 30|status 1"),
     ],
-    ids=["memory", "files", "processes"],
+    ids=["memory", "files", "processes", "threads"],
 )  # fmt: skip
 def test_limits(program: str, why: str) -> None:
     config = SandboxConfig(provider=SandboxProvider.local, memory_mb=100, max_processes=30)
@@ -181,6 +183,44 @@ def test_limits(program: str, why: str) -> None:
 
     with pytest.raises(SandboxEndedError, match=why):
         run(exceed())
+
+
+def test_a_sandbox_that_a_program_has_ended() -> None:
+    async def end() -> None:
+        async with open_sandbox(LOCAL) as sandbox:
+            # Until the kernel has ended all processes, the command may be the last of them.
+            with suppress(SandboxEndedError):
+                await sandbox.exec(["sh", "-c", "kill -9 -1"])
+            for use in (
+                lambda: sandbox.exec(["true"]),
+                lambda: sandbox.upload(b"", "file"),
+                lambda: sandbox.download("file"),
+            ):
+                with pytest.raises(SandboxEndedError, match="has ended"):
+                    await use()
+
+    run(end())
+
+
+def test_programs_that_cannot_be_measured_are_ended() -> None:
+    """In a process of its own, because its threads can open nothing either."""
+    program = """
+import asyncio, resource
+from megarl.agents.sandboxes.start import open_sandbox
+from megarl.config.schema import SandboxConfig, SandboxProvider
+async def measure():
+    async with open_sandbox(SandboxConfig(provider=SandboxProvider.local)) as sandbox:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        await asyncio.sleep(1.0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await sandbox.exec(["true"])
+asyncio.run(measure())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert re.search(
+        r"SandboxEndedError: its programs cannot be measured \(.*Too many open files", ended.stderr
+    )
 
 
 def test_an_image_is_a_folder(tmp_path: Path) -> None:
