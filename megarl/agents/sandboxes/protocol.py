@@ -96,7 +96,8 @@ def archive_of(source: bytes | Path, target: str) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         if isinstance(source, Path):
-            archive.add(source, target.lstrip("/"), filter=of_root)
+            # A link to the source would lead nowhere in the sandbox.
+            archive.add(source.resolve(), target.lstrip("/"), filter=of_root)
         else:
             member = tarfile.TarInfo(target.lstrip("/"))
             member.size = len(source)

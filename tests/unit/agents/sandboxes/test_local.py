@@ -49,6 +49,7 @@ attempts = {
     "get privileges in a new user namespace": unshare,
     "make a device": lambda: os.mknod("/tmp/device", 0o60600, os.makedev(7, 0)),
     "read the machine's passwords": lambda: open("/etc/shadow").read(),
+    "list the machine's private keys": lambda: os.listdir("/etc/ssl/private"),
 }
 for name, attempt in attempts.items():
     try:
@@ -124,7 +125,9 @@ def test_no_program_gets_out_and_each_reaches_its_endpoint(tmp_path: Path) -> No
 def test_commands_share_files_and_files_go_in_and_out(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "answer.py").write_text("print(42)")
-    config = SandboxConfig(provider=SandboxProvider.local, files=[str(tmp_path / "package")])
+    (tmp_path / "linked.py").symlink_to(tmp_path / "package" / "answer.py")
+    files = [str(tmp_path / name) for name in ("package", "linked.py")]
+    config = SandboxConfig(provider=SandboxProvider.local, files=files)
 
     async def exchange() -> None:
         async with open_sandbox(config) as sandbox:
@@ -132,7 +135,8 @@ def test_commands_share_files_and_files_go_in_and_out(tmp_path: Path) -> None:
             program = "cat - below/it.txt > out; ln -s /etc/passwd link; mkfifo pipe; echo no >&2; exit 3"
             assert await sandbox.exec(["sh", "-c", program], stdin=b"eggs ") == (3, "no\n")
             assert await sandbox.download("out") == b"eggs spam"
-            assert await sandbox.exec(["python", "package/answer.py"]) == (0, "42\n")
+            for program in ("package/answer.py", "linked.py"):
+                assert await sandbox.exec(["python", program]) == (0, "42\n")
             assert (await sandbox.download("link"))[:5] == b"root:"
             for path, why in {
                 "pipe": "not a file",
