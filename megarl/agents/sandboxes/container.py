@@ -45,6 +45,7 @@ _MARK = "MEGARL_SANDBOX"  # a variable of the first process, by which it is reco
 _KILLED = (124, 128 + 9)  # statuses of `timeout`
 _POLL_S = 0.05
 _BEGIN_S = 5.0
+_KILL_S = 1.0  # for `timeout` to kill a command
 _STALE_S = 600.0  # the age of a container that was created and never started
 _MEGABYTE = 1 << 20
 _FRAME_BYTES = 8  # header of a part of the output: the stream, three zero bytes, and the length
@@ -112,25 +113,28 @@ class ContainerSandbox:
         environment: Mapping[str, str] = NO_VARIABLES,
         time_limit_s: float | None = None,
     ) -> Executed:
-        # The API cannot end a command.
-        limit = [] if time_limit_s is None else ["timeout", "-s", "KILL", str(math.ceil(time_limit_s))]
+        # The API cannot end a command. A program that has left its group, or replaced `timeout`, continues.
+        limit_s = None if time_limit_s is None else math.ceil(time_limit_s)
+        limit = [] if limit_s is None else ["timeout", "-s", "KILL", str(limit_s)]
         order = {
             "Cmd": [*limit, *command],
             "Env": [f"{name}={value}" for name, value in environment.items()],
             **dict.fromkeys(("AttachStdin", "AttachStdout", "AttachStderr"), True),
         }
         started_s = time.monotonic()
-        with _engine_errors_as(SandboxEndedError, "the container has ended"):
-            made = await self._engine.call("POST", f"/containers/{self._name}/exec", json=order)
-            path = f"/exec/{made.json()['Id']}"
-            reader, writer = await self._engine.attach(f"{path}/start", {"Detach": False, "Tty": False})
-            try:
-                _, output = await asyncio.gather(_write(writer, stdin), _output(reader))
-            finally:
-                writer.close()
-            # The output may be closed earlier than the command ends.
-            while (ended := (await self._engine.call("GET", f"{path}/json")).json())["Running"]:
-                await asyncio.sleep(_POLL_S)
+        # Outside of the other block, which would report a timeout as the end of the container.
+        async with asyncio.timeout(None if limit_s is None else limit_s + _KILL_S):
+            with _engine_errors_as(SandboxEndedError, "the container has ended"):
+                made = await self._engine.call("POST", f"/containers/{self._name}/exec", json=order)
+                path = f"/exec/{made.json()['Id']}"
+                reader, writer = await self._engine.attach(f"{path}/start", {"Detach": False, "Tty": False})
+                try:
+                    _, output = await asyncio.gather(_write(writer, stdin), _output(reader))
+                finally:
+                    writer.close()
+                # The output may be closed earlier than the command ends.
+                while (ended := (await self._engine.call("GET", f"{path}/json")).json())["Running"]:
+                    await asyncio.sleep(_POLL_S)
         status = ended["ExitCode"]
         if time_limit_s is not None and status in _KILLED and time.monotonic() - started_s >= time_limit_s:
             raise TimeoutError(f"{command[0]} took longer than {time_limit_s:g} s")

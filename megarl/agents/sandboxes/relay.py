@@ -85,7 +85,10 @@ class EndpointRelay:
 def is_loopback(url: str) -> bool:
     """Return whether an address can only be reached from its own network namespace."""
     host = urlsplit(url).hostname or ""
-    return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -88,6 +88,11 @@ def test_a_container_shares_files_and_reaches_its_endpoint(engine: httpx.Client,
 
             with pytest.raises(TimeoutError):
                 await sandbox.exec(["sleep", "60"], time_limit_s=1)
+            # A program may replace the one that ends commands.
+            replace_it = "printf '#!/bin/bash\\nshift 3; exec \"$@\"' > /bin/timeout"
+            assert (await sandbox.exec(["bash", "-c", replace_it])).status == 0
+            with pytest.raises(TimeoutError):
+                await sandbox.exec(["sleep", "60"], time_limit_s=1)
             assert len(names(engine)) == 1
             await sandbox.close()
             with pytest.raises(SandboxEndedError, match="has ended"):

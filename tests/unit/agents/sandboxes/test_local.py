@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from megarl.agents.protocol import Task, Turn
+from megarl.agents.protocol import Reply, Task, Turn
 from megarl.agents.sandboxes import local
 from megarl.agents.sandboxes.protocol import Sandbox, SandboxEndedError, SandboxStartError
+from megarl.agents.sandboxes.relay import is_loopback
 from megarl.agents.sandboxes.start import check_provider, open_sandbox, start_sandbox
 from megarl.config.schema import SandboxConfig, SandboxProvider
 from tests.unit.agents.sandboxes.endpoint import serving
@@ -267,6 +268,13 @@ def test_the_environment_on_the_page_decides_by_hidden_tests() -> None:
         assert "No such file" in replies[0].messages[0]["content"]
         assert (replies[1].reward, replies[1].is_done) == (1.0, True)
 
+        # What a model writes does not end the run.
+        for text in ("touch tests", "kill -9 -1"):
+            environment = names["Repository"]()
+            await environment.start(Task(extra_info={"tests": tests}))
+            assert await environment.respond(Turn(0, text, [], is_last=True)) == Reply(is_done=True)
+            await environment.close()
+
     run(play())
 
 
@@ -302,6 +310,13 @@ def test_a_missing_file_or_program_is_found_before_a_run(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="needs bubblewrap 0.8 or newer"):
         check_provider(LOCAL)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_there"), [("127.0.0.2", True), ("localhost", True), ("10.0.0.7", False), ("node-1", False)]
+)
+def test_addresses_of_loopback(host: str, is_there: bool) -> None:
+    assert is_loopback(f"http://{host}:8100") is is_there
 
 
 def test_sandboxes_are_apart() -> None:
