@@ -123,6 +123,7 @@ def has_bias(folder: Path) -> bool:
 
 
 DEFAULT_FILE_BYTES = 5 * 10**9
+_ONE_OF_ONE = "model-00001-of-00001.safetensors"
 
 
 class FilePlan(NamedTuple):
@@ -289,6 +290,10 @@ def write_kept_tensors_and_index(
     """
     written = {file.name: file.manifest for file in files}
     if kept_tensors is not None:
+        # transformers would read a file with the standard name, and nothing else.
+        if SINGLE_FILE in written:
+            (folder / SINGLE_FILE).rename(folder / _ONE_OF_ONE)
+            written = {_ONE_OF_ONE: written[SINGLE_FILE]}
         parts = _packed(kept_tensors.manifests, max_file_bytes)
         for number, manifest in enumerate(parts, start=1):
             of_several = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megarl.checkpoints.convert.distributed_writer import write_distributed
 from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
@@ -21,6 +21,7 @@ from megarl.models.fp8 import scale_name
 from megarl.weights.hf_folder import write_kept_tensors_and_index
 from megarl.weights.kept_tensors import read_kept_tensors
 from megarl.weights.tensors import WeightTransferError
+from tests.families import example_config
 from tests.unit.weights.block_fp8 import dequantized_by_hand
 from tests.unit.weights.kept_tensors import (
     INDEX,
@@ -102,16 +103,26 @@ def test_without_the_original_folder_they_are_not_written(
 
 
 def test_a_single_file_gets_a_second_one(tmp_path: Path) -> None:
-    """Transformers reads `model.safetensors`, and the index lists both files."""
+    """The index lists both files. Transformers would read a `model.safetensors` without it."""
     expected = write_original(tmp_path / "hf", "deepseek_v3")
     hf, converted = (str(tmp_path / name) for name in ("hf", "x"))
     assert main(["convert", "megatron-to-hf", "--input", hf, "--output", converted]) == 0
     assert {path.name for path in (tmp_path / "x").glob("*.safetensors")} == {
-        "model.safetensors",
+        "model-00001-of-00001.safetensors",
         "kept.safetensors",
     }
     assert same_bits(indexed(tmp_path / "x"), expected)
     assert_transformers_loads(tmp_path / "x", tmp_path / "hf")
+
+
+def test_transformers_loads_the_tower_of_a_small_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    original = AutoModelForImageTextToText.from_config(example_config("qwen3_5"), dtype=torch.float32)
+    original.save_pretrained(tmp_path / "hf")
+    hf, converted = (str(tmp_path / name) for name in ("hf", "x"))
+    assert main(["convert", "megatron-to-hf", "--input", hf, "--output", converted]) == 0
+    loaded = AutoModelForImageTextToText.from_pretrained(converted, dtype="auto")
+    assert same_bits(loaded.state_dict(), original.state_dict())
 
 
 def test_folders_for_engines_do_not_have_them(tmp_path: Path) -> None:
