@@ -42,6 +42,7 @@ RUNS = {
     "qwen2.5_7b_ppo_split": Cluster(2, "split_collocate", {"actor": 8, "critic": 4, "rollout": 4}),
     "qwen3_32b_grpo": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
     "qwen3_30b_a3b_grpo": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
+    "qwen3.6_35b_a3b_grpo": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
     "qwen3_235b_a22b_grpo": Cluster(16, "hybrid", {"actor": 128, "reward": 0}),
     "qwen3_next_80b_grpo": Cluster(4, "hybrid", {"actor": 32, "reward": 0}),
     "glm4.5_air_grpo": Cluster(8, "hybrid", {"actor": 64, "reward": 0}),
@@ -71,7 +72,13 @@ LARGEST = {
     "deepseek_v3_671b_fp8_grpo",
     "kimi_k2_1t_grpo",
 }
-MANY_TENSORS = {"qwen3_30b_a3b_grpo", "glm4.5_air_grpo", "gpt_oss_120b_grpo", *LARGEST}
+MANY_TENSORS = {
+    "qwen3_30b_a3b_grpo",
+    "qwen3.6_35b_a3b_grpo",
+    "glm4.5_air_grpo",
+    "gpt_oss_120b_grpo",
+    *LARGEST,
+}
 FEW_TENSORS = [run for run in RUNS if run not in MANY_TENSORS]
 # These run in tests on two CPU cores.
 QUICKSTART = ["quickstart", "quickstart_sft", "quickstart_dpo", "quickstart_reward_model"]

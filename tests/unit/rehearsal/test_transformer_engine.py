@@ -58,8 +58,8 @@ SAME_LAYERS = {
     "qwen3_32b_grpo": "qwen3_8b_grpo_128k",
     "quickstart_dpo": "quickstart_sft",
 }
-# Routers over 512 experts, whose routes take long to simulate. A soak test takes them.
-SLOW = {"qwen3_next_80b_grpo"}
+# Routers over 256 and 512 experts, whose routes take long to simulate. A soak test takes them.
+SLOW = {"qwen3.6_35b_a3b_grpo", "qwen3_next_80b_grpo"}
 # Runs of models that Transformer Engine has no layers for.
 LOCAL = {"gpt_oss_120b_grpo"}
 # The plan assumes that every token may belong to an image; prompts of a dry run have one each. It is therefore
