@@ -128,21 +128,19 @@ class ModelSnapshots:
         """Return the step of the newest complete snapshot after a rank has died; None if there is none.
 
         A snapshot that was complete with its copies is lost only with their holders. One that does not answer
-        is asked again.
+        is asked again, until Ray calls it dead: then its node is known to be lost before ranks are restarted.
         """
         if self._memory is None:
             return None
         begin_s = time.monotonic()
         while True:
             newest = self._newest_complete(self._memory)
-            if newest == max(self._slot_of, default=None):
-                return newest
             waited_s = time.monotonic() - begin_s
-            is_secured = newest is not None and (self.secured is None or newest >= self.secured)
-            if waited_s >= SETTLE_S and is_secured:
-                return newest
-            if waited_s >= (_HOLDER_LIMIT_S if self._memory.has_silent else SETTLE_S):
-                return None
+            is_last = newest == max(self._slot_of, default=None)
+            settle_s = 0.0 if is_last else SETTLE_S
+            if waited_s >= (_HOLDER_LIMIT_S if self._memory.has_silent else settle_s):
+                is_secured = newest is not None and (self.secured is None or newest >= self.secured)
+                return newest if is_last or is_secured else None
             time.sleep(_LOOK_S)
 
     def _newest_complete(self, memory: SnapshotMemory) -> int | None:

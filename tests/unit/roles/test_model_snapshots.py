@@ -73,6 +73,7 @@ class Memory:
 
     has_silent = False
     has_dead = False
+    num_unanswered = 0  # how often the files are asked for before each node has answered or is dead
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -92,6 +93,11 @@ class Memory:
 
     def has_all(self, names: Collection[str], step: int) -> bool:
         return not self.has_dead
+
+    def steps(self) -> dict[str, set[int]]:
+        self.has_silent = self.num_unanswered > 0
+        self.num_unanswered -= 1
+        return {name: {0} for name in self._node_of}
 
     def close(self, keeps_files: bool) -> None: ...
 
@@ -113,6 +119,16 @@ def test_the_secured_snapshot_is_kept_if_a_node_is_lost_before_the_next_one_is_c
     of_step = [group.paths[first : first + 2] for first in (0, 2, 4)]
     assert snapshots.secured == 0
     assert of_step[2] == of_step[1] != of_step[0]
+
+
+def test_ranks_are_restarted_when_it_is_known_whether_a_silent_node_is_lost(
+    snapshots: ModelSnapshots, memory: Memory
+) -> None:
+    """Otherwise they would be restarted on the lost node, and lost again."""
+    snapshots.begin(0)
+    memory.num_unanswered = 3
+    assert snapshots.newest_after_loss() == 0
+    assert (memory.num_unanswered, memory.has_silent) == (-1, False)
 
 
 def test_a_holder_that_answers_late_has_not_lost_its_files(
