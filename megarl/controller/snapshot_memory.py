@@ -23,12 +23,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.controller.cluster import is_joined
 from megarl.controller.node_resources import living_nodes
-from megarl.machine.errors import RunError
+from megarl.machine.errors import RunError, one_line
 from megarl.machine.memory_files import HEADER_BYTES, Header, MemoryFiles
 
 _PART_BYTES = 32 * 2**20
 _LOOK_S = 0.05  # interval at which a holder looks for complete files
-ANSWER_S = 10.0  # after which a holder's answer is not awaited any longer
+ANSWER_S = 10.0  # after which holders' answers are not awaited any longer
+_PART_LIMIT_S = 120.0  # how long a holder may take to read or write a part of a file
 _NAMESPACE = "megarl snapshots"
 _ATTEND_S = 10.0  # interval at which a driver tells its holders that it needs them
 KEPT_S = 900.0  # how long a holder without a driver keeps its files
@@ -251,7 +252,7 @@ class SnapshotMemory:
         """Copy files of a step to their own nodes if only another node has them. Returns the path of each.
 
         Raises:
-            FileLostError: No living node has one of them, or its own node is lost.
+            FileLostError: No living node has one of them, its own node is lost, or a holder dies meanwhile.
         """
         paths = self.paths()
         for name, stored in self.stored(names, step).items():
@@ -282,9 +283,14 @@ class SnapshotMemory:
         return found
 
     def read_index(self, name: str, stored: StoredFile) -> bytes:
-        """Return the index at the end of a file."""
+        """Return the index at the end of a file.
+
+        Raises:
+            FileLostError: Its holder has died or does not answer.
+        """
         holder = self._all()[stored.nodes[0]]
-        return ray.get(holder.read.remote(name, stored.header.index_start, stored.header.index_bytes))
+        index = holder.read.remote(name, stored.header.index_start, stored.header.index_bytes)
+        return _answer(index, f"snapshot {name}")
 
     def bring_parts(
         self,
@@ -302,6 +308,9 @@ class SnapshotMemory:
 
         Returns:
             The path of each of these files on its node, by node and name.
+
+        Raises:
+            FileLostError: A holder has died or does not answer.
         """
 
         def bring(node: str) -> dict[str, str]:
@@ -310,7 +319,9 @@ class SnapshotMemory:
                 if local[name] != name:
                     of_index = (stored[name].header.index_start, stored[name].header.nbytes)
                     self._fetch(name, stored[name], node, local[name], [*ranges, of_index])
-            paths = ray.get(self._holders[node].paths.remote(list(local.values())))
+            paths = _answer(
+                self._holders[node].paths.remote(list(local.values())), f"snapshots on node {node}"
+            )
             return dict(zip(local, paths, strict=True))
 
         with ThreadPoolExecutor(_NUM_FETCHING, thread_name_prefix="snapshot parts") as threads:
@@ -324,7 +335,7 @@ class SnapshotMemory:
         for first, end in [*ranges, (0, HEADER_BYTES)]:
             for start in range(first, end, _PART_BYTES):
                 part = source.read.remote(name, start, min(_PART_BYTES, end - start))
-                ray.get(self._holders[target].write.remote(as_name, start, part))
+                _answer(self._holders[target].write.remote(as_name, start, part), f"snapshot {name}")
 
     def _ask(self, method: str) -> dict[str, dict[str, Header]]:
         """Call a method without arguments on all holders. Lost ones are left out."""
@@ -352,8 +363,14 @@ def holders_of(run: str) -> dict[str, Any]:
 
 
 def steps_left(run: str) -> dict[str, set[int]]:
-    """Return the steps of the complete files that an earlier driver of the run has left, by name."""
-    return _steps(_answers(holders_of(run), "complete")[0])
+    """Return the steps of the complete files that an earlier driver of the run has left, by name.
+
+    The holders then wait for the next driver for another KEPT_S.
+    """
+    holders = holders_of(run)
+    for holder in holders.values():
+        holder.attend.remote()
+    return _steps(_answers(holders, "complete")[0])
 
 
 def _end(holders: Iterable[Any]) -> None:
@@ -363,17 +380,36 @@ def _end(holders: Iterable[Any]) -> None:
 
 def _answers(holders: Mapping[str, Any], method: str) -> tuple[dict[str, dict[str, Header]], set[str]]:
     """Call a method of all holders. Returns the answers by node, and the nodes whose holder has died."""
-    asking = {node: getattr(holder, method).remote() for node, holder in holders.items()}
-    answers = {}
-    dead = set()
-    for node, reference in asking.items():
+    asked = {getattr(holder, method).remote(): node for node, holder in holders.items()}
+    answers: dict[str, dict[str, Header]] = {}
+    dead: set[str] = set()
+    if not asked:
+        return answers, dead
+    # All that do not answer are awaited together.
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
+    for reference in answered:
+        node = asked[reference]
         try:
-            answers[node] = ray.get(reference, timeout=ANSWER_S)
+            answers[node] = ray.get(reference)
         except ActorDiedError:
             dead.add(node)
         except RayError:
             continue
     return answers, dead
+
+
+def _answer(reference: Any, what: str) -> Any:
+    """Return the answer of a holder that reads or writes a file.
+
+    Raises:
+        FileLostError: The holder has died, does not answer, or has no memory left.
+    """
+    try:
+        return ray.get(reference, timeout=_PART_LIMIT_S)
+    except RayError as error:
+        raise FileLostError(
+            f"{what} cannot be read or copied: {type(error).__name__}: {one_line(error)}"
+        ) from error
 
 
 def _steps(files_of_nodes: Mapping[str, Mapping[str, Header]]) -> dict[str, set[int]]:

@@ -29,6 +29,11 @@ SETTLE_S = 2.0  # how long ranks that still run may take to complete a snapshot 
 class SnapshotLostError(RunError):
     """No complete snapshot is left, so that a lost process cannot be restarted."""
 
+    hint = (
+        "start the same command again: it continues from the newest state that is left",
+        "save checkpoints more often, so that fewer steps are repeated: {checkpoint.every_steps}",
+    )
+
 
 class TakenSnapshot(NamedTuple):
     """A complete snapshot that the previous attempt of a run has left.

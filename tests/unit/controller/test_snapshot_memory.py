@@ -90,6 +90,22 @@ def test_files_of_ranks_that_are_left_out_are_read_and_then_released(joined: Non
     memory.close()
 
 
+def test_files_are_lost_if_their_holder_dies_while_they_are_read(joined: None, tmp_path: Path) -> None:
+    """The run can then continue from a checkpoint."""
+    (node,) = (each.identity for each in living_nodes())
+    memory = SnapshotMemory(run_name(tmp_path), {"actor-0-0": node})
+    write(memory.paths()["actor-0-0"], step=3)
+    stored = memory.stored(["actor-0-0"], 3)
+    process = psutil.Process(int(memory.paths()["actor-0-0"].split("/")[2]))
+    process.kill()
+    assert gone_within([process], 60) == []
+    with pytest.raises(FileLostError, match="snapshot actor-0-0 cannot be read or copied: Actor"):
+        memory.read_index("actor-0-0", stored["actor-0-0"])
+    with pytest.raises(FileLostError, match=f"snapshots on node {node} cannot be read or copied"):
+        memory.bring_parts(stored, {node: {"actor-0-0": []}})
+    memory.close()
+
+
 def test_a_holder_that_no_driver_needs_ends(joined: None) -> None:
     holder = ray.remote(SnapshotHolder).options(num_cpus=0).remote(2.0)
     (path,) = ray.get(holder.paths.remote(["file"]))
