@@ -101,7 +101,7 @@ class ModelSnapshots:
         self._slot_of = {other: used for other, used in self._slot_of.items() if used != slot} | {step: slot}
         self._copying = self._on_each_rank(
             lambda model, rank: model.group.call_rank(
-                rank, MegatronWorker.begin_snapshot, self._paths[_name(model.name, rank, slot)], step
+                rank, MegatronWorker.begin_snapshot, self._paths[_file_of(model, rank, slot)], step
             )
         )
 
@@ -247,7 +247,7 @@ class ModelSnapshots:
         gather(
             *self._on_each_rank(
                 lambda model, rank: model.group.call_rank(
-                    rank, MegatronWorker.load_snapshot, paths[_name(model.name, rank, slot)]
+                    rank, MegatronWorker.load_snapshot, paths[_file_of(model, rank, slot)]
                 )
             )
         )
@@ -281,7 +281,7 @@ class ModelSnapshots:
     def _node_of(self) -> dict[str, str]:
         """Return Ray's id of the node of each file, which is that of its rank."""
         return {
-            _name(model.name, rank, slot): node
+            _file_of(model, rank, slot): node
             for model in self._models
             for rank, node in enumerate(model.group.processes.pool.node_ids())
             for slot in range(NUM_KEPT)
@@ -337,8 +337,13 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _names(sizes: Mapping[str, int], slot: int) -> list[str]:
-    return [_name(model, rank, slot) for model, size in sizes.items() for rank in range(size)]
+    return [_name(model, rank, size, slot) for model, size in sizes.items() for rank in range(size)]
 
 
-def _name(model: str, rank: int, slot: int) -> str:
-    return f"{model}-{rank}-{slot}"
+def _file_of(model: SavedModel, rank: int, slot: int) -> str:
+    return _name(model.name, rank, model.group.world_size, slot)
+
+
+def _name(model: str, rank: int, num_ranks: int, slot: int) -> str:
+    # Files of some ranks of a larger layout must not pass for those of all ranks of a smaller one.
+    return f"{model}-{rank}of{num_ranks}-{slot}"

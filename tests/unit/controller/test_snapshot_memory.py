@@ -118,13 +118,13 @@ def test_a_holder_that_no_driver_needs_ends(joined: None) -> None:
 def test_a_slot_has_a_step_if_the_files_of_all_ranks_do() -> None:
     sizes = {"actor": 2, "critic": 1}
     files = {
-        "actor-0-0": [4],
-        "actor-1-0": [4],
-        "critic-0-0": [4],
-        "actor-0-1": [5],
-        "actor-1-1": [3],
-        "critic-0-1": [5],
+        "actor-0of2-0": [4],
+        "actor-1of2-0": [4],
+        "critic-0of1-0": [4],
+        "actor-0of2-1": [5],
+        "actor-1of2-1": [3],
+        "critic-0of1-1": [5],
     }
     assert [slot_of_step(files, sizes, step) for step in (3, 4, 5)] == [None, 0, None]
-    assert slot_of_step(files | {"actor-1-1": [5]}, sizes, 5) == 1
+    assert slot_of_step(files | {"actor-1of2-1": [5]}, sizes, 5) == 1
     assert slot_of_step({}, sizes, 4) is None

@@ -21,9 +21,12 @@ from tests.unit.trainers.test_resume import config, save  # noqa: F401  (a fixtu
 SIZES = {"actor": 4, "critic": 2}  # ranks
 # Step 4 is complete in slot 0; in slot 1, a file of step 5 is missing.
 FILES = {
-    f"{role}-{rank}-{slot}": {4 + slot} for role in SIZES for rank in range(SIZES[role]) for slot in (0, 1)
+    f"{role}-{rank}of{size}-{slot}": {4 + slot}
+    for role, size in SIZES.items()
+    for rank in range(size)
+    for slot in (0, 1)
 }
-FILES["critic-1-1"] = {3}
+FILES["critic-1of2-1"] = {3}
 
 
 @pytest.fixture
@@ -84,7 +87,7 @@ def test_it_is_not_used_if(change: Callable[[PPOConfig], PPOConfig], run: PPOCon
 def test_after_the_last_step_the_snapshot_before_it_is_used(
     run: PPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_resume, "steps_left", lambda name: {**FILES, "critic-1-1": {5}})
+    monkeypatch.setattr(memory_resume, "steps_left", lambda name: {**FILES, "critic-1of2-1": {5}})
     found = find_newest(replace(run, trainer=replace(run.trainer, total_steps=5)))
     assert found is not None
     assert found.step == 4
@@ -126,3 +129,12 @@ def test_a_smaller_layout_can_continue(run: PPOConfig) -> None:
     found = find_newest(replace(run, actor=actor))
     assert found is not None
     assert found.snapshot == TakenSnapshot(4, SIZES, has_this_layout=False)
+
+
+def test_files_of_a_larger_layout_are_not_those_of_a_smaller_one(run: PPOConfig) -> None:
+    """The driver was lost again, before the first snapshot of the smaller layout was complete."""
+    actor = replace(run.actor, parallel=replace(run.actor.parallel, data_parallel_size=1))
+    smaller = replace(run, actor=actor)
+    for step in (4, 5):
+        write_state(smaller, step)
+    assert find_newest(smaller) is None
