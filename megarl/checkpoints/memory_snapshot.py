@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -117,7 +118,7 @@ def write_snapshot(path: str, step: int, tensors: Sequence[SnapshotTensor], reco
         "tensors": entries,
         "record": {"position": positions[-1], "nbytes": len(record), "checksum": _NO_CHECKSUM},
     }
-    header = Header(step, positions[-1] + len(record), len(_encoded(index)))
+    header = Header(step, positions[-1] + len(record), len(_encoded(index)), time.time_ns())
 
     with Path(path).open("r+b", buffering=0) as file:
         # From here on the old contents are gone, until the header is written again.

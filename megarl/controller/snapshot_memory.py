@@ -67,6 +67,7 @@ class SnapshotHolder:
         self._copied: dict[str, Header] = {}  # the files that the buddy has
         self._buddy: Any = None
         self._names: list[str] = []  # the files that are copied to it
+        self._lock = threading.Lock()  # a copy on an earlier buddy must not count
         self._thread = threading.Thread(target=self._copy_forever, daemon=True)
 
     def attend(self) -> None:
@@ -85,7 +86,8 @@ class SnapshotHolder:
         return self._files.complete()
 
     def copied(self) -> dict[str, Header]:
-        return self._copied
+        with self._lock:
+            return self._copied.copy()
 
     def read(self, name: str, start: int, count: int) -> bytes:
         return self._files.read(name, start, count)
@@ -101,9 +103,10 @@ class SnapshotHolder:
 
         Files that were copied before are not copied any longer.
         """
-        self._copied = {}
-        self._names = list(names)
-        self._buddy = buddy
+        with self._lock:
+            self._copied = {}
+            self._names = list(names)
+            self._buddy = buddy
         if names and not self._thread.is_alive():
             self._thread.start()
 
@@ -128,8 +131,9 @@ class SnapshotHolder:
         # A file that was written again in the meantime gave a mixture, which gets no header.
         if self._files.complete().get(name) == header:
             ray.get(buddy.write.remote(name, 0, header.encode()))
-            if buddy is self._buddy:
-                self._copied[name] = header
+            with self._lock:
+                if buddy is self._buddy:
+                    self._copied[name] = header
 
 
 class SnapshotMemory:

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 _MAGIC = b"megarlsn"
-_FIELDS = struct.Struct("<8sqqq")
+_FIELDS = struct.Struct("<8sqqqq")
 HEADER_BYTES = 64  # the contents begin here
 
 
@@ -26,11 +26,13 @@ class Header(NamedTuple):
         step: The step of the contents.
         index_start: The first byte of the index, which ends the file.
         index_bytes: The size of the index.
+        written_ns: When it was written, which tells files of a step that is repeated apart.
     """
 
     step: int
     index_start: int
     index_bytes: int
+    written_ns: int = 0
 
     @property
     def nbytes(self) -> int:
