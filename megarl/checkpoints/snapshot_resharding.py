@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from megarl.checkpoints.memory_snapshot import SnapshotIndex
@@ -40,6 +41,40 @@ class _Copies(NamedTuple):
     entries: list[tuple[str, int]]
 
 
+class _StoredTensor:
+    """The slices of one tensor, in which those that meet another slice are found without looking at all.
+
+    Megatron prepends axes, such as the layer axis, along which each slice has length 1. Slices with the same
+    indices along them are sorted by their first index along the next axis.
+
+    Args:
+        key: The name of the tensor.
+        slices: Its slices, which cover it once.
+    """
+
+    def __init__(self, key: str, slices: Collection[_Copies]) -> None:
+        self.shape = tuple(map(max, zip(*(each.place.stops for each in slices), strict=True)))
+        fault = chunks_fault(self.shape, [each.place for each in slices])
+        assert fault is None, f"the snapshots do not have each element of {key} once: {fault}"
+        lengths = list(zip(*(each.place.shape for each in slices), strict=True))
+        last = len(lengths) - 1
+        self._axis = next((axis for axis in range(last) if max(lengths[axis]) > 1), last)
+        self._longest = max(lengths[self._axis])
+        self._groups: dict[Sequence[int], list[_Copies]] = defaultdict(list)
+        for each in sorted(slices, key=lambda each: each.place.starts):
+            self._groups[each.place.starts[: self._axis]].append(each)
+
+    def meeting(self, place: TensorSlice) -> Iterator[_Copies]:
+        """Yield the slices that have elements of a slice."""
+        axis = self._axis
+        first_start = place.starts[axis] - self._longest + 1
+        for indices in product(*map(range, place.starts[:axis], place.stops[:axis])):
+            group = self._groups.get(indices, [])
+            first = bisect_left(group, first_start, key=lambda each: each.place.starts[axis])
+            last = bisect_left(group, place.stops[axis], key=lambda each: each.place.starts[axis])
+            yield from (each for each in group[first:last] if each.place.intersect(place) is not None)
+
+
 class StoredSlices:
     """All slices that the snapshots of one model have.
 
@@ -55,21 +90,7 @@ class StoredSlices:
                     of_slice = copies[tensor.key].setdefault(tensor.place, _Copies(tensor.place, []))
                     of_slice.entries.append((name, number))
 
-        # Sorted by their first index, so that those which meet a slice are found without looking at all.
-        self._slices = {
-            key: sorted(of_key.values(), key=lambda each: each.place.starts) for key, of_key in copies.items()
-        }
-        self._longest = {
-            key: max(each.place.stops[0] - each.place.starts[0] for each in slices)
-            for key, slices in self._slices.items()
-        }
-        self._shapes = {
-            key: tuple(map(max, zip(*(each.place.stops for each in slices), strict=True)))
-            for key, slices in self._slices.items()
-        }
-        for key, slices in self._slices.items():
-            fault = chunks_fault(self._shapes[key], [each.place for each in slices])
-            assert fault is None, f"the snapshots do not have each element of {key} once: {fault}"
+        self._tensors = {key: _StoredTensor(key, of_key.values()) for key, of_key in copies.items()}
 
     def sources(self, wanted: Iterable[WantedTensor], near: Collection[str]) -> dict[str, list[int]]:
         """Return which tensors of which files have the elements that a rank needs, each element once.
@@ -84,21 +105,14 @@ class StoredSlices:
         chosen: dict[str, set[int]] = defaultdict(set)
         for each in wanted:
             self._check_shape(each)
-            for copies in self._meeting(each):
+            for copies in self._tensors[each.key].meeting(each.place):
                 name, number = min(copies.entries, key=lambda entry: entry[0] not in near)
                 chosen[name].add(number)
         return {name: sorted(numbers) for name, numbers in chosen.items()}
 
     def _check_shape(self, wanted: WantedTensor) -> None:
-        stored = self._shapes.get(wanted.key)
-        assert stored is not None, f"the snapshots have no tensor {wanted.key}"
+        assert wanted.key in self._tensors, f"the snapshots have no tensor {wanted.key}"
+        stored = self._tensors[wanted.key].shape
         assert stored[wanted.is_padded :] == wanted.shape[wanted.is_padded :], (
             f"{wanted.key} has shape {stored} in the snapshots, but this model needs {wanted.shape}"
         )
-
-    def _meeting(self, wanted: WantedTensor) -> Iterator[_Copies]:
-        slices = self._slices[wanted.key]
-        begin = (wanted.place.starts[0] - self._longest[wanted.key] + 1,)
-        first = bisect_left(slices, begin, key=lambda each: each.place.starts)
-        last = bisect_left(slices, (wanted.place.stops[0],), key=lambda each: each.place.starts)
-        yield from (each for each in slices[first:last] if each.place.intersect(wanted.place) is not None)

@@ -57,6 +57,24 @@ def test_each_element_is_found_once(
     assert StoredSlices(INDEXES).sources([wanted(key, place)], near) == found
 
 
+def test_slices_are_found_by_layer_and_row() -> None:
+    """A tensor of shape (2, 4, 2), each row of which is in a snapshot of its own, and a vector."""
+    rows = {
+        f"rank-{layer}-{row}": index(
+            ("weight", TensorSlice((layer, row, 0), (layer + 1, row + 1, 2)), True),
+            ("scale", TensorSlice((layer,), (layer + 1,)), row == 0),
+        )
+        for layer in (0, 1)
+        for row in range(4)
+    }
+    slices = StoredSlices(rows)
+    of_layer = WantedTensor("weight", (2, 4, 2), TensorSlice((1, 1, 1), (2, 3, 2)), is_padded=False)
+    of_both = of_layer._replace(place=TensorSlice((0, 3, 0), (2, 4, 1)))
+    scale = WantedTensor("scale", (2,), TensorSlice((1,), (2,)), is_padded=False)
+    assert slices.sources([of_layer], ()) == {"rank-1-1": [0], "rank-1-2": [0]}
+    assert slices.sources([of_both, scale], ()) == {"rank-0-3": [0], "rank-1-3": [0], "rank-1-0": [1]}
+
+
 def test_padding_of_the_vocabulary_may_differ() -> None:
     slices = StoredSlices({"rank": index(("embedding", slice_of(0, 6), True))})
     padded = WantedTensor("embedding", (8, 2), slice_of(4, 8), is_padded=True)
