@@ -1,4 +1,4 @@
-"""A reward function that only measures: the quickstart's verifier as a number beside a score of 0."""
+"""Report the result of the quickstart's verifier as a metric, with a score that is always 0."""
 
 from __future__ import annotations
 

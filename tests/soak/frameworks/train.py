@@ -1,9 +1,9 @@
 """Train agents of four frameworks and of Anthropic's SDK, unmodified, through the endpoint:
 `python -m tests.soak.frameworks.train VENV/bin/python [PROGRAM ...]`.
 
-VENV has smolagents, pydantic-ai-slim[openai], mini-swe-agent, langgraph, langchain-openai and anthropic. The task is the
-price list of examples/agent. A tiny model imitates teachers that play it with the framework, and is right
-about half of the time; then GRPO trains it.
+VENV has smolagents, pydantic-ai-slim[openai], mini-swe-agent, langgraph, langchain-openai and anthropic. The
+task is the price list of examples/agent. A tiny model imitates teachers that play it with the framework, and
+is right about half of the time; then GRPO trains it.
 """
 
 from __future__ import annotations
