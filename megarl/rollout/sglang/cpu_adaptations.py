@@ -68,6 +68,12 @@ EVIDENCE = (
         "counts tokens by expert, and does not support -1, which denotes an expert of another rank",
     ),
     SGLangEvidence(
+        "srt.models.qwen2_moe",
+        "Qwen2MoeSparseMoeBlock.forward",
+        "and not use_intel_amx_backend(self.shared_expert_gate)",
+        "multiplies shared experts with their gates in a Triton kernel, except on CPUs with AMX",
+    ),
+    SGLangEvidence(
         "srt.state_capturer.base",
         "BaseHostCache.__init__",
         "pin_memory=True",
@@ -193,6 +199,7 @@ def install_in_scheduler() -> None:
     _release_memory_for_real()
     _sleep_while_paused()
     _skip_experts_of_others()
+    gate_shared_experts()
     _leave_memory_unpinned()
     rotate_without_scaling()
     leave_adapters_unpinned()
@@ -452,6 +459,22 @@ def _skip_experts_of_others() -> None:
         return own_experts(x, weights, ids, layer.w13_weight, layer.w2_weight)
 
     fused_moe_native.moe_forward_native = forward_own
+
+
+def gate_shared_experts() -> None:
+    """Multiply the outputs of shared experts by their gates in torch, in float32 as SGLang's kernel does."""
+    from sglang.srt.models import qwen2_moe
+
+    def gate_and_add(
+        hidden_states: torch.Tensor,
+        gate_weight: torch.Tensor,
+        shared_output: torch.Tensor,
+        final_hidden_states: torch.Tensor,
+    ) -> None:
+        gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
+        final_hidden_states.copy_(final_hidden_states.float() + gate * shared_output.float())
+
+    qwen2_moe.fused_gate_sigmoid_mul_add = gate_and_add
 
 
 def _leave_memory_unpinned() -> None:

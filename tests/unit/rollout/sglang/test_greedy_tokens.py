@@ -1,4 +1,7 @@
-"""Test SGLang's latent attention on a CPU. It stores products of weights that each sync must update."""
+"""Test latent attention and gated shared experts in SGLang on a CPU.
+
+Latent attention stores products of weights that each sync must update.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +43,18 @@ def best_tokens(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], t
     return tokens[len(prompt) :], torch.stack(log_probs)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])
 def test_tokens_are_those_of_transformers_after_each_sync(
-    forked_processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    forked_processes: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Two ranks share heads and experts. The rotary embedding is scaled, and so is the softmax."""
+    """Two ranks share heads and experts. Latent attention has a scaled rotary embedding and softmax."""
 
     def scaled_config(family: str, **fields: Any) -> Any:
         return example_config(family, **fields | {"rope_scaling": YARN})
 
-    monkeypatch.setattr(models, "example_config", scaled_config)
-    policies = [random_model("deepseek_v3", seed=seed) for seed in range(2)]
+    if family == "deepseek_v3":
+        monkeypatch.setattr(models, "example_config", scaled_config)
+    policies = [random_model(family, seed=seed) for seed in range(2)]
     spec = spec_for(
         policies[0], tmp_path, mode=SGLangMode.server, tensor_parallel_size=2, expert_parallel_size=2
     )
