@@ -59,26 +59,22 @@ def run_recipe(recipe: Recipe, overrides: Sequence[str]) -> int:
         recipe: The recipe.
         overrides: Overrides of the reinforcement learning.
     """
-    seed = next((override.removeprefix(SEED) for override in overrides if override.startswith(SEED)), "0")
+    seed = _last(overrides, SEED) or "0"
     seeds = [f"{SEED}{seed}", f"data.seed={seed}"]
     megarl = [sys.executable, "-m", "megarl"]
     folder = recipe.output_dir
+    run_dir = Path(_last(overrides, RUN_DIR) or folder)
     # Remove an earlier run, which would be resumed otherwise.
     shutil.rmtree(folder, ignore_errors=True)
     stages = (
         [sys.executable, "-m", recipe.prepare, "--output-dir", str(folder), "--seed", seed],
         *([[*megarl, "sft", recipe.sft, *seeds]] if recipe.sft is not None else []),
         [*megarl, "train", recipe.train, *seeds, *overrides],
-        [*megarl, "plot", str(folder)],
-        [*megarl, "report", str(folder)],
+        [*megarl, "plot", str(run_dir)],
+        [*megarl, "report", str(run_dir)],
     )
     if status := run_stages(stages):
         return status
-    # An override may have changed the run's folder.
-    run_dir = next(
-        (Path(override.removeprefix(RUN_DIR)) for override in overrides if override.startswith(RUN_DIR)),
-        folder,
-    )
     validation = json.loads((run_dir / "summary.json").read_text())["validation"]
     words = {"before": "before reinforcement learning", "after": "after"}
     scores = [f"{validation[when]:.1%} {words[when]}" for when in words if validation[when] is not None]
@@ -86,3 +82,9 @@ def run_recipe(recipe: Recipe, overrides: Sequence[str]) -> int:
         print(f"held-out accuracy: {', '.join(scores)}")
 
     return 0
+
+
+def _last(overrides: Sequence[str], key: str) -> str | None:
+    """Return the value of a key's last override, which is the one that counts."""
+    values = [override.removeprefix(key) for override in overrides if override.startswith(key)]
+    return values[-1] if values else None

@@ -18,6 +18,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer, render_chat
 from megarl.recipes.quickstart import prepare as preparation
+from megarl.recipes.quickstart import run as quickstart
 from megarl.recipes.quickstart.prepare import make_tokenizer, prepare
 from megarl.recipes.quickstart.reward import compute_score
 
@@ -123,3 +124,26 @@ def test_only_the_verifiers_full_score_is_rewarded(answer, score):
 def test_the_reward_file_loads_no_torch():
     script = "import sys, megarl.recipes.quickstart.reward; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, check=False).returncode == 0
+
+
+def test_a_run_in_another_folder_is_the_one_that_is_shown(tmp_path, monkeypatch, capsys):
+    run_dir = tmp_path / "moved"
+    commands = []
+
+    def note(stages):
+        commands.extend(command[3:] for command in stages)
+        run_dir.mkdir()
+        (run_dir / "summary.json").write_text('{"validation": {"before": 0.5, "after": 0.75}}')
+        return 0
+
+    monkeypatch.setattr(quickstart, "run_stages", note)
+    recipe = quickstart.Recipe("made.up", "sft.yaml", "rl.yaml", tmp_path / "default")
+    moved = [f"trainer.output_dir={folder}" for folder in ("earlier", run_dir)]
+    assert quickstart.run_recipe(recipe, ["trainer.seed=1", *moved, "trainer.seed=2"]) == 0
+    assert commands[1:] == [
+        ["sft", "sft.yaml", "trainer.seed=2", "data.seed=2"],
+        ["train", "rl.yaml", "trainer.seed=2", "data.seed=2", "trainer.seed=1", *moved, "trainer.seed=2"],
+        ["plot", str(run_dir)],
+        ["report", str(run_dir)],
+    ]
+    assert capsys.readouterr().out == "held-out accuracy: 50.0% before reinforcement learning, 75.0% after\n"
