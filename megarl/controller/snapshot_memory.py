@@ -11,25 +11,26 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 import xxhash
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.controller.cluster import is_joined
 from megarl.controller.node_resources import living_nodes
+from megarl.controller.silence import ProcessSilence
 from megarl.machine.errors import RunError, one_line
 from megarl.machine.memory_files import HEADER_BYTES, Header, MemoryFiles
 
 _PART_BYTES = 32 * 2**20
 _LOOK_S = 0.05  # interval at which a holder looks for complete files
-ANSWER_S = 10.0  # after which holders' answers are not awaited any longer
-_PART_LIMIT_S = 120.0  # how long a holder may take to read or write a part of a file
+ANSWER_S = 10.0  # how long answers are awaited before it is looked which holders are lost
+LOST_S = 120.0  # a holder that does not answer for this long is lost, as one that has died
 _NAMESPACE = "megarl snapshots"
 _ATTEND_S = 10.0  # interval at which a driver tells its holders that it needs them
 KEPT_S = 900.0  # how long a holder without a driver keeps its files
@@ -50,6 +51,10 @@ class StoredFile(NamedTuple):
 
     header: Header
     nodes: tuple[str, ...]
+
+
+class _OtherBuddyError(Exception):
+    """The files of a holder are to be copied to another one, or to none, from now on."""
 
 
 class SnapshotHolder:
@@ -116,24 +121,32 @@ class SnapshotHolder:
             complete = self._files.complete()
             for name in self._names:
                 if name in complete and self._copied.get(name) != complete[name]:
-                    # If the buddy's node is lost, the driver gives this holder another one.
-                    with contextlib.suppress(RayError):
+                    # If the buddy is lost, the driver gives this holder another one.
+                    with contextlib.suppress(RayError, _OtherBuddyError):
                         self._copy(buddy, name, complete[name])
             time.sleep(_LOOK_S)
 
     def _copy(self, buddy: Any, name: str, header: Header) -> None:
         # The old copy is incomplete from here on, until the header is written again.
-        ray.get(buddy.write.remote(name, 0, bytes(HEADER_BYTES)))
+        self._write(buddy, name, 0, bytes(HEADER_BYTES))
         for start in range(HEADER_BYTES, header.nbytes, _PART_BYTES):
             count = min(_PART_BYTES, header.nbytes - start)
-            ray.get(buddy.write.remote(name, start, self._files.read(name, start, count)))
+            self._write(buddy, name, start, self._files.read(name, start, count))
 
         # A file that was written again in the meantime gave a mixture, which gets no header.
         if self._files.complete().get(name) == header:
-            ray.get(buddy.write.remote(name, 0, header.encode()))
+            self._write(buddy, name, 0, header.encode())
             with self._lock:
                 if buddy is self._buddy:
                     self._copied[name] = header
+
+    def _write(self, buddy: Any, name: str, start: int, data: bytes) -> None:
+        """Write a part of a file of the buddy, which is awaited until it answers, dies, or is replaced."""
+        written = buddy.write.remote(name, start, data)
+        while not ray.wait([written], timeout=_LOOK_S)[0]:
+            if buddy is not self._buddy:
+                raise _OtherBuddyError
+        ray.get(written)
 
 
 class SnapshotMemory:
@@ -150,10 +163,8 @@ class SnapshotMemory:
         self._node_of: dict[str, str] = {}
         self._holders: dict[str, Any] = {}  # by node; Ray's annotations do not have the methods of an actor
         self._left: dict[str, Any] = {}  # of nodes without ranks, by node: they may have the only copy
-        self._dead: set[str] = set()  # nodes whose holder has died
-        self.has_silent = (
-            False  # whether a living holder did not answer the last call, so that its files may exist
-        )
+        self._dead: set[str] = set()  # nodes whose holder is lost
+        self._silence = ProcessSilence[str]()
         if continues:
             self._holders = holders_of(run)
         else:
@@ -175,8 +186,10 @@ class SnapshotMemory:
         """Use other nodes, after some were lost. Files on all living nodes are kept until `settle`."""
         self._node_of = dict(node_of)
         nodes = list(dict.fromkeys(node_of.values()))
-        self._ask("complete")  # finds the dead
+        self._ask("complete", self._all())  # finds the dead
         living = {node: holder for node, holder in self._all().items() if node not in self._dead}
+        for node in self._dead:
+            self._silence.forget(node)
         self._dead.clear()
         self._holders = {node: living.pop(node, None) or self._start(node) for node in nodes}
         self._left = living
@@ -215,40 +228,46 @@ class SnapshotMemory:
     def _all(self) -> dict[str, Any]:
         return {**self._left, **self._holders}
 
-    def replace_dead(self) -> bool:
-        """Start holders that have died again, without their files. Returns whether there were any.
-
-        The holder of a lost node is not started again: the ranks move to another node first.
-        """
-        self._ask("complete")
-        if not self._dead & {node.identity for node in living_nodes()}:
-            return False
-        self.place(self._node_of)
-        return True
-
     @property
     def has_dead(self) -> bool:
-        """Whether a holder was found dead by the last calls, so that its files are lost."""
+        """Whether a holder was found lost by the last calls, and its files with it."""
         return bool(self._dead)
 
     def paths(self) -> dict[str, str]:
-        """Return the path of each file on its own node. Those of a lost holder are left out."""
-        paths: dict[str, str] = {}
-        for node, holder in self._holders.items():
-            names = [name for name, home in self._node_of.items() if home == node]
-            try:
-                paths |= zip(names, ray.get(holder.paths.remote(names)), strict=True)
-            except RayError:
-                self._dead.add(node)
+        """Return the path of each file on its own node.
+
+        Holders that are lost alone are started again, without their files. Files of lost nodes are left out:
+        the ranks move to another node first.
+        """
+        paths = self._ask_paths()
+        if self._dead & {node.identity for node in living_nodes()}:
+            self.place(self._node_of)
+            paths = self._ask_paths()
         return paths
 
+    def _ask_paths(self) -> dict[str, str]:
+        names: dict[str, list[str]] = {node: [] for node in self._holders}
+        for name, home in self._node_of.items():
+            names[home].append(name)
+        answers = self._answers(
+            self._holders, lambda node, holder: holder.paths.remote(names[node]), waits=True
+        )
+        return {
+            name: path
+            for node, of_node in answers.items()
+            for name, path in zip(names[node], of_node, strict=True)
+        }
+
     def steps(self) -> dict[str, set[int]]:
-        """Return the steps of which a living node has a complete file, by name."""
-        return _steps(self._ask("complete"))
+        """Return the steps of which a living node has a complete file, by name.
+
+        Holders that do not answer are asked until they are lost: then it is known whether their node is.
+        """
+        return _steps(self._ask("complete", self._all(), waits=True))
 
     def has_all(self, names: Iterable[str], step: int) -> bool:
         """Return whether these files of a step are complete, with their copies."""
-        asked = self._ask("copied" if len(self._holders) > 1 else "complete")
+        asked = self._ask("copied" if len(self._holders) > 1 else "complete", self._holders)
         found = {name for files in asked.values() for name, header in files.items() if header.step == step}
         return found >= set(names)
 
@@ -273,7 +292,7 @@ class SnapshotMemory:
         Raises:
             FileLostError: No living node has one of them.
         """
-        complete = self._ask("complete")
+        complete = self._ask("complete", self._all(), waits=True)
         found = {}
         for name in names:
             owners = {
@@ -341,12 +360,19 @@ class SnapshotMemory:
                 part = source.read.remote(name, start, min(_PART_BYTES, end - start))
                 _answer(self._holders[target].write.remote(as_name, start, part), f"snapshot {name}")
 
-    def _ask(self, method: str) -> dict[str, dict[str, Header]]:
-        """Call a method without arguments on all holders. Lost ones are left out."""
-        holders = self._all()
-        answers, dead = _answers(holders, method)
-        self._dead |= dead
-        self.has_silent = bool(holders.keys() - answers.keys() - dead)
+    def _ask(
+        self, method: str, holders: Mapping[str, Any], waits: bool = False
+    ) -> dict[str, dict[str, Header]]:
+        """Call a method without arguments on holders. Lost ones are left out."""
+        return self._answers(holders, lambda _, holder: getattr(holder, method).remote(), waits)
+
+    def _answers(
+        self, holders: Mapping[str, Any], ask: Callable[[str, Any], Any], waits: bool
+    ) -> dict[str, Any]:
+        answers, lost = _answers(holders, ask, self._silence, waits)
+        self._dead |= lost
+        # One that only stopped must not continue to write into the files of others.
+        _end(holders[node] for node in lost)
         return answers
 
 
@@ -374,7 +400,8 @@ def steps_left(run: str) -> dict[str, set[int]]:
     holders = holders_of(run)
     for holder in holders.values():
         holder.attend.remote()
-    return _steps(_answers(holders, "complete")[0])
+    answers, _ = _answers(holders, lambda _, holder: holder.complete.remote(), ProcessSilence(), waits=True)
+    return _steps(answers)
 
 
 def _end(holders: Iterable[Any]) -> None:
@@ -382,24 +409,32 @@ def _end(holders: Iterable[Any]) -> None:
         ray.kill(holder)
 
 
-def _answers(holders: Mapping[str, Any], method: str) -> tuple[dict[str, dict[str, Header]], set[str]]:
-    """Call a method of all holders. Returns the answers by node, and the nodes whose holder has died."""
-    asked = {getattr(holder, method).remote(): node for node, holder in holders.items()}
-    answers: dict[str, dict[str, Header]] = {}
-    dead: set[str] = set()
-    if not asked:
-        return answers, dead
-    # All that do not answer are awaited together.
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
-    for reference in answered:
-        node = asked[reference]
-        try:
-            answers[node] = ray.get(reference)
-        except ActorDiedError:
-            dead.add(node)
-        except RayError:
-            continue
-    return answers, dead
+def _answers(
+    holders: Mapping[str, Any], ask: Callable[[str, Any], Any], silence: ProcessSilence[str], waits: bool
+) -> tuple[dict[str, Any], set[str]]:
+    """Ask holders. Returns the answers by node, and the nodes whose holder is lost.
+
+    Args:
+        holders: The holders by node.
+        ask: Calls a method of the holder of a node.
+        silence: The silence of these holders.
+        waits: Whether to ask again until each has answered or is lost. Otherwise, others are left out.
+    """
+    answers: dict[str, Any] = {}
+    lost: set[str] = set()
+    while asked := {node: ask(node, holders[node]) for node in holders.keys() - answers.keys() - lost}:
+        # All that do not answer are awaited together.
+        for node, answer in silence.wait(asked, ANSWER_S).items():
+            if isinstance(answer, (ActorDiedError, ActorUnschedulableError)):
+                lost.add(node)
+            elif not isinstance(answer, RayError):
+                answers[node] = answer
+        lost |= {node for node in asked if silence.seconds(node) >= LOST_S}
+        if not waits:
+            break
+        if asked.keys() - answers.keys() - lost:
+            time.sleep(_LOOK_S)  # an error may come at once
+    return answers, lost
 
 
 def _answer(reference: Any, what: str) -> Any:
@@ -409,7 +444,7 @@ def _answer(reference: Any, what: str) -> Any:
         FileLostError: The holder has died, does not answer, or has no memory left.
     """
     try:
-        return ray.get(reference, timeout=_PART_LIMIT_S)
+        return ray.get(reference, timeout=LOST_S)
     except RayError as error:
         raise FileLostError(
             f"{what} cannot be read or copied: {type(error).__name__}: {one_line(error)}"

@@ -15,14 +15,13 @@ from megarl.checkpoints.snapshot_resharding import StoredSlices
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.controller.futures import WorkerFuture, gather
-from megarl.controller.snapshot_memory import FileLostError, SnapshotMemory, run_name
+from megarl.controller.snapshot_memory import LOST_S, FileLostError, SnapshotMemory, run_name
 from megarl.machine.errors import RunError
 from megarl.placement.snapshots import NUM_KEPT
 from megarl.roles.saved_models import SavedModel, SavedModels
 from megarl.workers.megatron import MegatronWorker
 
 _LOOK_S = 0.02
-_HOLDER_LIMIT_S = 120.0  # how long a holder that Ray does not call dead may take to answer after a loss
 SETTLE_S = 2.0  # how long ranks that still run may take to complete a snapshot after another one died
 
 
@@ -72,7 +71,6 @@ class ModelSnapshots:
         self._models = tuple(models)
         self._copy_limit_s = copy_limit_s
         self._memory: SnapshotMemory | None = None
-        self._paths: dict[str, str] = {}
         self._copying: list[WorkerFuture] = []
         self._slot_of: dict[int, int] = {}  # step -> slot, of the snapshots that were begun last
         self._next_slot = 0
@@ -84,13 +82,12 @@ class ModelSnapshots:
 
         Raises:
             WorkerError: A rank failed or died.
-            RunError: The previous snapshot is not complete in time.
+            RunError: The previous snapshot is not complete in time, or a node has no memory for this one.
         """
         memory = self._opened()
         memory.settle()
         self.finish()
-        if memory.replace_dead():
-            self._paths |= memory.paths()
+        paths = memory.paths()
         # If a holder was lost before the newest snapshot was copied, that one is overwritten.
         if self.secured is not None:
             self._next_slot = (self._slot_of[self.secured] + 1) % NUM_KEPT
@@ -99,9 +96,15 @@ class ModelSnapshots:
 
         # The step of an overwritten snapshot is forgotten before its first file changes.
         self._slot_of = {other: used for other, used in self._slot_of.items() if used != slot} | {step: slot}
+        if not paths.keys() >= set(self._names(step)):
+            self._await_ranks()  # raises the error of ranks on a lost node
+            raise RunError(
+                f"the snapshot of step {step} cannot begin: the process that holds the snapshots of a node "
+                f"was lost and has not started again within {LOST_S:g} s; see the logs of Ray on the nodes"
+            )
         self._copying = self._on_each_rank(
             lambda model, rank: model.group.call_rank(
-                rank, MegatronWorker.begin_snapshot, self._paths[_file_of(model, rank, slot)], step
+                rank, MegatronWorker.begin_snapshot, paths[_file_of(model, rank, slot)], step
             )
         )
 
@@ -110,11 +113,7 @@ class ModelSnapshots:
         if not self._copying:
             return
         gather(*self._copying)
-        gather(
-            *self._on_each_rank(
-                lambda model, rank: model.group.call_rank(rank, MegatronWorker.await_snapshot)
-            )
-        )
+        self._await_ranks()
         self._copying = []
         newest = max(self._slot_of)
         end_s = time.monotonic() + self._copy_limit_s
@@ -132,8 +131,7 @@ class ModelSnapshots:
     def newest_after_loss(self) -> int | None:
         """Return the step of the newest complete snapshot after a rank has died; None if there is none.
 
-        A snapshot that was complete with its copies is lost only with their holders. One that does not answer
-        is asked again, until Ray calls it dead: then its node is known to be lost before ranks are restarted.
+        A snapshot that was complete with its copies is lost only with their holders.
         """
         if self._memory is None:
             return None
@@ -142,8 +140,7 @@ class ModelSnapshots:
             newest = self._newest_complete(self._memory)
             waited_s = time.monotonic() - begin_s
             is_last = newest == max(self._slot_of, default=None)
-            settle_s = 0.0 if is_last else SETTLE_S
-            if waited_s >= (_HOLDER_LIMIT_S if self._memory.has_silent else settle_s):
+            if is_last or waited_s >= SETTLE_S:
                 is_secured = newest is not None and (self.secured is None or newest >= self.secured)
                 return newest if is_last or is_secured else None
             time.sleep(_LOOK_S)
@@ -161,9 +158,7 @@ class ModelSnapshots:
 
     def move(self) -> None:
         """Use the nodes that the ranks are on now, after some were restarted on other nodes."""
-        memory = self._opened()
-        memory.place(self._node_of())
-        self._paths |= memory.paths()
+        self._opened().place(self._node_of())
 
     def forget(self) -> None:
         """Forget all snapshots, because the models have a state from elsewhere."""
@@ -269,7 +264,6 @@ class ModelSnapshots:
         if self._memory is None:
             continued = self._continued
             self._memory = SnapshotMemory(self._run, self._node_of(), continues=continued is not None)
-            self._paths = self._memory.paths()
             if continued is not None:
                 slot = slot_of_step(self._memory.steps(), continued.sizes, continued.step)
                 if slot is not None:
@@ -290,6 +284,14 @@ class ModelSnapshots:
     def _names(self, step: int) -> list[str]:
         sizes = {model.name: model.group.world_size for model in self._models}
         return _names(sizes, self._slot_of[step])
+
+    def _await_ranks(self) -> None:
+        """Wait until no rank copies its state any longer. Raises WorkerError."""
+        gather(
+            *self._on_each_rank(
+                lambda model, rank: model.group.call_rank(rank, MegatronWorker.await_snapshot)
+            )
+        )
 
     def _on_each_rank(self, call: Callable[[SavedModel, int], WorkerFuture]) -> list[WorkerFuture]:
         return [call(model, rank) for model in self._models for rank in range(model.group.world_size)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import psutil
@@ -104,6 +105,44 @@ def test_files_are_lost_if_their_holder_dies_while_they_are_read(joined: None, t
     with pytest.raises(FileLostError, match=f"snapshots on node {node} cannot be read or copied"):
         memory.bring_parts(stored, {node: {"actor-0-0": []}})
     memory.close()
+
+
+def test_a_holder_that_does_not_answer_in_time_is_lost(
+    joined: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started again. A driver that looks for its files finds none."""
+    monkeypatch.setattr(snapshot_memory, "ANSWER_S", 0.2)
+    (node,) = (each.identity for each in living_nodes())
+    run = run_name(tmp_path)
+    memory = SnapshotMemory(run, {"actor-0-0": node})
+    write(path := memory.paths()["actor-0-0"], step=3)
+    stopped = psutil.Process(int(path.split("/")[2]))
+    stopped.suspend()
+    monkeypatch.setattr(snapshot_memory, "LOST_S", 1.0)
+    assert steps_left(run) == {}
+    assert memory.paths()["actor-0-0"] != path
+    stopped.resume()  # ended already, which Ray does to a stopped process only after some seconds
+    assert gone_within([stopped], 60) == []
+    assert memory.steps() == {}
+    memory.close()
+
+
+def test_files_are_copied_to_another_holder_if_the_first_one_stops(ray_cluster: None) -> None:
+    holders = [ray.remote(SnapshotHolder).options(num_cpus=0).remote(None) for _ in range(3)]
+    (path,), (of_stopped,), _ = ray.get([holder.paths.remote(["file"]) for holder in holders])
+    stopped = psutil.Process(int(of_stopped.split("/")[2]))
+    stopped.suspend()
+    write(path, step=3)
+    source, first, second = holders
+    source.copy_to.remote(first, ["file"])
+    source.copy_to.remote(second, ["file"])
+    end_s = time.monotonic() + 60
+    while not ray.get(source.copied.remote(), timeout=60) and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert ray.get(second.complete.remote(), timeout=60)["file"].step == 3
+    stopped.resume()
+    for holder in holders:
+        ray.kill(holder)
 
 
 def test_a_holder_that_no_driver_needs_ends(joined: None) -> None:

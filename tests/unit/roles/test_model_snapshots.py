@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from megarl.controller import snapshot_memory
@@ -20,6 +21,7 @@ from megarl.controller.snapshot_memory import run_name
 from megarl.machine.memory_files import HEADER_BYTES, Header
 from megarl.roles import model_snapshots
 from megarl.roles.model_snapshots import ModelSnapshots
+from tests.processes import gone_within
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -71,9 +73,7 @@ def test_a_snapshot_is_secured_when_the_next_one_begins(snapshots: ModelSnapshot
 class Memory:
     """Files of several nodes. One of them can be lost before the copies on it are complete."""
 
-    has_silent = False
     has_dead = False
-    num_unanswered = 0  # how often the files are asked for before each node has answered or is dead
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -88,15 +88,10 @@ class Memory:
 
     def settle(self) -> None: ...
 
-    def replace_dead(self) -> bool:
-        return False  # the node of the holder is lost, too
-
     def has_all(self, names: Collection[str], step: int) -> bool:
         return not self.has_dead
 
     def steps(self) -> dict[str, set[int]]:
-        self.has_silent = self.num_unanswered > 0
-        self.num_unanswered -= 1
         return {name: {0} for name in self._node_of}
 
     def close(self, keeps_files: bool) -> None: ...
@@ -121,16 +116,6 @@ def test_the_secured_snapshot_is_kept_if_a_node_is_lost_before_the_next_one_is_c
     assert of_step[2] == of_step[1] != of_step[0]
 
 
-def test_ranks_are_restarted_when_it_is_known_whether_a_silent_node_is_lost(
-    snapshots: ModelSnapshots, memory: Memory
-) -> None:
-    """Otherwise they would be restarted on the lost node, and lost again."""
-    snapshots.begin(0)
-    memory.num_unanswered = 3
-    assert snapshots.newest_after_loss() == 0
-    assert (memory.num_unanswered, memory.has_silent) == (-1, False)
-
-
 def test_a_holder_that_answers_late_has_not_lost_its_files(
     snapshots: ModelSnapshots, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,3 +126,18 @@ def test_a_holder_that_answers_late_has_not_lost_its_files(
     os.kill(holder, signal.SIGSTOP)
     threading.Timer(1.0, os.kill, [holder, signal.SIGCONT]).start()
     assert snapshots.newest_after_loss() == 0
+
+
+def test_the_holder_of_a_node_that_does_not_answer_is_started_again(
+    snapshots: ModelSnapshots, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files count as lost: the snapshot in them is taken again before the next one."""
+    monkeypatch.setattr(snapshot_memory, "ANSWER_S", 0.2)
+    monkeypatch.setattr(snapshot_memory, "LOST_S", 1.0)
+    snapshots.begin(0)
+    stopped = psutil.Process(int(group.paths[0].split("/")[2]))
+    stopped.suspend()
+    snapshots.begin(1)
+    stopped.resume()  # ended already, which Ray does to a stopped process only after some seconds
+    assert gone_within([stopped], 60) == []
+    assert (snapshots.secured, snapshots.newest_after_loss()) == (None, 1)

@@ -1,0 +1,75 @@
+"""Test how long processes count as silent, with processes that answer when they are told to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from megarl.controller.silence import ProcessSilence
+
+LIMIT_S = 60.0
+
+
+class Answerer:
+    """Answers each question when `release` is called for it."""
+
+    def __init__(self) -> None:
+        self._allowed = threading.Semaphore(0)
+
+    def answer(self) -> str:
+        self._allowed.acquire()
+        return "here"
+
+    def release(self) -> None:
+        self._allowed.release()
+
+
+@pytest.fixture
+def process(ray_cluster: None) -> Iterator[Any]:
+    actor = ray.remote(Answerer).options(num_cpus=0, max_concurrency=4).remote()
+    yield actor
+    ray.kill(actor)
+
+
+def test_silence_is_measured_from_the_last_answer(process: Any) -> None:
+    silence = ProcessSilence[int]()
+    begin_s = time.monotonic()
+    question = process.answer.remote()
+    assert silence.wait({0: question}, limit_s=0.1) == {}
+    assert silence.seconds(0) >= 0.1
+
+    # It answers late, and not yet the second question.
+    ray.get(process.release.remote())
+    ray.get(question, timeout=LIMIT_S)
+    answered_s = time.monotonic()
+    assert silence.wait({0: process.answer.remote()}, limit_s=0.1) == {}
+    silent_s = silence.seconds(0)
+    assert silent_s <= time.monotonic() - answered_s < time.monotonic() - begin_s
+
+    # Without an answer in between, it grows.
+    assert silence.wait({0: process.answer.remote()}, limit_s=0.1) == {}
+    assert silence.seconds(0) >= silent_s + 0.1
+
+    for _ in range(3):
+        ray.get(process.release.remote())
+    assert silence.wait({0: process.answer.remote()}, LIMIT_S) == {0: "here"}
+    assert silence.seconds(0) == silence.seconds(1) == 0.0
+
+
+def test_an_error_of_ray_is_no_answer(process: Any) -> None:
+    silence = ProcessSilence[int]()
+    question = process.answer.remote()
+    assert silence.wait({0: question}, limit_s=0.1) == {}
+    ray.kill(process)
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(question, timeout=LIMIT_S)
+    answers = silence.wait({0: process.answer.remote()}, LIMIT_S)
+    assert isinstance(answers[0], ray.exceptions.ActorDiedError)
+    assert silence.seconds(0) >= 0.1
+    silence.forget(0)
+    assert silence.seconds(0) == 0.0
