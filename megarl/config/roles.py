@@ -14,6 +14,7 @@ from typing import NamedTuple
 from megarl.config.dotted import value_at
 from megarl.config.schema import (
     AlgorithmConfig,
+    DPOConfig,
     ExpertsConfig,
     FrozenMegatronConfig,
     JudgeConfig,
@@ -140,6 +141,8 @@ class ModelRole:
         base_of: The role in whose processes it runs, as that role's model without adapters. None: it has a
             model of its own.
         runs_base: Whether another role is this one's model without adapters.
+        before_training: Whether it works before training only, on devices that it leaves to the trained
+            model. It takes part in no step.
     """
 
     row: Role
@@ -159,6 +162,7 @@ class ModelRole:
     shares_with: str | None = None
     base_of: str | None = None
     runs_base: bool = False
+    before_training: bool = False
 
     @property
     def name(self) -> str:
@@ -401,7 +405,10 @@ def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:
         trained = role_named("actor")
         if config.kind is RunKind.reward_model:
             trained = replace(trained, with_value_head=True)
-        return (_of_run(trained, config, ()),)
+        roles = [_of_run(trained, config, ())]
+        if isinstance(config, DPOConfig) and config.reference.path is not None:
+            roles.append(_pair_reference(config))
+        return tuple(roles)
     needed = [role for role in ROLES if role.is_needed(config)]
     rows = [
         row for role in needed for row in (_teacher_rows(role, config) if role.name == TEACHER else [role])
@@ -410,6 +417,18 @@ def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:
     roles = [_of_run(role, config, names) for role in rows]
     owners = {role.base_of for role in roles}
     return tuple(replace(role, runs_base=role.name in owners) for role in roles)
+
+
+def _pair_reference(config: DPOConfig) -> ModelRole:
+    """Return the reference of a run on pairs that has a model of its own."""
+    row = replace(
+        role_named("reference"),
+        path_keys=("reference.path",),
+        micro_batch_key="actor.micro_batch",
+        megatron_keys=("actor.megatron",),
+        base_of=None,
+    )
+    return replace(_of_run(row, config, ("actor",)), before_training=True)
 
 
 def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:

@@ -171,7 +171,7 @@ class KindRules(NamedTuple):
 KINDS: Mapping[type[RunConfig], KindRules] = {
     PPOConfig: KindRules(PPO_RULES, PPO_MODEL_RULES, PPO_MODELS_RULES),
     SFTConfig: KindRules(SFT_RULES, {}, SFT_MODELS_RULES),
-    DPOConfig: KindRules(PREFERENCE_RULES, {}, SFT_MODELS_RULES),
+    DPOConfig: KindRules(PREFERENCE_RULES, {}, {**SFT_MODELS_RULES, models.same_vocabulary: ()}),
     RewardModelRunConfig: KindRules(PREFERENCE_RULES, {}, SFT_MODELS_RULES),
 }
 

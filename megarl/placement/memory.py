@@ -134,14 +134,19 @@ def plan_memory(
     for place in sorted(on_device):
         roles = tuple((role, sizes.stage(role, rank)) for role, rank in on_device[place])
         if roles not in known:
+            before = sizes.before_training(dict(roles))
+            # Every phase lists the same roles.
+            idle = {role: Usage() for phase in before.values() for role in phase}
             known[roles] = (
-                {
+                {name: {role: Usage() for role, _ in roles} | idle | phase for name, phase in before.items()}
+                | {
                     phase.name: {
                         role: sizes.usage(role, stage, phase, held[phase.name]) for role, stage in roles
                     }
+                    | idle
                     for phase in steps
                 },
-                {role: sizes.pinned(role, stage) for role, stage in roles},
+                {role: sizes.pinned(role, stage) for role, stage in roles} | dict.fromkeys(idle, 0),
             )
         phases, pinned = known[roles]
         devices.append(
@@ -245,6 +250,20 @@ class _Sizes:
             buckets=self._buffers.in_phase(phase.name, role, memory.state.parameters)
             + (self._buffers.on_host(role, memory.state.parameters) if self._is_on_cpu else 0),
         )
+
+    def before_training(self, stages: Mapping[str, int]) -> dict[str, dict[str, Usage]]:
+        """Return the memory of models that work before training, alone on the devices, by phase and role.
+
+        Args:
+            stages: The pipeline stage of each role of the device.
+        """
+        phases: dict[str, dict[str, Usage]] = {}
+        for role in self._roles.values():
+            if role.before_training and role.shares_with in stages:
+                memory = self._of(role.name, stages[role.shares_with])
+                alone = replace(memory.state, activations=memory.work.score)
+                phases[role.row.phases[0].name] = {role.name: alone}
+        return phases
 
     @property
     def _is_on_cpu(self) -> bool:

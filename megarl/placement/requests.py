@@ -110,7 +110,7 @@ def _joined(groups: tuple[GroupRequest, ...], new: GroupRequest) -> tuple[GroupR
 
 
 def group_requests(config: RunConfig) -> list[GroupRequest]:
-    """Return one request for each role of the run.
+    """Return one request for each role that takes part in a step.
 
     These are the roles with a model, the reward functions and an agent's environments on CPUs, the engines
     with one process on each node of a replica, and the servers of judges.
@@ -123,6 +123,7 @@ def group_requests(config: RunConfig) -> list[GroupRequest]:
             parallel=role.parallel,
         )
         for role in model_roles(config)
+        if not role.before_training
     ]
     if isinstance(config, PPOConfig):
         rollout = config.rollout

@@ -11,12 +11,13 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import MODEL_KEYS
+from megarl.config.roles import ModelRole
 from megarl.config.schema import PreferenceConfig
 from megarl.controller.futures import DerivedFuture
 from megarl.controller.group import RoleGroup
 from megarl.roles.megatron_role import MegatronRole, uid_column
 from megarl.roles.weights.source import WeightSource
-from megarl.workers.megatron import ActorWorker, CriticWorker
+from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker
 
 
 class PairModel(MegatronRole):
@@ -92,3 +93,19 @@ class PairRewardModel(PairModel):
     def scores(self, batch: DataProto) -> RaggedTensor:
         future = self._score(batch, "values", lambda parts: self.group.call(CriticWorker.values, parts))
         return future.get().ragged[self.output]
+
+
+class PairReference(MegatronRole):
+    """A frozen policy that scores pairs before training starts."""
+
+    def __init__(self, group: RoleGroup, role: ModelRole, *, share_prompts: bool) -> None:
+        super().__init__(group, role.parallel, role.micro_batch, share_prompts=share_prompts)
+
+    def scores(self, batch: DataProto) -> RaggedTensor:
+        """Return the log-probs of the response tokens."""
+        future = self._score(batch, "ref", lambda parts: self.group.call(PolicyWorker.log_probs, parts, ()))
+        return future.get().ragged["log_probs"]
+
+    def shutdown(self) -> None:
+        """End the processes, which leave their devices to the policy."""
+        self.group.shutdown()

@@ -35,7 +35,7 @@ from megarl.roles.checks import FirstRatioCheck, LogProbCheck
 from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.preferences import PairModel, PairPolicy, PairRewardModel
+from megarl.roles.preferences import PairModel, PairPolicy, PairReference, PairRewardModel
 from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout.rollout import Rollout, TokenRules
 from megarl.roles.rollout.scaling import ReplicaScaling
@@ -488,7 +488,7 @@ def start_preferences(
     config = with_absolute_paths(with_dtype(config, device is Device.cuda))
     plan = plan_placement(config)
     starter = _Starter(config, device, pools, OffloadPlan(plan))
-    (role,) = model_roles(config)
+    role = model_roles(config)[0]
     spec = starter.model(role, architecture)
     handle = PairRewardModel if role.with_value_head else PairPolicy
     group = starter.groups(plan, {"actor": RayClassWithInitArgs(handle.worker, spec)})["actor"]
@@ -497,3 +497,24 @@ def start_preferences(
         starter.weight_source(plan, group, architecture), head=spec.head, value_class=REWARD_CLASS
     )
     return handle(group, config, weights, share_prompts=_shares_prompts(config))
+
+
+def start_pair_reference(
+    config: PreferenceConfig, architecture: Architecture, device: Device, pools: ResourcePoolManager
+) -> PairReference:
+    """Start the reference of a run on pairs that has a model of its own, on the policy's devices.
+
+    It must be shut down before the policy starts.
+    """
+    config = with_absolute_paths(with_dtype(config, device is Device.cuda))
+    plan = plan_placement(config)
+    (role,) = (role for role in model_roles(config) if role.before_training)
+    spec = _Starter(config, device, pools, OffloadPlan(plan)).model(role, architecture)
+    started = RayWorkerGroup(
+        group_pool(plan, pools, plan.group_of("actor")),
+        RayClassWithInitArgs(_WORKERS[role.kind], spec),
+        role=role.name,
+        phase_time_limit_s=config.trainer.phase_time_limit_s,
+        at_work={role.name: at_work(plan)["actor"]},
+    )
+    return PairReference(started, role, share_prompts=_shares_prompts(config))

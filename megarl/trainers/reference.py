@@ -1,24 +1,26 @@
 """The reference's log-probs of pairs of answers: computed before training, and kept in the run's folder.
 
-The reference is the policy before its first step, so the trained model computes them itself, and no second
-model is loaded.
+Unless it has a folder of its own (`reference.path`), the reference is the policy before its first step: the
+trained model computes them itself, and no second model is loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
+from megarl.batch.data_proto import DataProto
+from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import DPOConfig
 from megarl.data.pairs import PairDataset
 from megarl.machine.files import write_whole
-from megarl.roles.preferences import PairPolicy
 
 LogProbs = Mapping[int, tuple[np.ndarray, np.ndarray]]
 
@@ -30,8 +32,16 @@ FILES = {
 _IDENTITY = "identity"
 
 
+class PairScorer(Protocol):
+    """A model that scores rows of pairs."""
+
+    def scores(self, batch: DataProto) -> RaggedTensor:
+        """Return the log-probs of the response tokens."""
+        ...
+
+
 def reference_identity(config: DPOConfig, pairs: PairDataset) -> str:
-    """Return a hash of what the log-probs depend on: the tokens of all pairs, and the initial weights.
+    """Return a hash of what the log-probs depend on: the tokens of all pairs, and the reference's weights.
 
     Weight files are identified by their names, sizes and times of modification, because reading them takes as
     long as loading the model.
@@ -39,7 +49,10 @@ def reference_identity(config: DPOConfig, pairs: PairDataset) -> str:
     digest = hashlib.blake2b(digest_size=16)
     digest.update(pairs.token_fingerprint().hex().encode())
     digest.update(config.model.dtype.value.encode())
-    for folder in filter(None, (config.model.path, config.actor.lora.path)):
+    folders = (config.model.path, config.actor.lora.path)
+    if config.reference.path is not None:
+        folders = (config.reference.path, None)
+    for folder in filter(None, folders):
         for file in sorted(Path(folder).glob("*.safetensors")):
             stat = file.stat()
             digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
@@ -69,34 +82,39 @@ def store_log_probs(file: Path, identity: str, log_probs: LogProbs) -> None:
     write_whole(file, save(tensors, {_IDENTITY: identity}))
 
 
-def compute_log_probs(
-    policy: PairPolicy, pairs: PairDataset, numbers: Sequence[int], pairs_per_batch: int
-) -> Iterator[tuple[int, tuple[np.ndarray, np.ndarray]]]:
-    """Yield the number of each pair with the log-probs of its answers, by the policy's current weights."""
-    for start in range(0, len(numbers), pairs_per_batch):
-        chosen = numbers[start : start + pairs_per_batch]
-        rows = policy.scores(pairs.batch(chosen, [str(number) for number in chosen]))
-        answers = [row.numpy().copy() for row in rows.each()]
-        yield from zip(chosen, zip(answers[0::2], answers[1::2], strict=True), strict=True)
+def read_reference(config: DPOConfig, pairs: PairDataset, numbers: Sequence[int], file: Path) -> list[int]:
+    """Give the data set the log-probs of a file, and return those of the pairs `numbers` that it lacks.
+
+    A file of other pairs or of another reference is ignored.
+
+    Raises:
+        SafetensorError: The file is damaged.
+    """
+    pairs.reference = stored_log_probs(file, reference_identity(config, pairs))
+    return [number for number in numbers if number not in pairs.reference]
 
 
-def fill_reference(
-    config: DPOConfig, policy: PairPolicy, pairs: PairDataset, numbers: Sequence[int], file: Path
-) -> int:
-    """Give the data set the reference's log-probs of some pairs, and return how many were computed.
+def compute_reference(
+    config: DPOConfig, reference: PairScorer, pairs: PairDataset, numbers: Sequence[int], file: Path
+) -> None:
+    """Give the data set the log-probs of more pairs, and write all that it has to the file.
 
-    The policy must have its initial weights. Log-probs are read from the file if it is of the same pairs and
-    weights, and otherwise computed and written.
+    Args:
+        config: The run.
+        reference: The reference. A policy must have its initial weights.
+        pairs: The data set, after `read_reference`.
+        numbers: The pairs to score.
+        file: Where they are kept for a resumed run.
 
     Raises:
         OSError: The file cannot be written.
-        SafetensorError: The file is damaged.
     """
-    identity = reference_identity(config, pairs)
-    known = dict(stored_log_probs(file, identity))
-    absent = [number for number in numbers if number not in known]
-    if absent:
-        known |= compute_log_probs(policy, pairs, absent, config.trainer.pairs_per_step)
-        store_log_probs(file, identity, known)
-    pairs.reference = known
-    return len(absent)
+    scored = dict(pairs.reference)
+    size = config.trainer.pairs_per_step
+    for start in range(0, len(numbers), size):
+        chosen = numbers[start : start + size]
+        rows = reference.scores(pairs.batch(chosen, [str(number) for number in chosen]))
+        answers = [row.numpy().copy() for row in rows.each()]
+        scored |= zip(chosen, zip(answers[0::2], answers[1::2], strict=True), strict=True)
+    store_log_probs(file, reference_identity(config, pairs), scored)
+    pairs.reference = scored

@@ -27,6 +27,7 @@ from megarl.config.schema import (
     MicroBatchConfig,
     ModelConfig,
     OptimConfig,
+    PairReferenceConfig,
     ParallelConfig,
     PreferenceConfig,
     PreferenceDataConfig,
@@ -39,6 +40,7 @@ from megarl.config.schema import (
 )
 from megarl.data.pairs import PairDataset, pair_encoder
 from megarl.data.tokenizer import load_tokenizer
+from megarl.trainers.recorded_batches import RecordedBatches
 from megarl.trainers.replay import recorded_step, replay
 from tests.command import Command
 from tests.integration.tiny_run import (
@@ -123,8 +125,10 @@ def held_out_rows(config: PreferenceConfig) -> list[tuple[list[int], list[int]]]
     ]
 
 
-def log_probs(folder: str | Path, rows: list[tuple[list[int], list[int]]]) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def log_probs(
+    folder: str | Path, rows: list[tuple[list[int], list[int]]], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     sums = []
     for prompt, response in rows:
         with torch.no_grad():
@@ -233,3 +237,40 @@ def test_a_resumed_run_has_the_same_reference(dpo: Finished, dpo_config: DPOConf
     )
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["steps"], summary["pairs"]) == (STEPS, STEPS * PAIRS)
+
+
+@pytest.mark.usefixtures("forked_processes")
+def test_another_model_is_the_reference(dpo: Finished, dpo_config: DPOConfig, tmp_path: Path) -> None:
+    """The reference has another architecture, and the loss is TRL's formula on both models in float64."""
+    (tmp_path / "other").mkdir()
+    save_inputs(tmp_path / "other", num_layers=1)
+    reference = tmp_path / "other" / "policy"
+    config = replace(
+        dpo_config,
+        reference=PairReferenceConfig(path=str(reference)),
+        actor=replace(dpo_config.actor, parallel=ParallelConfig(tensor_parallel_size=2)),
+        trainer=replace(dpo_config.trainer, total_steps=1, output_dir=str(tmp_path / "run")),
+    )
+    dump_config(config, tmp_path / "run.yaml")
+    command = Command(["-m", "megarl", "train", str(tmp_path / "run.yaml")], tmp_path / "log")
+    assert command.status() == 0, command.said()
+    assert f"reference: log-probs of {PAIRS} pairs of data.train_files" in command.said()
+    (line,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+
+    batch = RecordedBatches(tmp_path / "run", 0).read(1).ragged
+    rows = list(
+        zip(*([row.tolist() for row in batch[key].each()] for key in ("prompts", "responses")), strict=True)
+    )
+    expected = log_probs(reference, rows, torch.float64)
+    sums = torch.stack([row.double().sum() for row in batch["ref_log_prob"].each()])
+    assert sums.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    rewards = BETA * (log_probs(config.model.path, rows, torch.float64) - expected)
+    margins = rewards[0::2] - rewards[1::2]
+    assert line["dpo/loss"] == pytest.approx(float(-F.logsigmoid(margins).mean()), rel=1e-5)
+    assert line["dpo/margin"] == pytest.approx(float(margins.mean()), rel=1e-4)
+    assert line["dpo/grad_norm"] != pytest.approx(dpo.metrics[0]["dpo/grad_norm"], rel=1e-3)
+
+    held_out = held_out_rows(config)
+    trained = log_probs(tmp_path / "run" / "huggingface", held_out)
+    rewards = BETA * (trained - log_probs(reference, held_out))
+    assert line["val/margin"] == pytest.approx(float((rewards[0::2] - rewards[1::2]).mean()), rel=1e-3)

@@ -81,7 +81,7 @@ from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.preferences import PreferenceTrainer
 from megarl.trainers.profiling import StepProfiler
 from megarl.trainers.recovery import NoRecovery, StepRecovery, step_recovery
-from megarl.trainers.reference import fill_reference
+from megarl.trainers.reference import compute_reference, read_reference
 from megarl.trainers.resume import Resume, checkpoint_folder, find_resume
 from megarl.trainers.sft import SFTTrainer
 from megarl.trainers.stragglers import Stragglers
@@ -408,7 +408,8 @@ def run_pairs(config: PreferenceConfig) -> Finished:
             if isinstance(config, DPOConfig):
                 assert isinstance(model, PairPolicy)
                 for pairs, name in ((train, "train"), (held_out, "validation")):
-                    fill_reference(config, model, pairs, range(len(pairs)), output_dir / name)
+                    absent = read_reference(config, pairs, range(len(pairs)), output_dir / name)
+                    compute_reference(config, model, pairs, absent, output_dir / name)
             saved = pair_models(config, model)
             PreferenceTrainer(
                 config, model, loader, held_out, monitor, _checkpoints(config, saved, monitor)

@@ -304,7 +304,9 @@ def top_k_fits(config: PPOConfig, architectures: Mapping[str, Architecture]) -> 
         )
 
 
-def same_vocabulary(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
+def same_vocabulary(
+    config: PPOConfig | PreferenceConfig, architectures: Mapping[str, Architecture]
+) -> Violations:
     """Check that all models can read the policy's token ids.
 
     Frozen policies must have the same vocabulary. Models of one family and several sizes may pad it to

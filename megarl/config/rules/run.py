@@ -66,7 +66,7 @@ def profile(config: RunConfig) -> Violations:
     total = config.trainer.total_steps
     if absent := [step for step in chosen.steps if not 1 <= step <= total]:
         yield Violation(("profile.steps",), f"has {absent[0]}, but the steps of the run are 1 to {total}")
-    sizes = {role.name: role.parallel.world_size for role in model_roles(config)}
+    sizes = {role.name: role.parallel.world_size for role in model_roles(config) if not role.before_training}
     if unknown := [role for role in chosen.roles if role not in sizes]:
         yield Violation(
             ("profile.roles",), f"has {unknown[0]!r}, but the models of the run are {', '.join(sizes)}"

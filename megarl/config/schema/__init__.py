@@ -74,6 +74,7 @@ from megarl.config.schema.models import (
     ModelConfig,
     OnNonFinite,
     OptimConfig,
+    PairReferenceConfig,
     ParallelConfig,
     RankCoordinate,
     Recomputation,

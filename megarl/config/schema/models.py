@@ -285,6 +285,15 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PairReferenceConfig:
+    """The reference of direct preference optimization. It scores all pairs before training starts."""
+
+    # model folder of the reference, with the policy's tokenizer; null: the policy before its first step. It
+    # has the policy's layout and devices, which it leaves before the policy starts
+    path: str | None = field(default=None, metadata=names(InputKind.data))
+
+
+@dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
     """A frozen policy whose log-probs of the samples are the target of the estimator `distillation`."""
 

@@ -22,8 +22,7 @@ class DPOLossKind(str, Enum):
 @dataclass(frozen=True, kw_only=True)
 class DPOLossConfig:
     kind: DPOLossKind = DPOLossKind.sigmoid  # loss of a pair; see Preferences
-    # how strongly the policy is held to the reference, which is the policy before the first step; with
-    # sigmoid_norm, use values such as 5
+    # how strongly the policy is held to the reference; with sigmoid_norm, use values such as 5
     beta: float = ranged(0.1, above=0)
 
 

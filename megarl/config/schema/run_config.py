@@ -20,6 +20,7 @@ from megarl.config.schema.models import (
     ActorConfig,
     CriticConfig,
     ModelConfig,
+    PairReferenceConfig,
     ReferenceConfig,
     SourceTeacherConfig,
     TeacherConfig,
@@ -361,6 +362,7 @@ class DPOConfig(PreferenceConfig):
     data: PreferenceDataConfig = field(default_factory=PreferenceDataConfig)
     loss: DPOLossConfig = field(default_factory=DPOLossConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    reference: PairReferenceConfig = field(default_factory=PairReferenceConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -690,6 +690,18 @@ def test_pairs(schema: type[PreferenceConfig], tmp_path: Path) -> None:
     assert problem.endswith("use 2 or 4")
 
 
+def test_a_reference_of_pairs_has_the_policys_vocabulary_and_layout(tmp_path: Path) -> None:
+    path = write_yaml(tmp_path / "pairs.yaml", pair_values(tmp_path))
+    other = model_folder(tmp_path / "other", vocab_size=100, num_hidden_layers=3)
+    config = load_config(
+        DPOConfig, path, [f"reference.path={other}", "actor.parallel.pipeline_parallel_size=2"]
+    )
+    assert [role.name for role in model_roles(config)] == ["actor", "reference"]
+    found = " | ".join(map(str, validate(config)))
+    assert f"num_hidden_layers 3 of {other} does not divide by pipeline_parallel_size 2" in found
+    assert "reference.path, model.path: the reference has vocab_size 100, the policy" in found
+
+
 def test_nearest_values() -> None:
     assert nearest_multiples(13, 4) == [12, 16]
     assert nearest_multiples(3, 4) == [4]

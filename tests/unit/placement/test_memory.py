@@ -13,6 +13,7 @@ from megarl.config.schema import (
     CriticConfig,
     DataConfig,
     Device,
+    DPOConfig,
     DType,
     EngineConfig,
     EngineDType,
@@ -21,6 +22,7 @@ from megarl.config.schema import (
     MicroBatchConfig,
     ModelConfig,
     OverBudget,
+    PairReferenceConfig,
     ParallelConfig,
     PlacementConfig,
     PlacementStrategy,
@@ -80,6 +82,31 @@ def config(strategy: PlacementStrategy, **placement: object) -> PPOConfig:
 def memory(strategy: PlacementStrategy, **placement: object) -> list[DeviceMemory]:
     run = config(strategy, **placement)
     return plan_memory(run, plan_placement(run), EVERY_ROLE)
+
+
+def test_a_reference_of_pairs_is_in_memory_alone_before_training() -> None:
+    """It has the policy's layout: two bytes of each of its parameters, and none in the phases of a step."""
+    tokens = MicroBatchConfig(max_tokens=4096)
+    run = DPOConfig(
+        model=ModelConfig(path="policy", dtype=DType.bfloat16),
+        reference=PairReferenceConfig(path="reference"),
+        actor=ActorConfig(
+            parallel=ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2), micro_batch=tokens
+        ),
+        engine=EngineConfig(layers=Layers.local),
+    )
+    small = replace(QWEN_7B, num_hidden_layers=2)
+    plan = plan_placement(run)
+    assert plan.roles == ("actor",)
+    devices = plan_memory(run, plan, {"actor": small, "reference": QWEN_7B})
+    stages = [device.phases for device in devices[0::2]]
+    held = 2 * sum(phases["ref"]["reference"].parameters for phases in stages)  # two tensor-parallel ranks
+    assert held == pytest.approx(2 * SIZE, rel=1e-3)
+    for phases in stages:
+        assert list(phases) == ["ref", "old_log_prob", "update_actor"]
+        assert phases["ref"]["actor"] == phases["update_actor"]["reference"] == Usage()
+        assert phases["ref"]["reference"].activations > 0
+        assert phases["ref"]["reference"].optimizer == 0
 
 
 def test_the_weights_of_a_judge_are_on_its_devices_in_every_phase() -> None:

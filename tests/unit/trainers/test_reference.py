@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -15,12 +15,12 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import (
     DPOConfig,
     ModelConfig,
+    PairReferenceConfig,
     PreferenceDataConfig,
     PreferenceTrainerConfig,
 )
 from megarl.data.pairs import AnswerEncoder, PairDataset
-from megarl.roles.preferences import PairPolicy
-from megarl.trainers.reference import fill_reference
+from megarl.trainers.reference import compute_reference, read_reference
 from tests.unit.data.chats import character_tokenizer, write
 
 NUM_PAIRS = 5
@@ -61,8 +61,9 @@ def pairs_of(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, last: str = "e"
 def fill(config: DPOConfig, pairs: PairDataset, numbers: list[int], tmp_path: Path) -> list[int]:
     """Fill the data set, and return the sizes of the batches that the policy scored."""
     policy = FakePolicy()
-    computed = fill_reference(config, cast(PairPolicy, policy), pairs, numbers, tmp_path / "reference")
-    assert computed == sum(policy.num_pairs)
+    absent = read_reference(config, pairs, numbers, tmp_path / "reference")
+    compute_reference(config, policy, pairs, absent, tmp_path / "reference")
+    assert len(absent) == sum(policy.num_pairs)
     return policy.num_pairs
 
 
@@ -96,3 +97,17 @@ def test_other_pairs_or_weights_are_computed_again(
     assert fill(config, pairs_of(tmp_path, tokenizer, last="f"), numbers, tmp_path) == []
     (Path(config.model.path) / "model.safetensors").write_bytes(b"other weights")
     assert fill(config, pairs_of(tmp_path, tokenizer, last="f"), numbers, tmp_path) == [2, 2, 1]
+
+
+def test_another_reference_is_computed_again(
+    config: DPOConfig, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """The weights of a reference with a folder of its own count, and those of the policy do not."""
+    numbers = list(range(NUM_PAIRS))
+    assert fill(config, pairs_of(tmp_path, tokenizer), numbers, tmp_path) == [2, 2, 1]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.safetensors").write_bytes(b"weights")
+    other = replace(config, reference=PairReferenceConfig(path=str(tmp_path / "other")))
+    assert fill(other, pairs_of(tmp_path, tokenizer), numbers, tmp_path) == [2, 2, 1]
+    (Path(config.model.path) / "model.safetensors").write_bytes(b"other weights")
+    assert fill(other, pairs_of(tmp_path, tokenizer), numbers, tmp_path) == []
