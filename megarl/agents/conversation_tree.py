@@ -64,6 +64,7 @@ class ConversationTree:
         best = RecordedPrefix(None, 0)
         reached = [best]
 
+        # Different turns can have equal messages, so several branches may match. All of them are followed.
         while reached:
             start = reached.pop()
             for number in self._children[start.turn]:

@@ -168,6 +168,7 @@ class Episode:
         awaited = self.next
         if not isinstance(awaited, AnswerTurn) or awaited.place != place:
             return False
+
         written = self.trajectory
         written.turn_rewards[-1] = answer.reward
         written.num_calls += answer.num_calls

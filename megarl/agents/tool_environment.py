@@ -140,6 +140,7 @@ class ToolEnvironment:
             return _Outcome(call)
         if refusal := self._refusal(call):
             return _Outcome(refusal)
+
         start_s = time.monotonic()
         result = await self._run(call)
 

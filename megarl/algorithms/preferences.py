@@ -171,10 +171,12 @@ class RewardModelLoss:
     def __call__(self, outputs: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> LossShare:
         mask = rows["response_mask"]
         scores = PairValues.of_rows(masked(outputs["values"], mask).sum(dim=1))
+        # Chosen and rejected rows alternate. The chosen row has the margin of its pair.
         margins = masked(rows[MARGINS], mask).sum(dim=1)[0::2]
         losses = bradley_terry_losses(scores, margins, self.config.center_coefficient)
         is_counted = _is_counted(mask)
 
+        # The shares of micro-batches are added up, so each one divides by the pairs of the whole mini-batch.
         def mean(values: Tensor) -> Tensor:
             return masked(values, is_counted).sum() / self.num_pairs
 

@@ -75,6 +75,7 @@ def same(left: Any, right: Any) -> bool:
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)) and type(left) is type(right):
         return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
+    # NaN is the only value that differs from itself.
     if isinstance(left, float) and isinstance(right, float) and left != left:
         return right != right
 

@@ -72,6 +72,8 @@ def encode(contents: BatchContents) -> bytes:
         "meta_info": _to_json(contents.meta_info, "meta_info"),
         "num_rows": contents.num_rows,
     }
+
+    # safetensors stores only tensors, so the rest is JSON in a tensor of bytes.
     text = bytearray(json.dumps(document).encode())
     body = save({_DOCUMENT: torch.frombuffer(text, dtype=torch.uint8), **_unshared(tensors)})
 

@@ -43,6 +43,7 @@ def decode_sweep(request: CalibrationRequest, rollout: RolloutConfig, memory_byt
     """
     folder = Path(request.folder) / "decoding"
     element_bytes = _BYTES[request.dtype]
+    # Only the time per layer is needed, so a large model is measured with as many layers as fit.
     room = _MEMORY_SHARE * memory_bytes if request.is_cuda else min(_MEMORY_SHARE * memory_bytes, _CPU_BYTES)
     whole = request.architecture.num_hidden_layers
     num_layers = most_layers(request.model.path, folder, element_bytes, room, limit=whole)

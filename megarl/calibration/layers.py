@@ -88,11 +88,13 @@ def _engine(
         head="lm",
         dtype=DType(request.dtype),
         parallel=groups.parallel,
+        # Random inputs have no routes that a rollout has recorded.
         engine=replace(request.engine, routing_replay=RoutingReplay.off),
         device=Device.cuda if request.is_cuda else Device.cpu,
         seed=0,
         megatron=request.megatron,
     )
+
     return _UntrainedEngine(spec, groups)
 
 

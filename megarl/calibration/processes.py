@@ -107,6 +107,7 @@ def _results(pipes: Sequence[Connection], report: Callable[[str], None]) -> list
             except EOFError:
                 raise CalibrationError(f"process {rank} of {len(pipes)} ended without a result") from None
             if isinstance(message, _Part):
+                # All ranks measure the same parts, so the reports of one are enough.
                 if rank == 0:
                     report(message.name)
             else:

@@ -75,10 +75,13 @@ def calibrate(
         ),
         **_links(base, ranks, is_known),
     }
+
     memory_gb_s = values["memory_gb_s"] * values["efficiency.memory"]
     peak = values[f"peak_tflops.{dtype.value}"]
     values["efficiency.gemm"] = median(product_efficiency(rank.products, peak, memory_gb_s) for rank in ranks)
+    # Measured peaks are those of matrix products, which attention may exceed.
     values["efficiency.attention"] = min(1.0, median(rank.attention_tflops for rank in ranks) / peak)
+
     if all(rank.layers for rank in ranks):
         values["efficiency.training_layer_us"] = median(training_layer_us(rank.layers) for rank in ranks)
     if decoding.problem is None:
@@ -92,6 +95,7 @@ def calibrate(
         key: source if key in measured else f"{base_name}: {base.sources.get(key, 'no source')}"
         for key in base.sources.keys() | values.keys()
     }
+
     if not is_known:
         sources |= dict.fromkeys(_REACHED, "the bandwidths of this file are those that are reached")
     profile = _with_values(

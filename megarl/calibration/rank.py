@@ -42,10 +42,12 @@ def measure(
         folder: The folder in which the speed of storage is measured.
         report: Called with the name of each part before it starts.
     """
+    # platform.activate reads this variable to select the GPU.
     os.environ["LOCAL_RANK"] = str(address.rank)
     active = platform.activate(Device.cuda if request.is_cuda else Device.cpu)
     if not request.is_cuda and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // request.num_ranks))
+
     store = open_store(address.host, address.port, address.rank, request.num_ranks, _LIMIT)
     dist.init_process_group(
         active.distributed_backend,

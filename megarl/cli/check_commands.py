@@ -18,6 +18,7 @@ def add_check(commands: Commands) -> None:
         action="store_true",
         help="check within a second: no tokenizers, data, weights, reward functions or weight-sync plan",
     )
+
     parts = check.add_argument_group("parts: select one or several instead of the default check")
     parts.add_argument("--plan", action="store_true", help="print the placement, as `megarl plan`")
     parts.add_argument(
@@ -33,6 +34,7 @@ def add_check(commands: Commands) -> None:
         action="store_true",
         help="dry run on fake devices, as `megarl rehearse`",
     )
+
     _add_plan_options(check.add_argument_group("with --plan or --simulate"))
     _add_dry_run_options(check.add_argument_group("with --dry-run"))
 
@@ -81,23 +83,27 @@ def add_plan(commands: Commands) -> None:
 
 def _add_plan_options(command: argparse._ActionsContainer) -> None:
     command.add_argument("--output", metavar="FILE", help="draw to a .svg or .png file")
+
     command.add_argument(
         "--lengths",
         metavar="MEAN,MAX",
         help="for --simulate: log-normal response tokens; MAX is data.max_response_length by default",
     )
+
     command.add_argument(
         "--training-s",
         metavar="S",
         type=float,
         help="for --simulate: training seconds per step, as configured",
     )
+
     command.add_argument(
         "--tokens-per-s",
         metavar="N",
         type=float,
         help="for --simulate: an engine's generation speed of one sample",
     )
+
     command.add_argument(
         "--from",
         metavar="RUN_DIR",
@@ -146,16 +152,19 @@ def _add_dry_run_options(command: argparse._ActionsContainer) -> None:
     command.add_argument(
         "--role", metavar="ROLE", help="actor (the default), reference, teacher, critic or reward_model"
     )
+
     command.add_argument(
         "--ranks",
         metavar="RANKS",
         help="distinct (one rank each of the first, a middle and the last stage), all, or a list such as 0,8",
     )
+
     command.add_argument(
         "--json",
         metavar="FILE",
         help="write all results to a file, with the source line of each collective and sync",
     )
+
     command.set_defaults(**_DRY_RUN_DEFAULTS)
 
 
@@ -168,6 +177,7 @@ def _start_rehearse(parsed: argparse.Namespace) -> int:
 def add_calibrate(commands: Commands) -> None:
     summary = "measure this machine's devices for a run's model, and write them to a device file"
     calibrate = commands.add_parser("calibrate", help=summary, description=summary, allow_abbrev=False)
+
     calibrate.add_argument(
         "config",
         metavar="CONFIG",
@@ -176,11 +186,13 @@ def add_calibrate(commands: Commands) -> None:
     )
     calibrate.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
     calibrate.add_argument("--output", metavar="FILE", required=True, help="the YAML file to write")
+
     calibrate.add_argument(
         "--device",
         metavar="NAME",
         help="the nearest device file: a shipped name or a path; by default that of the GPU, or cpu",
     )
+
     calibrate.set_defaults(
         start=lambda parsed: run_of("inspect.calibrate")(
             parsed.config, parsed.overrides, parsed.output, parsed.device

@@ -92,6 +92,7 @@ def _add_submit(commands: Commands) -> None:
         summary,
         lambda parsed: run_of("submit", "megarl.launch")(parsed.config, parsed.overrides, parsed.address),
     )
+
     submit.add_argument(
         "--address",
         metavar="URL",
@@ -127,11 +128,13 @@ def _add_replay(commands: Commands) -> None:
     replay = commands.add_parser(
         "replay", help=summary, description=f"{summary} in another layout or version", allow_abbrev=False
     )
+
     replay.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     replay.add_argument("step", metavar="STEP", type=positive, help="a step of tracking.record_batches")
     replay.add_argument(
         "overrides", metavar="key=value", nargs="*", help="such as actor.parallel.tensor_parallel_size=2"
     )
+
     replay.add_argument(
         "--against",
         metavar="DIR",
@@ -140,6 +143,7 @@ def _add_replay(commands: Commands) -> None:
     replay.add_argument(
         "--tolerance", metavar="X", type=float, default=1e-5, help="relative tolerance; the default is 1e-5"
     )
+
     replay.add_argument(
         "--rows",
         metavar="N",
@@ -147,6 +151,7 @@ def _add_replay(commands: Commands) -> None:
         default=64,
         help="number of samples, about, whose hidden states are compared; the default is 64",
     )
+
     replay.set_defaults(
         start=lambda parsed: run_of("run.replay")(
             parsed.run_dir, parsed.step, parsed.overrides, parsed.against, parsed.tolerance, parsed.rows
@@ -159,6 +164,7 @@ def _add_scale(commands: Commands) -> None:
     scale = commands.add_parser(
         "scale", help=summary, description=f"{summary}, which checks between two steps"
     )
+
     scale.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     scale.add_argument(
         "--replicas",
@@ -167,6 +173,7 @@ def _add_scale(commands: Commands) -> None:
         required=True,
         help="number of engines, each with a full copy of the model",
     )
+
     scale.set_defaults(start=lambda parsed: run_of("run.scale")(parsed.run_dir, parsed.replicas))
 
 
@@ -184,6 +191,7 @@ def _add_report(commands: Commands) -> None:
     report.add_argument(
         "run_dirs", metavar="RUN_DIR", nargs="+", help="trainer.output_dir of each run; several are overlaid"
     )
+
     report.add_argument("--output", metavar="FILE", help="the default is report.html in the first folder")
     report.add_argument(
         "--live",
@@ -193,6 +201,7 @@ def _add_report(commands: Commands) -> None:
     report.add_argument(
         "--port", metavar="PORT", type=int, default=0, help="port of --live; the default is any free port"
     )
+
     report.set_defaults(
         start=lambda parsed: run_of("inspect.report")(
             parsed.run_dirs, parsed.output, parsed.live, parsed.port
@@ -206,6 +215,7 @@ def _add_report(commands: Commands) -> None:
 def _add_score(commands: Commands) -> None:
     summary = "run the reward functions of a configuration on a file of responses"
     score = commands.add_parser("score", help=summary, description=summary, allow_abbrev=False)
+
     score.add_argument("config", metavar="CONFIG", help="a YAML file with reward.functions")
     score.add_argument(
         "rows",
@@ -213,10 +223,12 @@ def _add_score(commands: Commands) -> None:
         help=".parquet, .jsonl or .csv file with response, data_source and ground truth, such as a run's "
         "generations.jsonl",
     )
+
     score.add_argument("overrides", metavar="key=value", nargs="*", help="such as reward.time_limit_s=2")
     score.add_argument(
         "--ground-truth", action="store_true", help="score each row's ground truth instead of a response"
     )
+
     score.set_defaults(
         start=lambda parsed: run_of("run.score")(
             parsed.config, parsed.overrides, parsed.rows, parsed.ground_truth
@@ -255,6 +267,7 @@ def _add_init(commands: Commands) -> None:
     init = commands.add_parser(
         "init", help=summary, description=f"{summary}; on a terminal, it asks for missing options"
     )
+
     init.add_argument(
         "folder",
         metavar="FOLDER",
@@ -262,6 +275,7 @@ def _add_init(commands: Commands) -> None:
         default=".",
         help="output folder; the default is the current folder",
     )
+
     init.add_argument(
         "--model", metavar="DIR", help="the model to train: a Hugging Face folder, or a name on the hub"
     )
@@ -275,6 +289,7 @@ def _add_init(commands: Commands) -> None:
         metavar="FILE",
         help="held-out questions and answers; by default, part of --data is held out",
     )
+
     init.add_argument(
         "--kind",
         choices=_INIT_KINDS,
@@ -285,6 +300,7 @@ def _add_init(commands: Commands) -> None:
         metavar="NAME",
         help="preset for reinforcement learning, such as grpo (the default) or ppo",
     )
+
     init.add_argument(
         "--device",
         choices=[device.value for device in Device],
@@ -296,6 +312,7 @@ def _add_init(commands: Commands) -> None:
         type=positive,
         help="number of GPUs, or of processes on CPU; the default is 1",
     )
+
     init.set_defaults(start=_start_init)
 
 

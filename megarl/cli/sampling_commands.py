@@ -15,12 +15,14 @@ def add_eval(commands: Commands) -> None:
     )
     parser = commands.add_parser("eval", help=summary, description=summary, allow_abbrev=False)
     _add_model(parser)
+
     parser.add_argument(
         "overrides",
         metavar="key=value",
         nargs="*",
         help="such as rollout.engine=sglang or data.columns.prompt=question",
     )
+
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -35,6 +37,7 @@ def add_eval(commands: Commands) -> None:
     parser.add_argument(
         "--reward", metavar="FILE.py:NAME", help="a reward function to use instead of the configuration's"
     )
+
     parser.add_argument("--n", metavar="N", type=int, help="samples per prompt (rollout.validation.n)")
     parser.add_argument(
         "--temperature", metavar="T", type=float, help="0 is greedy (rollout.validation.temperature)"
@@ -47,12 +50,14 @@ def add_eval(commands: Commands) -> None:
         metavar="DIR",
         help="the folder of another evaluation of the same prompts to compare with",
     )
+
     parser.add_argument(
         "--output",
         metavar="DIR",
         help="folder for the results; the default is a new folder in the run's folder, or in outputs",
     )
     parser.add_argument("--json", action="store_true", help="print the results as one JSON document")
+
     parser.set_defaults(start=lambda parsed: run_of("run.eval")(parsed))
 
 
@@ -76,12 +81,14 @@ def _add_prompts_and_sampling(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         help="prompts; by default standard input, or a chat on a terminal",
     )
+
     parser.add_argument("--lines", action="store_true", help="treat each line of standard input as a prompt")
     parser.add_argument(
         "--system",
         metavar="TEXT",
         help="system message; the default is that of the model's chat template",
     )
+
     parser.add_argument("--n", metavar="N", type=int, default=1, help="samples per prompt")
     parser.add_argument(
         "--temperature", metavar="T", type=float, default=0.0, help="the default is 0 (greedy)"
@@ -99,6 +106,7 @@ def _add_prompts_and_sampling(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="maximum tokens of an answer; the default is 256, or fewer if the model's context is shorter",
     )
+
     parser.add_argument(
         "--stop",
         metavar="TEXT",
@@ -106,6 +114,7 @@ def _add_prompts_and_sampling(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="end an answer at this string, which is removed; may be repeated",
     )
+
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the sampling")
 
 
@@ -118,11 +127,13 @@ def _add_episode(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a tool: calculator, or FILE.py:NAME; may be repeated",
     )
+
     parser.add_argument(
         "--environment",
         metavar="FILE.py:NAME",
         help="a class that answers the model's turns, instead of tools",
     )
+
     parser.add_argument(
         "--parser",
         metavar="NAME",
@@ -133,6 +144,7 @@ def _add_episode(parser: argparse.ArgumentParser) -> None:
         metavar="CONFIG",
         help="configuration of a run whose tools or environment, limits and parser to use",
     )
+
     parser.add_argument(
         "--max-turns",
         metavar="N",

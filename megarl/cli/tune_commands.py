@@ -11,12 +11,14 @@ from megarl.config.load import schema_of
 def add_tune(commands: Commands) -> None:
     summary = "choose placement, layouts and engines of a run for the shortest predicted step"
     tune = add_run_command(commands, "tune", summary, _start_tune)
+
     tune.add_argument(
         "--device",
         metavar="NAME",
         help="a device file: a shipped name such as h100_80gb, or a path; by default "
         "placement.device_profile, or else h100_80gb",
     )
+
     tune.add_argument(
         "--from-run",
         metavar="RUN_DIR",
@@ -27,6 +29,7 @@ def add_tune(commands: Commands) -> None:
         metavar="FILE",
         help="with --from-run: write the fitted device, for placement.device_profile",
     )
+
     sizes = tune.add_mutually_exclusive_group()
     sizes.add_argument(
         "--nodes", metavar="N", type=int, help="number of nodes; by default placement.num_nodes"
@@ -36,6 +39,7 @@ def add_tune(commands: Commands) -> None:
         metavar="N,N,...",
         help="compare clusters of these numbers of devices, for each max_staleness up to the limit",
     )
+
     tune.add_argument(
         "--max-staleness",
         metavar="K",
@@ -49,6 +53,7 @@ def add_tune(commands: Commands) -> None:
         default="step_s",
         help="with --devices: choose the cluster by its step time, or by its tokens/s per device",
     )
+
     tune.add_argument(
         "--lengths",
         metavar="PROMPT,RESPONSE",
@@ -61,6 +66,7 @@ def add_tune(commands: Commands) -> None:
         default=[],
         help="keep a key or a section as in CONFIG; can be repeated. Overrides are kept too",
     )
+
     tune.add_argument(
         "--top", metavar="K", type=int, default=5, help="number of results to print (5 by default)"
     )
@@ -68,6 +74,7 @@ def add_tune(commands: Commands) -> None:
         "--output", metavar="FILE", help="write the best result to a YAML file that inherits CONFIG"
     )
     tune.add_argument("--json", metavar="FILE", help="write all results to a JSON file")
+
     tune.add_argument(
         "--plot",
         metavar="FILE",

@@ -81,21 +81,27 @@ class ContainerSandbox:
         assert config.image is not None
         if not await engine.has_image(config.image):
             await engine.pull(config.image)
+
         self._name = name = f"megarl-{secrets.token_hex(8)}"
         # If the start is canceled, the engine may create the container nevertheless, and it must be removed.
         self._creating = asyncio.ensure_future(
             engine.call("POST", f"/containers/create?name={name}", json=_container(config, name))
         )
         await asyncio.shield(self._creating)
+
         _, self._input = await engine.attach(f"/containers/{name}/attach?stdin=1&stream=1")
         await engine.call("POST", f"/containers/{name}/start")
+
         state = (await engine.call("GET", f"/containers/{name}/json")).json()
+        # An engine that cannot enforce a limit accepts it with a warning, and reports it as 0.
         if state["HostConfig"]["Memory"] != config.memory_mb * _MEGABYTE:
             raise SandboxStartError(
                 "the engine cannot limit memory and processes; rootless, it needs cgroup v2"
             )
+
         self._folder = state["Config"]["WorkingDir"] or "/"
         self.endpoint_url = endpoint_url
+
         # With a network, the container can reach an address of the machine, but not its loopback.
         if endpoint_url and (not config.network or is_loopback(endpoint_url)):
             pidfd = await _first_process(state["State"]["Pid"], name)
@@ -121,6 +127,7 @@ class ContainerSandbox:
             "Env": [f"{name}={value}" for name, value in environment.items()],
             **dict.fromkeys(("AttachStdin", "AttachStdout", "AttachStderr"), True),
         }
+
         started_s = time.monotonic()
         # Outside of the other block, which would report a timeout as the end of the container.
         async with asyncio.timeout(None if limit_s is None else limit_s + _KILL_S):
@@ -135,6 +142,7 @@ class ContainerSandbox:
                 # The output may be closed earlier than the command ends.
                 while (ended := (await self._engine.call("GET", f"{path}/json")).json())["Running"]:
                     await asyncio.sleep(_POLL_S)
+
         status = ended["ExitCode"]
         if time_limit_s is not None and status in _KILLED and time.monotonic() - started_s >= time_limit_s:
             raise TimeoutError(f"{command[0]} took longer than {time_limit_s:g} s")
@@ -150,6 +158,7 @@ class ContainerSandbox:
         content = bytearray()
         url = f"{_VERSION}/containers/{self._name}/archive"
         parameters = {"path": os.path.join(self._folder, path)}
+
         with _engine_errors_as(SandboxEndedError, "the container has ended"):
             async with self._engine.client.stream("GET", url, params=parameters) as response:
                 if response.is_error:
@@ -158,6 +167,7 @@ class ContainerSandbox:
                     content += block
                     if len(content) > FILE_BYTES + _MEGABYTE:  # with the headers of the archive
                         raise ValueError(f"{path} is larger than {FILE_BYTES // _MEGABYTE} MiB")
+
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             member = archive.next()
             file = archive.extractfile(member) if member is not None and member.isreg() else None
@@ -175,6 +185,7 @@ class ContainerSandbox:
         # Later than the request, because the engine answers it only once the container is removed.
         if self._input is not None:
             self._input.close()
+
         await self._engine.client.aclose()
 
 
@@ -211,6 +222,7 @@ async def _first_process(pid: int, name: str) -> int:
     """
     mark = f"{_MARK}={name}".encode()
     why = "it is another process here"
+
     try:
         pidfd = os.pidfd_open(pid)
         # The engine answers before the process has become the program of the container.
@@ -222,6 +234,7 @@ async def _first_process(pid: int, name: str) -> int:
         os.close(pidfd)
     except OSError as error:
         why = str(error)
+
     raise SandboxStartError(
         f"the network of the container cannot be joined through its process {pid}: {why}. Run the engine on "
         f"the machine of the run, and as its user; or use network: true, and an agent.harness.host that "
@@ -238,11 +251,13 @@ def socket_path() -> str:
     given = os.environ.get(_ADDRESS_VARIABLE)
     if given is not None and not given.startswith(_SCHEME):
         raise SandboxStartError(f"{_ADDRESS_VARIABLE} is {given!r}; provider container needs {_SCHEME}PATH")
+
     runtime = os.environ.get("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")
     usual = (f"{runtime}/podman/podman.sock", "/run/podman/podman.sock", "/var/run/docker.sock")
     for path in usual if given is None else [given.removeprefix(_SCHEME)]:
         if os.path.exists(path):
             return path
+
     looked_for = given or " or ".join(usual)
     raise SandboxStartError(
         f"provider container needs a container engine, but there is no socket {looked_for}; start "
@@ -311,12 +326,14 @@ class _Engine:
             f"POST {_VERSION}{path} HTTP/1.1\r\nHost: engine\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
+
         writer.write(head.encode() + content)
         answer = await reader.readuntil(b"\r\n\r\n")
         if int(answer.split(maxsplit=2)[1]) not in (101, 200):
             why = _reason(await reader.read(_MEGABYTE))
             writer.close()
             raise _EngineError(why)
+
         return reader, writer
 
 

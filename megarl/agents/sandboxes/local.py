@@ -104,6 +104,9 @@ class LocalSandbox:
         assert holder.stdin is not None
         assert holder.stdout is not None
         assert holder.stderr is not None
+
+        # `cat` inside the sandbox returns this byte as soon as the sandbox runs. If bubblewrap fails, the
+        # pipe closes.
         with suppress(ConnectionError):
             holder.stdin.write(b"\n")
             await holder.stdin.drain()
@@ -135,6 +138,7 @@ class LocalSandbox:
             folder=FOLDER,
             max_processes=self._config.max_processes,
         )
+
         try:
             async with asyncio.timeout(time_limit_s):
                 _, output = await asyncio.gather(write_input(process, stdin), end_of_output(process))
@@ -144,6 +148,7 @@ class LocalSandbox:
                 with suppress(ProcessLookupError):
                     process.send_signal(signal.SIGTERM)  # it kills the group of the command
                 await process.wait()
+
         if why := self._why_ended():
             raise SandboxEndedError(why)
         return Executed(status, output.decode(errors="replace"))
@@ -165,11 +170,13 @@ class LocalSandbox:
             self._watching.cancel()
         if self._relay is not None:
             await self._relay.close()
+
         # The program inside ends with its input, and everything with it.
         assert self._holder.stdin is not None
         self._holder.stdin.close()
         if self._pidfd is not None:
             self._kill()
+
         await self._holder.wait()
         if self._pidfd is not None:
             await _end_of(self._pidfd)
@@ -279,9 +286,11 @@ def _usage(root: str) -> tuple[int, int]:
                 status = Path(f"{root}/proc/{entry}/stat").read_bytes().rpartition(b")")[2].split()
                 num_threads += max(1, int(status[_NUM_THREADS]))
                 num_bytes += int(status[_RESIDENT_PAGES]) * os.sysconf("SC_PAGE_SIZE")
+
     for folder in _IN_MEMORY:
         files = os.statvfs(root + folder)
         num_bytes += (files.f_blocks - files.f_bfree) * files.f_frsize
+
     return num_threads, num_bytes
 
 
@@ -305,6 +314,7 @@ async def _end_of(pidfd: int) -> None:
 
 def why_not() -> str:
     """Return why no sandbox can be started here, in one line; empty if one can."""
+    # `true` ends at once, where `cat` would wait for its input.
     try:
         ended = subprocess.run(
             [part if part != "cat" else "true" for part in _command(SandboxConfig(), 1)],
@@ -317,5 +327,6 @@ def why_not() -> str:
         )
     except SandboxStartError as error:
         return str(error)
+
     why = " ".join(ended.stderr.split())
     return f"bubblewrap cannot start a sandbox here: {why}" if ended.returncode else ""

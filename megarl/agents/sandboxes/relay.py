@@ -58,9 +58,11 @@ class EndpointRelay:
         if len(self._connections) >= _MOST_CONNECTIONS:
             writer.close()
             return
+
         connection = asyncio.current_task()
         assert connection is not None
         self._connections.add(connection)
+
         writers = [writer]
         try:
             with suppress(OSError):

@@ -38,10 +38,13 @@ async def start_sandbox(config: SandboxConfig, image: str | None = None, endpoin
             sandbox = await _STARTS[config.provider](config, endpoint_url)
     except TimeoutError as error:
         raise SandboxStartError(f"start_limit_s={config.start_limit_s:g} is over") from error
+
     try:
         for file in config.files:
             await sandbox.upload(Path(file), Path(file).name)
     except BaseException:
+        # A canceled start must not leave the sandbox behind either: only the caller of a finished start
+        # closes it.
         await sandbox.close()
         raise
     return sandbox

@@ -54,6 +54,7 @@ def run(config_path: str | None, overrides: Sequence[str], output: str, device: 
         raise ConfigError("--output", [f"there is no folder {str(file.absolute().parent)!r}; create it"])
     path = config_path or (_CUDA_CONFIG if has_gpu() else _CPU_CONFIG)
     config = _checked(path, overrides)
+
     is_cuda = is_on_cuda(config.device)
     names = [gpu.name for gpu in probe().gpus] if is_cuda else []
     if is_cuda and not names:
@@ -79,6 +80,7 @@ def run(config_path: str | None, overrides: Sequence[str], output: str, device: 
         date=datetime.date.today().isoformat(),
     )
     dump_device(found.profile, file)
+
     console = output_console()
     console.print(products_table(ranks[0]))
     if decoding.problem is None:

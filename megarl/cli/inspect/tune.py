@@ -90,8 +90,10 @@ def run(
     """
     wishes = TuneOptions(**options)
     check_drawing(wishes.plot, "--plot")
+
     if schema is not PPOConfig:
         raise ValueError("tune: supervised fine-tuning is not searched; give the configuration of an RL run")
+
     for name, value, least in (
         ("--top", wishes.top, 1),
         ("--max-staleness", wishes.max_staleness, 0),
@@ -101,6 +103,7 @@ def run(
             raise ValueError(f"{name} {value}: must be at least {least}")
 
     inputs = find_inputs(read_config(PPOConfig, config_path, overrides))
+    # Errors in keys that the search chooses are not among these.
     refuse(config_path, inputs.partial.problems)
     config = _with_device(inputs.partial.config, wishes.device)
     console = output_console()
@@ -240,6 +243,7 @@ def _compare(tuned: Tuned, config: PPOConfig, wishes: TuneOptions, console: Cons
     if wishes.json is not None:
         _write_json(wishes.json, {"clusters": [_cluster(tuned, each, tokens) for each in results]}, console)
 
+    # All clusters train on the same tokens per step, so the most tokens per GPU are the fewest GPU seconds.
     of_devices = wishes.objective == "tokens_per_gpu"
     return min(found, key=lambda each: each.seconds * (each.plan.num_devices if of_devices else 1))
 

@@ -306,11 +306,13 @@ def verdict(comparison: Comparison) -> str:
     counts = ", ".join(
         f"{counted(count, 'tensor')} {match.value}" for match in Match if (count := comparison.count(match))
     )
+
     if comparison.num_kept_skipped:
         counts += (
             f"; not compared: {counted(comparison.num_kept_skipped, 'tensor')} of layers that predict "
             "further tokens or of a vision tower, which Megatron's formats do not contain"
         )
+
     if not comparison.is_same:
         return f"different: {counts}"
     rounded = [tensor for tensor in comparison.tensors if tensor.match is Match.rounded]

@@ -35,6 +35,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     _add_to_megatron(commands)
     _add_to_hugging_face(commands)
     _add_merge(commands)
+
     inspect = _command(
         commands,
         "inspect",
@@ -44,6 +45,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     inspect.add_argument("folder", metavar="CKPT_OR_HF_DIR", type=_model)
     inspect.add_argument("--json", action="store_true", help="print one JSON document")
     _add_source_options(inspect)
+
     verify = _command(
         commands, "verify", "compare two folders tensor by tensor, across formats and layouts", _run("verify")
     )
@@ -60,16 +62,19 @@ def _add_to_megatron(commands: Commands[argparse.ArgumentParser]) -> None:
         "write a Megatron distributed checkpoint in any layout",
         _run("hf_to_megatron"),
     )
+
     command.add_argument("--input", required=True, metavar="HF_DIR", type=Path)
     _add_output(command, "DIR")
     command.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N")
     command.add_argument("--pipeline-parallel-size", type=positive, default=1, metavar="N")
+
     command.add_argument(
         "--virtual-pipeline-parallel-size",
         type=positive,
         metavar="N",
         help="virtual stages of each pipeline rank",
     )
+
     _add_source_options(command)
 
 
@@ -78,6 +83,7 @@ def _add_to_hugging_face(commands: Commands[argparse.ArgumentParser]) -> None:
         "write a Hugging Face folder: safetensors with index, configuration, tokenizer; of a checkpoint of "
         "adapters, an adapter in PEFT's format"
     )
+
     command = _command(commands, "megatron-to-hf", summary, _run("megatron_to_hf"))
     command.add_argument(
         "--input",
@@ -86,6 +92,7 @@ def _add_to_hugging_face(commands: Commands[argparse.ArgumentParser]) -> None:
         type=_model,
         help="a checkpoint of megarl or Megatron-LM, or the URL of one that checkpoint.upload has copied",
     )
+
     _add_output(command, "HF_DIR", FP8)
     _add_shard_size(command)
     _add_source_options(command)
@@ -94,6 +101,7 @@ def _add_to_hugging_face(commands: Commands[argparse.ArgumentParser]) -> None:
 def _add_merge(commands: Commands[argparse.ArgumentParser]) -> None:
     summary = "write a Hugging Face folder of a base model with an adapter merged into its weights"
     command = _command(commands, "merge-adapter", summary, _run("merge_adapter"))
+
     command.add_argument(
         "--input",
         required=True,
@@ -104,6 +112,7 @@ def _add_merge(commands: Commands[argparse.ArgumentParser]) -> None:
     command.add_argument(
         "--base", required=True, metavar="HF_DIR", type=Path, help="the folder of the base model"
     )
+
     _add_output(command, "HF_DIR", FP8)
     _add_shard_size(command)
     _add_source_options(command)
@@ -147,11 +156,13 @@ def _add_source_options(command: argparse.ArgumentParser) -> None:
         metavar="actor|critic",
         help="model of a run's checkpoint with several models; the default is actor",
     )
+
     config = (
         "a Hugging Face folder with config.json and tokenizer, for a Megatron checkpoint without them; "
         "layers that predict further tokens, and vision towers that are not trained, are copied from it"
     )
     command.add_argument("--config", metavar="HF_DIR", type=Path, help=config)
+
     code = (
         "accept a folder with its own model code, which is never executed; the model is that of its "
         "model_type"

@@ -206,6 +206,7 @@ def _values(played: _Played, with_log_probs: bool) -> dict[str, Any]:
     }
     if not with_log_probs:
         return values
+
     tokens = {
         "token_ids": trajectory.token_ids,
         "log_probs": trajectory.log_probs,

@@ -30,13 +30,16 @@ def on_fewer_nodes(config: RunConfig) -> list[str] | None:
         f"{role.parallel_key}.data_parallel_size": role.parallel.data_parallel_size
         for role in model_roles(config)
     }
+
     # Overrides cannot set the sizes of teachers in a list.
     if any("[" in key for key in sizes):
         return None
+
     for fewer in range(num_nodes - 1, 0, -1):
         if all(size * fewer % num_nodes == 0 for size in sizes.values()):
             of_roles = [f"{key}={size * fewer // num_nodes}" for key, size in sizes.items()]
             return [f"placement.num_nodes={fewer}", *of_roles]
+
     return None
 
 

@@ -62,6 +62,7 @@ def run(
     if against is None:
         metrics = repeat(config, "original")
         good = _agrees_with_run(console, output_dir, step, metrics, tolerance)
+    # Without overrides there is no second layout: the original was compared with what the run logged.
     if not overrides and against is None:
         return 0 if good else 1
 
@@ -85,6 +86,7 @@ def _agrees_with_run(
     path = output_dir / METRICS_FILE
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     logged = next((line for line in lines if line["step"] == step), {})
+
     good = True
     for name in sorted(name for name in metrics if name.endswith(_GRAD_NORM) and name in logged):
         relative = abs(metrics[name] - logged[name]) / abs(logged[name])
@@ -95,6 +97,7 @@ def _agrees_with_run(
             f"{name}: {verdict}: the run logged {logged[name]:.9g}, and the replay has {metrics[name]:.9g}",
         )
         good = good and agrees
+
     return good
 
 
@@ -108,6 +111,7 @@ def report(console: Console, role: str, tensors: Sequence[ComparedTensor], toler
             f"first is in {different[0].describe()}",
         )
         return False
+
     largest = max(tensors, key=lambda tensor: tensor.relative)
     print_line(
         console, f"{role}: all {len(tensors)} tensors agree; the largest difference: {largest.describe()}"

@@ -203,6 +203,7 @@ def say_ended(
                 f"{goodput:.1%}",
                 highlight=False,
             )
+
     if why := checkpoints.stopped_early:
         told["stopped_early"] = why
         session.console.print(

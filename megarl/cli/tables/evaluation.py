@@ -30,6 +30,7 @@ class PassProgress:
     def __init__(self, num_prompts: int, console: Console) -> None:
         self._num_prompts = num_prompts
         self._console = console
+
         columns = (
             TextColumn("[bold]prompts"),
             BarColumn(),
@@ -41,6 +42,7 @@ class PassProgress:
         )
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=num_prompts, score="")
+
         self._num_done = 0
 
     def __enter__(self) -> PassProgress:

@@ -34,6 +34,7 @@ def draw_plan(
         limit_gb: Memory limit of a device, drawn as a line.
     """
     shown = memory[:_MOST_DEVICES]
+
     # One frame for each node, all with the same scale.
     nodes = list(dict.fromkeys(device.node for device in shown))
     colors = {role: COLORS[index % len(COLORS)] for index, role in enumerate(_roles(memory))}
@@ -42,18 +43,22 @@ def draw_plan(
     )
     FigureCanvasAgg(figure)
     frames = figure.subplots(len(nodes), 1, squeeze=False, sharey=True)[:, 0]
+
     for frame, node in zip(frames, nodes, strict=True):
         _draw_node(frame, node, [device for device in shown if device.node == node], colors, limit_gb)
+
     left_out = f"; {len(memory) - len(shown)} more devices" if len(shown) < len(memory) else ""
     figure.suptitle(
         f"{plan.strategy.value}: GiB on each device in each phase of a step{left_out}", fontsize=11
     )
+
     figure.legend(
         handles=[Patch(color=color, label=role) for role, color in colors.items()],
         loc="lower center",
         ncols=6,
         fontsize=8,
     )
+    # Leave 0.3 inches at the bottom for the legend.
     figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
     write_figure(figure, path)
 
@@ -76,6 +81,7 @@ def draw_forecasts(forecasts: Sequence[Forecast], path: Path) -> None:
     for frame, label, attribute in zip(frames, rows, ("step_s", "trainer_idle", "slots_in_use"), strict=True):
         for number, max_staleness in enumerate(stalenesses):
             heights = [getattr(one, attribute) for one in forecasts if one.max_staleness == max_staleness]
+            # Each split has a width of 1, of which its bars fill 0.8.
             left = [index + 0.1 + 0.8 * number / len(stalenesses) for index in range(len(splits))]
             frame.bar(
                 left,

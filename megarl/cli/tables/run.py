@@ -240,6 +240,7 @@ def print_agent(agent: AgentConfig, console: Console) -> None:
             who = f"external, at {agent.harness.host}:{agent.harness.port}"
         elif (provider := agent.harness.sandbox.provider) is not None:
             who += f", in a sandbox ({provider.value})"
+
     print_line(
         console,
         f"agent: {who}; at most {counted(agent.max_turns, 'turn')}, {counted(agent.num_workers, 'process')}",
@@ -290,6 +291,7 @@ def _print_checkpoints(
     drawn.add_row(
         "kept", kept + (f", and the best by {best}" if best and checkpoint.keep else ""), "checkpoint.keep"
     )
+
     parts = "weights, master weights, moments" + (", Hugging Face policy" if checkpoint.save_hf else "")
     drawn.add_row("size", _gib(checkpoint_bytes(config, architectures)), parts)
     most = most_checkpoints(config)
@@ -297,6 +299,7 @@ def _print_checkpoints(
         "maximum on disk", _gib(most * checkpoint_bytes(config, architectures)), counted(most, "checkpoint")
     )
     drawn.add_row("free disk space", _gib(free_bytes(checkpoint_path(config))), "now")
+
     console.print(drawn)
     print_line(console, f"checkpoints in {checkpoint_path(config)}")
 

@@ -28,6 +28,7 @@ def draw_step(step: PredictedStep, path: Path) -> None:
         for pool in phase.pools:
             lane = pools.index(pool)
             frame.barh(lane, phase.time.seconds, left=phase.start_s, height=0.6, color=color)
+            # The text of a short phase would cover its neighbors.
             if phase.time.seconds > _LEAST_LABELED * step.seconds:
                 middle = phase.start_s + phase.time.seconds / 2
                 label = f"{phase.name}\n{phase.time.seconds:,.1f} s"
@@ -54,6 +55,7 @@ def draw_clusters(results: Sequence[ClusterResult], tokens: float, path: Path) -
     figure = Figure(figsize=(7.0, 6.5))
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True)
+
     for number, max_staleness in enumerate(dict.fromkeys(each.max_staleness for each in results)):
         found = [
             (each.num_devices, each.solution.seconds)
@@ -74,6 +76,7 @@ def draw_clusters(results: Sequence[ClusterResult], tokens: float, path: Path) -
         frame.set_xscale("log", base=2)
         frame.set_ylim(bottom=0)
         frame.spines[["top", "right"]].set_visible(False)
+
     sizes = list(dict.fromkeys(each.num_devices for each in results))
     below.set_xticks(sizes, [f"{size:,}" for size in sizes])
     below.set_xlabel("devices")

@@ -36,6 +36,7 @@ def step_table(step: PredictedStep) -> Table:
     drawn = table(
         title, "phase", "pools", "begins s", "seconds", "share", "largest parts", wraps="largest parts"
     )
+
     for phase in step.schedule:
         drawn.add_row(
             phase.name,
@@ -45,6 +46,7 @@ def step_table(step: PredictedStep) -> Table:
             f"{phase.time.seconds / step.seconds:.0%}",
             largest_parts(phase.time),
         )
+
     end_s = max(phase.end_s for phase in step.schedule)
     drawn.caption = (
         f"and {step.seconds - end_s:,.1f} s of the driver: requests, scoring and metrics of samples"
@@ -55,10 +57,12 @@ def step_table(step: PredictedStep) -> Table:
 def fit_table(run_dir: str, fit: RunFit) -> Table:
     """Return the measured phases of a run with their predictions before and after the fit."""
     drawn = table(f"Phases of {run_dir}, s", "phase", "measured", "predicted before", "predicted after")
+
     for phase in fit.phases:
         drawn.add_row(
             phase.name, *(f"{each:,.4g}" for each in (phase.measured_s, phase.before_s, phase.after_s))
         )
+
     constants = {**asdict(fit.device.efficiency), "sample_ms": fit.device.sample_ms}
     fitted = ", ".join(f"{name} {value:.3g}" for name, value in constants.items())
     drawn.caption = (

@@ -36,6 +36,7 @@ def results_table(space: Space, found: Found) -> Table:
         *("", "step, s", "placement", "GiB", "slower than 1 in"),
     )
     best = found.solutions[0]
+
     for number, each in enumerate(found.solutions, 1):
         drawn.add_row(
             str(number),
@@ -44,6 +45,7 @@ def results_table(space: Space, found: Found) -> Table:
             f"{max(device.peak for device in each.memory) / _GIB:,.1f}",
             "" if each is best else slower_in(each, best),
         )
+
     drawn.caption = "GiB: the fullest device in its fullest phase"
     return drawn
 
@@ -51,12 +53,14 @@ def results_table(space: Space, found: Found) -> Table:
 def choices_table(found: Found) -> Table:
     """Return a table of the layouts of the models, and of the engines."""
     drawn = table("Chosen", "", "role", "layout")
+
     for number, each in enumerate(found.solutions, 1):
         first = str(number)
         for name, choice in each.choices.items():
             drawn.add_row(first, name, describe(choice))
             first = ""
         drawn.add_row("", "rollout", _engines(each.engines))
+
     drawn.caption = (
         "TP, PP, VPP, CP, EP, ETP, DP: tensor, pipeline, virtual pipeline, context, expert, expert tensor "
         "and data parallel size"
@@ -96,8 +100,10 @@ def slower_in(solution: Solution, best: Solution) -> str:
         name: ours[name].seconds - theirs[name].seconds for name in names if name in ours and name in theirs
     }
     phase = max(lost, key=lambda name: lost[name])
+
     if lost[phase] <= 0:
         return "no phase, but phases follow each other"
+
     parts = {
         name: seconds - theirs[phase].parts.get(name, 0.0) for name, seconds in ours[phase].parts.items()
     }
@@ -148,13 +154,16 @@ def clusters_table(results: Sequence[ClusterResult], tokens: float) -> Table:
         "tokens/s per device",
         "placement",
     )
+
     for each in results:
         first = (f"{each.num_devices:,}", str(each.max_staleness))
         if each.solution is None:
             drawn.add_row(*first, "-", "-", "no valid configuration")
             continue
+
         rate = tokens / each.solution.seconds / each.num_devices
         drawn.add_row(*first, f"{each.solution.seconds:,.4g}", f"{rate:,.0f}", _pools(each.solution))
+
     return drawn
 
 
