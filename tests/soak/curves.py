@@ -1,7 +1,8 @@
 """Learning curves of every source of rewards, with two seeds: `python -m tests.soak.curves --plot FILE`.
 
     endpoint      an agent that rewards itself, through the endpoint (examples/harness)
-    judge         a model that answers 1 if a sum is right and 0 otherwise, served by SGLang
+    judge         a model that adds up itself and then answers 1 if a sum is right and 0 otherwise,
+                  served by SGLang
     distillation  a teacher that learned sums from the verifier
     reward_model  a reward model that learned from pairs of a right and a wrong sum
 
@@ -33,7 +34,7 @@ from tests.soak.learning import demonstrate, megarl, train_policy
 
 LEAST_GAIN = 0.15
 VERDICTS_PER_SUM = 4
-JUDGE_STEPS = 2000
+JUDGE_STEPS = 1000
 _MEASURED = "val/basic_arithmetic/reward/correct/mean"
 _SCORE = "val/score/mean"
 
@@ -88,18 +89,22 @@ def judge(folder: Path, seed: int) -> Curve:
             "name": "sums",
             "path": str(path),
             "prompt": str(folder / "judge.jinja"),
-            "parse": {"regex": "([01])"},
-            "max_tokens": 2,
+            "parse": {"regex": r"\+([01])"},
+            "max_tokens": 6,
         }
     ]
-    # An answer that is not a number has no verdict.
+    # The judge may read an answer that is not a number, and reply without a verdict.
     return _without_verifier(
         folder, seed, [f"reward.judges={json.dumps(judges)}", "reward.max_error_rate=0.01"]
     )
 
 
 def _train_judge(folder: Path, seed: int) -> Path:
-    """Return a model that was shown sums with right and wrong answers, and answers 1 or 0."""
+    """Return a model that was shown sums with right and wrong answers, and replies with its own sum and a
+    verdict, such as 109+0 to 48+61-110.
+
+    A model that learns only the verdict keeps guessing: one bit for a sum is too little to learn to add.
+    """
     trained = folder / "judge"
     prepare(trained, seed)
     save_teacher(trained / "model", seed)
@@ -109,7 +114,7 @@ def _train_judge(folder: Path, seed: int) -> Path:
         rows = pyarrow.parquet.read_table(source).to_pylist()
         verdicts = [row for each in rows for row in _verdicts(*_sum_of(each), chance)]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(verdicts), trained / "data" / f"{name}.parquet")
-    demonstrate(trained, seed, (f"trainer.total_steps={JUDGE_STEPS}",))
+    demonstrate(trained, seed, (f"trainer.total_steps={JUDGE_STEPS}", "data.max_length=20"))
 
     return trained / "sft" / "huggingface"
 
@@ -133,7 +138,7 @@ def _verdicts(expression: str, answer: int, chance: random.Random) -> list[dict[
             {
                 "messages": [
                     {"role": "user", "content": content},
-                    {"role": "assistant", "content": str(int(right))},
+                    {"role": "assistant", "content": f"{answer}+{int(right)}"},
                 ]
             }
         )
