@@ -43,8 +43,7 @@ async def start_sandbox(config: SandboxConfig, image: str | None = None, endpoin
         for file in config.files:
             await sandbox.upload(Path(file), Path(file).name)
     except BaseException:
-        # A canceled start must not leave the sandbox behind either: only the caller of a finished start
-        # closes it.
+        # This includes a canceled start: only the caller of a finished start closes the sandbox.
         await sandbox.close()
         raise
     return sandbox
