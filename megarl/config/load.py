@@ -270,6 +270,7 @@ def _built(default: Any, values: Mapping[str, Any], prefix: str, missing: list[s
             given[name] = _built(getattr(default, name), values.get(name, {}), f"{key}.", missing)
         elif isinstance(value, str) and value == MISSING:
             missing.append(key)
+            # A value of the right type, so that the rest of the section is still checked.
             given[name] = [] if key in _REQUIRED_LISTS else ""
         elif (item := item_section(hints[name])) and name in values and value is not None:
             given[name] = [

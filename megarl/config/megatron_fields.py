@@ -151,6 +151,7 @@ def _accepted(annotation: ast.expr, enums: Mapping[str, tuple[str, ...]]) -> Acc
         case ast.Name(id="bool" | "int" | "float" | "str" as name):
             return Accepted(plain=({"bool": bool, "int": int, "float": float, "str": str}[name],))
         case ast.Name(id="list" | "List"):
+            # Nothing is known about the items of a bare list.
             anything = Accepted(plain=(bool, int, float, str))
             return Accepted(items=anything._replace(items=anything))
         case ast.Name(id=name) if name in enums:

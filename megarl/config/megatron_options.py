@@ -401,10 +401,13 @@ def element_bytes(dtype: DType, config: MegatronConfig) -> ElementBytes:
     options = config.optimizer
     is_precise = bool(options.get("use_precision_aware_optimizer"))
     in_float32 = config.ddp.get("grad_reduce_in_fp32", True) or is_float32
+
     # With the scaled recipes, Megatron has the masters itself, and copies gradients to float32.
     recipe = config.transformer.get("fp8_recipe", "delayed") if config.transformer.get("fp8") else "delayed"
+
     moments = [DTYPES[options.get(name, "float32")] if is_precise else "float32" for name in MOMENT_DTYPES]
     copies_gradient = not (in_float32 or (is_precise and recipe == "delayed"))
+
     return ElementBytes(
         gradient=4 if in_float32 else 2,
         master=0 if is_float32 else 4,

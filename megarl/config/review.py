@@ -122,15 +122,18 @@ class Review:
         A verl or TRL key gets a migration hint, and megarl's key is then not reported as missing.
         """
         known = set(schema_keys(self.schema))
+
         # Users bring keys from other frameworks, so those are translated first.
         elsewhere = verl_problems(key, value, known)
         if not elsewhere and (of_trl := trl_problem(key, known)) is not None:
             elsewhere = [of_trl]
+
         # The key is known and only has one of Hydra's signs.
         if not elsewhere and key.startswith(_SIGNS):
             elsewhere = [
                 MigrationProblem(text, name) for name, text in _without_sign(key, value) if name in known
             ]
+
         for each in elsewhere or [MigrationProblem(problem)]:
             self._refuse(each.ours or key, each.message, layer)
 

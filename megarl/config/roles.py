@@ -415,6 +415,7 @@ def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:
     ]
     names = (*(role.name for role in rows), "reward")
     roles = [_of_run(role, config, names) for role in rows]
+
     owners = {role.base_of for role in roles}
     return tuple(replace(role, runs_base=role.name in owners) for role in roles)
 
@@ -435,10 +436,12 @@ def _of_run(role: Role, config: RunConfig, names: tuple[str, ...]) -> ModelRole:
     """Combine a row with the values of a run. `names` are all roles of the run."""
     # A role without its own path falls back to the last key.
     path_key = next((key for key in role.path_keys if value_at(config, key)), role.path_keys[-1])
+
     section: TrainedModelConfig | None = (
         None if role.trained_key is None else value_at(config, role.trained_key)
     )
     megatron_key, megatron = _megatron_options(role, config)
+
     return ModelRole(
         row=role,
         path=value_at(config, path_key),

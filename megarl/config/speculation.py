@@ -69,6 +69,7 @@ def problem_on_cpu(server_args: Mapping[str, Any]) -> str | None:
     name = algorithm_name(server_args)
     if name is None:
         return None
+
     algorithm = ALGORITHMS.get(name)
     if algorithm is None or not algorithm.has_draft:
         return "whose index of n-grams SGLang has on GPUs only; use a draft model, device=cuda, or remove it"
@@ -77,6 +78,7 @@ def problem_on_cpu(server_args: Mapping[str, Any]) -> str | None:
             f"but on a CPU each drafted token has one successor, which is compared with a sample of the "
             f"policy; set {STEPS}, {TOP_K} 1 and {TOKENS}, without {REJECTION}"
         )
+
     return None
 
 

@@ -40,13 +40,16 @@ def trl_problem(key: str, known: Container[str]) -> MigrationProblem | None:
     entries = [arguments[key] for arguments in trl_names().values() if key in arguments]
     if not entries:
         return None
+
     for entry in entries:
         if entry.ours is not None and entry.ours in known:
             note = f" ({entry.note})" if entry.note else ""
             return MigrationProblem(f"{key}: is a TRL argument; use {entry.ours}{note}", entry.ours)
+
     for entry in entries:
         if entry.ours is None:
             return MigrationProblem(f"{key}: is a TRL argument without a counterpart in megarl: {entry.note}")
+
     return MigrationProblem(
         f"{key}: is the TRL argument for {entries[0].ours}, which this kind of run does not have"
     )

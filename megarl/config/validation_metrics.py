@@ -60,6 +60,7 @@ def validation_metrics(config: PPOConfig, sources: Mapping[str, RewardKeys]) -> 
         numbers=frozenset().union(*(keys.numbers for keys in sources.values())),
     )
     names = [f"val/{name}" for name in source_metrics(config, together)]
+
     return [
         *names,
         *(

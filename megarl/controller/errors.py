@@ -123,18 +123,22 @@ class PhaseTimeoutError(RunError, TimeoutError):
         self.reports = tuple(reports)
         self.rows = rows
         self.rank = rank
+
         # A process that does not answer is the likeliest cause: the others wait for it.
         self.node = next((report.node for report in reports if report.activity is None), "")
+
         # The user did not call a constructor, so describe what it does.
         what = f"{role}.{method}"
         if method == CONSTRUCTION:
             what = f"the construction of {role} rank {rank} (loading its model, starting its engine)"
+
         limit = f"phase_time_limit_s={limit_s:g}"
         if is_learned:
             limit = f"{limit_s:.1f} s, the limit learned from its earlier calls (recovery.hang_factor)"
         problem = f"{what} took longer than {limit}"
         if silent_s is not None:
             problem = f"{what}: rank {rank} has not answered for {silent_s:.0f} s (recovery.hang_factor)"
+
         lines = [f"{problem}; the group was ended. What each rank was doing:"]
         lines += [report.describe() for report in reports]
         super().__init__(

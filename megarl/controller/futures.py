@@ -266,15 +266,19 @@ def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float
     """
     if not calls:
         return float("inf")
+
     now_s = time.monotonic()
     limits = processes.limits
+
     # The ranks need not be asked until the oldest call could have exceeded its limit.
     first_look_s = min(call.submitted_s + _look_s(processes, call) for call in calls)
     if now_s < max(first_look_s, looked_at_s):
         return max(first_look_s, looked_at_s)
+
     # Only the ranks know how long their current call has been running.
     reports = processes.reports()
     running = {report.rank: report.activity for report in reports}
+
     left_s, age_s, oldest = min(
         (
             (_limit_s(limits, running[call.rank], call) - age_s, age_s, call)
@@ -283,21 +287,26 @@ def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float
         ),
         key=lambda one: one[0],
     )
+
     silent_s, silent = max(
         ((processes.silent_s(call.rank), call) for call in calls if running[call.rank] is None),
         key=lambda one: one[0],
         default=(0.0, oldest),
     )
+
+    # A call over its limit is the more specific error, so silence is reported only without one.
     is_silent = left_s > 0 and silent_s >= limits.silence_s
     if left_s > 0 and not is_silent:
         look_s = min(_look_s(processes, call) for call in calls)
         return now_s + min(left_s, limits.silence_s - silent_s if silent_s else look_s)
+
     if is_silent:
         oldest = silent
     elif (
         _is_idle(running[oldest.rank]) and ray.wait([oldest.reference], timeout=GRACE_S, fetch_local=False)[0]
     ):
         return now_s  # it has just ended, and its record is on its way
+
     limit_s = age_s + left_s
     is_learned = limit_s < limits.fixed_s
     error = PhaseTimeoutError(
@@ -310,6 +319,7 @@ def _check_limit(processes: Processes, calls: Sequence[Call], looked_at_s: float
         is_learned=is_learned,
         silent_s=silent_s if is_silent else None,
     )
+
     processes.end(error)
     raise error
 

@@ -63,6 +63,7 @@ class Relay:
         running = self._running.pop(number)
         outcomes: list[tuple[int, Outcome]] = []
         timeout = None
+
         while running:
             ended, running = await asyncio.wait(running, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             outcomes += [answer.result() for answer in ended]
@@ -71,6 +72,7 @@ class Relay:
                 break
             if any(_has_failed(outcome) for _, outcome in outcomes):
                 timeout = _GATHER_S
+
         return outcomes
 
 

@@ -226,6 +226,8 @@ class RayResourcePool:
                 self.resources_per_process(), self.process_on_nodes[index], node.identity
             )
             self._node_ids[index] = self._reserved_on[index] = node.identity
+
+        # The groups are reserved concurrently, so they share one limit.
         deadline_s = time.monotonic() + self.wait_limit_s
         moved = [self._groups[index] for index in indices]
         return all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in moved)
@@ -245,6 +247,7 @@ class _PoolPart(RayResourcePool):
         node_of = [node for node, count in enumerate(whole.process_on_nodes) for _ in range(count)]
         nodes = [node_of[rank] for rank in ranks]
         counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
+
         super().__init__(
             counts,
             whole.use_gpu,
@@ -254,8 +257,10 @@ class _PoolPart(RayResourcePool):
             whole.gpus_per_process,
             excluded=whole.excluded,
         )
+
         self._whole = whole
         self.ranks = tuple(ranks)
+
         # Local ranks count within this part, not within the whole pool.
         self._local_ranks = [nodes[:index].count(node) for index, node in enumerate(nodes)]
 
@@ -318,6 +323,7 @@ class ResourcePoolManager:
                     f"role {role!r} is mapped to pool {pool!r}; the pools are {sorted(resource_pool_spec)}"
                 )
 
+        # All pools share this set: a node excluded for one must not be used for another.
         excluded: set[str] = set()
         self.resource_pools = {
             name: RayResourcePool(

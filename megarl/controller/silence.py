@@ -36,6 +36,7 @@ class ProcessSilence[K]:
                 self._since_s.pop(key, None)
                 continue
             late, missing = ray.wait(earlier, num_returns=len(earlier), timeout=0) if earlier else ([], [])
+            # A late answer shows that the process is slow rather than lost, so its silence starts again.
             if any(not isinstance(_answer(each), RayError) for each in late):
                 self._since_s[key] = time.monotonic()
             self._since_s.setdefault(key, asked_s)

@@ -271,9 +271,11 @@ class CurriculumLoader(RowLoader):
     def state_at(self, position: _Draw, num_rows: int = 0) -> dict[str, Any]:
         served: list[int] = []
         draw = position
+
         while draw.following is not None:
             served += draw.rows
             draw = draw.following
+
         return {
             "num_served": position.serial + num_rows,
             "served": [*served[num_rows:], *self._again],
@@ -295,12 +297,14 @@ class CurriculumLoader(RowLoader):
         """Return rows of the sampler, which may be a user's. Raises UserFunctionError for unusable ones."""
         given = self._sampler.sample(count)
         num_rows = len(self._dataset)
+
         try:
             rows = [operator.index(row) for row in given]
         except TypeError as error:
             raise UserFunctionError(
                 f"{self.order}: sample({count}) must return the numbers of {count} rows, but {error}"
             ) from error
+
         if len(rows) != count:
             raise UserFunctionError(
                 f"{self.order}: sample({count}) returned {len(rows)} rows; return as many as it is asked for"
@@ -309,22 +313,26 @@ class CurriculumLoader(RowLoader):
             raise UserFunctionError(
                 f"{self.order}: sample({count}) returned row {wrong[0]}, but the rows are 0 to {num_rows - 1}"
             )
+
         return rows
 
     def _sampler_state(self) -> dict[str, Any]:
         """Return the sampler's state. Raises UserFunctionError if JSON would change it."""
         state = self._sampler.state_dict()
+
         try:
             written = json.dumps(state, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise UserFunctionError(
                 f"{self.order}: state_dict() must return JSON values, but {error}"
             ) from error
+
         if not isinstance(state, dict) or json.loads(written) != state:
             raise UserFunctionError(
                 f"{self.order}: state_dict() must return a dict that JSON does not change: use lists instead "
                 f"of tuples, and strings as keys"
             )
+
         # A copy, which the sampler does not change.
         return json.loads(written)
 
@@ -337,8 +345,10 @@ def prompt_loader(dataset: PromptDataset, data: DataConfig, prompts_per_step: in
         UserFunctionError: The user's sampler cannot be used.
     """
     curriculum = data.curriculum
+
     # This checks the number of prompts, whatever their order.
     epochs = train_loader(dataset, data, prompts_per_step, "trainer.prompts_per_step")
+
     if curriculum.sampler is not None:
         sampler = _create(curriculum.sampler, dataset, data.seed)
         # Without folders, because a submitted job has its files elsewhere.
@@ -347,6 +357,7 @@ def prompt_loader(dataset: PromptDataset, data: DataConfig, prompts_per_step: in
         )
     if curriculum.kind is CurriculumKind.epochs:
         return epochs
+
     learnability = LearnabilitySampler(len(dataset), curriculum, shuffle=data.shuffle, seed=data.seed)
     settings = {"shuffle": data.shuffle, "seed": data.seed}
     return CurriculumLoader(dataset, prompts_per_step, learnability, curriculum.kind.value, settings)

@@ -215,6 +215,7 @@ class ImageProcessor:
                 f"the rendered prompt has {found} image tokens (id {placeholder}) for {len(images)} images; "
                 "use the model's own chat template"
             )
+
         counts = map(self.num_tokens, images)
         return [
             token

@@ -138,7 +138,9 @@ class _Sizes(NamedTuple):
     def joined(self, rows_together: int) -> _Sizes:
         """Return the sizes of units of consecutive rows, each with its distinct prompts."""
         units = [range(first, first + rows_together) for first in range(0, len(self.own), rows_together)]
+        # Rows with the same prompt share it within a unit, so it counts once.
         firsts = [list({self.group[row]: row for row in unit}.values()) for unit in units]
+
         return _Sizes(
             group=list(range(len(units))),
             own=[

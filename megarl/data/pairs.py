@@ -77,6 +77,7 @@ class PairEncoder(ABC):
                 f"has the same tokens as {self.data.columns.chosen!r} once the chat template has rendered "
                 "them, so there is no preference",
             )
+
         fingerprint = Fingerprint()
         fingerprint.add(values=[*pair])
         escaped = spelled_special(self.tokenizer, pair.prompt)

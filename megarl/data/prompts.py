@@ -128,8 +128,10 @@ class PromptDataset:
         prompts = RaggedTensor.of_rows(
             [row.token_ids for row in rows], torch.int32, padding=self._pad_id, on_left=True
         )
+
         # Batches of a data set have the same columns, whether or not their rows have images.
         images = image_columns([row.images for row in rows]) if self._has_images else {}
+
         return DataProto.from_dict(
             tensors={"prompts": prompts, **images},
             non_tensors={

@@ -61,18 +61,22 @@ def _harness(config: PPOConfig) -> Violations:
         "agent.harness.function.path": agent.harness.function.path is not None,
         "agent.harness.external": agent.harness.external,
     }
+
     if len(used := tuple(key for key, is_set in kinds.items() if is_set)) > 1:
         yield Violation(used, "are set together, but an episode is run by one of them; remove the others")
+
     if (agent.harness.external or agent.harness.port is not None) and agent.num_workers > 1:
         yield Violation(
             ("agent.harness.external", "agent.num_workers"),
             f"num_workers is {agent.num_workers}, but clients elsewhere need one address; use 1",
         )
+
     if agent.harness.external and agent.harness.port is None:
         yield Violation(
             ("agent.harness.external", "agent.harness.port"),
             "port is null, so clients would not know where to claim episodes; choose one, such as 8100",
         )
+
     yield from _sandbox(agent.harness)
     if agent.tools or agent.environment.path is not None:
         yield Violation(
@@ -114,6 +118,7 @@ def _harness(config: PPOConfig) -> Violations:
 def _sandbox(harness: HarnessConfig) -> Violations:
     sandbox = harness.sandbox
     section = "agent.harness.sandbox"
+
     if sandbox.provider is None:
         given = [
             key.name

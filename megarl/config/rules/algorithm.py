@@ -217,12 +217,14 @@ def aggregations(config: PPOConfig) -> Violations:
     ):
         keys = (f"algorithm.{section}.norm_tokens", f"algorithm.{section}.aggregation")
         with_norm = loss.aggregation is Aggregation.sequence_mean_token_sum_norm
+
         if with_norm and loss.norm_tokens is None:
             yield Violation(
                 keys,
                 f"{loss.aggregation.name} divides by the constant norm_tokens, which is null; "
                 f"use data.max_response_length, {config.data.max_response_length}",
             )
+
         if not with_norm and loss.norm_tokens is not None:
             yield Violation(
                 keys,

@@ -46,6 +46,7 @@ def train_files(config: RunConfig) -> Violations:
 def curriculum(config: PPOConfig) -> Violations:
     section = config.data.curriculum
     is_learned = section.kind is CurriculumKind.learnability
+
     if section.sampler is not None:
         if not names_code(section.sampler):
             yield Violation(
@@ -53,6 +54,7 @@ def curriculum(config: PPOConfig) -> Violations:
                 f"{section.sampler!r} does not name a class in a file; write it as FILE.py:CLASS, such as "
                 f"my_samplers.py:MySampler",
             )
+
         if is_learned:
             yield Violation(
                 (_KIND, _SAMPLER),

@@ -22,8 +22,10 @@ def recipe(config: RunConfig, role: ModelRole) -> Violations:
     is_delayed = options.get("fp8") and options.get("fp8_recipe", _DELAYED) == _DELAYED
     if not is_delayed or config.device is Device.cpu:  # where FP8 is refused anyway
         return
+
     key = f"{role.megatron_key}.transformer.fp8_recipe"
     given = "is delayed" if "fp8_recipe" in options else "is not set, so it is delayed"
+
     yield Violation(
         (key,),
         f"{given}: its scales come from earlier micro-batches, so log-probs would depend on what ran before, "

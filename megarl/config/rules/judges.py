@@ -110,6 +110,7 @@ def _parse(judge: JudgeConfig, key: str) -> Iterator[Violation]:
         except re.error as error:
             yield Violation((f"{key}.parse.regex",), f"{parse.regex!r} is no regular expression: {error}")
             return
+
         if groups != 1:
             yield Violation(
                 (f"{key}.parse.regex",),

@@ -44,6 +44,7 @@ def options(config: RunConfig, role: ModelRole) -> Violations:
                 )
 
     yield from _saved_modules(settings, role, f"{key}.modules_to_save")
+
     if settings.sync is LoRASync.adapter and (role.name != "actor" or not isinstance(config, PPOConfig)):
         yield Violation(
             (f"{key}.sync",),

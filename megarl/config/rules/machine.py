@@ -193,12 +193,14 @@ def _engine_packages(config: RunConfig) -> Violations:
     # The nodes of a cluster have their own environments.
     if cluster_address() is not None:
         return
+
     if (engine := config.rollout_engine) is not None and (absent := _absent_packages(engine)):
         yield Violation(
             ("rollout.engine",),
             f"{engine.value!r} {absent} (on CPU see docs/install.md), or use rollout.engine=hf",
             Absence.package,
         )
+
     for judge in judge_roles(config).values():
         if absent := _absent_packages(RolloutEngineKind.sglang):
             yield Violation(

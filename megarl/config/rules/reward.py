@@ -31,6 +31,7 @@ def something_scores(config: PPOConfig) -> Violations:
             "there are neither functions nor a model, so samples have no scores; give a list such as "
             "[{path: reward.py, name: compute_score}], the folder of a reward model, or reward.judges",
         )
+
     if not has_scores(config) and not config.algorithm.reads_rewards and config.data.val_files:
         yield Violation(
             ("data.val_files", "reward.functions"),
@@ -38,6 +39,7 @@ def something_scores(config: PPOConfig) -> Violations:
             "nor a model; remove the files, or give a reward function (it does not affect the training with "
             "algorithm.advantage.distillation.reward_weight 0)",
         )
+
     if not needs_reward_model(config) and config.reward.model != RewardModelConfig():
         yield Violation(
             ("reward.model.path",),

@@ -118,9 +118,11 @@ def shared_devices(config: PPOConfig) -> Violations:
     there = parallel.world_size
     if config.placement.strategy is not PlacementStrategy.hybrid or needed <= there:
         return
+
     # Without room for even one engine, only a smaller engine helps.
     fitting = there // rollout.tensor_parallel_size
     hint = f"use num_replicas {fitting} or fewer" if fitting else f"use tensor_parallel_size {there} or less"
+
     yield Violation(
         ("rollout.num_replicas", _TP, "actor.parallel", "placement.strategy"),
         f"num_replicas {rollout.num_replicas} x tensor_parallel_size {rollout.tensor_parallel_size} = "
@@ -187,12 +189,14 @@ def _states_fit(config: PPOConfig, policy: Architecture, delta_net: DeltaNet) ->
     """Check that an engine has kernels for gated delta nets, and can distribute their heads."""
     path = config.model.path
     tensor = config.rollout.tensor_parallel_size
+
     if config.device is Device.cpu:
         yield Violation(
             ("device", "rollout.engine"),
             f"is cpu, but {path} ({policy.model_type}) has gated delta nets, whose states SGLang keeps "
             "on GPUs only; use device=cuda",
         )
+
     if delta_net.num_key_heads % tensor:
         yield Violation(
             (_TP,),

@@ -63,6 +63,7 @@ def profile(config: RunConfig) -> Violations:
     chosen = config.profile
     if not chosen.steps:
         return
+
     total = config.trainer.total_steps
     if absent := [step for step in chosen.steps if not 1 <= step <= total]:
         yield Violation(("profile.steps",), f"has {absent[0]}, but the steps of the run are 1 to {total}")
@@ -72,9 +73,11 @@ def profile(config: RunConfig) -> Violations:
             ("profile.roles",), f"has {unknown[0]!r}, but the models of the run are {', '.join(sizes)}"
         )
         return
+
     for key, values in (("profile.roles", chosen.roles), ("profile.ranks", chosen.ranks)):
         if not values:
             yield Violation((key,), "is empty, so that no process would be profiled; name at least one")
+
     num_ranks = max((sizes[role] for role in chosen.roles), default=0)
     if num_ranks and (absent := [rank for rank in chosen.ranks if not 0 <= rank < num_ranks]):
         message = f"has {absent[0]}, but the ranks of {' and '.join(chosen.roles)} are 0 to {num_ranks - 1}"
@@ -158,6 +161,7 @@ def flash_attention(config: RunConfig) -> Violations:
     asked = config.engine.flash_attention
     if asked is FlashAttention.fa2:
         return
+
     if config.device is Device.cpu:
         yield Violation(
             ("engine.flash_attention", "device"),
@@ -174,12 +178,14 @@ def ring_attention(config: RunConfig) -> Violations:
     """Check the requirements of cp_comm_type=p2p, which only Transformer Engine's attention has."""
     if config.engine.cp_comm_type is not CPCommType.p2p:
         return
+
     if config.engine.layers is Layers.local or config.device is Device.cpu:
         yield Violation(
             ("engine.cp_comm_type", "engine.layers", "device"),
             "p2p is an exchange of Transformer Engine's attention, which local layers and a CPU do not have; "
             "use engine.cp_comm_type=auto, or engine.layers=auto on CUDA",
         )
+
     if config.engine.share_prompts:
         yield Violation(
             ("engine.cp_comm_type", "engine.share_prompts"),

@@ -179,32 +179,38 @@ def _combined(config: PPOConfig, name: str, algorithm: Algorithm) -> Violations:
             f"is {name}, but the engine {config.rollout.engine.value} decodes one token at a time; use "
             "rollout.engine=sglang, or remove it",
         )
+
     if config.device is Device.cpu and (problem := problem_on_cpu(config.rollout.sglang.server_args)):
         yield Violation((_ALGORITHM, "device"), f"is {name}, {problem}")
+
     given = config.rollout.sglang.server_args
     if given.get(REJECTION) and not (algorithm.reads_policy and given.get(TOP_K) == 1):
         yield Violation(
             (f"{SECTION}.{REJECTION}", _ALGORITHM),
             f"is true, which SGLang has for EAGLE and EAGLE3 with {TOP_K} 1 only; set them, or remove it",
         )
+
     if algorithm.has_draft and config.rollout.dtype is EngineDType.fp8:
         yield Violation(
             (_ALGORITHM, "rollout.dtype"),
             f"is {name}, but with fp8 SGLang would read the draft model's weights as FP8, too; use "
             "rollout.dtype=model, or NGRAM",
         )
+
     if config.engine.routing_replay is RoutingReplay.rollout:
         yield Violation(
             (_ALGORITHM, "engine.routing_replay"),
             f"is {name}, but SGLang records routes by a token's place in its cache, which rejected tokens "
             "share with others; use engine.routing_replay=trainer, or remove it",
         )
+
     if config.actor.served_adapters is not None:
         yield Violation(
             (_ALGORITHM, "actor.lora.sync"),
             f"is {name}, which is not supported with adapters that the engine applies; use "
             "actor.lora.sync=merged, or remove it",
         )
+
     if name == "NGRAM" and config.rollout.sglang.deterministic:
         yield Violation(
             (_ALGORITHM, "rollout.sglang.deterministic"),

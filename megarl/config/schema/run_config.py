@@ -229,6 +229,7 @@ class PPOConfig(RunConfig):
             yield f"reward.judges[{index}].prompt", judge.prompt
             if judge.parse.path is not None:
                 yield f"reward.judges[{index}].parse.path", judge.parse.path
+
         for index, tool in enumerate(self.agent.tools):
             if tool.path is not None:
                 yield f"agent.tools[{index}].path", tool.path
@@ -237,6 +238,7 @@ class PPOConfig(RunConfig):
             yield "agent.environment.path", self.agent.environment.path
         if self.agent.harness.function.path is not None:
             yield "agent.harness.function.path", self.agent.harness.function.path
+
         for key, reference in self.algorithm.own_functions:
             yield key, reference.rpartition(":")[0]
         if self.data.curriculum.sampler is not None:
