@@ -101,6 +101,8 @@ def _judge_harness(agent: AgentConfig, tokenizer: PreTrainedTokenizerBase, limit
     function = agent.harness.function
     program = function.path or agent.harness.command[0]
     hint = f"fix {program}"
+
+    # Importing the program runs the user's code, which may hang or end the process.
     with ProcessPool(1, context=FreshContext()) as pool:
         try:
             pool.schedule(_load_program, args=[agent], timeout=limit_s).result()

@@ -192,6 +192,7 @@ def _refusals(trials: Sequence[Trial], files: str) -> Iterator[CheckResult]:
             "correct or remove these rows; `megarl score --ground-truth` lists them",
             files=files,
         )
+
     for source, (with_it, without_it) in mixed_answers(trials).items():
         problem = (
             f"reward.functions: for {source!r}, the key 'answer' is returned for {with_it}, but not for "
@@ -261,6 +262,7 @@ def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterat
     is_only = len(reward.functions) == 1 and not reward.judges and reward.model.path is None
     if threshold is None or not is_only:
         return
+
     low = [
         trial
         for trial in trials

@@ -89,6 +89,7 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
                 tool.get("name"), tool.get("description"), tool.get("input_schema"), f"tools[{index}]"
             )
         )
+
     return made
 
 

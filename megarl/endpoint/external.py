@@ -66,12 +66,14 @@ class ExternalHarness:
                 raise ApiError(
                     f"the key is not that of the run, {KEY_VARIABLE}", status=401, code="invalid_api_key"
                 )
+
             episode = None
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CLAIM_S):
                     episode = await self._next(request)
             if episode is None:
                 return Response(status_code=204)
+
             self._claimed[episode.session.key] = episode
             content = {
                 "environment": environment_of(episode.url, episode.session),
@@ -84,6 +86,7 @@ class ExternalHarness:
             episode = self._claimed.get(bearer_key(request))
             if episode is None or episode.result.done():
                 raise ApiError("no episode of this key is open", status=401, code="invalid_api_key")
+
             body = await json_body(request)
             given = {name: body[name] for name in ("reward", "responses") if body.get(name) is not None}
             if given:

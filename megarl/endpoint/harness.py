@@ -103,6 +103,7 @@ def load_harness(config: HarnessConfig, num_threads: int) -> Harness:
     has_sandbox = config.sandbox.provider is not None
     if has_sandbox:
         check_provider(config.sandbox)
+
     if path is None:
         if not has_sandbox and shutil.which(config.command[0]) is None:
             raise ValueError(
@@ -110,8 +111,10 @@ def load_harness(config: HarnessConfig, num_threads: int) -> Harness:
                 f"that can be executed"
             )
         return CommandHarness(config.command, config.sandbox)
+
     expected = Expected("harness", "agent.harness.function.name", _EXAMPLE)
     function = load_name(path, config.function.name, expected)
+
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:
@@ -119,6 +122,7 @@ def load_harness(config: HarnessConfig, num_threads: int) -> Harness:
             f"harness {config.function.name!r} in {path!r} cannot be called with a task and an endpoint "
             f"({error}); write it as {_EXAMPLE}"
         ) from error
+
     return FunctionHarness(function, config.sandbox, num_threads)
 
 
@@ -142,6 +146,7 @@ class FunctionHarness:
             environment=variables,
             sandbox_config=self._sandbox if image is None else replace(self._sandbox, image=image),
         )
+
         try:
             if inspect.iscoroutinefunction(self._function):
                 result = await self._function(session.task, endpoint)
@@ -152,6 +157,7 @@ class FunctionHarness:
             raise HarnessError(_SANDBOX_FAILURES[type(error)], str(error)) from error
         except (Exception, SystemExit) as error:  # noqa: BLE001  (the user's code may raise anything)
             raise HarnessError(HarnessFailure.raised, last_line(error)) from error
+
         if result is not None:
             _record_returned(session, result)
 
@@ -172,6 +178,7 @@ class CommandHarness:
         prompt = str(task.messages[-1].get("content", "")) if task.messages else ""
         command = [part.replace("{prompt}", prompt) for part in self._command]
         given = json.dumps(task_fields(task)).encode() + b"\n"
+
         if self._sandbox.provider is None:
             ended = await _run_here(
                 command, given, environment_of(url, session), urlsplit(url).hostname or ""
@@ -194,6 +201,7 @@ async def _run_here(
     command: Sequence[str], given: bytes, variables: Mapping[str, str], endpoint_host: str
 ) -> Executed:
     """Run a command with the rights of this process. No process that it has started remains."""
+    # Requests to the endpoint must not go through a proxy.
     excluded = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), endpoint_host]))
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -203,10 +211,12 @@ async def _run_here(
         env={**os.environ, **variables, "NO_PROXY": excluded, "no_proxy": excluded},
         start_new_session=True,
     )
+
     try:
         _, output = await asyncio.gather(write_input(process, given), end_of_output(process))
         return Executed(await process.wait(), output.decode(errors="replace"))
     finally:
+        # The command leads a process group of its own, so this also ends the processes that it has started.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

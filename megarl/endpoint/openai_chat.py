@@ -60,6 +60,7 @@ def read_query(body: Mapping[str, Any], ignored: Collection[str]) -> TurnQuery:
         _message(message, index) for index, message in enumerate(objects(body.get("messages"), "messages"))
     ]
     refuse_answered(messages)
+
     return TurnQuery(
         messages=messages,
         tools=openai_tools(body.get("tools"), lambda tool: tool.get("function") or {}),
@@ -129,6 +130,7 @@ def chunks(body: Mapping[str, Any], reply: TurnReply) -> Iterator[str]:
 
     for index, choice in enumerate(reply.choices):
         content = _content(choice)
+        # Clients join the chunks of a call by its index.
         for place, call in enumerate(content.get("tool_calls", ())):
             call["index"] = place
         log_probs = _log_probs(choice) if body.get("logprobs") else None

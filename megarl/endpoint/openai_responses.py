@@ -84,6 +84,7 @@ def response(body: Mapping[str, Any], reply: TurnReply) -> dict[str, Any]:
     (choice,) = reply.choices
     is_cut = choice.finish_reason == "length"
     counts = usage(reply)
+
     return {
         **_head(body, reply),
         "status": "incomplete" if is_cut else "completed",
@@ -112,6 +113,7 @@ def events(body: Mapping[str, Any], reply: TurnReply) -> Iterator[str]:
 
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     yield event("response.created", response=begun)
+
     for index, item in enumerate(whole["output"]):
         place = {"output_index": index, "item_id": item["id"]}
         empty = {"content": []} if item["type"] == "message" else {"arguments": ""}
@@ -135,6 +137,7 @@ def events(body: Mapping[str, Any], reply: TurnReply) -> Iterator[str]:
                 arguments=item["arguments"],
             )
         yield event("response.output_item.done", output_index=index, item=item)
+
     yield event(f"response.{whole['status']}", response=whole)
 
 
@@ -160,6 +163,7 @@ def _head(body: Mapping[str, Any], reply: TurnReply) -> dict[str, Any]:
 
 def _output(choice: SampledChoice) -> list[dict[str, Any]]:
     output: list[dict[str, Any]] = []
+
     if choice.text or not choice.calls:
         part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}
         output.append(
@@ -171,6 +175,7 @@ def _output(choice: SampledChoice) -> list[dict[str, Any]]:
                 "content": [part],
             }
         )
+
     output += [
         {
             "id": f"fc_{uuid.uuid4().hex}",
@@ -182,4 +187,5 @@ def _output(choice: SampledChoice) -> list[dict[str, Any]]:
         }
         for call in choice.calls
     ]
+
     return output

@@ -140,6 +140,7 @@ async def _while_connected(
     answering = asyncio.ensure_future(answer)
     # Polling for this would take a fifth of a core with 200 waiting requests.
     disconnecting = asyncio.ensure_future(_disconnect(request))
+
     try:
         await asyncio.wait({answering, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
         if answering.done():
@@ -190,8 +191,10 @@ class EndpointServer:
         """
         # uvicorn listens on the port that is held here, at one address only.
         self._socket = hold_port(host, port)
+
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._socket.getsockname()[1]}"
+
         config = uvicorn.Config(
             app,
             log_level=logging.WARNING,

@@ -103,6 +103,7 @@ class AgentSession:
         self.num_abandoned = 0
         self.is_abandoned = False
         self.is_open = True
+
         self._tokens = tokens
         self._generate = generate
         self._limits = limits
@@ -123,6 +124,7 @@ class AgentSession:
         token_ids = [*self.tree.token_ids(parent), *bridge]
         at_most = [self._room(len(token_ids)), self._limits.max_turn_tokens, query.max_tokens]
         self._num_begun += query.num_choices
+
         return TurnPlan(
             query,
             parent,

@@ -55,6 +55,7 @@ class SessionServer:
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._waiting: dict[int, asyncio.Future[SampledTurn]] = {}
         self._numbers = itertools.count()
+
         app = build_app(self._sessions, config.ignored_parameters)
         if isinstance(harness, ExternalHarness):
             harness.add_routes(app)

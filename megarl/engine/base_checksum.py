@@ -95,12 +95,14 @@ def check_base(folder: Path, base: BaseChecksum | None) -> None:
     """
     if base is None:
         return
+
     stored = dist_checkpointing.load_common_state_dict(str(folder))
     if stored.get(BASE_CHECKSUM) != base.frozen:
         raise CheckpointError(
             f"{folder}: its adapters were trained on other frozen weights than those of model.path; use the "
             "model that the run began with"
         )
+
     # A run without a reference keeps no originals.
     originals = stored.get(ORIGINALS_CHECKSUM)
     if None not in (originals, base.originals) and originals != base.originals:

@@ -111,6 +111,7 @@ def _mix_by_kernels(
 ) -> Tensor:
     """Compute the same as `_mix_by_torch` by flash-linear-attention, called as Megatron's module does."""
     kernels: Any = megatron_delta_net  # which are None in a module without flash-linear-attention
+
     channels, gate, strength, decay = _split(tokens, sizes)
     channels, _ = kernels.causal_conv1d(
         x=channels[None],
@@ -121,8 +122,10 @@ def _mix_by_kernels(
         output_final_state=False,
         cu_seqlens=rows.bounds,
     )
+
     query, key, value = _heads(channels[0], sizes)
     query, key = (_for_value_heads(kernels.l2norm(heads.contiguous()), sizes) for heads in (query, key))
+
     mixed, _ = kernels.chunk_gated_delta_rule(
         query[None],
         key[None],
@@ -134,6 +137,7 @@ def _mix_by_kernels(
         use_qk_l2norm_in_kernel=False,
         cu_seqlens=rows.bounds,
     )
+
     output: Tensor = _Recomputed.apply(_gated_norm, (eps,), mixed[0], gate, norm)
     return output
 

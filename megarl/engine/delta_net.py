@@ -185,6 +185,8 @@ class GatedDeltaNet(torch.nn.Module):
             tp_group=self.tensor_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
+
+        # The projections describe their own split over the tensor-parallel ranks.
         for name in ("in_proj", "out_proj"):
             described |= sharded_state_dict_default(
                 getattr(self, name),
@@ -194,6 +196,7 @@ class GatedDeltaNet(torch.nn.Module):
                 tp_group=self.tensor_group,
             )
 
+        # A rank has a part of each section, so its rows are not contiguous in the whole tensor.
         for name, sections in (("in_proj", self.sizes.parts), ("conv1d", self.sizes.channels)):
             key = f"{prefix}{name}.weight"
             described[key] = _in_sections(described[key], sections, self.tensor_group.size())
@@ -208,6 +211,7 @@ def _in_sections(entry: ShardedTensor, sections: list[int], ranks: int) -> Shard
     def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: Any) -> list[ShardedTensor]:
         built = []
         whole = 0
+
         for part in tensor.split(sections):
             offset = list(entry.global_offset)
             offset[axis] = whole * ranks + rank * len(part)
@@ -225,6 +229,7 @@ def _in_sections(entry: ShardedTensor, sections: list[int], ranks: int) -> Shard
                 )
             )
             whole += len(part)
+
         return built
 
     def merge(parts: list[Tensor]) -> Tensor:

@@ -232,6 +232,7 @@ def _adapt_attention() -> None:
         """
         if query.device.type != "cuda":
             return plain(query, key, value, *arguments, **options)
+
         assert not arguments, arguments
         mask = options.get("attn_mask")
         is_causal = options.get("is_causal", False)

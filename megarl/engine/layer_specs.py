@@ -223,6 +223,8 @@ def _set_delta_net(layer: ModuleSpec, architecture: Architecture, layers: Layers
         module=GatedDeltaNet,
         params={"delta_net": architecture.delta_net, "input_layer": inputs, "output_layer": outputs},
     )
+
+    # Checkpoints name the norm as Transformer Engine does, which has it in the projection behind it.
     stored = dict(modules.sharded_state_dict_keys_map)
     if stored.pop("input_layernorm.", None) is not None:
         stored["input_layernorm."] = "self_attention.in_proj.layer_norm_"

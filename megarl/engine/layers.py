@@ -192,6 +192,7 @@ class AttentionCore(torch.nn.Module):
             if before
             else None
         )
+
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -216,6 +217,7 @@ class AttentionCore(torch.nn.Module):
             scale=self.softmax_scale,
             window_size=_CAUSAL,
         )
+
         return mixed.flatten(1)
 
     def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> Tensor:

@@ -69,9 +69,11 @@ def transformer_config(
     virtual = parallel.virtual_pipeline_parallel_size
     spans_heads = architecture.qk_norm_kind is QKNorm.all_heads
     has_clamp = architecture.experts is not None and architecture.experts.clamp is not None
+
     # The CPU's fused activation is another one, and adapters are added before the activation.
     is_silu = architecture.activation is Activation.silu
     fuses_activation = not (on_cpu and (has_clamp or not is_silu or architecture.lora is not None))
+
     own = dict(
         num_layers=architecture.num_hidden_layers,
         hidden_size=architecture.hidden_size,
@@ -128,6 +130,7 @@ def transformer_config(
         else None,
         **_expert_options(architecture, parallel, layers),
     )
+
     config_class = TransformerConfig if architecture.latent is None else MLATransformerConfig
     return build_config(config_class, own | latent_options(architecture), options)
 
@@ -165,6 +168,7 @@ def _expert_options(architecture: Architecture, parallel: ParallelConfig, layers
     experts = architecture.experts
     if experts is None:
         return {}
+
     groups = experts.groups
     return {
         "num_moe_experts": experts.num_experts,

@@ -37,14 +37,18 @@ def end_profile(role: str, rank: int, folder: Path) -> str | None:
     global _running
     if _running is None:
         return None
+
     _ended.append(role)
     if len(_ended) < len(_roles):
         return None
+
     _running.stop()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{'+'.join(_roles)}_rank_{rank:05d}.json"
     _running.export_chrome_trace(str(path))
+
     _running = None
     _roles.clear()
     _ended.clear()
+
     return path.name

@@ -296,6 +296,7 @@ class _OnCPU:
             *_cut(sequences, query, key, value),
         )
 
+        # On CPUs, torch has no attention kernel for sequences of several lengths.
         for mixed, logarithms, *heads in zip(*parts, strict=True):
             mask = _mask(heads[0], len(heads[1]), window) if causal else None
             out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

@@ -37,14 +37,18 @@ class PendingSnapshot:
         # The random state changes with the next use of the model, so it is read now.
         record = {"counts": state.optimizer.counts()._asdict(), "random": random_state()}
         torch.save(record, buffer := io.BytesIO())
+
         self._path = path
         self._step = step
         self._record = buffer.getvalue()
         self._tensors = [_copied(shard, state) for shard in trained_shards(state)]
         self._failure: str | None = None
+
+        # The copies are queued on the current stream, and must end before the thread reads them.
         self._stream = torch.cuda.Stream() if platform.current().is_cuda else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
+
         self._thread = threading.Thread(target=self._run, name=f"snapshot of step {step}", daemon=True)
         self._thread.start()
 

@@ -46,10 +46,12 @@ class StepTrace:
         self._rows: dict[int, tuple[int, int]] = {}  # row -> hash, response length
         self._micro_batch: MicroBatch | None = None
         self._recorded: dict[str, list[Tensor]] = defaultdict(list)
+
         self._handles = [
             module.register_forward_hook(partial(self._record, name, is_selected))
             for name, module, is_selected in self._modules()
         ]
+
         engine.trace = self
         write_tensors(folder / BEFORE, self._weights(), engine.training_state().places.host_copy)
 

@@ -341,6 +341,7 @@ def token_scores(
         in_float32,
         top if is_request else None,
     )
+
     log_probs, entropy, sum_pi_squared, ids, of_top = _Scores.apply(
         hidden, weight, targets, None if is_request else top, vocabulary
     )

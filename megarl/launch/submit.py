@@ -135,6 +135,7 @@ class Job:
             **users_settings(),
             "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_LIMIT_S),
         }
+
         self.name = _submit(
             client,
             entrypoint=f"exec python -m megarl.launch.job train {RUN_FILE}",
