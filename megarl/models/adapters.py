@@ -118,6 +118,9 @@ def _pair(row: MappingRow, name: str, dims: str) -> tuple[MappingRow, MappingRow
     outputs, inputs = dims.split()
     megatron = parameter_names(row.megatron, name)
     stored = adapter_names(name)
+
+    # The product B A is split as its weight is: by outputs in B, or by inputs in A. All ranks have the other
+    # factor.
     has_sharded_outputs = row.cut in _WITH_SHARDED_OUTPUTS
     a = MappingRow(
         megatron=megatron.a,
@@ -133,6 +136,7 @@ def _pair(row: MappingRow, name: str, dims: str) -> tuple[MappingRow, MappingRow
         tensors=((stored.b, f"{outputs} r"),),
         applies=row.applies,
     )
+
     return a, b
 
 

@@ -64,6 +64,7 @@ def read_draft(folder: str) -> DraftModel:
     except OSError as error:
         raise ConfigError(str(file), [f"cannot be read: {error.strerror}"]) from error
 
+    # Drafts of multimodal models have their sizes in this object.
     text = whole.get("text_config")
     if not isinstance(text, dict | None):
         raise ConfigError(str(file), [f"field 'text_config' is {text!r}, but must be an object"])
@@ -86,6 +87,7 @@ def read_draft(folder: str) -> DraftModel:
         is_quantized=whole.get(QUANTIZATION) is not None,
         weight_bytes=_weight_bytes(Path(folder)),
     )
+
     if reader.problems:
         raise ConfigError(str(file), reader.problems)
     return draft

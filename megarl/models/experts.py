@@ -24,6 +24,7 @@ def expert_rows(block: str, *, gate: str, up: str, down: str) -> tuple[MappingRo
     # transformers v5 keeps the experts of a layer in two tensors in memory. Programs that save this state
     # without conversion write fused files.
     fused = f"{HF_LAYER}mlp.experts."
+
     return (
         MappingRow(
             megatron=MEGATRON_LAYER + "mlp.router.weight",

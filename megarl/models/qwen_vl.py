@@ -93,6 +93,7 @@ def _read(
     )
 
     if is_flat:
+        # The fields of both readers are side by side, so neither may report those of the other.
         text.seen |= {"image_token_id", "vision_config"}
         text.check_neutral()
         text.check_left_over()
@@ -100,6 +101,7 @@ def _read(
         reader.seen |= set(reader.fields)
     else:
         reader.check_nested("text_config", text)
+
     reader.check_nested("vision_config", tower)
 
     _check(reader, architecture, vision, sections)

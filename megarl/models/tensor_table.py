@@ -269,6 +269,7 @@ def dimension_sizes(architecture: Architecture) -> dict[str, int]:
     latent = architecture.latent
     delta = architecture.delta_net
     heads = architecture.num_attention_heads
+
     return {
         "V": architecture.vocab_size,
         "H": architecture.hidden_size,

@@ -76,10 +76,12 @@ class Vision:
             "temporal_patch_size": self.temporal_patch_size,
             "spatial_merge_size": self.spatial_merge_size,
         }
+
         if self.window_size:
             fields["window_size"] = self.window_size
             fields["fullatt_block_indexes"] = list(self.full_attention_blocks)
         if self.num_position_embeddings:
             fields["num_position_embeddings"] = self.num_position_embeddings
             fields["deepstack_visual_indexes"] = list(self.deepstack_blocks)
+
         return fields

@@ -143,18 +143,22 @@ class _Work:
         self._stage = stage
         shards = parallel.tensor_parallel_size
         self._vocabulary = padded_vocab_size(architecture.vocab_size, shards) // shards  # this rank's rows
+
         self._layers = architecture.num_hidden_layers // (
             parallel.pipeline_parallel_size * (parallel.virtual_pipeline_parallel_size or 1)
         )
+
         # Activations that are recomputed in the backward pass are not saved.
         how, modules, num_layers = role.recomputation
         self._layers_again = min(num_layers or self._layers, self._layers) if how is Recompute.full else 0
         self._modules_again = modules if how is Recompute.selective else ()
+
         self._fullest = {
             trains: fullest_micro_batch(config, role, architecture, trains=trains) for trains in (False, True)
         }
         self._longest = max(row.tokens for row in self._rows(trains=False))
         self._shares_prompts = rows_of_prompt(config, role) > 1
+
         rows = self._rows(trains=False)
         self._context = parallel.context_parallel_size
         self._keys_of_token = self._gathered_keys(rows)
@@ -165,10 +169,12 @@ class _Work:
         self._delta = delta_layer(
             architecture, parallel, self.kernels, self._element, self._tokens_with_prompts(rows)
         )
+
         # For each layer of the stage, by virtual stages: whether it has a gated delta net.
         self._is_delta = [
             layer in architecture.delta_layers for layer in layers_of_stage(architecture, parallel, stage)
         ] or [False]
+
         self._own_attention: OwnAttention | None = None
         if has_own_attention(architecture) and self.kernels is Kernels.flash:
             copies = self._shares_prompts or self._context > 1

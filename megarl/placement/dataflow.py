@@ -150,6 +150,7 @@ def overlaps(plan: PlacementPlan, *, generates_ahead: bool = False) -> list[tupl
     """
     step = [phase for phase in phases_of(plan.roles) if phase.roles]
     before = waits_for(phases_of(plan.roles))
+
     # Async rollout does not wait for training, but still for other phases of the rollout.
     return [
         (one.name, other.name)

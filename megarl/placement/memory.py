@@ -241,9 +241,11 @@ class _Sizes:
             devices = self._judges[role].settings.tensor_parallel_size
             weights = num_parameters(self._architectures[role]) * weight_bytes(self._config.model.dtype)
             return Usage(parameters=weights // devices)
+
         # Only the engine has no model role; it is in memory entirely or not at all.
         if role not in self._roles:
             return self._engine(phase) if Item(role, ENGINE) in held else Usage()
+
         memory = self._of(role, stage)
         return replace(
             memory.usage(role, phase, held),
@@ -348,17 +350,20 @@ def engine_usage(config: PPOConfig, policy: Architecture) -> Usage:
     The cache takes the rest of the engine's share of the device, or room for its concurrent sequences.
     """
     weights = engine_weights(config, policy) + draft_weights(config)
+
     # The number of concurrent sequences is limited by the concurrency and by the engine's share of a step's
     # samples.
     sequences = min(
         config.rollout.max_concurrency, -(-config.samples_per_step // config.rollout.num_replicas)
     )
+
     share = engine_share(config)
     cache = (
         sequences * row_cache(config, policy)
         if share is None
         else max(share - weights, row_cache(config, policy))
     )
+
     return Usage(parameters=weights, kv_cache=cache)
 
 

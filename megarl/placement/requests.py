@@ -125,15 +125,18 @@ def group_requests(config: RunConfig) -> list[GroupRequest]:
         for role in model_roles(config)
         if not role.before_training
     ]
+
     if isinstance(config, PPOConfig):
         rollout = config.rollout
         num_nodes = nodes_per_engine(config)
         on_node = rollout.tensor_parallel_size // num_nodes
+
         requests.append(GroupRequest(roles=("reward",), num_processes=1, together=0))
         if config.agent.is_used:
             requests.append(
                 GroupRequest(roles=(ENVIRONMENT,), num_processes=config.agent.num_workers, together=0)
             )
+
         requests.append(
             GroupRequest(
                 roles=("rollout",),
@@ -143,6 +146,7 @@ def group_requests(config: RunConfig) -> list[GroupRequest]:
                 nodes_per_engine=num_nodes,
             )
         )
+
         requests += [
             GroupRequest(
                 roles=(name,),

@@ -27,6 +27,7 @@ def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
             transport cannot send only what changed (`resharding.delta`), or it would overwrite a draft model.
     """
     chosen = _working_transport(config, plan)
+
     if chosen is Transport.folder and draft_of(config.rollout) is not None:
         problem = (
             f"{_KEY}, {SECTION}.{DRAFT}, placement.strategy: the transport is a folder, which SGLang would "
@@ -34,6 +35,7 @@ def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
             "devices of the actor, or none does, or NGRAM, which has no draft model"
         )
         raise ConfigError("placement", [problem])
+
     if config.resharding.delta and chosen in _SENDS_ALL:
         problem = (
             f"{_DELTA}, {_KEY}, placement.strategy: is true, but {_SENDS_ALL[chosen]}, which is "
@@ -41,6 +43,7 @@ def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
             f"{plan.strategy.value!r}; use {_DELTA}=false, or {_KEY}=group with engines on their own devices"
         )
         raise ConfigError("placement", [problem])
+
     return chosen
 
 

@@ -100,13 +100,17 @@ class _Rule(torch.autograd.Function):
         _count(query, value)
         total = torch.empty_like(decay)
         pairs = query.new_empty((*decay.shape, _CHUNK))
+
         # The changes of the states, those that depend on the state before the chunk, and the states.
         read = torch.empty_like(key)
         change = torch.empty_like(value)
         states = _states(query, value)
         new_change = torch.empty_like(value)
         output = torch.empty_like(value)
+
+        # The kernels free these when they return, so they count in the peak only.
         del read, change, states, new_change
+
         ctx.save_for_backward(query, key, value, total, beta, pairs)
         return output
 

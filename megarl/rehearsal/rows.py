@@ -101,6 +101,7 @@ def with_loss(
     mask = columns["response_mask"]
     zeros = RaggedTensor.constant(0.0, mask.lengths, torch.float32)
     counts = MiniBatchCounts.of(mask)
+
     if isinstance(config, PreferenceConfig):
         loss = pair_loss(config, num_pairs=len(mask) // 2)
         return {**columns, **dict.fromkeys(loss.columns, zeros)}, loss
@@ -123,6 +124,7 @@ def with_loss(
         rows[TEACHER_TOP_LOG_PROBS] = RaggedTensor.constant(0.0, (k + 1) * mask.lengths, torch.float32)
     if policy_loss_of(algorithm.policy_loss).prepare is not None:
         rows[SELECTED_TOKENS] = RaggedTensor.constant(False, mask.lengths, torch.bool)
+
     with_entropy = scores_in_update(algorithm, one_update=config.trainer.one_update)
 
     return rows, ActorLoss(algorithm=algorithm, counts=counts, with_entropy=with_entropy)

@@ -92,10 +92,12 @@ def _attention(
     for name, tensor in (("Q", query), ("K", key), ("V", value)):
         check(tensor.dtype in _HALF, f"{name} is {tensor.dtype}: only bfloat16 and float16 are supported")
         check(tensor.dim() == (3 if is_packed else 4), f"{name} has shape {tuple(tensor.shape)}")
+
     heads, groups = query.shape[-2], key.shape[-2]
     check(key.shape[:-1] == value.shape[:-1], f"K has shape {tuple(key.shape)}, V {tuple(value.shape)}")
     check(query.shape[-1] == key.shape[-1], f"Q has shape {tuple(query.shape)}, K {tuple(key.shape)}")
     check(heads % groups == 0, f"{heads} query heads cannot share {groups} key heads")
+
     for name, bounds in (("cu_seqlens_q", bounds_q), ("cu_seqlens_kv", bounds_kv)):
         check(bounds.dtype == torch.int32, f"{name} is {bounds.dtype}, not torch.int32")
         check(bounds.shape == bounds_q.shape, f"{name} has shape {tuple(bounds.shape)}")

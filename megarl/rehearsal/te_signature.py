@@ -62,6 +62,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
                     f"Transformer Engine's compiled {name}: argument {parameter} is {kind_of(value)}, but "
                     f"the function accepts {signature.parameters[parameter].annotation}, at {place()}"
                 )
+
         for tensor in tree_iter((arguments, keywords)):
             if isinstance(tensor, Tensor) and tensor.device.type != "cuda":
                 raise RehearsalError(

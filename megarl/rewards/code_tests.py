@@ -254,8 +254,10 @@ def _names_of_program(text: str, conditions: Sequence[ast.expr], imports: Mappin
         and name not in _MEMBERS
         and name not in _MODULES
     }
+
     if own:
         return own
+
     called = {
         node.func.id
         for each in conditions
@@ -263,10 +265,12 @@ def _names_of_program(text: str, conditions: Sequence[ast.expr], imports: Mappin
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
     called -= imports.keys()
+
     # Functions applied to results count only if nothing else is called.
     called = (called - _WRAPPERS) or called
     if len(called) == 1:
         return called
+
     raise ValueError(
         f"the test {text[:100]!r} calls nothing that only the program defines; it must call a function of "
         f"the program"

@@ -154,6 +154,7 @@ class JudgeClient:
         except TimeoutError:
             return _Answer(error=f"no reply within time_limit_s={limit_s:g} s", may_retry=True)
         except httpx.TransportError as error:
+            # Some of httpx's errors have no text.
             reason = str(error) or type(error).__name__
             return _Answer(error=f"the connection failed ({reason})", may_retry=True, is_lost=True)
 
@@ -163,6 +164,7 @@ class JudgeClient:
                 may_retry=response.status_code in _RETRIED or response.status_code >= 500,
                 pause_s=_seconds(response.headers.get("Retry-After")),
             )
+
         return self._content(response)
 
     def _content(self, response: httpx.Response) -> _Answer:

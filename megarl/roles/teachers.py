@@ -37,6 +37,7 @@ class Teachers:
                 "the batch has no data_source, by which the teacher of a row is chosen; add the array "
                 "`data_source` to its non_tensor_batch"
             )
+
         rows_of: dict[Scorer, list[int]] = {}
         for row, source in enumerate(batch.non_tensor_batch["data_source"]):
             scorer = self.by_source.get(source, self.other)
@@ -48,6 +49,7 @@ class Teachers:
             rows_of.setdefault(scorer, []).append(row)
 
         futures = [scorer.log_probs(batch.select_idxs(np.array(rows))) for scorer, rows in rows_of.items()]
+        # Results come in the order of the teachers. This is the position of each row of the batch in them.
         order = np.argsort(np.concatenate([*rows_of.values()]), kind="stable")
         return DerivedFuture(futures, lambda parts: _in_order(parts, order))
 

@@ -276,6 +276,7 @@ def normal_form(answer: Answer) -> str:
             return " = ".join(map(normal_form, answer.sides))
         case Items(kind=kind, items=items):
             texts = list(map(normal_form, items))
+            # Sets and lists are equal in any order; tuples and intervals are not.
             if kind in ("set", "list"):
                 return texts[0] if len(texts) == 1 else "{" + ", ".join(sorted(texts)) + "}"
             return kind[0] + ", ".join(texts) + kind[-1]

@@ -203,6 +203,7 @@ class _Parser:
         kind = self._kind()
         token = self._token()
 
+        # Without braces, the argument of a power is one letter: x^ab is x^a b.
         if (
             kind == "word"
             and len(token) > 1
@@ -294,6 +295,7 @@ class _Parser:
 
         if name in _CONSTANTS:
             constant = _CONSTANTS[name]
+            # The unary plus rounds the constant to the precision in use.
             return _constant(constant if name in ("i", "imath") else +context.mpf(constant))
 
         self.names.add(name)

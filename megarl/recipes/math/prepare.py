@@ -69,11 +69,13 @@ def main() -> None:
     sources = parser.add_subparsers(dest="source", required=True)
     gsm8k = sources.add_parser("gsm8k")
     dapo_math = sources.add_parser("dapo-math")
+
     gsm8k.add_argument("--train", nargs="+", required=True)
     gsm8k.add_argument("--test", nargs="+", required=True)
     dapo_math.add_argument("--files", nargs="+", required=True)
     for source in (gsm8k, dapo_math):
         source.add_argument("--output-dir", type=Path, required=True)
+
     arguments = parser.parse_args()
     folder: Path = arguments.output_dir
 

@@ -186,10 +186,12 @@ def _prompts_of_branches(prompts: DataProto, episodes: Sequence[Trajectory]) -> 
     own = RaggedTensor.of_rows(
         [row.prompt for episode in episodes for row in episode.rows], torch.int32, on_left=True
     )
+
     arrays = {
         BRANCH: [place for episode in episodes for place in range(len(episode.rows))],
         FAILURE: [episode.failure for episode in episodes for _ in episode.rows],
     }
+
     return DataProto.from_dict(
         {**rows.columns, "prompts": own}, {**rows.non_tensor_batch, **arrays}, rows.meta_info
     )

@@ -425,9 +425,11 @@ class RolloutBuffer:
         assert most is not None
         num_kept = staleness.num_finished
         scores = np.array(self._scores)
+
         # Scoring may have failed for every sample.
         spread = f"from {scores.min():.3g} to {scores.max():.3g}" if len(scores) else "no sample was scored"
         mean = f"{scores.mean():.3g}" if len(scores) else "unknown"
+
         return (
             f"step {staleness.next_step}: only {num_kept} of {num_kept + staleness.num_dropped} prompts have "
             f"samples with different scores, and {wanted} are needed; "
