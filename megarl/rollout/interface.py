@@ -82,6 +82,7 @@ class SamplingParameters:
             if value < 1:
                 raise ValueError(f"sampling {name} is {value}; it must be at least 1")
 
+        # The negation also refuses NaN.
         if not self.temperature >= 0:
             raise ValueError(
                 f"sampling temperature is {self.temperature}; give 0 (greedy) or a positive number"
@@ -385,10 +386,12 @@ def plan_requests(
         images: The image files of each prompt.
     """
     names = [""] * len(prompts) if uids is None else uids
+
     # A seed depends only on the sample's position: generate from position 0, and skip the earlier ones.
     seeds = np.random.SeedSequence(sampling.seed).generate_state((first + len(prompts)) * sampling.n)[
         first * sampling.n :
     ]
+
     return [
         GenerationRequest(
             index * sampling.n + sample,
@@ -411,6 +414,7 @@ def check_request(request: GenerationRequest, vocab_size: int, max_length: int) 
     prompt = request.prompt
     max_new_tokens = request.sampling.max_new_tokens
     name = f"the prompt of request {request.request_id}"
+
     if not prompt:
         raise ValueError(f"{name} is empty; a model needs at least one token to continue")
 

@@ -81,9 +81,11 @@ class OtherNodes:
         except (OSError, ValueError, KeyError, TypeError):  # of a stranger, such as a scan of ports
             connection.close()
             return
+
         if number not in missing:
             connection.close()
             return
+
         for option, value in _KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -65,6 +65,7 @@ class BestSolutions:
         for unit in self._space.units:
             config = with_choice(config, unit, variants[unit.name].choice)
         config = with_engines(config, engines.choice)
+
         try:
             plan = plan_placement(config)
         except ConfigError as error:
@@ -75,9 +76,12 @@ class BestSolutions:
         if step.seconds >= self.bound_s:
             self._rejections.reject(LEVEL, Reason.slower)
             return
+
+        # One violation is enough, so the others are not looked for.
         for violation in validate(config):
             self._rejections.reject(LEVEL, Reason.rules, str(violation))
             return
+
         memory = plan_memory(config, plan, self._architectures)
         for problem in budget_problems(config, memory):
             self._rejections.reject(LEVEL, Reason.memory, problem)

@@ -48,9 +48,11 @@ class Branch:
         self._rejections = rejections
         self._pools = pools
         self._memory = memory
+
         self._schedule = StepSchedule(memory.plan, generates_ahead=max_staleness > 0)
         self._max_staleness = max_staleness
         self._limit = device_bytes(space)
+
         self._shares: dict[tuple[str, int], MemoryShare] = {}
         self._units: list[tuple[Unit, int]] = []
         self._variants: list[VariantTable] = []
@@ -136,6 +138,7 @@ class Branch:
             if self._schedule.seconds({**times, GENERATION: engines.seconds}) >= self._best.bound_of_phases_s:
                 self._rejections.reject(LEVEL, Reason.slower)
                 continue
+
             share = self._memory.of_engines(engines.usage, engines.choice.num_devices)
             if peak_of_pool([*shares[pool], share]) > self._limit:
                 self._rejections.reject(LEVEL, Reason.memory, "the engines in a pool with others")

@@ -37,6 +37,7 @@ def with_choice(config: PPOConfig, unit: Unit, choice: Choice) -> PPOConfig:
         elif role.name == TEACHER:
             config = config.with_sections(teacher=replace(config.teacher, parallel=choice.parallel))
         elif choice.recomputation is None:
+            # Of the remaining roles, only the reward model does not train.
             model = replace(config.reward.model, parallel=choice.parallel)
             config = config.with_sections(reward=replace(config.reward, model=model))
         else:
@@ -109,9 +110,11 @@ def describe(choice: Choice) -> str:
         "ETP": parallel.expert_tensor_parallel_size,
         "DP": parallel.data_parallel_size,
     }
+
     parts = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["DP 1"]
     if choice.max_tokens is not None:
         parts.append(f"micro-batches of {choice.max_tokens:,} tokens")
     if choice.recomputation is not None:
         parts.append(f"recompute {choice.recomputation.how.value}")
+
     return ", ".join(parts)

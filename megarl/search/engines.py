@@ -61,11 +61,13 @@ def with_engines(config: PPOConfig, choice: EngineChoice) -> PPOConfig:
         max_concurrency=choice.concurrency,
         max_staleness=choice.max_staleness,
     )
+
     needs = config.rollout.engine.needs
     if choice.fraction is not None and needs.section is not None and needs.memory_arg is not None:
         settings = getattr(section, needs.section)
         arguments = {**settings.server_args, needs.memory_arg: choice.fraction}
         section = replace(section, **{needs.section: replace(settings, server_args=arguments)})
+
     return config.with_sections(rollout=section)
 
 
@@ -122,10 +124,12 @@ def _sizes(space: Space, policy: Architecture, pool: Pool) -> Iterator[tuple[int
     rollout = space.config.rollout
     node = space.devices_per_node
     most_tensor = min(_MOST_TENSOR, pool.num_devices)
+
     # On one node, or on 2, 4, ... whole nodes.
     free = [size for size in range(1, most_tensor + 1) if node % size == 0]
     free += [node * 2**power for power in range(1, 7) if node * 2**power <= most_tensor]
     tensors = [rollout.tensor_parallel_size] if space.is_pinned("rollout.tensor_parallel_size") else free
+
     for tensor in tensors:
         most = pool.num_engines(tensor, node)
         wanted = rollout.num_replicas if space.is_pinned("rollout.num_replicas") else most

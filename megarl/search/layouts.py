@@ -83,6 +83,7 @@ def _refined(axis: _Axes, dense: ParallelConfig, architecture: Architecture) -> 
     pipeline = dense.pipeline_parallel_size
     layers = architecture.num_hidden_layers // pipeline
     virtual = [None, *(each for each in _VIRTUAL if pipeline > 1 and layers % each == 0)]
+
     for chunks in axis.sizes("virtual_pipeline_parallel_size", virtual):
         for expert_tensor in axis.sizes("expert_tensor_parallel_size", _expert_tensors(dense, architecture)):
             groups = _expert_groups(dense.stage_size // expert_tensor, architecture)

@@ -112,15 +112,18 @@ def _compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
 def _placed(space: Space, partition: Partition, sizes: Sequence[int]) -> tuple[Pool, ...]:
     pools = []
     start = 0
+
     for units, size in zip(partition, sizes, strict=True):
         end = start + size
         node = space.devices_per_node
+        # The pool's range of devices overlaps with that of each node by this many.
         on_nodes = tuple(
             max(0, min(end, (number + 1) * node) - max(start, number * node))
             for number in range(-(-end // node))
         )
         pools.append(Pool(units, on_nodes))
         start = end
+
     return tuple(pools)
 
 
@@ -163,15 +166,18 @@ def _strategy(space: Space, partition: Partition) -> PlacementStrategy:
 def _named(space: Space) -> dict[PlacementStrategy, list[list[str]]]:
     """Return the pools of each strategy, as placement/requests.py places the roles."""
     names = [unit.name for unit in space.units]
+
     # A teacher shares the actor's devices, and a reward model those of the critic if there is one.
     policies = [name for name in names if name in ("actor", TEACHER)]
     scoring = [[name for name in names if name not in policies]]
     scoring = [] if not scoring[0] else scoring
+
     pools = {
         PlacementStrategy.hybrid: [[*policies, ROLLOUT], *scoring],
         PlacementStrategy.split_collocate: [policies, *scoring, [ROLLOUT]],
         PlacementStrategy.fully_collocate: [[*names, ROLLOUT]],
     }
+
     # Alone, a reference would have devices of its own.
     if all(len(unit.roles) == 1 for unit in space.units):
         pools[PlacementStrategy.stand_alone] = [[name] for name in (*names, ROLLOUT)]

@@ -47,6 +47,7 @@ def skeleton(space: Space, partition: Partition) -> PlacementPlan:
         for unit in units
         for role in roles.get(unit, (unit,))
     ]
+
     return PlacementPlan(
         strategy=space.config.placement.strategy,
         num_nodes=1,

@@ -74,11 +74,13 @@ def _nothing_fits(space: Space, rejections: Rejections) -> str:
         if reason not in (Reason.slower, Reason.dominated):
             example = rejections.example(level, reason)
             most[f"{level}: {reason.value}"] = (count, example)
+
     reasons = "; ".join(
         f"{count:,} {name}{f' (such as: {example})' if example else ''}"
         for name, (count, example) in sorted(most.items(), key=lambda each: -each[1][0])
     )
     pinned = f", pinned keys: {', '.join(sorted(space.pinned))}" if space.pinned else ""
+
     return (
         f"no configuration on {space.num_devices} devices is valid{pinned}. Rejected: {reasons or 'nothing'}"
         f"; use more devices, or pin fewer keys"
@@ -116,6 +118,7 @@ class _Search:
         self._architectures, unreadable = read_architectures(space.config)
         if unreadable:
             raise ConfigError("tune", [str(each) for each in unreadable])
+
         if served := judge_roles(space.config):
             raise ConfigError(
                 "tune",
@@ -124,6 +127,7 @@ class _Search:
                     "start their servers by hand, and set url and model instead of path"
                 ],
             )
+
         names = [role.name for role in model_roles(space.config)]
         if teachers := [name for name in names if name.startswith(SOURCE_TEACHER)]:
             raise ConfigError(
@@ -134,6 +138,7 @@ class _Search:
                     "them as `teacher`, and give the others layouts by hand"
                 ],
             )
+
         self.rejections = Rejections()
         self.tables = Tables(space, self._architectures, costs, self.rejections)
         self.best = BestSolutions(space, self._architectures, costs, self.rejections, num_results)
@@ -146,6 +151,7 @@ class _Search:
             for pools in device_splits(self._space, partition)
         ]
         memories: dict[Partition, PoolMemory] = {}
+
         # Fast splits first, so that slow ones are cut.
         for split in sorted(splits, key=lambda each: each.bound_s):
             self.rejections.consider("placements")
@@ -161,6 +167,7 @@ class _Search:
             except ConfigError as error:
                 self.rejections.reject("placements", Reason.rules, "; ".join(error.problems))
                 continue
+
             Branch(
                 self._space,
                 self.tables,

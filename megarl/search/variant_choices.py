@@ -44,14 +44,17 @@ def recomputations(space: Space, unit: Unit) -> Sequence[Recomputation | None]:
     role = roles_of(space.config, unit)[0]
     if role.optim is None:
         return (None,)
+
     section = role.parallel_key.removesuffix(".parallel")
     names = ("recompute", "recompute_modules", "recompute_num_layers")
     pinned = [number for number, name in enumerate(names) if space.is_pinned(f"{section}.{name}")]
+
     fitting = [
         each
         for each in _RECOMPUTATIONS
         if all(each[number] == role.recomputation[number] for number in pinned)
     ]
+
     return fitting or (role.recomputation,)
 
 

@@ -202,6 +202,7 @@ class VariantTable:
         if isinstance(waiting, _Unopened):
             self._open(waiting)
             return
+
         choice, phases, memory = waiting
         if memory is None or phases is None:
             memory = self._memory_that_fits(choice)
@@ -237,9 +238,11 @@ class VariantTable:
                 )
             ),
         )
+
         known = self._of_layout.setdefault(parallel, [])
         if any(all(one <= other for one, other in zip(each, sizes, strict=True)) for each in known):
             return True
+
         known.append(sizes)
         return False
 

@@ -311,6 +311,7 @@ class Simulation:
         trained = [index for index, is_trained in enumerate(taken.is_trained) if is_trained]
         uids = taken.prompts.non_tensor_batch["uid"]
         samples = [sample for index in trained for sample in taken.samples[index]]
+
         self.steps.append(
             Step(
                 number=number,

@@ -43,6 +43,7 @@ def _latent_inputs(
     query = heads * architecture.head_dim
     key_value = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
     latents = edge._replace(width=latent.kv_lora_rank)
+
     parts = [
         linears.replicated(f"{_LATENT}kv_down_proj", edge, latent.kv_lora_rank + latent.qk_rope_head_dim),
         edge._replace(width=latent.qk_rope_head_dim).entered(trains=False),
@@ -96,8 +97,10 @@ def _key_exchange(
     ranks = parallel.context_parallel_size
     if ranks == 1:
         return IDLE
+
     heads = architecture.num_attention_heads if architecture.latent else architecture.num_key_value_heads
     held = heads // parallel.tensor_parallel_size * 2 * architecture.head_dim * batch.tokens
+
     if batch.key_exchange is KeyExchange.gather:
         gathered, reduced = (
             call(parallel, kind, "context", ranks * held, dtype) for kind in ("all_gather", "reduce_scatter")

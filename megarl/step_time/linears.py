@@ -118,6 +118,7 @@ class Linears(NamedTuple):
         adapters = self.adapters.get(name)
         if adapters is None:
             return base
+
         rank = adapters.rank
         return joined(
             (

@@ -98,16 +98,19 @@ def fit_run(run_dir: Path, device: DeviceProfile) -> RunFit:
     architectures, violations = read_architectures(config)
     if violations:
         raise ConfigError(str(run_dir / CONFIG_FILE), list(map(str, violations)))
+
     lengths = expected_lengths(config, prompt, response)
     run = _Run(config, architectures, lengths)
     measured = _measured(config, series) | {_STEP: step_s}
     predictions = {name: _prediction(run, name) for name in measured}
+
     fitted = fit_device(
         device,
         [Observation(predictions[name], seconds) for name, seconds in measured.items()],
         _FITTED,
         pull=_PULL,
     )
+
     phases = tuple(
         MeasuredPhase(name, seconds, predictions[name](device), predictions[name](fitted))
         for name, seconds in measured.items()

@@ -193,13 +193,16 @@ def _sequences(rows: Sequence[Row], shares_prompts: bool, size: int) -> Iterator
 
     for group in groups.values():
         prompt = group[0].prompt
+        # A prompt with a single response is not shared, so both stay in one sequence.
         if len(group) == 1:
             (row,) = group
             predictors = range(prompt - 1, prompt - 1 + row.response)
             yield _Sequence(padded_length(row.tokens, size), None, predictors)
             number += 1
             continue
+
         answered = [row for row in group if row.response]
+        # The end of the prompt predicts the first token of every response.
         yield _Sequence(padded_length(prompt, size), None, range(prompt - 1, prompt), len(answered))
         for row in answered:
             yield _Sequence(padded_length(row.response, size), number, range(row.response - 1))

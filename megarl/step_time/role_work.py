@@ -114,6 +114,7 @@ def _pass(
     parallel = role.parallel
     micro_batches = micro_batches_of(config, role, architecture, lengths, trains=phase.trains)
     last = parallel.pipeline_parallel_size - 1
+
     return PassWork(
         stages=tuple(
             _stage(config, role, architecture, stage, micro_batches.typical, phase.trains)

@@ -51,13 +51,16 @@ class StagePasses:
         self._is_last = stage == role.parallel.pipeline_parallel_size - 1
         self._chunks = chunks_of_stage(architecture, role.parallel, stage)
         self._batch = batch
+
         dtype = dtype_of(config)
         self._edge = Edge(role.parallel, self._batch.tokens, architecture.hidden_size, dtype)
         self._numbers = _traits_of_chunks(architecture, self._chunks)
+
         self._layers = {
             traits: layer_work(architecture, role.parallel, traits, self._batch, dtype)
             for traits in self._numbers
         }
+
         self._trains_tower = architecture.lora is None and not role.freeze_vision
         self._tower = (IDLE, IDLE)
         if architecture.vision is not None and self._is_first:

@@ -135,6 +135,7 @@ def _buckets(parameters: Sequence[TrainedParameter], least: int | None, unit: in
         unit: The number that the elements of a bucket are padded to a multiple of.
     """
     size = 0
+
     for parameter in reversed(parameters):
         size = _padded(size, _ALIGNED)
         if parameter.is_shared and size:
@@ -144,6 +145,7 @@ def _buckets(parameters: Sequence[TrainedParameter], least: int | None, unit: in
         if parameter.is_shared or (least is not None and size >= least):
             yield _padded(size, unit)
             size = 0
+
     if size:
         yield _padded(size, unit)
 

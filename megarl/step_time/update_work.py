@@ -60,10 +60,12 @@ def router_counts(architecture: Architecture, role: ModelRole) -> Counts:
     """
     if not architecture.num_experts:
         return NOTHING
+
     losses = role.experts
     passes = 1 + bool(losses.aux_loss_coefficient)
     has_loss = bool(losses.aux_loss_coefficient or losses.z_loss_coefficient)
     sizes = architecture.num_hidden_layers * (2 * architecture.num_experts + 1)
+
     return total(
         (
             call(role.parallel, "all_reduce", "stage", sizes, "float64", passes),

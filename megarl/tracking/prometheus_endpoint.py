@@ -85,6 +85,7 @@ class PrometheusEndpoint:
         self._collector = RunCollector(run)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._collector)
+
         try:
             self._server, self._thread = start_http_server(run.prometheus_port, run.prometheus_host, registry)
         except OSError as error:
@@ -92,6 +93,7 @@ class PrometheusEndpoint:
                 f"cannot listen on {run.prometheus_host}:{run.prometheus_port} ({error}); change "
                 f"tracking.prometheus_host or tracking.prometheus_port"
             ) from error
+
         self.port: int = self._server.server_port
         _log.info("Prometheus: metrics are at http://%s:%d/metrics", run.prometheus_host, self.port)
 

@@ -81,8 +81,10 @@ class Timeline:
             }
             for (pool, role, rank), thread in self._threads.items()
         ]
+
         if counts := list(self._counts.copy()):
             names.append({"name": "process_name", "ph": "M", "pid": -1, "args": {"name": _COUNTERS}})
+
         content = json.dumps({"traceEvents": names + self._events + counts, "displayTimeUnit": "ms"})
         with writing(self._output_dir):
             write_whole(self._output_dir / TIMELINE_FILE, content)

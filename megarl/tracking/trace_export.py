@@ -36,10 +36,13 @@ class _ReportedOnce(SpanExporter, logging.Filter):
         self._exporter = trace_exporter.OTLPSpanExporter(
             None if endpoint is None else endpoint.rstrip("/") + _PATH
         )
+
         self._messages: list[str] = []
         self._has_failed = False
         self._is_failing = False
         self._is_closing = False
+
+        # The exporter only logs why spans were not sent. This filter reads it.
         self._loggers = [logging.getLogger(name) for name in (trace_exporter.__name__, _QUEUE)]
         for logger in self._loggers:
             logger.addFilter(self)
@@ -52,9 +55,11 @@ class _ReportedOnce(SpanExporter, logging.Filter):
         """Send spans. This runs in the thread of the span processor."""
         if self._is_closing and self._is_failing:
             return SpanExportResult.FAILURE
+
         self._messages.clear()
         result = self._exporter.export(spans)
         self._is_failing = result is SpanExportResult.FAILURE
+
         if self._is_failing and not self._has_failed:
             self._has_failed = True
             _log.warning(
@@ -62,6 +67,7 @@ class _ReportedOnce(SpanExporter, logging.Filter):
                 "OTEL_EXPORTER_OTLP_ENDPOINT or tracking.otlp_endpoint: %s",
                 next(iter(self._messages), "no reason was given"),
             )
+
         return result
 
     def begin_close(self) -> None:
@@ -95,10 +101,12 @@ class OpenTelemetryTraces:
         whole = next((phase for phase in phases if phase.name == STEP), None)
         if whole is None:
             return
+
         parent = self._tracer.start_span(
             STEP, start_time=_ns(whole.start_s), attributes=self._attributes(step, whole)
         )
         context = set_span_in_context(parent)
+
         for phase in phases:
             if phase is not whole:
                 child = self._tracer.start_span(
@@ -108,6 +116,7 @@ class OpenTelemetryTraces:
                     attributes=self._attributes(step, phase),
                 )
                 child.end(_ns(phase.end_s))
+
         parent.end(_ns(whole.end_s))
 
     def _attributes(self, step: int, phase: Span) -> Mapping[str, str | int]:

@@ -39,6 +39,7 @@ class WandbService:
             config=dict(run.config),
             settings=settings,
         )
+
         run.keep_run_id(_NAME, run_id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

@@ -62,6 +62,7 @@ class AdvantageStep:
         episodes = merge_branches(batch)
         tensors = episodes.columns
         rewards, metrics = self._rewards(tensors, len(episodes))
+
         inputs = AdvantageInputs(
             token_level_rewards=rewards,
             response_mask=_scored_tokens(tensors["response_mask"], episodes.tensors),
@@ -77,11 +78,13 @@ class AdvantageStep:
             teacher_log_prob=tensors.get("teacher_log_prob"),
         )
         estimate = self._estimate(inputs, self._algorithm.advantage)
+
         added: dict[str, Column] = {
             "token_level_rewards": rewards,
             "advantages": estimate.advantages,
             "returns": estimate.returns,
         }
+
         metrics |= self.teacher_metrics(tensors, inputs.response_mask)
         if episodes is not batch:
             added = dict(split_branches(cast("dict[str, RaggedTensor]", added), batch))

@@ -187,9 +187,11 @@ class Checkpointer:
                 break
             yield step
             self.last_step = step
+
             # The metrics of this step are complete now, so its checkpoint may be committed.
             self._retry(self._continue_save)
             self._write_driver_state(step)
+
         self._retry(lambda: self._continue_save(at_end=True))
         if self._uploads is not None:
             self._uploads.finish()

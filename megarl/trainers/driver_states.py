@@ -40,14 +40,17 @@ class DriverStates:
         """Write the state after a step, and remove those before the last snapshot but one. Raises OSError."""
         partial = self.path / f".{step_name(step)}.partial"
         final = self.path / step_name(step)
+
         if partial.exists():  # a previous write failed
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
         write_files(partial)
+
         # A step that was repeated after a loss has a state already.
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
+
         for old in self.steps()[NUM_KEPT:]:
             shutil.rmtree(old)
 

@@ -183,6 +183,7 @@ class Evaluation:
             batch = merge_branches(batch.union(reward.score(batch, with_texts=True)))
             arrays = batch.non_tensor_batch
             lengths = row_lengths(batch.columns["response_mask"]).tolist()
+
             yield [
                 ScoredSample(
                     uid=arrays["uid"][row],

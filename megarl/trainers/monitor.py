@@ -103,6 +103,7 @@ class Monitor:
         self._predict = predict
         self._profile = profile
         self._watch = watch
+
         self._metrics: dict[str, float] = {}
         self._spans: list[Span] = []
         self._testing_spans: list[Span] = []

@@ -91,13 +91,16 @@ class PPOTrainer:
         if own_loop:
             rules = rules._replace(greedy=False, scores_early=False)
         self.prompts = make_buffered_rollout(config, roles, prompts, checkpoints, rules, own_loop=own_loop)
+
         self.evaluation = evaluation
         self.monitor = monitor
         self.checkpoints = checkpoints
         self.recovery = recovery or NoRecovery()
+
         self._status = StatusOfRun(
             config, roles, monitor, self.prompts, self.recovery, lambda: checkpoints.seconds
         )
+
         self._rows = SampleRows(config)
         self._batches = RecordedBatches(Path(config.trainer.output_dir), config.tracking.record_batches)
         self._sample = Sampling(self.prompts, roles.reward, rules, config.agent.max_error_rate)

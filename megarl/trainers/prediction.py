@@ -39,9 +39,11 @@ class StepPrediction:
         """
         if _PROMPT not in measured or _RESPONSE not in measured:
             return {}
+
         # Episodes of agents may be longer than one response.
         prompt = min(max(1.0, measured[_PROMPT]), self._config.longest_prompt)
         response = min(max(1.0, measured[_RESPONSE]), self._config.longest_response)
+
         step = predict_step(
             self._config,
             self._plan,
@@ -49,5 +51,6 @@ class StepPrediction:
             self._device,
             expected_lengths(self._config, prompt, response),
         )
+
         phases = {f"predicted_s/{name}": seconds for name, seconds in step.driver_s.items()}
         return {"perf/predicted_step_s": step.seconds, **phases}

@@ -93,10 +93,13 @@ def replay(
             if recorded.checkpoint is not None:
                 path = str((recorded.checkpoint / role.name).absolute())
                 model.group.call(MegatronWorker.load_checkpoint, path).get()
+
+            # Repeat the updates since the checkpoint, which lead to the state before the recorded step.
             *earlier, last = recorded.batches.items()
             for step, batch in earlier:
                 if role in trained_roles(config, step):
                     _update(model, batch, step, config)
+
             trace = str((folder / role.name).absolute())
             model.group.call(MegatronWorker.begin_trace, trace, share).get()
             metrics |= _update(model, last[1], recorded.step, config)

@@ -172,8 +172,10 @@ def read_driver_state(folder: Path, config: RunConfig, sizes: Mapping[str, int])
     """
     state = _state(folder, step_of(folder))
     changes = _changes(folder, config)
+
     layouts = tuple(f"{role.parallel_key}." for role in model_roles(config) if role.optim is not None)
     has_this_layout = not any(change.key.startswith(layouts) for change in changes)
+
     found = Resume(
         checkpoint=folder,
         step=state["step"],
@@ -182,6 +184,7 @@ def read_driver_state(folder: Path, config: RunConfig, sizes: Mapping[str, int])
         is_own=True,
         snapshot=TakenSnapshot(state["step"], sizes, has_this_layout),
     )
+
     return _resume(found, config, [])
 
 
@@ -366,8 +369,10 @@ def older_ones(damaged: Path) -> str:
         for path in CheckpointFolder(damaged.parent).whole()
         if path.name < damaged.name and _is_whole(path)
     ]
+
     if not whole:
         return "There is no older complete checkpoint"
+
     return (
         "Older complete checkpoints: "
         + ", ".join(map(str, reversed(whole)))

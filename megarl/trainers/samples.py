@@ -136,6 +136,7 @@ def _of_rows(batch: DataProto, step: int) -> dict[str, Any]:
     """Return the columns with one value per row."""
     arrays = batch.non_tensor_batch
     parts = batch.tensors["score_parts"]
+
     return {
         "step": [step] * len(batch),
         "uid": [str(uid) for uid in arrays["uid"]],

@@ -48,9 +48,11 @@ def refuse_failures(batch: DataProto, step: int, max_failed: float) -> None:
     """Raise FailedProgramsError if the programs of too many episodes failed."""
     if FAILURE not in batch.non_tensor_batch:
         return
+
     num_episodes = len(last_rows(batch))
     # A failed episode has one row.
     kinds = Counter(kind for kind in batch.non_tensor_batch[FAILURE] if kind is not None)
+
     if kinds.total() > max_failed * num_episodes:
         raise FailedProgramsError(
             f"step {step}: the agent programs of {kinds.total()} of {num_episodes} episodes failed, more "

@@ -49,15 +49,18 @@ class SpeedHistory:
         """Record how long the same work took in an update, by rank. Returns ranks that have become slow."""
         found = []
         in_order = sorted(seconds.values())
+
         for rank, own_s in seconds.items():
             ratio = own_s / _median_of_others(in_order, own_s)
             last = self._ratios[rank] = [*self._ratios[rank], ratio][-NUM_UPDATES:]
             num_slow = sum(ratio > self._factor for ratio in last)
+
             if num_slow == NUM_UPDATES and rank not in self._slow:
                 self._slow.add(rank)
                 found.append(SlowRank(rank, median(last)))
             elif num_slow == 0 and len(last) == NUM_UPDATES:
                 self._slow.discard(rank)
+
         return found
 
     def largest_ratio(self, num_updates: int) -> float:

@@ -88,6 +88,7 @@ class Uploads:
 
     def _copy(self, checkpoint: Path) -> None:
         start_s = time.monotonic()
+
         try:
             nbytes = self._storage.upload(checkpoint)
         except (CheckpointError, OSError) as error:
@@ -95,6 +96,7 @@ class Uploads:
             self._error = error if isinstance(error, CheckpointError) else CheckpointError(str(error))
             self._say(f"{checkpoint.name} could not be copied: {error}")
             return
+
         self._error = None
         seconds = time.monotonic() - start_s
         self._say(
