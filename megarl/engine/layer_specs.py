@@ -224,7 +224,7 @@ def _set_delta_net(layer: ModuleSpec, architecture: Architecture, layers: Layers
         params={"delta_net": architecture.delta_net, "input_layer": inputs, "output_layer": outputs},
     )
 
-    # Checkpoints name the norm as Transformer Engine does, which has it in the projection behind it.
+    # Checkpoints name the norm as Transformer Engine does, which has it in the next projection.
     stored = dict(modules.sharded_state_dict_keys_map)
     if stored.pop("input_layernorm.", None) is not None:
         stored["input_layernorm."] = "self_attention.in_proj.layer_norm_"

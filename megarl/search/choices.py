@@ -37,7 +37,7 @@ def with_choice(config: PPOConfig, unit: Unit, choice: Choice) -> PPOConfig:
         elif role.name == TEACHER:
             config = config.with_sections(teacher=replace(config.teacher, parallel=choice.parallel))
         elif choice.recomputation is None:
-            # Of the remaining roles, only the reward model does not train.
+            # Only the reward model remains, which does not train.
             model = replace(config.reward.model, parallel=choice.parallel)
             config = config.with_sections(reward=replace(config.reward, model=model))
         else:
