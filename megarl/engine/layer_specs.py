@@ -315,7 +315,8 @@ def mark_cut_parameters(model: torch.nn.Module) -> None:
                 set_tensor_model_parallel_attributes(
                     parameter, is_parallel=True, dim=int(kind in rows), stride=stride
                 )
-            parameter.gates_apart = gates_apart  # pyrefly: ignore[missing-attribute]  # see cpu_adaptations.py
+            # pyrefly: ignore[missing-attribute]  # see cpu_adaptations.py
+            parameter.gates_apart = gates_apart
 
 
 def forget_routes(model: torch.nn.Module) -> None:

@@ -320,7 +320,8 @@ class ModelChunk(GPTModel):
         if architecture.local_rope is not None:
             set_local_rotation(self.decoder.layers, architecture, like=self.rotary_pos_emb)
 
-    # pyrefly: ignore[bad-override]  # only `packed_seq_params` and `decoder_input` of Megatron's options are used
+    # Of Megatron's options, only `packed_seq_params` and `decoder_input` are used.
+    # pyrefly: ignore[bad-override]
     def forward(
         self,
         tokens: Tensor,

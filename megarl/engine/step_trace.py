@@ -86,7 +86,8 @@ class StepTrace:
         groups = self._engine.groups
         if groups.tensor_rank == 0:
             arrays = {name: torch.cat(parts).numpy() for name, parts in self._recorded.items()}
-            np.savez(folder / forward_file(dist.get_rank()), **arrays)  # pyrefly: ignore[bad-argument-type]  # no name is allow_pickle
+            # pyrefly: ignore[bad-argument-type]  # no name is allow_pickle
+            np.savez(folder / forward_file(dist.get_rank()), **arrays)
         self._recorded.clear()
         self._number += 1
 

@@ -81,7 +81,8 @@ def start_reaper(owner: str, whole_group: bool, named: Sequence[int] = ()) -> in
     # The prefix of their names, before which the kernel puts `sem.`.
     semaphores = f"mp-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
     # multiprocessing has no public setting for the prefix.
-    multiprocessing.current_process()._config["semprefix"] = f"/{semaphores}"  # pyrefly: ignore[missing-attribute]
+    # pyrefly: ignore[missing-attribute]
+    multiprocessing.current_process()._config["semprefix"] = f"/{semaphores}"
     # The reaper must not have the mark, or it would end itself with the others.
     environment = {key: value for key, value in os.environ.items() if key != OWNER}
     arguments = [str(number) for number in (os.getpid(), group, *named)]

@@ -84,7 +84,8 @@ class BareContext(SpawnContext):
             )
 
     # The method name of multiprocessing.
-    def Process(self, *arguments: Any, **named: Any) -> BareProcess:  # pyrefly: ignore[bad-override]  # noqa: N802
+    # pyrefly: ignore[bad-override]
+    def Process(self, *arguments: Any, **named: Any) -> BareProcess:  # noqa: N802
         process = BareProcess(*arguments, **named)
         process.launcher = str(self.launcher)
         return process

@@ -51,14 +51,14 @@ def _wrong_marks(engine: MegatronEngine, parameters: Mapping[str, torch.nn.Param
         axis = AXES[weight.cut].cut
         expected = 0 if weight.cut in _IN_FIRST_DIMENSION else axis
         is_marked = getattr(parameter, "tensor_model_parallel", False)
+        marked = getattr(parameter, "partition_dim", None)
 
         if expected is None and is_marked:
             yield f"{weight.megatron_name} is replicated, but marked as sharded over {shards} ranks"
         elif expected is not None and not is_marked:
             yield f"{weight.megatron_name} is sharded over {shards} ranks, but not marked"
-        elif expected is not None and parameter.partition_dim != expected:  # pyrefly: ignore[missing-attribute]
-            dim = parameter.partition_dim
-            yield f"{weight.megatron_name} is sharded along dimension {expected}, but marked for {dim}"
+        elif expected is not None and marked != expected:
+            yield f"{weight.megatron_name} is sharded along dimension {expected}, but marked for {marked}"
 
 
 def _separate_gradients(model: torch.nn.Module) -> Iterator[str]:

@@ -93,7 +93,7 @@ class RatedPairColumnsConfig(PairColumnsConfig):
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     # files of prompts: .parquet, .jsonl, .csv, or a folder saved by `datasets`
-    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # pyrefly: ignore[bad-assignment]
+    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))
     # sampling weight of each of train_files, as its share of the rows; empty: each row is used once per epoch
     train_weights: list[float] = field(default_factory=list)
     # held-out prompts, for validation
@@ -125,7 +125,7 @@ class SFTDataConfig:
     """
 
     # files of conversations: .parquet, .jsonl, .csv, or a folder saved by `datasets`
-    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # pyrefly: ignore[bad-assignment]
+    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))
     # sampling weight of each of train_files, as its share of the rows; empty: each row is used once per epoch
     train_weights: list[float] = field(default_factory=list)
     # held-out conversations, for the validation loss
@@ -150,7 +150,7 @@ class PreferenceDataConfig:
     """Rows with a prompt and two answers to it, of which `chosen` is preferred to `rejected`."""
 
     # files of pairs: .parquet, .jsonl, .csv, or a folder saved by `datasets`
-    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))  # pyrefly: ignore[bad-assignment]
+    train_files: list[str] = field(default=MISSING, metadata=names(InputKind.data))
     # sampling weight of each of train_files, as its share of the pairs; empty: each pair is used once per
     # epoch
     train_weights: list[float] = field(default_factory=list)

@@ -8,7 +8,7 @@ from dataclasses import Field, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-MISSING = "???"  # OmegaConf's marker for a required value
+MISSING: Any = "???"  # OmegaConf's marker for a required value, of any type
 # Limit of any number, with either sign: a larger one is a typo, and would be harmful as a count or a seed.
 LARGEST = 10**9
 

@@ -56,7 +56,9 @@ def _period(decimals: str) -> tuple[str, str] | None:
     """
     for length in range(1, min(len(decimals) // 2, _LONGEST_PERIOD) + 1):
         period = decimals[-length:]
-        shown = len(re.search(f"(?:{period})+$", decimals).group()) // length  # pyrefly: ignore[missing-attribute]
+        repeated = re.search(f"(?:{period})+$", decimals)
+        assert repeated is not None, "the decimals end in the period"
+        shown = len(repeated.group()) // length
         if shown >= (3 if length == 1 else 2):
             return decimals[: len(decimals) - shown * length], period
     return None

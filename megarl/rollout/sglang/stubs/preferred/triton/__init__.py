@@ -41,7 +41,7 @@ class _Module(types.ModuleType):
         super().__init__(name)
         self.__path__: list[str] = []
         self.__package__ = name
-        self.__spec__ = importlib.machinery.ModuleSpec(name, _Finder, is_package=True)  # type: ignore[arg-type]
+        self.__spec__ = importlib.machinery.ModuleSpec(name, _Finder, is_package=True)
 
     def __getattr__(self, name: str) -> Any:
         return _resolve(self.__name__, name)
@@ -80,7 +80,7 @@ class _Finder:
         name: str, path: Sequence[str] | None = None, target: object = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name.startswith("triton."):
-            return importlib.machinery.ModuleSpec(name, _Finder, is_package=True)  # type: ignore[arg-type]
+            return importlib.machinery.ModuleSpec(name, _Finder, is_package=True)
         return None
 
     @staticmethod
