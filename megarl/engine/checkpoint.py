@@ -161,6 +161,7 @@ def write_tensors(folder: Path, shards: Iterable[Shard], copy: Callable[[Tensor,
     Raises:
         CheckpointError: A rank cannot write. Raised on all ranks.
     """
+    # The other ranks wait here until the folder exists.
     _on_all_ranks(
         lambda: folder.mkdir(parents=True, exist_ok=True) if dist.get_rank() == 0 else None, folder, "written"
     )
@@ -399,6 +400,7 @@ def _agree(failure: _Failure | None) -> None:
     """Raise CheckpointError on every rank if any of them failed, with the message of the first."""
     failures: list[_Failure | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
+    # Every rank raises, or the others would wait for this one in their next collective.
     for each in failures:
         if each is not None:
             raise CheckpointError(each.message, hint=each.hint)

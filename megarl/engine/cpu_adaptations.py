@@ -199,6 +199,7 @@ def no_compiler() -> Generator[None]:
     It is bound to torch.compile while Megatron is imported.
     """
     compiler = torch.compile
+    # Called with options only, torch.compile returns a decorator.
     torch.compile = lambda model=None, **options: model if model is not None else (lambda function: function)
 
     try:

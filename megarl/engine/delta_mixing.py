@@ -191,6 +191,7 @@ class _Recomputed(torch.autograd.Function):
             tensor.detach().requires_grad_(needed)
             for tensor, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
         ]
+        # The forward pass saved the inputs only, so the function runs again.
         with torch.enable_grad():
             output = function(*inputs, *rest)
         wanted = [tensor for tensor in inputs if tensor.requires_grad]

@@ -213,6 +213,7 @@ def _in_sections(entry: ShardedTensor, sections: list[int], ranks: int) -> Shard
         whole = 0
 
         for part in tensor.split(sections):
+            # The parts of earlier sections on all ranks come before this section.
             offset = list(entry.global_offset)
             offset[axis] = whole * ranks + rank * len(part)
             built.append(

@@ -101,6 +101,7 @@ def _check(name: str, at: Tensor, counts: list[int], vision: Vision) -> None:
         )
 
     for run in at.split(counts) if counts else ():
+        # Positions ascend, so a gap makes the distance from first to last larger.
         if int(run[-1]) - int(run[0]) != len(run) - 1:
             raise ValueError(f"{name}: the {len(run)} tokens of an image are not contiguous in the prompt")
 

@@ -99,6 +99,7 @@ class _WideNorm(torch.autograd.Function):
     # pyrefly: ignore[bad-override]  # torch declares `*grad_outputs`
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         hidden, scale, weight = ctx.saved_tensors
+        # With s = 1 / rms(h), n = h s and y = n w: dh = s (g w - n mean(g w n)), and dw = sum(g n).
         normalized = hidden.float().mul_(scale)
         products = (gradient * normalized).flatten(0, -2)
         projection = (products @ weight).div_(weight.shape[0]).view(scale.shape)

@@ -123,6 +123,7 @@ class LinearAdapters(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map the layer's inputs (T, ..., inputs) to what is added to its outputs (T, ..., outputs)."""
         adapters = [getattr(self, name) for name, _ in self._parts if name is not None]
+        # The projections of a layer have the same inputs, so one product with all A is enough.
         a = torch.cat([adapter.a for adapter in adapters]) if len(adapters) > 1 else adapters[0].a
         if self._is_expert and self._size > 1:
             return self._of_expert(hidden, a, adapters)
@@ -159,11 +160,14 @@ class LinearAdapters(torch.nn.Module):
         """Multiply each projection's part of `low` with its B, and join the outputs in the layer's order."""
         products = (F.linear(part, each) for part, each in zip(low.chunk(len(b), -1), b, strict=True))
         outputs = [
+            # A projection without an adapter adds nothing.
             next(products) if name is not None else low.new_zeros(*low.shape[:-1], size)
             for name, size in self._parts
         ]
         if len(outputs) == 1:
             return outputs[0]
+
+        # The outputs of the layer are ordered by group: its queries, keys and values come together.
         by_group = [output.unflatten(-1, (self._num_groups, -1)) for output in outputs]
         return torch.cat(by_group, -1).flatten(-2)
 

@@ -257,6 +257,7 @@ def _set_positions_in_three_axes(
     if inputs.packed is None or inputs.places is None:
         raise ValueError("a model with a vision tower reads packed rows: use engine.packing=true")
 
+    # The source of a padding token is the element that is appended here.
     own = torch.nn.functional.pad(positions, (0, 1))[:, inputs.places.sources]
     set_positions(
         inputs.packed.cu_seqlens_q,
@@ -270,6 +271,7 @@ def _image_inputs(
 ) -> ImageInputs:
     """Return the images, and the features of the tokens in this rank's slice of the sequence."""
     assert inputs.places is not None
+    # A padding token has no feature.
     own = torch.nn.functional.pad(found.features, (0, 1), value=-1)[inputs.places.sources]
     size = len(own) // cut.size
     own = own[cut.rank * size : (cut.rank + 1) * size]

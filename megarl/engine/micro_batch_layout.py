@@ -143,6 +143,7 @@ class ConcatenatedRows(NamedTuple):
         lengths = prompts + responses
         row_of = torch.repeat_interleave(rows, lengths)
         response_row = torch.repeat_interleave(rows, responses)
+        # The cumulative sum up to a row, without the row, is its start in the concatenation.
         offset = torch.arange(len(row_of)) - (lengths.cumsum(0) - lengths)[row_of]
         response_offset = torch.arange(len(response_row)) - (responses.cumsum(0) - responses)[response_row]
 
@@ -159,6 +160,8 @@ class ConcatenatedRows(NamedTuple):
         """Return `TokenPositions.origins`, given the first row with the prompt of each row."""
         lengths = self.prompts + self.responses
         starts = (lengths.cumsum(0) - lengths)[torch.tensor(firsts)]
+
+        # Only prompts are shared. A response token is its own origin.
         return torch.where(
             self.offset < self.prompts[self.row_of],
             starts[self.row_of] + self.offset,

@@ -181,9 +181,11 @@ class RouterStatistics:
         These are the largest fraction of a layer's tokens that went to one expert, and each loss without its
         coefficient, averaged over the layers.
         """
+        # Dense layers count no tokens.
         num_layers = (self.tokens.sum(1) > 0).sum().clamp(min=1)
         found = {"expert_share/max": self.shares.max()}
         if self.losses is not None and self.losses.aux_loss_coefficient:
+            # The loss of Switch Transformers (arXiv:2101.03961, equation 4), here as the mean over layers.
             found["aux_loss"] = self._num_experts * (self.shares * self.probabilities).sum() / num_layers
         if self.losses is not None and self.losses.z_loss_coefficient:
             found["z_loss"] = self.squares.sum() / num_layers

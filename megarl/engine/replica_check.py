@@ -101,6 +101,7 @@ def suspected(ranks: Sequence[HeldSums]) -> tuple[tuple[int, ...], str]:
     """
     for rank, held in enumerate(ranks):
         for place, (members, sums) in enumerate(held.copies):
+            # Each set of copies is compared once, when its first rank is visited.
             if rank != members[0]:
                 continue
             for name in sums:

@@ -47,6 +47,7 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     """
     original = scaling.original_max_position_embeddings
     wavelength = 2 * math.pi / frequencies
+    # From 0 for the longest wavelengths that are blended to 1 for the shortest.
     smooth = (original / wavelength - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
     )
@@ -65,6 +66,7 @@ def _yarn(frequencies: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
 
     def dimension(rotations: float) -> float:
         """Return the dimension that rotates that many times within the original context length."""
+        # Solves original / (2 pi theta ** (2 d / rotary_dim)) = rotations for d.
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension(scaling.beta_fast)

@@ -68,6 +68,8 @@ class _Rotation(torch.autograd.Function):
         ctx.interleaved = interleaved
         turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
         rotated = 2 * cos.shape[-1]
+        # Interleaved pairs become halves. Queries and keys are permuted equally, which does not change their
+        # products.
         _rotate(_pairs(heads, rotated, interleaved), _pairs(turned, rotated), cos, sin, direction=1)
         turned[..., rotated:] = heads[..., rotated:]
         return turned

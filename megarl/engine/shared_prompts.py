@@ -351,6 +351,8 @@ def _mask(query: Tensor, num_keys: int, window: int) -> Tensor | None:
     num_queries = len(query)
     if not window and num_keys == num_queries:
         return None
+
+    # The queries are at the last positions of the keys.
     at = torch.arange(num_queries, device=query.device)[:, None] + num_keys - num_queries
     keys = torch.arange(num_keys, device=query.device)
     hidden = keys > at

@@ -22,6 +22,8 @@ class SpeedProbe:
         self._is_cuda = platform.current().is_cuda
         edge, self._repeats = ON_CUDA if self._is_cuda else ON_CPU
         dtype = torch.bfloat16 if self._is_cuda else torch.float32
+        # The product of two such matrices is the same matrix, so values neither grow nor vanish when it is
+        # repeated.
         self._factor = torch.full((edge, edge), 1 / edge, dtype=dtype, device=platform.current().device)
         self._product = self._factor.clone()
 

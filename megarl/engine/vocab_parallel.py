@@ -61,6 +61,7 @@ class _Vocabulary(NamedTuple):
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return float32 logits (t, size) of hidden (t, H) and weight (>= size, H)."""
+        # The rows after the first `size` only pad the vocabulary.
         columns = weight[: self.size]
         logits = product_in_float32(hidden, columns) if self.in_float32 else product(hidden, columns).float()
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
