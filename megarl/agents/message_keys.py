@@ -18,6 +18,7 @@ def message_key(message: Mapping[str, Any]) -> str:
     calls, reasoning, and all other fields do not count.
     """
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in _calls(message)]
+    # The order of arguments does not matter.
     return json.dumps([message["role"], message.get("content") or "", calls], sort_keys=True)
 
 

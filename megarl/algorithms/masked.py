@@ -278,6 +278,7 @@ def front_slots(mask: Tensor) -> Tensor | None:
     The index of invalid tokens of mask (b, R) is R. The result is None if all valid tokens are at the front
     already.
     """
+    # The difference of neighbors is positive where a valid token follows an invalid one.
     if not (mask[:, 1:] > mask[:, :-1]).any():
         return None
     return torch.where(mask, mask.cumsum(1) - 1, mask.shape[1])

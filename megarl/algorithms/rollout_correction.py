@@ -161,6 +161,7 @@ class _WeightTotals(NamedTuple):
 
     def with_block(self, raw: Tensor, limited: Tensor) -> _WeightTotals:
         """Add a block of ratios and their weights, (n,) each."""
+        # Sums over millions of tokens lose digits in float32.
         exact = limited.double()
         return _WeightTotals(
             self.number + len(exact),
@@ -172,6 +173,7 @@ class _WeightTotals(NamedTuple):
     def metrics(self, kind: CorrectionKind) -> dict[str, float]:
         name = "fraction_truncated" if kind is CorrectionKind.truncate else "fraction_masked"
         count = max(self.number, 1)
+        # The effective sample size is Kish's, as a share of the tokens.
         return {
             "rollout_correction/weight_mean": self.weights / count,
             "rollout_correction/effective_sample_size": self.weights**2 / (count * self.squares)
@@ -302,6 +304,7 @@ def _accepted(
     old_log_probs: Column, rollout_log_probs: Column, mask: Column, config: RejectionConfig
 ) -> Tensor:
     """Return which responses are within the limits, (B,) bool."""
+    # Schulman's estimators of KL(rollout || old), with x = log old - log rollout.
     value = {
         RejectionEstimator.k1: torch.neg,
         RejectionEstimator.k2: lambda x: 0.5 * x.square(),

@@ -260,6 +260,7 @@ def last_words(logs: str | None) -> list[str]:
         if not file.name.startswith(("raylet", "gcs_server")):
             continue
         severe = [line for line in file.read_text(errors="replace").splitlines() if _SEVERE.match(line)]
+        # Daemons repeat some lines many times.
         words += [f"  {file}: {line[:_NUM_CHARACTERS]}" for line in dict.fromkeys(severe[-_NUM_LINES:])]
 
     return words

@@ -251,6 +251,7 @@ def _wait(references: list[ray.ObjectRef], pending: _Pending, wait_s: float) -> 
 
 def _late_failures(pending: _Pending) -> list[RankFailure]:
     failures: list[RankFailure] = []
+    # The first failure may be a consequence of another rank's, which arrives a little later.
     end_s = time.monotonic() + GRACE_S
     while pending and time.monotonic() < end_s:
         failures += _collect_ended(pending, end_s - time.monotonic())

@@ -141,4 +141,5 @@ def _compare(actor: Any) -> tuple[float, float]:
     before = time.time()
     there: float = ray.get(actor.now.remote(), timeout=5)
     after = time.time()
+    # The node is assumed to have read its clock halfway through the query, as in NTP.
     return (after - before) / 2, there - (before + after) / 2

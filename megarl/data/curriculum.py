@@ -229,6 +229,7 @@ class CurriculumLoader(RowLoader):
         if len(rows) < num_wanted:
             rows += self._sample(num_wanted - len(rows))
 
+        # Draws are linked, so that `state_at` finds the rows that were served after a position.
         draw = self._next
         draw.rows = rows
         draw.following = self._next = _Draw(draw.serial + num_wanted)

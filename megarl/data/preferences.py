@@ -128,6 +128,7 @@ def _margin(row: DataRow, columns: PairColumnsConfig) -> float:
     if column is None:
         return 0.0
     value = row.values[column]
+    # In Python, booleans are integers. NaN is not less than infinity.
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
         raise row.error(column, f"found {value!r}, expected a number, such as 1.0")
     return float(value)

@@ -64,6 +64,7 @@ class TurnTemplate:
     def read(self, token_ids: list[int]) -> str:
         """Return the text that the model wrote, without the token that ended it."""
         is_ended = bool(token_ids) and token_ids[-1] in self._special_ids
+        # Special tokens inside the text stay, because tool calls may consist of them.
         return str(
             self._tokenizer.decode(token_ids[:-1] if is_ended else token_ids, skip_special_tokens=False)
         )

@@ -62,6 +62,7 @@ class ExternalHarness:
 
         @app.post("/sessions")
         async def claim(request: Request) -> Response:
+            # The time that the comparison takes must not depend on the key.
             if not hmac.compare_digest(bearer_key(request).encode(), self._key.encode()):
                 raise ApiError(
                     f"the key is not that of the run, {KEY_VARIABLE}", status=401, code="invalid_api_key"

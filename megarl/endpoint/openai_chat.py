@@ -178,6 +178,7 @@ def _content(choice: SampledChoice) -> dict[str, Any]:
         }
         for call in choice.calls
     ]
+    # In OpenAI's API, the content of a message with calls only is null.
     return {
         "content": choice.text or (None if calls else ""),
         **({"reasoning_content": choice.reasoning} if choice.reasoning else {}),

@@ -222,6 +222,7 @@ class AgentSession:
         place, stop = min(found)
 
         ids = sample.token_ids.tolist()
+        # If a prefix contains the text, every longer one does, so the shortest one can be bisected.
         count = 1 + bisect_left(
             range(1, len(ids)), True, key=lambda number: stop in self._tokens.plain(ids[:number], query.tools)
         )

@@ -181,6 +181,7 @@ def end_processes_of(owner: str, group: int = 0, limit_s: float = 10.0) -> list[
     mapped: set[Path] = set()
     while (left := processes_of(owner, group)) and time.monotonic() < deadline:
         for pid in left:
+            # A process that is killed has no mappings any more.
             mapped |= shared_files_of(str(pid))
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

@@ -51,6 +51,7 @@ def _status(field: str) -> int:
     line = next(
         line for line in (_PROCESS / "status").read_text().splitlines() if line.startswith(field + ":")
     )
+    # The unit of /proc/PID/status is kB.
     return int(line.split()[1]) * 1024
 
 

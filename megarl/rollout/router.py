@@ -86,6 +86,7 @@ class RequestRouter[Request]:
         """Add replicas, or remove those with the highest numbers, whose requests must have been requeued."""
         joining = num_replicas - len(self._in_flight)
         assert not any(self._in_flight[num_replicas:])
+        # If replicas are removed, `joining` is negative and nothing is appended.
         self._in_flight = self._in_flight[:num_replicas] + [set() for _ in range(joining)]
         self._cancelled = self._cancelled[:num_replicas] + [set() for _ in range(joining)]
 

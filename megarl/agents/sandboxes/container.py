@@ -329,6 +329,7 @@ class _Engine:
 
         writer.write(head.encode() + content)
         answer = await reader.readuntil(b"\r\n\r\n")
+        # Engines that ignore `Upgrade` hand over the connection with status 200.
         if int(answer.split(maxsplit=2)[1]) not in (101, 200):
             why = _reason(await reader.read(_MEGABYTE))
             writer.close()

@@ -121,13 +121,16 @@ class BufferedRollout:
         """
         if not self._prompts.reads_scores:
             return
+
         episodes = last_rows(batch)
         arrays = episodes.non_tensor_batch
         are_scored = episodes.tensors.get("is_scored", torch.ones(len(episodes), dtype=torch.bool))
+
         of_step: dict[str, list[float]] = {}
         for uid, score, is_scored in zip(arrays["uid"], arrays["score"], are_scored.tolist(), strict=True):
             if is_scored:
                 of_step.setdefault(str(uid), []).append(float(score))
+
         self._prompts.check_uids(of_step)
         self._scores.setdefault(step, {}).update(of_step)
 

@@ -140,12 +140,14 @@ def _sessions(rows: DataProto, branches: list[Trajectory], begins: list[int]) ->
         own = branches[begin:end]
         first = own[0]
         first_failure = rows.non_tensor_batch["failure"][begin]
+        # A failed episode has one row, and no end.
         if first_failure is not None:
             first.failure = first_failure
             episodes.append(first)
             continue
         assert first.end is not None
         episodes.append(session_trajectory(first.prompt, own, first.end, first.num_calls))
+
     return episodes
 
 

@@ -98,6 +98,7 @@ class GenerationThread:
         self._is_held = self._is_held or for_weights
         try:
             yield
+            # A failed sync raises above, and leaves the thread paused.
             if for_weights:
                 self._is_held = False
         finally:

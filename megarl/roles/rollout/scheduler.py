@@ -248,6 +248,7 @@ class RequestScheduler:
         in_flight = self._queue.in_flight()
         now_s = self._clock()
         at = {number: replica for replica, numbers in enumerate(in_flight) for number in numbers}
+        # The polling thread may set times that are later than `now_s`.
         requests = [
             RequestState(order.request.uid, at.get(number), max(0.0, now_s - order.since_s))
             for number, order in orders.items()

@@ -134,6 +134,7 @@ def once_each(
     of_ranks: Sequence[TensorSlices], change: Callable[[TensorSlices], TensorSlices]
 ) -> list[TensorSlices]:
     """Return the changed slices of each rank. Ranks with one object, such as replicas, share the result."""
+    # Comparing the slices themselves would take long, since each rank has thousands.
     changed: dict[int, TensorSlices] = {}
     for each in of_ranks:
         if id(each) not in changed:

@@ -260,6 +260,7 @@ def _rotate(value: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _mix(hashed: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    # One round of MurmurHash3 for 32-bit hashes.
     block = (_rotate((block * 0xCC9E2D51) & _MASK, 15) * 0x1B873593) & _MASK
     return (_rotate(hashed ^ block, 13) * 5 + 0xE6546B64) & _MASK
 

@@ -116,6 +116,7 @@ def accept_chain(
         tree: The links of the tree, which is a chain.
     """
     batch, num_tokens = candidates.shape
+    # The cumulative product is 0 from the first wrong draft.
     is_right = (candidates[:, 1:] == target_predict[:, :-1]).long().cumprod(1)
     accept_token_num.copy_(is_right.sum(1))
     nodes = torch.arange(num_tokens)
