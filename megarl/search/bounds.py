@@ -37,6 +37,7 @@ class StepSchedule:
         free: dict[str, float] = {}
         for phase in self._step:
             if self._generates_ahead and phase.name == GENERATION:
+                # The engines generate for a later step, at the same time as all other phases.
                 ends[phase.name] = 0.0
                 continue
             waited = [ends[name] for name in self._waits[phase.name]]

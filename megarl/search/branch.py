@@ -72,6 +72,7 @@ class Branch:
             self._rejections.reject("placements", Reason.memory, f"{name} does not fit on {devices} devices")
             return
 
+        # With the fastest variant of each unit, the sums are lower bounds.
         of_pools = [0.0] * len(self._pools)
         for (_, pool), variant in zip(self._units, fastest, strict=True):
             of_pools[pool] += variant.seconds if variant else 0.0
@@ -129,6 +130,7 @@ class Branch:
         pool = self._pool_of(ROLLOUT)
 
         for engines in self._engines:
+            # The engines are in the order of their time, so the others are no faster.
             if (
                 self._num_planned >= _MOST_PLANNED
                 or self._schedule.least(of_pools, engines.seconds) >= self._best.bound_of_phases_s

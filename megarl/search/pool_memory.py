@@ -108,6 +108,7 @@ class PoolMemory:
             if Item(ROLLOUT, ENGINE) not in self._held[phase.name]:
                 totals.append(0)
                 continue
+            # Engines that share their devices have no cache until their weights are new.
             has_no_cache = phase.name == "update_weights" and self._engines_move
             buckets = self._buffers.in_phase(phase.name, ROLLOUT, usage.parameters)
             totals.append(usage.total - usage.kv_cache * has_no_cache + buckets)

@@ -69,6 +69,7 @@ class PredictedCosts:
             self._flops[role.name] = flops * config.samples_per_step * config.passes_per_step // len(rows)
         dtype = "float32" if config.model.dtype is DType.float32 else "bfloat16"
         rate = peak_flops(self._device, "fp8" if role.megatron.transformer.get("fp8") else dtype)
+        # The larger of both efficiencies keeps this a lower bound.
         share = max(self._device.efficiency.gemm, self._device.efficiency.attention)
         return _CAUTION * self._flops[role.name] / (num_devices * rate * share)
 

@@ -94,6 +94,7 @@ def free_keys(config: PPOConfig) -> tuple[str, ...]:
     keys += ["rollout.max_concurrency", "rollout.max_staleness"]
     keys += [engine.needs.memory_key] if engine.needs.memory_key else []
     keys += ["placement.strategy", "placement.roles", "placement.pools"]
+    # Roles that share a layout have the same keys.
     return tuple(dict.fromkeys(keys))
 
 

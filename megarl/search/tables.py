@@ -71,6 +71,7 @@ class Tables:
         )
         shapes = self.engines(next(pool for pool in pools if ROLLOUT in pool.units), max_staleness)
         generation_s = shapes[0].seconds if shapes else 0.0
+        # In async rollout, generation and training overlap.
         return max(of_pools, generation_s) if max_staleness else of_pools + generation_s
 
     def _least_of_unit(self, unit: Unit, pool: Pool) -> float:

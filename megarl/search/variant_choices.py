@@ -66,6 +66,7 @@ def token_limits(space: Space, unit: Unit, parallel: ParallelConfig) -> list[int
     if configured is None or not is_free:
         return [configured]
 
+    # Each context-parallel rank has its part of a row.
     longest = -(-room_of_longest_row(space.config, role) // parallel.context_parallel_size)
     least = -(-longest // _TOKENS_UNIT) * _TOKENS_UNIT
     limits = {least * factor for factor in _TOKENS_FACTORS}

@@ -26,6 +26,7 @@ def projections(architecture: Architecture, edge: Edge) -> PassCounts:
         return joined((inputs, linears.row_parallel(_OUTPUT, values, edge)))
 
     key = architecture.num_key_value_heads * architecture.head_dim // shards
+    # The gate of the output is as wide as the queries.
     columns = (1 + architecture.has_output_gate) * query + 2 * key
     return joined((linears.column_parallel(_QKV, edge, columns), linears.row_parallel(_OUTPUT, query, edge)))
 
@@ -98,6 +99,7 @@ def _key_exchange(
     if ranks == 1:
         return IDLE
 
+    # With latent attention, every head has its own keys and values.
     heads = architecture.num_attention_heads if architecture.latent else architecture.num_key_value_heads
     held = heads // parallel.tensor_parallel_size * 2 * architecture.head_dim * batch.tokens
 

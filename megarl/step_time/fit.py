@@ -50,6 +50,7 @@ def fit_device(
     logs = dict.fromkeys(constants, 0.0)
 
     def loss(changed: Mapping[str, float]) -> float:
+        # In logarithms, half and twice the measured time are equally wrong.
         profile = _with(device, start, changed)
         errors = (math.log(each.predict(profile) / each.measured_s) for each in observations)
         return sum(error**2 for error in errors) + pull**2 * sum(log**2 for log in changed.values())

@@ -59,7 +59,10 @@ class DecodeModel(NamedTuple):
 
     def parts(self, batch: int, context: float) -> tuple[float, float, float, float]:
         """Return the seconds of weights and products, of the context, of launches and of collectives."""
+        # The probability that at least one token of the batch selects an expert.
         hit = 1.0 - (1.0 - self.selected) ** batch if self.selected else 0.0
+
+        # Reading weights and computing overlap, so the longer of the two counts.
         return (
             max(self.dense_s + hit * self.experts_s, batch * self.token_s),
             context * self.context_s,

@@ -113,6 +113,7 @@ def _groups(
     least = max(_BUCKET, _BUCKET_OF_REPLICA * parallel.data_parallel_size)
 
     for number, chunk in enumerate(_chunks(architecture, parallel, trained, chunks)):
+        # Elsewhere Megatron uses a single bucket, whose reduction overlaps with other stages or chunks.
         overlaps = parallel.num_copies > 1 and stage == 0 and number == 0
         for axis, parameters in (("data", chunk.dense), ("expert_data", chunk.experts)):
             unit = lcm(_PART, AXES[axis](parallel).num_ranks)

@@ -61,6 +61,7 @@ def moved_items(plan: PlacementPlan) -> dict[str, frozenset[Item]]:
     names = [phase.name for phase in turns.phases]
     moved = {}
     for index, name in enumerate(names):
+        # Steps repeat, so the last phase precedes the first one.
         before = held[names[index - 1]]
         moved[name] = (before - held[name]) | (turns.coming(name) - before)
     return moved

@@ -45,6 +45,7 @@ def recorded_step(config: RunConfig, output_dir: Path, step: int) -> ReplayedSte
     checkpoint = earlier[-1] if earlier else None
     start = 0 if checkpoint is None else step_of(checkpoint)
     recorded = RecordedBatches(output_dir, 0)
+    # The error names the first batch that is missing, so the step itself is read first.
     batches = {number: recorded.read(number) for number in range(step, start, -1)}
     return ReplayedStep(step, dict(sorted(batches.items())), checkpoint)
 

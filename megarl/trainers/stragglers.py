@@ -59,6 +59,7 @@ class SpeedHistory:
                 self._slow.add(rank)
                 found.append(SlowRank(rank, median(last)))
             elif num_slow == 0 and len(last) == NUM_UPDATES:
+                # A rank that is slow only from time to time is not reported again before this.
                 self._slow.discard(rank)
 
         return found
@@ -73,6 +74,7 @@ def _median_of_others(in_order: Sequence[float], own: float) -> float:
     position = bisect_left(in_order, own)
     num_others = len(in_order) - 1
     middle = ((num_others - 1) // 2, num_others // 2)
+    # From its own position on, the next index is used, which leaves its own value out.
     return sum(in_order[index + (index >= position)] for index in middle) / 2
 
 

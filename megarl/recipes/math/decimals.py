@@ -72,6 +72,7 @@ def with_plain_fractions(text: str) -> str:
 
     def repeating(whole: str, before: str, period: str) -> str:
         value = Fraction(int(whole or 0)) + Fraction(int(before or 0), 10 ** len(before))
+        # The repeating decimal 0.ppp... of a period with n digits is p / (10 ** n - 1).
         value += Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(before))
         return f"({value.numerator}/{value.denominator})"
 

@@ -185,6 +185,7 @@ def _same_interval(left: Interval, right: Interval) -> bool:
     if (left.has_low, left.has_high) != (right.has_low, right.has_high):
         return False
     ends = ((left.low, right.low), (left.high, right.high))
+    # An end without a value is infinite.
     return all(
         one is other is None or (one is not None and other is not None and _same_value(one, other))
         for one, other in ends

@@ -174,6 +174,7 @@ class _Parser:
         if kind in ("number", "word", "based") or token in ("(", "[", "{", "\\{"):
             return True
         if token == "|":
+            # After an opening bar, the next one closes it.
             return self._bars == 0
 
         return kind == "command" and (

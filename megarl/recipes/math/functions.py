@@ -33,6 +33,7 @@ def apply_function(name: str, value: Number) -> Number:
     if not context.isfinite(result) or abs(result) > 2.0**300:
         raise NoNumberError("the value is not finite")
 
+    # A value that should be 0, such as sin(pi), is only rounded to almost 0.
     return Fraction(0) if abs(result) < 2.0**-350 else result
 
 

@@ -175,6 +175,7 @@ def _is_list(answer: Answer) -> bool:
 
 
 def _intersection(parts: Sequence[Interval]) -> Union | None:
+    # One part is bounded below and the other above, as in 1 < x and x < 3.
     if len(parts) == 2 and {part.low is None for part in parts} == {part.high is None for part in parts} == {
         True,
         False,

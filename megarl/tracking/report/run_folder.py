@@ -157,6 +157,7 @@ class RunFolder:
         rows: list[dict[str, Any]] = []
 
         try:
+            # A last line without a newline is still being written.
             for line in path.read_text(encoding="utf-8").split("\n")[:-1][-_MAX_GENERATIONS:]:
                 row = json.loads(line)
                 shown = {name: str(row[name]) for name in ("uid", "data_source", "response", "ground_truth")}
