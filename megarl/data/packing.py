@@ -162,7 +162,7 @@ class _Sizes(NamedTuple):
 
     def work(self, rows: Sequence[int]) -> float:
         """Return the work of a micro-batch."""
-        # By group, because rows of a group share their prompt.
+        # Rows of a group share their prompt.
         prompts = {self.group[row]: self.prompt_cost[row] for row in rows}
         return sum(self.own_cost[row] for row in rows) + sum(prompts.values())
 

@@ -320,7 +320,7 @@ class ModelChunk(GPTModel):
         if architecture.local_rope is not None:
             set_local_rotation(self.decoder.layers, architecture, like=self.rotary_pos_emb)
 
-    # Of Megatron's options, only `packed_seq_params` and `decoder_input` are used.
+    # Only two of Megatron's options are used: `packed_seq_params` and `decoder_input`.
     # pyrefly: ignore[bad-override]
     def forward(
         self,
