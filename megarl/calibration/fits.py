@@ -68,6 +68,7 @@ def product_efficiency(times: Sequence[ProductTime], peak_tflops: float, memory_
         for shape in (time.shape for time in large)
     )
     seconds = sum(time.seconds for time in large)
+    # Even if reads and writes seem to take all of the time, a part of it is computing.
     computing_s = max(seconds - moved / (memory_gb_s * 1e9), (1 - _MOST_MOVING) * seconds)
 
     return min(1.0, sum(time.shape.flops for time in large) / computing_s / (peak_tflops * 1e12))

@@ -56,6 +56,7 @@ def attention_tflops(
     def attend() -> None:
         F.scaled_dot_product_attention(queries, keys, values, is_causal=True).backward(gradient)
 
+    # A causal mask leaves n (n + 1) / 2 pairs of a query and a key.
     pairs = num_rows * heads * num_tokens * (num_tokens + 1) / 2
     flops = 3 * 2 * pairs * (architecture.head_dim + architecture.value_dim)
     return flops / seconds_per_call(attend, device) / 1e12
@@ -77,6 +78,7 @@ def host_gb_s(num_bytes: int, device: torch.device) -> float:
 
 def storage_gb_s(num_bytes: int, folder: Path) -> float:
     """Return the bytes per second at which a file is written and flushed to its device, in 10**9."""
+    # Random bytes, because a file system may compress others.
     data = os.urandom(2**20) * (num_bytes // 2**20)
 
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".megarl-calibrate-") as file:

@@ -120,6 +120,7 @@ def _raised_by_megarl(error: ValueError) -> bool:
     A ValueError from a library or a worker is a failure.
     """
     trace = error.__traceback__
+    # The innermost frame is the one that raised the error.
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""

@@ -409,6 +409,7 @@ def model_roles(config: RunConfig) -> tuple[ModelRole, ...]:
         if isinstance(config, DPOConfig) and config.reference.path is not None:
             roles.append(_pair_reference(config))
         return tuple(roles)
+
     needed = [role for role in ROLES if role.is_needed(config)]
     rows = [
         row for role in needed for row in (_teacher_rows(role, config) if role.name == TEACHER else [role])

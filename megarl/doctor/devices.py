@@ -162,6 +162,7 @@ def _driver(found: Gpus) -> Iterator[CheckResult]:
             "install torch's build for CUDA (the package index has it), or set device=cpu",
         )
     elif found.driver_cuda is not None and _numbers(found.driver_cuda)[0] < _numbers(found.torch_cuda)[0]:
+        # Within a major version, CUDA is compatible.
         message = (
             f"torch is built for CUDA {found.torch_cuda}, but driver {found.driver} supports CUDA "
             f"{found.driver_cuda} at most"

@@ -262,6 +262,7 @@ def needed_ports(subject: ExaminedRun, environment: Mapping[str, str]) -> dict[i
     A run on one machine has none, because Ray and torch use free ports.
     """
     needed: dict[int, str] = {}
+    # Only the process with rank 0 opens the port.
     if environment.get("MASTER_PORT", "").isdigit() and environment.get("RANK", "0") == "0":
         needed[int(environment["MASTER_PORT"])] = "torchrun's rendezvous (MASTER_PORT)"
 

@@ -259,6 +259,7 @@ def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterat
         yield doubtful(REWARDS, message, TRUTH_FORM_HINT, files=files)
 
     threshold = reward.pass_score
+    # The threshold is for the sum of all parts, which only a single function has alone.
     is_only = len(reward.functions) == 1 and not reward.judges and reward.model.path is None
     if threshold is None or not is_only:
         return

@@ -105,8 +105,10 @@ def tower_flops(architecture: Architecture, grids: Iterable[tuple[int, int, int]
         multiply_adds += patches * per_patch + patches // vision.patches_per_token * per_token
         for block in range(vision.depth):
             pairs = time * pairs_of_block(vision, block, height, width)
+            # A pair has one product with the key, and one with the value.
             multiply_adds += pairs * 2 * vision.hidden_size
 
+    # The backward pass has two products for each one of the forward pass.
     return (3 if trains else 1) * 2 * multiply_adds
 
 

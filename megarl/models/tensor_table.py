@@ -176,6 +176,7 @@ def stored_weights(architecture: Architecture, head: Head, stored: Container[str
 def _as_stored(row: MappingRow, architecture: Architecture, stored: Container[str]) -> MappingRow:
     """Return the row with its alternative tensors if the folder has those and not its own."""
     layers = range(architecture.num_hidden_layers)
+    # The first layer with this row shows which names the folder has.
     layer = next((layer for layer in layers if row.applies(architecture, layer)), None)
 
     if not row.alternative or layer is None:

@@ -233,6 +233,7 @@ class FakeDevice(TorchDispatchMode):
 
     def _count_copy(self, operator: Any, arguments: Any, keywords: Any, result: Any) -> None:
         """Count a copy between host and device, unless it is asynchronous."""
+        # `_to_copy` returns its target, and `copy_` has it as its first argument.
         source, target = (arguments[0], result) if operator is _COPIES[0] else (arguments[1], arguments[0])
         blocks = not (
             keywords.get("non_blocking") or (operator is _COPIES[1] and len(arguments) > 2 and arguments[2])

@@ -34,6 +34,7 @@ _FILES = (CONFIG_FILE, METRICS_FILE, GENERATIONS_FILE, SAMPLES_FOLDER, TIMELINE_
 
 def print_failure(error: Exception, command: str, context: RunContext | None) -> None:
     """Print the report to standard error, and write `failure.txt` if the run has a folder."""
+    # A RunError has the tracebacks of the workers in its message.
     tracebacks = str(error) if isinstance(error, RunError) else "".join(traceback.format_exception(error))
     page = last_page(error, command, context)
     text = f"{tracebacks.rstrip()}\n\n{page}"

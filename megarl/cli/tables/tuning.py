@@ -101,6 +101,7 @@ def slower_in(solution: Solution, best: Solution) -> str:
     }
     phase = max(lost, key=lambda name: lost[name])
 
+    # No phase is slower, but fewer phases run at the same time.
     if lost[phase] <= 0:
         return "no phase, but phases follow each other"
 

@@ -109,6 +109,7 @@ def _parts(policy: Architecture, size: int, expert_groups: int) -> Iterator[_Par
     if policy.latent is not None:
         yield from _latent_parts(policy, policy.latent, size)
     else:
+        # With more ranks than key-value heads, SGLang replicates the heads.
         kv_heads = max(1.0, policy.num_key_value_heads / size)
         yield _Part("q_proj", "rows", policy.num_attention_heads / size * policy.head_dim)
         yield _Part("k_proj and v_proj", "rows", kv_heads * policy.head_dim)
