@@ -165,6 +165,7 @@ def agent_metrics(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
     metrics |= {f"agent/ended/{end}": count / ends.total() for end, count in ends.items()}
 
     if "branch" in arrays:  # of the last row of each episode
+        # Branches are numbered from 0.
         metrics["agent/branches/mean"] = float(np.mean(arrays["branch"].astype(float))) + 1
         failures = Counter(kind for kind in arrays["failure"] if kind is not None)
         metrics |= {f"agent/failures/{kind}": count / ends.total() for kind, count in failures.items()}

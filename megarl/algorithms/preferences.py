@@ -126,6 +126,7 @@ class DPOLoss:
             return masked(values, is_counted).sum() / self.num_pairs
 
         loss = mean(losses)
+        # The implicit reward of DPO is beta times the log-ratio.
         rewards = PairValues.of_rows(self.config.beta * log_ratios.detach())
         of_policy = PairValues.of_rows(log_probs.detach())
         values = {

@@ -69,6 +69,7 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         if not (isinstance(left, np.ndarray) and isinstance(right, np.ndarray)) or left.shape != right.shape:
             return False
+        # Arrays may contain objects, such as dicts or other arrays.
         return all(same(a, b) for a, b in zip(left.ravel().tolist(), right.ravel().tolist(), strict=True))
 
     if isinstance(left, Mapping) and isinstance(right, Mapping):

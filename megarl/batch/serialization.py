@@ -145,6 +145,7 @@ def _ragged(parts: Sequence[torch.Tensor], how: Mapping[str, Any]) -> RaggedTens
     ):
         raise ValueError(f"rows of tokens lie outside of their {len(values)} values")
 
+    # isinstance would accept a boolean as an integer.
     if type(how["padding"]) is not int or type(how["on_left"]) is not bool:
         raise ValueError(f"rows of tokens have the padding {how['padding']!r}")
     return RaggedTensor(values, starts, lengths, padding=how["padding"], on_left=how["on_left"])

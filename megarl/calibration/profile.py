@@ -87,6 +87,7 @@ def calibrate(
     if decoding.problem is None:
         values["efficiency.decode_layer_us"] = decode_layer_us(decoding, memory_gb_s)
 
+    # A value that equals the data sheet's was taken from there.
     measured = tuple(
         key for key, value in values.items() if not (is_known and value == attrgetter(key)(base))
     )

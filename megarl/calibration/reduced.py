@@ -31,6 +31,7 @@ def reduced_config(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
         key: value[:num_layers] if isinstance(value, list) and len(value) == all_layers else value
         for key, value in config.items()
     }
+    # Most layers of the whole model are sparse, so those that are measured are, too.
     if num_layers < all_layers and _DENSE_LAYERS in config:
         reduced[_DENSE_LAYERS] = 0
     reduced |= {

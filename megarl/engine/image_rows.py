@@ -73,6 +73,7 @@ def row_images(
             _check_pixels(f"row {rows[row]} of the batch", pixels[row], of_row, vision)
 
         if place is not None:
+            # Rows with the same images share their features.
             if place not in first_features:
                 first_features[place] = num_features
                 num_features += sum(counts)

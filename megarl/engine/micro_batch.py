@@ -297,6 +297,7 @@ def _check_rows(columns: Mapping[str, RaggedTensor], rows: Sequence[int]) -> Non
     widths = {}
     if TEACHER_TOP_IDS in columns:
         k = values_per_token(columns)
+        # The last of these log-probs is that of all other tokens together.
         widths = {TEACHER_TOP_IDS: k, TEACHER_TOP_LOG_PROBS: k + 1}
     for key, column in columns.items():
         if key in _NOT_FOR_THE_LOSS and key not in widths:

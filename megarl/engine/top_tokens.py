@@ -88,8 +88,10 @@ def top_log_probs(
         maximum = logits.amax(1)
     if parallel:
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+    # Without other tokens, the maximum is -inf, and the difference of two infinities is NaN.
     maximum = torch.where(maximum.isinf(), 0.0, maximum)
     others = torch.cat([(logits[block] - maximum[block, None]).exp_().sum(1) for block in blocks])
+    # The excluded logits are -inf, so a maximum restores them.
     if logits.shape[1]:
         logits.scatter_reduce_(1, column, torch.where(here, values, float("-inf")), "amax")
 

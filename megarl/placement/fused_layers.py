@@ -44,6 +44,7 @@ def placeholder_elements(architecture: Architecture, parallel: ParallelConfig) -
     hidden = architecture.hidden_size
     query = architecture.num_attention_heads * architecture.head_dim // cut
     key = architecture.num_key_value_heads * architecture.head_dim // cut
+    # Weights of one shape share a tensor.
     shapes = {((1 + architecture.has_output_gate) * query + 2 * key, hidden), (hidden, query)}
     if architecture.latent is not None:
         shapes = _latent_shapes(architecture, architecture.latent, cut)

@@ -158,6 +158,7 @@ class VariantTable:
                 phases = self._times(choice)
                 seconds = sum(phases.values())
                 self._push(seconds, _Waiting(choice, phases, memory))
+                # More recomputation takes longer, so this time is a lower bound of the others.
                 for slower in choices[number + 1 :]:
                     self._push(seconds, _Waiting(slower))
                 return seconds

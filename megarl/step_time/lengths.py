@@ -129,6 +129,7 @@ def assumed_lengths(prompt: int, mean: float, longest: int) -> Lengths:
 
     # The mean grows with the center, so bisection finds the center that gives the mean.
     low, high = -3.0, math.log(longest) + 4 * spread
+    # Each step halves the interval, and 60 of them exhaust the digits of a float.
     for _ in range(60):
         center = (low + high) / 2
         found = fmean(min(float(longest), math.exp(center + deviation)) for deviation in deviations)

@@ -173,6 +173,7 @@ def _chunks(
             if row.place is place and row.applies(architecture, layer)
         ]
 
+    # Otherwise, Megatron reduces the gradients of experts together with all others.
     is_distributed = parallel.expert_parallel_size > 1 or shards > 1
     found = []
     for layers in chunks:

@@ -137,6 +137,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AdvantageConfig) -> 
     for rows in inputs.groups.blocks(columns[0].num_rows_of_block):
         index = inputs.groups.index[rows]
         rewards, mask, old, squared = (column[rows] for column in columns)
+        # Within the block, groups are numbered from its first one.
         block = _of_whole_groups(rewards, mask, old, squared, index - index[0])
         advantages[rows] = block.advantages
         returns[rows] = block.returns

@@ -272,6 +272,7 @@ def _relation(text: str) -> Answer | None:
         return None
     sides = [part.strip() for part in parts[::2]]
     signs = parts[1::2]
+    # An answer such as `= 5` has no left side.
     if not sides[0] and signs[0] in ("=", "\\approx") and len(sides) == 2:
         return _read(sides[1])
     if not all(sides):
