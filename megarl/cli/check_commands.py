@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from megarl.cli.parser_parts import Commands, add_run_command, run_of
+from megarl.cli.parser_parts import Commands, add_overrides, add_run_command, run_of
 from megarl.config.load import schema_of
 from megarl.config.schema import RunConfig
 
@@ -184,7 +184,7 @@ def add_calibrate(commands: Commands) -> None:
         nargs="?",
         help="the run whose shapes and dtype are measured; by default one that is included in megarl",
     )
-    calibrate.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
+    add_overrides(calibrate, "as for `megarl train`")
     calibrate.add_argument("--output", metavar="FILE", required=True, help="the YAML file to write")
 
     calibrate.add_argument(
@@ -209,7 +209,7 @@ def add_doctor(commands: Commands) -> None:
         nargs="?",
         help="the run to check; by default only the machine is checked",
     )
-    doctor.add_argument("overrides", metavar="key=value", nargs="*", help="as for `megarl train`")
+    add_overrides(doctor, "as for `megarl train`")
     doctor.add_argument("--json", action="store_true", help="print one JSON document")
     doctor.set_defaults(start=lambda parsed: _start_doctor(parsed, parsed.json))
 

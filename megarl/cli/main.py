@@ -57,7 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "_ARGCOMPLETE" in os.environ:  # a shell requests completions
         importlib.import_module("megarl.cli.inspect.completion").answer(parser)
     given = sys.argv[1:] if arguments is None else arguments
-    parsed = parser.parse_args(in_argparse_order(given, commands_of(parser)))
+    parsed, unknown = parser.parse_known_args(in_argparse_order(given, commands_of(parser)))
+    if unknown:
+        # The usage is that of the command, with its options.
+        hint = "; write settings as key=value" if "overrides" in parsed else ""
+        commands_of(parser)[parsed.command].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
     try:
         # Every process that the command starts ends with it, however it ends.

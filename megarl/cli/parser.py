@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl import __version__
 from megarl.cli.check_commands import add_calibrate, add_check, add_doctor, add_plan, add_rehearse
-from megarl.cli.parser_parts import Commands, add_run_command, run_of
+from megarl.cli.parser_parts import Commands, add_overrides, add_run_command, run_of
 from megarl.cli.run.convert import add_commands, positive
 from megarl.cli.run.examples import epilog
 from megarl.cli.sampling_commands import add_eval, add_generate
@@ -131,9 +131,7 @@ def _add_replay(commands: Commands) -> None:
 
     replay.add_argument("run_dir", metavar="RUN_DIR", help="the run's trainer.output_dir")
     replay.add_argument("step", metavar="STEP", type=positive, help="a step of tracking.record_batches")
-    replay.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="such as actor.parallel.tensor_parallel_size=2"
-    )
+    add_overrides(replay, "such as actor.parallel.tensor_parallel_size=2")
 
     replay.add_argument(
         "--against",
@@ -224,7 +222,7 @@ def _add_score(commands: Commands) -> None:
         "generations.jsonl",
     )
 
-    score.add_argument("overrides", metavar="key=value", nargs="*", help="such as reward.time_limit_s=2")
+    add_overrides(score, "such as reward.time_limit_s=2")
     score.add_argument(
         "--ground-truth", action="store_true", help="score each row's ground truth instead of a response"
     )
@@ -239,12 +237,7 @@ def _add_score(commands: Commands) -> None:
 def _add_quickstart(commands: Commands) -> None:
     summary = "create a tiny model and its data, and train it, in minutes on two cores"
     quickstart = commands.add_parser("quickstart", help=summary, description=summary)
-    quickstart.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        help="overrides of configs/quickstart.yaml, such as trainer.total_steps=10",
-    )
+    add_overrides(quickstart, "overrides of configs/quickstart.yaml, such as trainer.total_steps=10")
     quickstart.set_defaults(start=lambda parsed: run_of("run", "megarl.recipes.quickstart")(parsed.overrides))
 
 

@@ -19,12 +19,16 @@ def add_run_command(
         metavar="CONFIG",
         help="a YAML file; configs/quickstart.yaml and others are included in megarl",
     )
-    command.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="such as trainer.total_steps=10 or algorithm=grpo"
-    )
+    add_overrides(command, "such as trainer.total_steps=10 or algorithm=grpo")
     command.set_defaults(start=start)
 
     return command
+
+
+def add_overrides(command: argparse.ArgumentParser, help_text: str) -> None:
+    """Add the positional arguments `key=value` of a command."""
+    # Without a default, argparse's errors name them as required.
+    command.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=help_text)
 
 
 def run_of(command: str, package: str = "megarl.cli") -> Callable[..., int]:

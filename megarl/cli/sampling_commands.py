@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megarl.cli.parser_parts import Commands, run_of
+from megarl.cli.parser_parts import Commands, add_overrides, run_of
 from megarl.cli.run.convert import positive
 
 
@@ -16,12 +16,7 @@ def add_eval(commands: Commands) -> None:
     parser = commands.add_parser("eval", help=summary, description=summary, allow_abbrev=False)
     _add_model(parser)
 
-    parser.add_argument(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        help="such as rollout.engine=sglang or data.columns.prompt=question",
-    )
+    add_overrides(parser, "such as rollout.engine=sglang or data.columns.prompt=question")
 
     parser.add_argument(
         "--config",

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from megarl.config.review import Review, each_text, item_section, key_types
 from megarl.config.schema import MISSING, SCHEMAS, Device, DType, PPOConfig, RunConfig, SFTConfig
@@ -245,7 +245,10 @@ def _interpolated(
             return typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
         except (OmegaConfBaseException, ValueError) as error:
             key = str(getattr(error, "full_key", None) or "")
-            problems.append(f"{key}: {in_one_line(error)}" if key else in_one_line(error))
+            problem = in_one_line(error)
+            if isinstance(error, InterpolationKeyError):
+                problem += "; use a key of this configuration, or ${oc.env:NAME} for an environment variable"
+            problems.append(f"{key}: {problem}" if key else problem)
             # Without a value to remove, the same error would recur forever.
             if not _drop(given, key):
                 raise ConfigError(path, problems) from error

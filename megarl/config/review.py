@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.schema import MISSING
-from megarl.config.schema.keys import InputKind
+from megarl.config.schema.keys import InputKind, OutputFolder
 from megarl.config.sources import Layer
 from megarl.config.trl_names import trl_problem
 from megarl.config.verl_names import MigrationProblem, verl_problems
@@ -28,6 +29,8 @@ from megarl.config.verl_names import MigrationProblem, verl_problems
 _log = logging.getLogger(__name__)
 
 _SIGNS = ("+", "~")  # Hydra's signs to add and to remove a key
+_VARIABLE = re.compile(r"\$([A-Za-z_]\w*)")  # a shell's variable without braces
+_HOME = re.compile(r"^~(?=/|$)")
 # Values that have been renamed. The old name is accepted, with a warning.
 _RENAMED_VALUES = {"rollout.on_update": {"go_on": "continue"}}
 # Values that users of other frameworks may expect, and why they are refused.
@@ -100,10 +103,13 @@ class Review:
         inputs = {
             entry.name: entry.metadata[InputKind] for entry in fields(section) if InputKind in entry.metadata
         }
+        outputs = {entry.name for entry in fields(section) if OutputFolder in entry.metadata}
 
         for name, value in plain.items():
             fits = converted if converted is not None else _converted(section, {name: value})
-            if fits is not None:
+            if (name in inputs or name in outputs) and (unexpanded := _unexpanded(value)) is not None:
+                self._refuse(f"{prefix}{name}", f"{prefix}{name}: {unexpanded}", layer)
+            elif fits is not None:
                 good[name] = (
                     each_text(fits[name], partial(layer.place_of, inputs[name]))
                     if name in inputs
@@ -140,6 +146,18 @@ class Review:
     def _refuse(self, key: str, problem: str, layer: Layer) -> None:
         self.refused.add(key)
         self.problems.append(f"{problem} [{layer.source}]")
+
+
+def _unexpanded(paths: Any) -> str | None:
+    """Explain a path, or the first in a list, with a variable or `~` that only a shell would expand."""
+    for path in paths if isinstance(paths, list) else [paths]:
+        if not isinstance(path, str):
+            continue
+        written = _VARIABLE.sub(r"${oc.env:\1}", _HOME.sub("${oc.env:HOME}", path))
+        if path.startswith("~") or written != path:
+            remedy = "write the whole path" if written.startswith("~") else f"write {written!r}"
+            return f"is {path!r}, but neither ~ nor $NAME is expanded; {remedy}"
+    return None
 
 
 def _with_current_name(key: str, value: Any, source: str) -> Any:

@@ -13,6 +13,7 @@ megarl. A bundled file is `configs/NAME.yaml` in any folder. A preset sets keys 
 from __future__ import annotations
 
 import copy
+import difflib
 import io
 import os
 import re
@@ -251,31 +252,49 @@ def _group_file(section: str, name: object, near: Path) -> Path | Refused:
             return folder / f"{name}.yaml"
 
     there = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+    near_names = difflib.get_close_matches(str(name).lower(), there, n=1)
+    meant = f"; did you mean {near_names[0]}?" if near_names else ""
     looked = ", ".join(shown(folder) for folder in folders)
     return Refused(
         section,
         f"{section}={name}: there is no such preset; available: {', '.join(there) or 'none'} (searched "
-        f"{looked})",
+        f"{looked}){meant}",
     )
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        parsed = _parse_yaml(file.read_text(encoding="utf-8"), os.path.abspath(file))
-        # Callers change the values.
-        values = copy.deepcopy(parsed)
+        text = file.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise ConfigError(
             shown(file), [f"there is no such file (the current directory is {Path.cwd()})"]
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
+    except IsADirectoryError as error:
+        raise ConfigError(shown(file), ["is a folder; give a YAML file"]) from error
+    except UnicodeDecodeError as error:
+        problem = f"is not text in UTF-8 ({error.reason} at byte {error.start:,}); give a YAML file in UTF-8"
+        raise ConfigError(shown(file), [problem]) from error
+    except OSError as error:
         raise ConfigError(shown(file), [f"cannot be read: {error}"]) from error
+
+    try:
+        # Callers change the values.
+        values = copy.deepcopy(_parse_yaml(text, os.path.abspath(file)))
     except _UNREADABLE as error:
-        raise ConfigError(shown(file), [f"is not YAML: {in_one_line(error)}"]) from error
+        hint = _tab_hint(error, text) if isinstance(error, yaml.MarkedYAMLError) else ""
+        raise ConfigError(shown(file), [f"is not YAML: {in_one_line(error)}{hint}"]) from error
 
     if not isinstance(values, dict):
         raise ConfigError(shown(file), ["must contain a mapping of sections (model:, data:, ...)"])
     return {str(key): value for key, value in values.items()}
+
+
+def _tab_hint(error: yaml.MarkedYAMLError, text: str) -> str:
+    """Return a hint if the line of the error is indented with a tab."""
+    lines = text.splitlines()
+    number = None if error.problem_mark is None else error.problem_mark.line
+    is_indented = number is not None and number < len(lines) and re.match(r" *\t", lines[number])
+    return "; indent with spaces instead of tabs" if is_indented else ""
 
 
 class _NamedText(io.StringIO):

@@ -5,18 +5,21 @@ The inputs are models, tokenizers, data and reward functions. This imports torch
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.config.load import read_config
 from megarl.config.roles import model_roles
-from megarl.config.schema import RunConfig
+from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.config.violation import Absence, Violation
 from megarl.doctor.check_result import DATA, CheckResult, Status
 from megarl.doctor.checked_config import Checked, Inputs, find_inputs, find_on_hub, problems_of, refuse
 from megarl.doctor.inputs import ROWS, findings
+from megarl.machine.errors import CheckpointError, ConfigError
+from megarl.trainers.resume import find_resume
 
 _CODE_KEYS = ("reward.functions", "reward.judges", "agent", "algorithm", "data.curriculum")
 
@@ -56,10 +59,11 @@ def load_examined_anywhere[Run: RunConfig](
     inputs = find_inputs(read_config(schema, path, overrides))
     errors, absent = inputs.divided()
     found = _examine(inputs, [*errors, *absent], ROWS)
-    refuse(
-        path,
-        [*problems_of(inputs.partial, errors), *(str(each) for each in found if each.status is Status.error)],
-    )
+    problems = [
+        *problems_of(inputs.partial, errors),
+        *(str(each) for each in found if each.status is Status.error),
+    ]
+    refuse(path, problems or _resume_problems(inputs.partial.config))
     warnings = [str(each) for each in found if each.status is Status.warning]
 
     return Checked(inputs.partial.config, [*inputs.substituted, *map(str, absent)], warnings)
@@ -92,3 +96,17 @@ def _examine[Run: RunConfig](
     }
 
     return list(findings(config, known, skipped, num_rows))
+
+
+def _resume_problems(config: RunConfig) -> list[str]:
+    """Return why the run cannot resume from the folder `checkpoint.resume`, if it is on this machine."""
+    resume = config.checkpoint.resume
+    if resume in (RESUME_AUTO, RESUME_DISABLE) or not os.path.isdir(resume):
+        return []
+    try:
+        find_resume(config)
+    except ConfigError as error:
+        return [f"{error.source}: {problem}" for problem in error.problems]
+    except CheckpointError as error:
+        return [f"checkpoint.resume: {error}"]
+    return []

@@ -16,6 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.config.load import read_config, resolved, schema_of
+from megarl.config.published import with_published_models
+from megarl.config.validate import validate
+from megarl.machine.errors import ConfigError
 from megarl.recipes.quickstart.stages import run_stages
 
 OUTPUT_DIR = Path("outputs/quickstart")
@@ -58,7 +62,11 @@ def run_recipe(recipe: Recipe, overrides: Sequence[str]) -> int:
     Args:
         recipe: The recipe.
         overrides: Overrides of the reinforcement learning.
+
+    Raises:
+        ConfigError: An override is wrong. An earlier run is kept.
     """
+    _check_overrides(recipe.train, overrides)
     seed = _last(overrides, SEED) or "0"
     seeds = [f"{SEED}{seed}", f"data.seed={seed}"]
     megarl = [sys.executable, "-m", "megarl"]
@@ -88,3 +96,15 @@ def _last(overrides: Sequence[str], key: str) -> str | None:
     """Return the value of a key's last override, which is the one that counts."""
     values = [override.removeprefix(key) for override in overrides if override.startswith(key)]
     return values[-1] if values else None
+
+
+def _check_overrides(path: str, overrides: Sequence[str]) -> None:
+    """Refuse wrong overrides now: the stage that they belong to starts minutes later."""
+    partial = read_config(schema_of(path, overrides), path, overrides)
+    # The earlier stages create the run's inputs, so the published `config.json` of the model is checked.
+    config, _ = with_published_models(resolved(partial.config), partial.source)
+    violations = [
+        str(each) for each in validate(config) if each.absence is None and not partial.refuses(each.keys)
+    ]
+    if problems := [*partial.problems, *violations]:
+        raise ConfigError(path, problems)

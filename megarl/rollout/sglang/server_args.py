@@ -320,6 +320,11 @@ def _refuse_nameless_class(path: str) -> None:
 
 def refuse_own_server_args(names: Iterable[str]) -> None:
     """Raise ConfigError for arguments that megarl sets itself, and for those that it does not support."""
+    if problems := _own_problems(names):
+        raise ConfigError("rollout.sglang.server_args", problems)
+
+
+def _own_problems(names: Iterable[str]) -> list[str]:
     problems = []
     for name in names:
         if name in _OWN:
@@ -327,9 +332,7 @@ def refuse_own_server_args(names: Iterable[str]) -> None:
             problems.append(f"rollout.sglang.server_args.{name} is set by megarl{instead}")
         elif reason := why_unsupported(name):
             problems.append(f"rollout.sglang.server_args.{name} is not supported: {reason}; remove it")
-
-    if problems:
-        raise ConfigError("rollout.sglang.server_args", problems)
+    return problems
 
 
 def why_unsupported(name: str) -> str | None:
@@ -344,14 +347,13 @@ def why_unsupported(name: str) -> str | None:
 
 def refuse_unknown_server_args(names: Collection[str]) -> None:
     """Raise ConfigError for names that SGLang's ServerArgs do not have, or that megarl sets itself."""
-    refuse_own_server_args(names)
     if not names:
         return
     known = known_server_args()
-    problems = []
+    problems = _own_problems(names)
 
     for name in names:
-        if name not in known:
+        if name not in known and name not in _OWN and why_unsupported(name) is None:
             # Without a similar name, suggest those with the same beginning.
             close = (
                 get_close_matches(name, sorted(known), n=3)

@@ -154,6 +154,29 @@ def test_a_wrong_command_line_is_status_2(arguments: list[str], capsys: pytest.C
     assert "usage: megarl" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["sft", "x.yaml", "--epochs", "3"],
+            "unrecognized arguments: --epochs; write settings as key=value",
+        ),
+        (["plot", "outputs/x", "--style", "dark"], "unrecognized arguments: --style dark\n"),
+        (["tune"], "the following arguments are required: CONFIG\n"),
+        (["eval"], "the following arguments are required: MODEL\n"),
+    ],
+)
+def test_a_wrong_command_line_shows_the_usage_of_its_command(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"usage: megarl {arguments[0]} ")
+    assert said in err
+
+
 def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])

@@ -377,6 +377,9 @@ MISTAKES: dict[str, Mistake] = {
         prepare=rows({"prompt": [{"role": "user", "content": "one+1="}]}),
         command="train",
     ),
+    "resuming from a model": override(
+        "checkpoint.resume=policy", said="checkpoint.resume: is 'policy', which is neither a checkpoint"
+    )._replace(fast=False),
     "training without tokenizer.json": Mistake(
         "copy tokenizer.json", prepare=gone("tokenizer.json"), command="sft", file="sft.yaml"
     ),

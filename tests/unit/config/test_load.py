@@ -124,6 +124,47 @@ def test_null_and_lists_of_sections_on_the_command_line(minimal: str) -> None:
     assert config.placement.devices_per_node == 8
 
 
+@pytest.mark.parametrize(
+    ("key", "path", "remedy"),
+    [
+        ("trainer.output_dir", "~/runs/a", "'${oc.env:HOME}/runs/a'"),
+        ("checkpoint.dir", "~ann/checkpoints", "the whole path"),
+        ("reference.path", "/data/$MODELS/$NAME", "'/data/${oc.env:MODELS}/${oc.env:NAME}'"),
+        ("data.val_files", "[b.parquet,$DATA_1/c.parquet]", "'${oc.env:DATA_1}/c.parquet'"),
+        ("reward.functions", "[{path: $HERE/r.py}]", "'${oc.env:HERE}/r.py'"),
+    ],
+)
+def test_what_only_a_shell_expands_is_refused_in_paths(
+    minimal: str, key: str, path: str, remedy: str
+) -> None:
+    (problem,) = problems_of(minimal, f"{key}={path}")
+    assert problem.startswith(key)
+    assert f"neither ~ nor $NAME is expanded; write {remedy} [" in problem
+
+
+def test_signs_of_a_shell_within_names_are_parts_of_them(minimal: str) -> None:
+    for path in ("runs/a~", "runs/~a", "price$", "a$1"):
+        assert load_config(PPOConfig, minimal, [f"trainer.output_dir={path}"]).trainer.output_dir == path
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("kind: sft\nmodel: {path: Modèle}\n".encode("latin-1"), "is not text in UTF-8 (invalid"),
+        ("kind: sft\n".encode("utf-16-be") + b"\xd8", "is not text in UTF-8 ("),
+        (b"model:\n  path: m\n\tdtype: float32\n", "; indent with spaces instead of tabs"),
+    ],
+)
+def test_a_file_that_is_not_yaml_in_utf_8_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "run.yaml").write_bytes(content)
+    (problem,) = problems_of(str(tmp_path / "run.yaml"))
+    assert said in problem
+
+
+def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
+    assert problems_of(str(tmp_path)) == ("is a folder; give a YAML file",)
+
+
 def test_base_is_relative_to_the_file_and_forms_a_chain(tmp_path: Path) -> None:
     write_yaml(
         tmp_path / "bases" / "all.yaml",
@@ -248,7 +289,9 @@ def test_a_group_that_ships_is_found_from_any_folder_and_one_of_ones_own_comes_f
     assert problem.startswith(
         "algorithm=pppo: there is no such preset; available: async_dapo, async_grpo, async_ppo, "
     )
-    assert problem.endswith(f"(searched {tmp_path}/elsewhere/algorithm, configs/algorithm) [command line]")
+    assert problem.endswith(
+        f"(searched {tmp_path}/elsewhere/algorithm, configs/algorithm); did you mean ppo? [command line]"
+    )
 
 
 def test_a_file_that_ships_has_one_name_in_every_folder(

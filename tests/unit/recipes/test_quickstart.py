@@ -17,6 +17,7 @@ from megarl.config.schema import DataConfig, SFTDataConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import load_tokenizer, render_chat
+from megarl.machine.errors import ConfigError
 from megarl.recipes.quickstart import prepare as preparation
 from megarl.recipes.quickstart import run as quickstart
 from megarl.recipes.quickstart.prepare import make_tokenizer, prepare
@@ -137,13 +138,24 @@ def test_a_run_in_another_folder_is_the_one_that_is_shown(tmp_path, monkeypatch,
         return 0
 
     monkeypatch.setattr(quickstart, "run_stages", note)
-    recipe = quickstart.Recipe("made.up", "sft.yaml", "rl.yaml", tmp_path / "default")
+    recipe = quickstart.SUMS._replace(output_dir=tmp_path / "default")
     moved = [f"trainer.output_dir={folder}" for folder in ("earlier", run_dir)]
     assert quickstart.run_recipe(recipe, ["trainer.seed=1", *moved, "trainer.seed=2"]) == 0
+    seeds = ["trainer.seed=2", "data.seed=2"]
     assert commands[1:] == [
-        ["sft", "sft.yaml", "trainer.seed=2", "data.seed=2"],
-        ["train", "rl.yaml", "trainer.seed=2", "data.seed=2", "trainer.seed=1", *moved, "trainer.seed=2"],
+        ["sft", quickstart.SUMS.sft, *seeds],
+        ["train", quickstart.SUMS.train, *seeds, "trainer.seed=1", *moved, "trainer.seed=2"],
         ["plot", str(run_dir)],
         ["report", str(run_dir)],
     ]
     assert capsys.readouterr().out == "held-out accuracy: 50.0% before reinforcement learning, 75.0% after\n"
+
+
+def test_wrong_overrides_remove_no_earlier_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    quickstart.OUTPUT_DIR.mkdir(parents=True)
+    wrong = ["rollout.nn=4", "trainer.updates_per_step=3", "actor.parallel.tensor_parallel_size=3"]
+    with pytest.raises(ConfigError) as error:
+        quickstart.run_recipe(quickstart.SUMS, wrong)
+    assert len(error.value.problems) == 3
+    assert quickstart.OUTPUT_DIR.is_dir()

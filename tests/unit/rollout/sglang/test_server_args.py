@@ -287,6 +287,13 @@ def test_unknown_arguments_are_refused_with_what_was_meant() -> None:
     ):
         refuse_unknown_server_args({"mem_frac": 0.5})
 
+    with pytest.raises(ConfigError) as error:
+        refuse_unknown_server_args({"schedule_polisy": "lpm", "tp_size": 2})
+    assert [each.split()[0] for each in error.value.problems] == [
+        "rollout.sglang.server_args.tp_size",
+        "rollout.sglang.server_args.schedule_polisy",
+    ]
+
 
 def test_the_arguments_that_are_read_from_its_source_are_those_of_sglang(forked_processes: None) -> None:
     program = (
