@@ -91,6 +91,7 @@ class TokenBlock(NamedTuple):
 
     def row_sums(self, x: Tensor) -> Tensor:
         """Return the sum of each row's part of x (n,), (b,)."""
+        # For an empty row, reduceat would return an element of the next row.
         has_tokens = self.lengths > 0
         sums = x.new_zeros(len(self.lengths))
         starts = (self.lengths.cumsum(0) - self.lengths)[has_tokens]

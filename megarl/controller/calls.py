@@ -176,6 +176,7 @@ class Call:
         """
         reference = self.result
         if self.answer is not None:
+            # A small result comes with the answer of the relay.
             if isinstance(self.answer.result, bytes):
                 return pickle.loads(self.answer.result)
             (reference,) = self.answer.result

@@ -123,6 +123,7 @@ def _start_relay(
     records = [construction[rank].reference for rank in ranks]
     actor_class = ray.remote(Relay)
     handle = actor_class.options(
+        # The CPU of the bundle is that of its rank.
         num_cpus=0,
         scheduling_strategy=PlacementGroupSchedulingStrategy(
             bundle.placement_group, placement_group_bundle_index=bundle.number

@@ -237,6 +237,7 @@ class CurriculumLoader(RowLoader):
 
     def check_uids(self, uids: Iterable[str]) -> None:
         for uid in uids:
+            # `take` makes uids from the serial number of a row and its index.
             serial, _, row = uid.partition("-")
             is_served = serial.isdecimal() and row.isdecimal() and int(serial) < self.num_served
             if not (is_served and int(row) < len(self._dataset)):

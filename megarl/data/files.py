@@ -181,6 +181,7 @@ def _csv_rows(path: str, columns: Sequence[str], records: Iterator[list[str]]) -
 
 
 def _csv_records(path: str) -> Iterator[list[str]]:
+    # Spreadsheets write a byte order mark at the start of a file.
     with Path(path).open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         try:

@@ -152,6 +152,7 @@ class SessionServer:
         try:
             return await waiting
         except asyncio.CancelledError:
+            # The sample would not be read, so its request is dropped.
             if self._waiting.pop(number, None) is not None:
                 self._report(DroppedRequest(episode, number))
             raise

@@ -188,6 +188,7 @@ def _take_along(path: str, folder: Path, here: Path, files: dict[Path, Path]) ->
     Returns the path relative to the job's current directory.
     """
     source = (here / path).resolve()
+    # A file outside of the current folder keeps its whole path, in a folder of its own.
     inside = (
         source.relative_to(here.resolve())
         if source.is_relative_to(here.resolve())

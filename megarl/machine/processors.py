@@ -37,6 +37,7 @@ def usable_cores(quota: Path = _QUOTA) -> int:
     """Return the number of cores that the process may use, considering its affinity and container quota."""
     cores = len(os.sched_getaffinity(0))
     if quota.is_file():
+        # The quota is in microseconds of CPU time per period, or `max`.
         time, period = quota.read_text().split()
         if time != "max":
             cores = min(cores, max(1, int(time) // int(period)))

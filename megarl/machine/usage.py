@@ -33,6 +33,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             self._before = torch.cuda.memory_allocated(device)
         else:
+            # Writing 5 resets the peak of the resident memory.
             (_PROCESS / "clear_refs").write_text("5")
             self._before = _status("VmRSS")
 

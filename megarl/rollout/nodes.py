@@ -94,6 +94,7 @@ class OtherNodes:
     def lost(self) -> str | None:
         """Describe a node whose part of the engine has ended; None if all are there."""
         for number, connection in self._connections.items():
+            # A node sends nothing before its part of the engine ends.
             if not select.select([connection], [], [], 0)[0]:
                 continue
             try:

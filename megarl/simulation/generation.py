@@ -113,6 +113,7 @@ class SimulatedGeneration:
         now_s = self._now_s()
         for each in self._requests.values():
             if self._token_s:
+                # The small number keeps rounding errors from counting another token.
                 left = math.ceil((each.ready_s - now_s) / self._token_s - 1e-9)
                 each.written_until(each.length - max(0, left), self._version)
             each.ready_s += pause_s

@@ -160,6 +160,7 @@ class StatusWriter:
         while not self._has_ended.is_set():
             status = self._look()
             self._write(status)
+            # A run that remains stalled is reported once.
             if status.stalled is not None and not self._is_stalled:
                 _log.warning("%s", status.stalled)
             self._is_stalled = status.stalled is not None

@@ -209,6 +209,7 @@ class Checkpointer:
         if self._driver_states is None or step % every or self._sources is None:
             return
         state, files = self._sources
+        # A new driver appends to the metrics files, which must have this step.
         self._monitor.flush(services=False)
         try:
             self._driver_states.write(step, partial(self._write_own, step, state(), files()))

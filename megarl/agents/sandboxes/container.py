@@ -72,6 +72,7 @@ class ContainerSandbox:
             with _engine_errors_as(SandboxStartError, "the container cannot be started"):
                 await sandbox._begin(endpoint_url)
         except BaseException:
+            # A canceled start must remove its container, too.
             await sandbox.close()
             raise
         return sandbox

@@ -305,6 +305,7 @@ async def _end_of(pidfd: int) -> None:
     """Wait until a process has ended."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
+    # The descriptor becomes readable when the process ends.
     loop.add_reader(pidfd, lambda: ended.done() or ended.set_result(None))
     try:
         await ended
