@@ -39,7 +39,7 @@ Mesh = tuple[MeshCoordinate, ...]  # the coordinates of a group's ranks, in orde
 
 
 class CallRoute(NamedTuple):
-    """Who receives what in a call.
+    """The ranks that run a call, and the part of the arguments that each of them receives.
 
     Attributes:
         ranks: The ranks that run the call.

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megarl.models.architecture import Architecture, LoRA
-from megarl.models.mapping import Cut, MappingRow, StagePlacement
+from megarl.models.mapping import Cut, MappingRow
 
 # The linear layers that take adapters, by Megatron's names.
 _LATENT = "q_proj|q_down_proj|q_up_proj|kv_down_proj|kv_up_proj"
@@ -145,13 +145,6 @@ def available_targets(rows: Sequence[MappingRow]) -> tuple[str, ...]:
     every = LoRA(rank=1, alpha=1)
     names = (name for row in rows for name, _ in _targets_of(row, every))
     return tuple(dict.fromkeys(name.removesuffix(_SUFFIX).rpartition(".")[2] for name in names))
-
-
-def adapts_experts(rows: Sequence[MappingRow], lora: LoRA) -> bool:
-    """Return whether experts that a router selects from have adapters."""
-    return any(
-        row.place is StagePlacement.expert and any(True for _ in _targets_of(row, lora)) for row in rows
-    )
 
 
 def adapter_problems(

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_DELTA_NET = "gated delta net layers"
+_EXPERTS_WITH_WHOLE_NORMS = "norms of queries and keys over all heads in a model with experts"
 _VISION = "image inputs and the vision tower"
 _SPARSE = "sparse attention (DSA), which selects the keys of each token by an indexer"
 _MAMBA = "Mamba layers"
 
 UNSUPPORTED: Mapping[str, str] = {
     "kimi_linear": "delta attention layers",
-    "olmo_hybrid": _DELTA_NET,
+    "olmo_hybrid": "gated delta net layers with negative eigenvalues",
     "glm_moe_dsa": _SPARSE,
     "deepseek_v32": _SPARSE,
     "deepseek_v2": "group-limited softmax routers",
@@ -22,8 +22,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "gemma": "the activation of Gemma 1, which its folders name in two ways",
     "gemma2": "capped logits of attention and of the output layer",
     "gemma3": f"{_VISION} (Gemma 3 270M and 1B are published as gemma3_text)",
-    "olmoe": "norms of queries and keys over all heads",
-    "minimax_m2": "norms of queries and keys over all heads",
+    "olmoe": _EXPERTS_WITH_WHOLE_NORMS,
+    "minimax_m2": _EXPERTS_WITH_WHOLE_NORMS,
     "llama4": f"chunked attention, {_VISION}",
     "llama4_text": "chunked attention",
     "phi3": "fused projections in the folder, and longrope",

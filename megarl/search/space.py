@@ -7,7 +7,7 @@ and so is every key that the user pins.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from operator import attrgetter
 from typing import NamedTuple
@@ -135,9 +135,3 @@ def _within(key: str, free: Collection[str]) -> list[str]:
 def roles_of(config: PPOConfig, unit: Unit) -> list[ModelRole]:
     """Return the roles of a unit with their values in a configuration."""
     return [role for role in model_roles(config) if role.name in unit.roles]
-
-
-def on_devices(space: Space, num_nodes: int) -> Space:
-    """Return the same space over another number of nodes."""
-    placement = replace(space.config.placement, num_nodes=num_nodes)
-    return replace(space, num_nodes=num_nodes, config=space.config.with_sections(placement=placement))

@@ -60,16 +60,6 @@ def optimizer_counts(config: RunConfig, role: ModelRole, architecture: Architect
     return step_counts(architecture, role, chunks, stage, dtype_of(config))
 
 
-def update_counts(config: RunConfig, role: ModelRole, architecture: Architecture, stage: int) -> Counts:
-    """Return what an update costs besides its micro-batches: `gradient_counts` and `optimizer_counts`."""
-    return total(
-        (
-            gradient_counts(config, role, architecture, stage),
-            optimizer_counts(config, role, architecture, stage),
-        )
-    )
-
-
 def _num_scores(config: RunConfig, role: ModelRole) -> int:
     """Return the number of outputs per response token in scoring: log-probs, entropy, and others if asked."""
     is_actor = role.name == "actor" and isinstance(config, PPOConfig)

@@ -49,7 +49,7 @@ class RankSlices:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Who sends what to whom.
+    """The transfer schedule of each pair of ranks.
 
     Attributes:
         schedules: By (source, target), which are indices into the sequences that the plan was made from.

@@ -312,7 +312,7 @@ def test_first_llama_files_leave_out_heads_and_rope(tmp_path: Path) -> None:
         (
             LLAMA31_V4,
             {"model_type": "olmo_hybrid"},
-            "'model_type' is 'olmo_hybrid'; megarl does not support gated delta net layers; the supported",
+            "does not support gated delta net layers with negative eigenvalues; the supported families are",
         ),
         (LLAMA31_V4, {"model_type": ["llama"]}, "'model_type' is ['llama']; the supported families are"),
         (
