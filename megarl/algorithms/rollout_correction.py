@@ -288,9 +288,8 @@ def refuse_unusable_log_probs(mask: Column, *log_probs: Column) -> None:
     if unusable:
         raise ValueError(
             f"old_log_probs or rollout_log_probs of rows {sorted(set(unusable))[:8]} (of {len(mask)}) are "
-            f"not finite, so the rollout "
-            "cannot be corrected: check that the rollout engine samples from the whole vocabulary (top_p=1, "
-            "top_k=-1) and reports log-probs"
+            "not finite, so the rollout cannot be corrected: check that the rollout engine samples from the "
+            "whole vocabulary (top_p=1, top_k=-1) and reports log-probs"
         )
 
 

@@ -166,8 +166,7 @@ def _as_numbers(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, Metric]
         if not isinstance(metric, Metric):
             raise ValueError(
                 f"metric {name!r} is a {type(metric).__name__}, which does not define how its parts are "
-                f"combined: "
-                "return Metric.sum, .mean, .max, .min or .same (megarl/batch/metrics.py)"
+                "combined: return Metric.sum, .mean, .max, .min or .same (megarl/batch/metrics.py)"
             )
 
     # Fetch all scalars in one transfer, because each transfer synchronizes with the device.

@@ -45,8 +45,8 @@ _SHARDS = "would lay weights out in a way that weight sync and checkpoints do no
 _STAGES = "all pipeline stages have equally many layers; use {role}.parallel.pipeline_parallel_size"
 _SUM = "is fixed, because losses are sums with their own denominator; use algorithm.policy_loss.aggregation"
 _SHAPES = (
-    "needs micro-batches with equal numbers of tokens, but packed ones differ; leave it out (no key replaces "
-    "it)"
+    "needs micro-batches with equal numbers of tokens, but packed ones differ; leave it out (no key "
+    "replaces it)"
 )
 _HEAD = "has no effect, because megarl computes log-probs in chunks; use engine.log_prob_chunk_tokens"
 _FP8_WEIGHTS = (

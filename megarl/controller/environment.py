@@ -79,8 +79,8 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         "GLOO_SOCKET_IFNAME": Setting(
             None,
             Where.workers,
-            "the interface with the node's address in the cluster; by default gloo takes what the host name "
-            "resolves to",
+            "the interface with the node's address in the cluster; by default gloo takes what the host "
+            "name resolves to",
         ),
         "OMP_NUM_THREADS": Setting(
             "1",
@@ -96,8 +96,8 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         "LRU_CACHE_CAPACITY": Setting(
             _KERNELS_KEPT,
             Where.cpu_workers,
-            "torch caches kernels for 1024 shapes, 0.3 MB each; packed micro-batches differ in shape, so few "
-            "are reused",
+            "torch caches kernels for 1024 shapes, 0.3 MB each; packed micro-batches differ in shape, so "
+            "few are reused",
         ),
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": Setting(
             _KERNELS_KEPT, Where.cpu_workers, "oneDNN's own cache of the same size, below LRU_CACHE_CAPACITY"

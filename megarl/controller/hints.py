@@ -23,8 +23,8 @@ OOM_KILLED = (
 )
 MEMORY_MONITOR = (
     *HOST_MEMORY,
-    "Ray ends processes when a node has used 95 % of its memory (RAY_memory_usage_threshold, set before Ray "
-    "starts)",
+    "Ray ends processes when a node has used 95 % of its memory (RAY_memory_usage_threshold, set before "
+    "Ray starts)",
 )
 
 _PERHAPS_KILLED = (

@@ -83,8 +83,8 @@ def why_lost(error: RayError, node: str | None, log: str, oom_kills: int) -> Pro
 
     if isinstance(error, ActorUnavailableError):
         summary = (
-            "the process cannot be reached: the connection broke, although its node is still part of "
-            "the cluster"
+            "the process cannot be reached: the connection broke, although its node is still part of the "
+            "cluster"
         )
         return ProcessLoss(summary, hints.PROCESS_EXITED)
 

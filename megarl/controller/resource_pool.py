@@ -89,8 +89,8 @@ class RayResourcePool:
         if not process_on_nodes or min(*process_on_nodes, max_colocate_count, gpus_per_process) < 1:
             raise ValueError(
                 f"pool {name!r}: process_on_nodes={list(process_on_nodes)}, "
-                f"max_colocate_count={max_colocate_count} and "
-                f"gpus_per_process={gpus_per_process} must be at least 1"
+                f"max_colocate_count={max_colocate_count} and gpus_per_process={gpus_per_process} must be at "
+                "least 1"
             )
 
         self.process_on_nodes = tuple(process_on_nodes)

@@ -95,19 +95,17 @@ class ConversationEncoder:
         if max(token_ids) >= self._vocab_size:
             raise ConversationError(
                 f"sample {uid}: the reward model's tokenizer uses the token {max(token_ids)}, but the model "
-                f"has only {self._vocab_size}; "
-                "put the tokenizer that it was trained with into the folder of reward.model.path"
+                f"has only {self._vocab_size}; put the tokenizer that it was trained with into the folder of "
+                "reward.model.path"
             )
 
         length = len(token_ids)
         if length > self._max_length and self._overlong is OverlongConversation.refuse:
             raise ConversationError(
                 f"sample {uid}: the conversation has {length} tokens of the reward model, which reads at "
-                f"most {self._max_length}; raise "
-                "reward.model.max_length and micro_batch up to its number of positions, use shorter "
-                "prompts or "
-                "responses, "
-                "or set reward.model.overlong=truncate to remove the oldest tokens"
+                f"most {self._max_length}; raise reward.model.max_length and micro_batch up to its number of "
+                "positions, use shorter prompts or responses, or set reward.model.overlong=truncate to "
+                "remove the oldest tokens"
             )
 
         # Truncation keeps the newest tokens, because the answer is at the end.

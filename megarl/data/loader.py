@@ -155,19 +155,17 @@ class RowLoader(ABC):
         if missing := sorted({"num_served", *self._identity()} - state.keys()):
             raise ValueError(
                 f"cannot resume the data: the checkpoint does not contain {', '.join(missing)}; it is "
-                f"damaged "
-                f"or from another version, so start "
-                "without resuming, or with the version that wrote it"
+                "damaged or from another version, so start without resuming, or with the version that wrote "
+                "it"
             )
 
         state = self._with_known_rows(state)
         for name, now in self._identity().items():
             if state[name] != now:
                 raise ValueError(
-                    f"cannot resume the data: the checkpoint was written with {name}={state[name]}, this "
-                    f"run has {now}; "
-                    "use the same data files, data.train_weights, data.seed and data.shuffle, or start "
-                    "without resuming"
+                    f"cannot resume the data: the checkpoint was written with {name}={state[name]}, this run "
+                    f"has {now}; use the same data files, data.train_weights, data.seed and data.shuffle, or "
+                    "start without resuming"
                 )
         self._restore(state)
 
@@ -198,16 +196,15 @@ class RowLoader(ABC):
             if None not in (tokens, state["tokens"]) and state["tokens"] != tokens:
                 _log.warning(
                     "the rows of the data are those of the checkpoint, but their tokens differ: the "
-                    "tokenizer, its chat template or "
-                    "transformers has changed since then"
+                    "tokenizer, its chat template or transformers has changed since then"
                 )
             return state
 
         if tokens is None:
             _log.warning(
                 "the checkpoint is from a version that identified rows by their tokens, which change with "
-                "the date because the chat template writes it: whether "
-                "the data files are the same cannot be verified"
+                "the date because the chat template writes it: whether the data files are the same cannot "
+                "be verified"
             )
 
         return {**state, "rows": rows} if tokens in (None, state["rows"]) else state

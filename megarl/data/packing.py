@@ -306,9 +306,8 @@ def _check_room(
             unit, units, longest = "unit", "units", f"{rows_together} rows that stay together"
         raise ValueError(
             f"{unit} {row} has {lengths[row]} tokens, more than micro_batch.max_tokens={max_tokens}{ranks} "
-            f"({int(over.sum())} of {len(lengths)} {units} exceed it); "
-            f"set max_tokens to at least the longest {longest}"
-            + (", divided by the ranks that share it" if ranks else "")
+            f"({int(over.sum())} of {len(lengths)} {units} exceed it); set max_tokens to at least the "
+            f"longest {longest}" + (", divided by the ranks that share it" if ranks else "")
         )
 
 

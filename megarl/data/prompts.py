@@ -40,8 +40,8 @@ from megarl.data.whole_chat import render_whole, rendering_identity, spelled_spe
 GROUND_TRUTH = "ground_truth"
 GROUND_TRUTH_EXAMPLE = "{'style': 'rule', 'ground_truth': '5'}"
 _HINT = (
-    "; data.columns sets which columns are read, such as "
-    "data.columns.prompt=question data.columns.ground_truth=answer data.columns.data_source=null"
+    "; data.columns sets which columns are read, such as data.columns.prompt=question "
+    "data.columns.ground_truth=answer data.columns.data_source=null"
 )
 
 

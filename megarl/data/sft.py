@@ -93,9 +93,9 @@ class SFTDataset:
         # Train on what the model sees during generation, not on a rendering of the whole chat.
         if others := sum(not example.is_as_rendered for example in self._examples):
             _log.warning(
-                "%d of %d chats would be rendered differently as a whole, because the chat template changes "
-                "earlier answers once other messages follow "
-                "them. They are trained turn by turn, as a model sees them during generation",
+                "%d of %d chats would be rendered differently as a whole, because the chat template "
+                "changes earlier answers once other messages follow them. They are trained turn by turn, "
+                "as a model sees them during generation",
                 others,
                 len(self._examples),
             )
@@ -185,8 +185,7 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
         raise row.error(
             column,
             f"the roles are {roles}; a row needs a prompt and, as its last message, the assistant's answer. "
-            f"Answers that are not to be "
-            "trained have a weight of 0, but at least one must be trained",
+            "Answers that are not to be trained have a weight of 0, but at least one must be trained",
         )
 
     tools = tool_schemas(row, data.columns.tools)
@@ -255,10 +254,8 @@ def encode_answer(
     if tokenizer.eos_token_id not in answer_ids:
         raise ValueError(
             f"the rendered answer {tokenizer.decode(answer_ids)[-60:]!r} does not contain the end token "
-            f"{tokenizer.eos_token!r}, so the model "
-            "would not learn to stop; set the tokenizer's eos_token to the token with which its chat "
-            "template "
-            "ends an answer"
+            f"{tokenizer.eos_token!r}, so the model would not learn to stop; set the tokenizer's eos_token "
+            "to the token with which its chat template ends an answer"
         )
 
     # A template may add a line break after the end token.
@@ -276,9 +273,8 @@ def _not_a_prefix(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], ful
     prompt, full = (tokenizer.decode(ids[parting : parting + 8]) for ids in (prompt_ids, full_ids))
 
     return (
-        f"the prompt rendered for generation is not the beginning of the whole chat: from token {parting} "
-        f"on it reads {prompt!r} and "
-        f"the chat {full!r}, so the tokens of the answer cannot be identified. Use a chat template that "
-        f"renders a message in the same way "
-        "whatever follows it (templates that drop or add thinking parts do not)"
+        f"the prompt rendered for generation is not the beginning of the whole chat: from token {parting} on "
+        f"it reads {prompt!r} and the chat {full!r}, so the tokens of the answer cannot be identified. Use a "
+        "chat template that renders a message in the same way whatever follows it (templates that drop or "
+        "add thinking parts do not)"
     )

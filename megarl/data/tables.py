@@ -195,8 +195,7 @@ def _refuse_filled(row: DataRow, column: str, value: Any, is_text: bool, what: s
         raise row.error(
             column,
             f"{what} of a tool contains null, because this format adds fields of other rows; write it as "
-            f"JSON "
-            f"text, or the rows as JSON lines",
+            "JSON text, or the rows as JSON lines",
         )
 
 
@@ -248,8 +247,8 @@ def keep_within[Item](
 
     if overlong == Overlong.refuse:
         raise DataError(
-            f"{first.file}, row {first.number}: {first.length} tokens; {summary}. "
-            f"Raise {option} to {longest}, or set data.overlong=filter to drop them"
+            f"{first.file}, row {first.number}: {first.length} tokens; {summary}. Raise {option} to "
+            f"{longest}, or set data.overlong=filter to drop them"
         )
 
     if len(over) == len(measured):
@@ -267,9 +266,8 @@ def warn_of_escapes(spelled: Sequence[str | None]) -> None:
 def escapes_message(found: Sequence[str], num_rows: int) -> str:
     return (
         f"{len(found)} of {num_rows} rows contain special tokens such as {found[0]!r} in a text that is not "
-        f"the assistant's: they are escaped with a "
-        f"space ({found[0][0]} {found[0][1:]}), because only the chat template may begin and end turns. "
-        f"Convert chats that are already rendered to messages"
+        f"the assistant's: they are escaped with a space ({found[0][0]} {found[0][1:]}), because only the "
+        "chat template may begin and end turns. Convert chats that are already rendered to messages"
     )
 
 

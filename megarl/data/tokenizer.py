@@ -60,8 +60,8 @@ def load_tokenizer(
             else f"{type(tokenizer.chat_template).__name__} as its chat template"
         )
         raise ValueError(
-            f"{key}={path!r}: the tokenizer has {found}, so chats cannot be rendered; "
-            "put chat_template.jinja (an instruct model of the family has one) into the folder"
+            f"{key}={path!r}: the tokenizer has {found}, so chats cannot be rendered; put "
+            "chat_template.jinja (an instruct model of the family has one) into the folder"
         )
 
     _refuse_foreign(tokenizer, Path(path), key)
@@ -113,8 +113,8 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) 
     if not any(os.path.isfile(folder / name) for name in files):
         raise ValueError(
             f"{key}={str(folder)!r}: the folder contains no vocabulary ({' or '.join(files)}), so all texts "
-            f"would be the same to the model; "
-            "copy tokenizer.json into it: it is missing, for example after an interrupted download"
+            "would be the same to the model; copy tokenizer.json into it: it is missing, for example after "
+            "an interrupted download"
         )
 
     name_of = {index: token for token, index in tokenizer.get_vocab().items()}
@@ -132,9 +132,9 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) 
         special = [name for name in ("eos_token", "pad_token") if getattr(tokenizer, f"{name}_id") in beyond]
         raise ValueError(
             f"{key}={str(folder)!r}: the tokenizer has {len(beyond)} tokens that the model lacks, whose "
-            f"vocab_size is {size}: "
-            f"{name_of[beyond[0]]!r} is {beyond[0]}{f', and it is the {special[0]}' if special else ''}; "
-            "put the tokenizer that the model was trained with into the folder"
+            f"vocab_size is {size}: {name_of[beyond[0]]!r} is "
+            f"{beyond[0]}{f', and it is the {special[0]}' if special else ''}; put the tokenizer that the "
+            "model was trained with into the folder"
         )
 
 
@@ -260,8 +260,8 @@ def lost_text(tokenizer: PreTrainedTokenizerBase, text: str, token_ids: Sequence
 
     return (
         f"the tokenizer loses text: {what}, and the model would read {_short(read)} for "
-        f"{_short(' '.join(text.split()))}; use a model "
-        "whose tokenizer supports such text, or other rows (data.lossy=allow accepts them)"
+        f"{_short(' '.join(text.split()))}; use a model whose tokenizer supports such text, or other rows "
+        "(data.lossy=allow accepts them)"
     )
 
 

@@ -36,8 +36,7 @@ def schemas_of(value: Any) -> list[dict[str, Any]] | None:
         if _holds_nan(tool):
             raise ValueError(
                 f"the tool {tool['function']['name']!r} contains NaN or an infinity, which JSON does not "
-                f"have; "
-                f"remove it"
+                "have; remove it"
             )
 
     return tools
@@ -87,8 +86,7 @@ def _call(call: Any) -> dict[str, Any]:
     if _holds_nan(arguments):
         raise ValueError(
             f"a call of {call['function']['name']!r} has the arguments {_short(arguments)}, with NaN or an "
-            f"infinity, which JSON does not "
-            "have; write a number or a text"
+            "infinity, which JSON does not have; write a number or a text"
         )
 
     # Parquet fills absent fields with null, which a template could treat as values.

@@ -113,10 +113,9 @@ class TurnTemplate:
         ):
             raise ValueError(
                 f"the chat template does not write the end token {self._tokenizer.eos_token!r} immediately "
-                f"after an earlier answer, so "
-                f"nothing can be appended to the model's output; it writes {after[:40]!r}. Use a template "
-                f"that does, or set the "
-                "tokenizer's eos_token to the token with which its chat template ends an answer"
+                "after an earlier answer, so nothing can be appended to the model's output; it writes "
+                f"{after[:40]!r}. Use a template that does, or set the tokenizer's eos_token to the token "
+                "with which its chat template ends an answer"
             )
 
         return after
@@ -187,10 +186,8 @@ class TurnTemplate:
 
         return (
             f"the chat template is not append-only: after {expected[max(0, parting - 30) : parting]!r} an "
-            f"extended conversation has "
-            f"the tokens {tokens[0]}, but the template writes {tokens[1]} for the whole. Use a template "
-            f"that renders a message in the "
-            "same way whatever follows it"
+            f"extended conversation has the tokens {tokens[0]}, but the template writes {tokens[1]} for the "
+            "whole. Use a template that renders a message in the same way whatever follows it"
         )
 
 

@@ -97,9 +97,8 @@ def refuse_unsaid_answer(
     if end and _THINK not in thought and f"{_THINK}{_squeezed(thought)}{_END_THINK}" in _squeezed(answer):
         raise ValueError(
             f"message {index}: the chat template treats the text before {_END_THINK!r} in its content as "
-            f"thinking ({_short(thought)}), "
-            f"although no {_THINK!r} begins it; write both tags if it is thinking, or write the tag "
-            f"differently if it is not"
+            f"thinking ({_short(thought)}), although no {_THINK!r} begins it; write both tags if it is "
+            "thinking, or write the tag differently if it is not"
         )
 
 
@@ -128,8 +127,8 @@ def _refuse_turn_tokens(tokenizer: PreTrainedTokenizerBase, index: int, message:
             if token in text:
                 raise ValueError(
                     f"message {index}: its {key} contains {token!r}, with which the chat template begins or "
-                    f"ends a turn, so the answer would "
-                    f"end there or forge another; remove it, or escape it: {escaped(tokenizer, token)!r}"
+                    "ends a turn, so the answer would end there or forge another; remove it, or escape it: "
+                    f"{escaped(tokenizer, token)!r}"
                 )
 
 
@@ -188,8 +187,8 @@ def _hint(tokenizer: PreTrainedTokenizerBase, key: str) -> str:
 
     if key in _REASONING:
         return (
-            "put it into content as the model should write it, use a template that writes it, or remove "
-            "the field"
+            "put it into content as the model should write it, use a template that writes it, or remove the "
+            "field"
         )
 
     return "use a template that writes it, or remove the field"

@@ -253,8 +253,7 @@ def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterat
         assert first.outcome is not None
         message = (
             f"reward.functions: {len(unrewarded):,} of {len(trials):,} ground truths score no better than an "
-            f"empty response, such as "
-            f"{_place(first)}, with {first.outcome.score:g}"
+            f"empty response, such as {_place(first)}, with {first.outcome.score:g}"
         )
         yield doubtful(REWARDS, message, TRUTH_FORM_HINT, files=files)
 
@@ -278,8 +277,7 @@ def _doubts(reward: RewardConfig, trials: Sequence[Trial], files: str) -> Iterat
         assert outcome is not None
         message = (
             f"reward.functions: {len(low):,} of {len(trials):,} ground truths score less than "
-            f"reward.pass_score={threshold:g}, such as "
-            f"{_place(low[0])}, with {outcome.score:g}"
+            f"reward.pass_score={threshold:g}, such as {_place(low[0])}, with {outcome.score:g}"
         )
         yield doubtful(
             REWARDS,

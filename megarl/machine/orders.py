@@ -16,8 +16,8 @@ from megarl.machine.reaper import OWNER
 
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _START = (
-    f"import sys; sys.path.insert(0, {str(Path(megarl.__file__).absolute().parents[1])!r}); "
-    "from megarl.machine.namespaces import run; run(*map(int, sys.argv[1:]))"
+    f"import sys; sys.path.insert(0, {str(Path(megarl.__file__).absolute().parents[1])!r}); from "
+    "megarl.machine.namespaces import run; run(*map(int, sys.argv[1:]))"
 )
 
 

@@ -24,17 +24,15 @@ def host_and_port(address: str) -> tuple[str, int]:
     if "://" in address:
         raise ValueError(
             f"{VARIABLE}={address}: megarl's driver must run inside the cluster and does not connect as a "
-            f"Ray client; submit the run as a "
-            f"Ray job (megarl submit --address http://HEAD:8265), or run it on a node of the cluster with "
-            f"{VARIABLE}=HOST:PORT or auto"
+            "Ray client; submit the run as a Ray job (megarl submit --address http://HEAD:8265), or run it "
+            f"on a node of the cluster with {VARIABLE}=HOST:PORT or auto"
         )
 
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= _MAX_PORT:
         raise ValueError(
             f"{VARIABLE}={address} is not of the form HOST:PORT (HEAD:6379); set it to that form, to auto, "
-            f"or "
-            f"to local to start its own Ray"
+            "or to local to start its own Ray"
         )
 
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -320,6 +320,6 @@ def strongest() -> Level:
         reasons.append(reason)
 
     raise SandboxError(
-        f"no sandbox works on this machine: {'; '.join(reasons)}. Install bubblewrap, or allow namespaces "
-        f"or Landlock"
+        f"no sandbox works on this machine: {'; '.join(reasons)}. Install bubblewrap, or allow namespaces or "
+        "Landlock"
     )

@@ -110,8 +110,8 @@ def _check_head_sizes(reader: ConfigReader, latent: LatentAttention) -> None:
 
     if latent.qk_rope_head_dim % 2:
         reader.problems.append(
-            f"'qk_rope_head_dim' is {latent.qk_rope_head_dim}; "
-            "rotary embeddings rotate pairs, so it must be even"
+            f"'qk_rope_head_dim' is {latent.qk_rope_head_dim}; rotary embeddings rotate pairs, so it must be "
+            "even"
         )
 
     # Attention pads values to the size of keys.

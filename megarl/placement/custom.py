@@ -63,8 +63,8 @@ def _role_problems(placement: PlacementConfig, requests: Collection[GroupRequest
             known = f"there are {', '.join(placement.pools)}" if placement.pools else "no pools are defined"
             yield (
                 f"{_ROLES}.{role}, {_POOLS}: there is no pool {pool!r}; "
-                f"{known}{_nearest(pool, placement.pools)}; "
-                f"define its devices per node, such as {_POOLS}.{pool}=[4]"
+                f"{known}{_nearest(pool, placement.pools)}; define its devices per node, such as "
+                f"{_POOLS}.{pool}=[4]"
             )
 
 

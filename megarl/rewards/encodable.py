@@ -19,8 +19,7 @@ def refuse_unencodable(value: Any, what: str) -> None:
             except UnicodeEncodeError as error:
                 raise ValueError(
                     f"{what} {value[:60]!r} has the lone surrogate {value[error.start]!r} at position "
-                    f"{error.start}, "
-                    "which no response can contain; replace it in the data"
+                    f"{error.start}, which no response can contain; replace it in the data"
                 ) from None
         case dict():
             for key, each in value.items():

@@ -267,8 +267,7 @@ def _evaluate(function: LoadedFunction, request: ScoreRequest) -> tuple[dict[str
     if answer is not None and not isinstance(answer, str):
         raise NotAScoreError(
             f"returned the {type(answer).__name__} {repr(answer)[:60]} as its answer, expected a normalized "
-            f"string, or None for a "
-            "sample without an answer"
+            "string, or None for a sample without an answer"
         )
 
     return numbers, [answer]

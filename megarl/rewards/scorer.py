@@ -258,8 +258,8 @@ class RewardScorer:
             if num_fruitless == MAX_POOL_RESTARTS:
                 raise RewardError(
                     f"the reward processes died {num_fruitless} times before they scored a sample; "
-                    f"{len(waiting)} samples are left. "
-                    "Find out what kills them: the kernel's log shows processes that ran out of memory"
+                    f"{len(waiting)} samples are left. Find out what kills them: the kernel's log shows "
+                    "processes that ran out of memory"
                 )
             waiting = unscored
 
@@ -380,9 +380,8 @@ class RewardScorer:
             0.0,
             {},
             f"{process.function_labels(self._functions)[index]} returned {this} 'answer' for it, but "
-            f"{others} for other samples of "
-            f"{request.data_source!r}; return this key for all samples or for none, with None for a sample "
-            f"without an answer",
+            f"{others} for other samples of {request.data_source!r}; return this key for all samples or for "
+            "none, with None for a sample without an answer",
         )
 
     def _ensure_pool(self) -> None:

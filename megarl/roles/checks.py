@@ -91,11 +91,10 @@ class LogProbCheck:
 
         return (
             f"rollout and actor disagree about the first batch: mean |log-prob difference| {mean:.3g} over "
-            f"{int(mask.sum())} tokens, "
-            f"more than resharding.max_log_prob_difference={self._max_difference:g}. First tokens of the "
-            f"responses: {first}; "
-            f"later ones: {later}; largest {float(difference[row, position]):.3g} at sample {row}, token "
-            f"{position}. Likely causes:"
+            f"{int(mask.sum())} tokens, more than "
+            f"resharding.max_log_prob_difference={self._max_difference:g}. First tokens of the responses: "
+            f"{first}; later ones: {later}; largest {float(difference[row, position]):.3g} at sample {row}, "
+            f"token {position}. Likely causes:"
             + "".join(f"\n  - {cause}" for cause in _CAUSES_OF_DIFFERENCES)
             + "\nIf this difference is normal for the precision, raise the bound."
         )
@@ -175,11 +174,9 @@ class FirstRatioCheck:
         if not (near and abs(mean) <= self._tolerance.mean):  # rejects NaN as well
             raise FirstRatioError(
                 f"the first update's ratios of new to old probabilities are {low:.6g} to {high:.6g}, mean "
-                f"log-prob difference {mean:.3g}, "
-                f"but the policy has not changed since it was scored: they must be in [{1 / limit:.4g}, "
-                f"{limit:.4g}], the mean "
-                f"within {self._tolerance.mean:g} of 0. Likely causes:"
-                + "".join(f"\n  - {cause}" for cause in _CAUSES_OF_RATIOS)
+                f"log-prob difference {mean:.3g}, but the policy has not changed since it was scored: they "
+                f"must be in [{1 / limit:.4g}, {limit:.4g}], the mean within {self._tolerance.mean:g} of 0. "
+                "Likely causes:" + "".join(f"\n  - {cause}" for cause in _CAUSES_OF_RATIOS)
             )
 
         self._passed = True

@@ -67,8 +67,8 @@ class MiniBatchPlan:
         if left_over:
             raise ValueError(
                 f"{len(rows)} samples do not divide into trainer.updates_per_step={self.updates_per_step} "
-                f"equal mini-batches; "
-                f"{left_over} would be left over: make trainer.prompts_per_step x rollout.n a multiple of it"
+                f"equal mini-batches; {left_over} would be left over: make trainer.prompts_per_step x "
+                "rollout.n a multiple of it"
             )
 
         # With a single mini-batch per pass, shuffling the rows would change nothing.

@@ -285,8 +285,8 @@ class Actor(MegatronRole):
         if not self._scores_in_update:
             raise ValueError(
                 "the batch for the actor's update has no old_log_probs, which this algorithm reads before "
-                "the update, or which several updates "
-                "of a step need: batch = batch.union(actor.old_log_probs(batch, step))"
+                "the update, or which several updates of a step need: batch = "
+                "batch.union(actor.old_log_probs(batch, step))"
             )
 
         # One optimizer step over all rows, so the pass sees the policy that wrote the samples.

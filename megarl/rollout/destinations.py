@@ -273,10 +273,8 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
         )
         if place is None or place in target_dims or starts[place] + size > shape[place]:
             raise _NotFollowedError(
-                f"of shape {tuple(shape)} it copies a part that is not a slice: shape "
-                f"{tuple(source.shape)}, strides "
-                f"{source.stride()}, "
-                f"offset {source.storage_offset()}"
+                f"of shape {tuple(shape)} it copies a part that is not a slice: shape {tuple(source.shape)}, "
+                f"strides {source.stride()}, offset {source.storage_offset()}"
             )
         sizes[place] = size
         target_dims[place] = dim

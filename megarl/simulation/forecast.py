@@ -135,9 +135,8 @@ def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
     engine = config.rollout.tensor_parallel_size
     if any(plan.share_devices("rollout", role) for role in plan.roles if role != "rollout"):
         raise ValueError(
-            f"placement.strategy={plan.strategy.value}: the engines share their devices with other roles, "
-            f"so there is nothing to split; "
-            "simulate placement.strategy=split_collocate"
+            f"placement.strategy={plan.strategy.value}: the engines share their devices with other roles, so "
+            "there is nothing to split; simulate placement.strategy=split_collocate"
         )
 
     # Find the numbers of engines that leave whole replicas of the trained model.
@@ -217,8 +216,7 @@ def measured(run_dir: Path) -> tuple[list[list[int]], Times]:
     if config.rollout.max_staleness:
         raise ValueError(
             f"{run_dir}: ran with rollout.max_staleness={config.rollout.max_staleness}, so its waiting time "
-            f"does not show how long "
-            "generation takes; give a run at 0 (a few steps are enough)"
+            "does not show how long generation takes; give a run at 0 (a few steps are enough)"
         )
 
     if missing := [name for name in ("timing_s/step", "timing_s/gen") if name not in series]:

@@ -91,8 +91,8 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "dynamic_sampling/num_generations",
             "",
-            "Rounds of generation until enough prompts had samples with different scores; "
-            "1 with async rollout.",
+            "Rounds of generation until enough prompts had samples with different scores; 1 with async "
+            "rollout.",
         ),
         MetricRow(
             "dynamic_sampling/{num_prompts,num_without_signal,num_surplus}",
@@ -262,8 +262,8 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "agent/ended/<why>",
             "share",
-            "Episodes that ended for this reason: done, length, turns and others. "
-            "Reasons that did not occur are absent.",
+            "Episodes that ended for this reason: done, length, turns and others. Reasons that did not "
+            "occur are absent.",
         ),
         MetricRow(
             "agent/waiting_share",
@@ -416,9 +416,8 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "timing_s/<phase>",
             "s",
-            "Duration of a phase: gen, reward, old_log_prob, update_actor and others; "
-            "`step` is the whole step, "
-            "`testing` validation.",
+            "Duration of a phase: gen, reward, old_log_prob, update_actor and others; `step` is the whole "
+            "step, `testing` validation.",
         ),
         MetricRow(
             "perf/predicted_step_s",
@@ -471,8 +470,8 @@ METRICS: Mapping[str, tuple[MetricRow, ...]] = {
         MetricRow(
             "memory/<role>_rss_gb/{training,rollout}",
             "GiB",
-            "Resident memory of the role's fullest process, in the training and in the generation phase "
-            "of a step.",
+            "Resident memory of the role's fullest process, in the training and in the generation phase of "
+            "a step.",
         ),
     ),
 }

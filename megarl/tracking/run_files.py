@@ -26,9 +26,8 @@ def check_run_folder(output_dir: Path) -> None:
     if not output_dir.is_dir():
         raise RunError(
             f"{output_dir}: the run's folder was removed or replaced while the run was writing to it; the "
-            f"logs and "
-            "checkpoints in it are lost. Start the run again, or restore the folder first to resume from "
-            "its latest checkpoint"
+            "logs and checkpoints in it are lost. Start the run again, or restore the folder first to "
+            "resume from its latest checkpoint"
         )
 
 

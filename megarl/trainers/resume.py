@@ -124,8 +124,7 @@ def _given(path: Path) -> Path:
         raise _problem(
             "checkpoint.resume",
             f"is {str(path)!r}, which is neither a checkpoint (with {DESCRIPTION_FILE}) nor a folder of "
-            f"them (with {LATEST_FILE}); "
-            "use one of these, or auto, or disable",
+            f"them (with {LATEST_FILE}); use one of these, or auto, or disable",
         )
 
     return found
@@ -204,8 +203,7 @@ def _resume(found: Resume, config: RunConfig, problems: Sequence[str]) -> Resume
     # Collect all problems, so that the user sees them at once.
     of_keys = [
         f"{change.key}: is {change.now!r}, but the checkpoint was written with {change.before!r}, and this "
-        f"key decides {FIXED[change.key]}; "
-        "use the same value, or start again in another folder"
+        f"key decides {FIXED[change.key]}; use the same value, or start again in another folder"
         for change in changes
         if change.is_fixed
     ]
@@ -225,9 +223,8 @@ def _check_steps(checkpoint: Path, description: dict[str, Any]) -> None:
         if step != description["step"]:
             raise CheckpointError(
                 f"{checkpoint / role}: is of step {step}, but it is in the checkpoint of step "
-                f"{description['step']}: "
-                "models of two steps cannot be resumed together; restore the right folder, or use another "
-                "checkpoint"
+                f"{description['step']}: models of two steps cannot be resumed together; restore the right "
+                "folder, or use another checkpoint"
             )
 
 
@@ -253,8 +250,7 @@ def _state(checkpoint: Path, step: int) -> dict[str, Any]:
     if state["step"] != step:
         raise CheckpointError(
             f"{path}: is of step {state['step']}, but it is in the checkpoint of step {step}; restore the "
-            f"right file, or use "
-            "another checkpoint"
+            "right file, or use another checkpoint"
         )
 
     return state
@@ -354,8 +350,7 @@ def _step_problems(state: dict[str, Any], config: RunConfig) -> list[str]:
     if state["step"] > config.trainer.total_steps:
         problems.append(
             f"trainer.total_steps: is {config.trainer.total_steps}, but the checkpoint is of step "
-            f"{state['step']}; "
-            f"raise it, or resume from an earlier checkpoint with checkpoint.resume=PATH"
+            f"{state['step']}; raise it, or resume from an earlier checkpoint with checkpoint.resume=PATH"
         )
 
     return problems

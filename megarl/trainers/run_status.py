@@ -158,8 +158,8 @@ class StatusOfRun:
 
         return (
             f"rollout replica {number} has finished none of its {replica.in_flight} requests for "
-            f"{replica.silent_s:.0f} s{which}. After "
-            f"{limit_s:g} s (trainer.phase_time_limit_s) it is considered hung and restarted"
+            f"{replica.silent_s:.0f} s{which}. After {limit_s:g} s (trainer.phase_time_limit_s) it is "
+            "considered hung and restarted"
         )
 
 

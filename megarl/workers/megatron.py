@@ -180,8 +180,7 @@ def _process_groups(spec: ModelSpec) -> ParallelGroups:
     if shared_groups.parallel != spec.parallel:
         raise ValueError(
             f"roles fused in one process share a layout, but one has {shared_groups.parallel} and another "
-            f"{spec.parallel}: "
-            "give them the same parallel sizes, or pools of their own"
+            f"{spec.parallel}: give them the same parallel sizes, or pools of their own"
         )
 
     return shared_groups

@@ -195,8 +195,8 @@ def _fullest(records: Sequence[RankRecord]) -> list[RankRecord]:
 
 def _unseen(parallel: ParallelConfig, numbers: Sequence[int], ranks: str) -> str:
     told = (
-        "Not simulated: allocator fragmentation, NCCL buffers, the CUDA context, the overlap of streams, and "
-        "timing."
+        "Not simulated: allocator fragmentation, NCCL buffers, the CUDA context, the overlap of streams, "
+        "and timing."
     )
     if ranks == "all":
         return (

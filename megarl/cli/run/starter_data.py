@@ -69,9 +69,8 @@ class UserData:
         """Describe what is held out of the file for validation, or why nothing is."""
         if not self.split:
             return (
-                f"none, because {self.path} has fewer than {_FEWEST_QUESTIONS} questions; give held-out "
-                f"rows with --val, or set "
-                "data.val_files and trainer.validate_every_steps"
+                f"none, because {self.path} has fewer than {_FEWEST_QUESTIONS} questions; give held-out rows "
+                "with --val, or set data.val_files and trainer.validate_every_steps"
             )
 
         num_all = self.num_rows + self.num_held_out

@@ -64,8 +64,7 @@ TEXT = RewardKind(
     "text",
     "free texts",
     'what follows "the answer is" in a response, otherwise the whole response, must equal the answer, '
-    "except for case, spaces and the "
-    "punctuation around it",
+    "except for case, spaces and the punctuation around it",
     "End with the answer alone, after the words the answer is.",
 )
 CODE = RewardKind(
@@ -206,8 +205,7 @@ def _chosen(proof: _Proof) -> ChosenReward:
     if proof.problems:
         lines.append(
             f"warning: {proof.num_failed:,} of the answers fail, and `megarl check` refuses such rows: "
-            f"{in_files(proof.problems)}. "
-            "Correct or remove these rows, or change reward.py"
+            f"{in_files(proof.problems)}. Correct or remove these rows, or change reward.py"
         )
 
     return ChosenReward(proof.source, proof.kind.prompt, lines)

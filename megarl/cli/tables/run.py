@@ -270,8 +270,8 @@ def print_reward(config: PPOConfig, architectures: Mapping[str, Architecture], c
         limit = max_conversation_tokens(model, architectures[REWARD_MODEL])
         print_line(
             console,
-            f"reward: {model.weight:g} x {model.path}; conversations of at most {limit:,} of its own tokens, "
-            f"{longer}",
+            f"reward: {model.weight:g} x {model.path}; conversations of at most {limit:,} of its own "
+            f"tokens, {longer}",
         )
 
 

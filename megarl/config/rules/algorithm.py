@@ -182,23 +182,22 @@ def policy_loss(config: PPOConfig) -> Violations:
         yield Violation(
             (_KIND, _AGGREGATION),
             f"{loss.kind.name} requires the aggregation of its paper, {needs.aggregation.name}, but it is "
-            f"{loss.aggregation.name}; "
-            f"use aggregation={needs.aggregation.name}, or another kind",
+            f"{loss.aggregation.name}; use aggregation={needs.aggregation.name}, or another kind",
         )
 
     if not needs.ratio and updates > 1:
         yield Violation(
             (_KIND, "trainer.updates_per_step", "trainer.epochs_per_batch"),
             f"{loss.kind.name} has no ratio, so it is valid only for samples of the policy that is updated, "
-            f"but a step makes {updates} "
-            "updates; use updates_per_step=1 and epochs_per_batch=1, or another kind",
+            f"but a step makes {updates} updates; use updates_per_step=1 and epochs_per_batch=1, or another "
+            "kind",
         )
 
     if loss.clip_dual is not None and not needs.dual_clip:
         yield Violation(
             ("algorithm.policy_loss.clip_dual", _KIND),
-            f"is {loss.clip_dual:g}, but {loss.kind.name} has no dual clip; "
-            f"use null, or one of {', '.join(kind.name for kind in PolicyLossKind if kind.needs.dual_clip)}",
+            f"is {loss.clip_dual:g}, but {loss.kind.name} has no dual clip; use null, or one of "
+            f"{', '.join(kind.name for kind in PolicyLossKind if kind.needs.dual_clip)}",
         )
 
     covariance = loss.covariance
@@ -221,8 +220,8 @@ def aggregations(config: PPOConfig) -> Violations:
         if with_norm and loss.norm_tokens is None:
             yield Violation(
                 keys,
-                f"{loss.aggregation.name} divides by the constant norm_tokens, which is null; "
-                f"use data.max_response_length, {config.data.max_response_length}",
+                f"{loss.aggregation.name} divides by the constant norm_tokens, which is null; use "
+                f"data.max_response_length, {config.data.max_response_length}",
             )
 
         if not with_norm and loss.norm_tokens is not None:
@@ -299,16 +298,14 @@ def rollout_correction(config: PPOConfig) -> Violations:
         yield Violation(
             (bypass, _WHERE),
             "the penalty in the reward needs the trainer's log-probs of the samples, which bypass does not "
-            "compute; "
-            "use where=loss, or bypass=false",
+            "compute; use where=loss, or bypass=false",
         )
 
     if config.algorithm.reads_old_log_probs:
         yield Violation(
             (bypass, _ESTIMATOR),
             f"{config.algorithm.advantage.estimator.name} needs the trainer's probabilities of the samples, "
-            f"which bypass does not compute; "
-            "use another estimator, or bypass=false",
+            "which bypass does not compute; use another estimator, or bypass=false",
         )
 
 

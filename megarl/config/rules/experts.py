@@ -75,8 +75,8 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
         yield Violation(
             (keys.expert,),
             f"the {experts.num_experts} experts of {role.path} do not divide by expert_parallel_size "
-            f"{parallel.expert_parallel_size}; "
-            f"use {either(nearest_divisors(experts.num_experts, parallel.expert_parallel_size))}",
+            f"{parallel.expert_parallel_size}; use "
+            f"{either(nearest_divisors(experts.num_experts, parallel.expert_parallel_size))}",
         )
 
     for width, size, key in (
@@ -88,8 +88,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
             yield Violation(
                 (key,),
                 f"an expert of {role.path} has intermediate size {width}, which does not divide by {name} "
-                f"{size}; "
-                f"use {either(nearest_divisors(width, size))}",
+                f"{size}; use {either(nearest_divisors(width, size))}",
             )
 
     # Tensor-parallel ranks have the same tokens unless sequence parallelism splits them.
@@ -142,8 +141,8 @@ def layers_fit(config: RunConfig, architectures: Mapping[str, Architecture]) -> 
             yield Violation(
                 ("engine.layers",),
                 f"is {config.engine.layers.value}, but the experts of {role.path} "
-                f"({architecture.model_type}) have biases, which megarl supports with local layers only; use "
-                "local",
+                f"({architecture.model_type}) have biases, which megarl supports with local layers only; "
+                "use local",
             )
 
 
@@ -265,8 +264,8 @@ def _routes_of_engine(config: PPOConfig) -> Violations:
         others = " or ".join(kind.name for kind in RolloutEngineKind if kind.needs.returns_routes)
         yield Violation(
             (_REPLAY, "rollout.engine"),
-            f"is rollout, but the engine {engine.name!r} does not return routes; use the engine {others}, or "
-            f"off",
+            f"is rollout, but the engine {engine.name!r} does not return routes; use the engine {others}, "
+            "or off",
         )
 
     # A sample would have tokens from several weight versions, each with different routes.
@@ -281,6 +280,6 @@ def _routes_of_engine(config: PPOConfig) -> Violations:
     if config.agent.is_used:
         yield Violation(
             (_REPLAY, "agent"),
-            "is rollout, but an episode consists of several requests, whose routes are not concatenated; use "
-            "trainer",
+            "is rollout, but an episode consists of several requests, whose routes are not concatenated; "
+            "use trainer",
         )

@@ -28,8 +28,8 @@ def recipe(config: RunConfig, role: ModelRole) -> Violations:
 
     yield Violation(
         (key,),
-        f"{given}: its scales come from earlier micro-batches, so log-probs would depend on what ran before, "
-        "and a recovered or resumed run would differ; use blockwise (Hopper), mxfp8 (Blackwell) or "
+        f"{given}: its scales come from earlier micro-batches, so log-probs would depend on what ran "
+        "before, and a recovered or resumed run would differ; use blockwise (Hopper), mxfp8 (Blackwell) or "
         "tensorwise",
     )
 

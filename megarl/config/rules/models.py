@@ -51,8 +51,8 @@ def layout(config: RunConfig, role: ModelRole) -> Violations:
                 f"{role.parallel_key}.pipeline_parallel_size",
             ),
             f"virtual_pipeline_parallel_size {parallel.virtual_pipeline_parallel_size} requires a pipeline, "
-            f"but pipeline_parallel_size is 1; "
-            "use virtual_pipeline_parallel_size null, or a pipeline_parallel_size of 2 or more",
+            "but pipeline_parallel_size is 1; use virtual_pipeline_parallel_size null, or a "
+            "pipeline_parallel_size of 2 or more",
         )
 
     if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
@@ -169,8 +169,8 @@ def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Violations:
         yield Violation(
             (f"{role.parallel_key}.data_parallel_size", config.batch_key),
             f"a mini-batch has {rows} {what}, fewer than data_parallel_size {replicas}, so some replicas "
-            f"would have no {what}; "
-            f"use data_parallel_size {max(rows, 1)} or less, or mini-batches of {replicas} {what} or more",
+            f"would have no {what}; use data_parallel_size {max(rows, 1)} or less, or mini-batches of "
+            f"{replicas} {what} or more",
         )
 
 
@@ -188,8 +188,7 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
         yield Violation(
             (f"{role.parallel_key}.tensor_parallel_size",),
             f"{' and '.join(left)} of {role.path} {'does' if len(left) == 1 else 'do'} not divide by "
-            f"tensor_parallel_size {tensor}; "
-            f"use {either(nearest_divisors(gcd(*sizes.values()), tensor))}",
+            f"tensor_parallel_size {tensor}; use {either(nearest_divisors(gcd(*sizes.values()), tensor))}",
         )
 
     # Context parallelism distributes the heads of gated delta nets instead of their tokens.
@@ -215,8 +214,8 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
             )
         yield Violation(
             (f"{role.parallel_key}.pipeline_parallel_size",),
-            f"num_hidden_layers {layers} of {role.path} does not divide by {product}; "
-            f"use {either(nearest_divisors(layers, stages))} stages",
+            f"num_hidden_layers {layers} of {role.path} does not divide by {product}; use "
+            f"{either(nearest_divisors(layers, stages))} stages",
         )
         return
 

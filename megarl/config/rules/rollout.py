@@ -105,8 +105,8 @@ def engine_memory(config: PPOConfig) -> Violations:
             continue
         yield Violation(
             (key,),
-            f"is {share!r}, but must be above 0 and below 1: the fraction of a device for weights and cache, "
-            f"such as 0.8",
+            f"is {share!r}, but must be above 0 and below 1: the fraction of a device for weights and "
+            "cache, such as 0.8",
         )
 
 
@@ -180,8 +180,8 @@ def engine_fits_model(config: PPOConfig, policy: Architecture) -> Violations:
         yield Violation(
             (_TP,),
             f"num_key_value_heads {heads} of {path} is neither a multiple nor a divisor of "
-            f"tensor_parallel_size {tensor}; "
-            f"use {either(nearest_divisors(heads, tensor))}, or a multiple of {heads}",
+            f"tensor_parallel_size {tensor}; use {either(nearest_divisors(heads, tensor))}, or a multiple "
+            f"of {heads}",
         )
 
 

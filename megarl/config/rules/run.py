@@ -214,7 +214,6 @@ def mini_batches(config: PPOConfig) -> Violations:
         yield Violation(
             ("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"),
             f"prompts_per_step {prompts} x n {n} = {samples} samples do not divide into updates_per_step "
-            f"{updates} mini-batches; "
-            f"use updates_per_step {either(nearest_divisors(samples, updates))} "
-            f"or prompts_per_step {either(nearest_multiples(prompts, step))}",
+            f"{updates} mini-batches; use updates_per_step {either(nearest_divisors(samples, updates))} or "
+            f"prompts_per_step {either(nearest_multiples(prompts, step))}",
         )

@@ -121,8 +121,7 @@ def _truth(ground_truth: Any) -> tuple[str, Answer]:
     if not is_number and not isinstance(ground_truth, str):
         raise ValueError(
             f"the ground truth {str(ground_truth)[:60]!r} is a {type(ground_truth).__name__}, expected text "
-            f"or a finite number; "
-            "write the answer as text, such as '18'"
+            "or a finite number; write the answer as text, such as '18'"
         )
 
     text = str(ground_truth).strip()

@@ -432,11 +432,9 @@ class RolloutBuffer:
 
         return (
             f"step {staleness.next_step}: only {num_kept} of {num_kept + staleness.num_dropped} prompts have "
-            f"samples with different scores, and {wanted} are needed; "
-            f"the mean score is {mean}, {spread}, and all "
-            f"algorithm.dynamic_sampling.max_generations={most // wanted + 1} generations are "
-            f"used up. Raise it, or rollout.n, or "
-            "train on prompts that are neither always solved nor out of reach"
+            f"samples with different scores, and {wanted} are needed; the mean score is {mean}, {spread}, "
+            f"and all algorithm.dynamic_sampling.max_generations={most // wanted + 1} generations are used "
+            "up. Raise it, or rollout.n, or train on prompts that are neither always solved nor out of reach"
         )
 
     def _training_rows(self, groups: Sequence[Group]) -> DataProto:
