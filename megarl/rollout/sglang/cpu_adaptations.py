@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
@@ -60,6 +61,13 @@ EVIDENCE = (
         "SchedulerWeightUpdaterManager.release_memory_occupation",
         "torch.get_device_module().synchronize()",
         "synchronizes CUDA with a CUDA build of torch, even without a GPU",
+    ),
+    SGLangEvidence(
+        "srt.utils.common",
+        "get_available_gpu_memory",
+        "total_free_memory = get_free_cpu_memory()",
+        "takes memory that other processes allocate during the start for its own weights, and for less "
+        "memory of a rank",
     ),
     SGLangEvidence(
         "srt.layers.moe.fused_moe_native",
@@ -196,6 +204,7 @@ def install_in_scheduler() -> None:
     _replace_murmur_hash()
     _disable_batch_invariant_kernels()
     _batch_decode_attention()
+    ignore_memory_of_others()
     _release_memory_for_real()
     _sleep_while_paused()
     _skip_experts_of_others()
@@ -393,6 +402,16 @@ def padded_decode_attention(
     attended = scaled_dot_product_attention(rows, keys, values, attn_mask=batch.bias, scale=scaling)
 
     return attended.flatten(1, 2)
+
+
+def ignore_memory_of_others() -> None:
+    """Let SGLang plan with the memory of the whole machine. `max_total_tokens` bounds its cache."""
+    from sglang.srt.utils import common
+
+    def all_memory() -> int:
+        return psutil.virtual_memory().total
+
+    common.get_free_cpu_memory = all_memory
 
 
 def _release_memory_for_real() -> None:

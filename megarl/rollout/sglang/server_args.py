@@ -171,7 +171,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         arguments |= {
             "max_total_tokens": min(rollout.max_concurrency * longest, max(_CPU_CACHE_TOKENS, longest))
             + _SPARE_TOKENS,
-            "mem_fraction_static": 0.1,  # of the machine; has no effect if max_total_tokens is set
+            "mem_fraction_static": 0.1,  # of the machine; max_total_tokens is the smaller bound
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "disable_cuda_graph": True,

@@ -169,6 +169,32 @@ def test_decoding_uses_the_batched_attention(forked_processes: None) -> None:
     assert run.returncode == 0, run.stderr
 
 
+# Another process allocates half of what is free between two measurements.
+MEMORY = """
+from types import SimpleNamespace
+import psutil
+from sglang.srt.utils.common import get_available_gpu_memory
+from megarl.rollout.sglang import cpu_adaptations
+
+free = [2**30]
+
+def virtual_memory():
+    free[0] //= 2
+    return SimpleNamespace(available=free[0], total=2**32)
+
+psutil.virtual_memory = virtual_memory
+assert get_available_gpu_memory("cpu", 0) > get_available_gpu_memory("cpu", 0)
+cpu_adaptations.ignore_memory_of_others()
+assert get_available_gpu_memory("cpu", 0) == get_available_gpu_memory("cpu", 0) > 0
+"""
+
+
+def test_memory_of_other_processes_changes_nothing(forked_processes: None) -> None:
+    command = [*fork_server.PYTHON, "--sglang", "-c", MEMORY]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert run.returncode == 0, run.stderr
+
+
 def test_stubs_come_last_on_the_path_and_tritons_first() -> None:
     program = (
         "import sys; from megarl.rollout.sglang import environment; environment.prepare(sys.argv[1]); "
