@@ -181,7 +181,7 @@ class RequestFailedError(RuntimeError):
 # What a user can change when the memory of an engine's device is full.
 LESS_ENGINE_MEMORY = (
     "sequences at a time: {rollout.max_concurrency}; try half",
-    "the engine's share of the device: {engine_share}; try 0.1 less",
+    "the engine's share of the device: {engine_share}; try 0.1 less, or more if its cache has no memory",
     "devices per replica: {rollout.tensor_parallel_size}; try more",
     "weights in transit: {resharding.bucket_mb}",
     "roles that share its devices: {placement.strategy}",
