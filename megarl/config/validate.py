@@ -11,6 +11,7 @@ from megarl.config.rules import (
     agent,
     algorithm,
     data,
+    engine_stages,
     experts,
     fp8,
     fp8_training,
@@ -51,6 +52,7 @@ _ROWS = (
 )
 _SAMPLER = ("rollout.temperature", "rollout.top_p")
 _ENGINE_SIZES = ("rollout.tensor_parallel_size", "rollout.expert_parallel_size")
+_ENGINE_STAGES = ("rollout.pipeline_parallel_size",)
 _ACTOR_SIZES = tuple(f"actor.parallel.{axis}_parallel_size" for axis in ("tensor", "pipeline", "data"))
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -80,10 +82,14 @@ PPO_RULES: Mapping[Callable[[PPOConfig], Violations], Keys] = {
     run.validation_metrics: (),
     run.mini_batches: ("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"),
     rollout.sampling: (*_SAMPLER, "rollout.validation.min_new_tokens", "data.max_response_length"),
-    rollout.whole_model: ("rollout.tensor_parallel_size",),
+    rollout.whole_model: ("rollout.tensor_parallel_size", *_ENGINE_STAGES),
     rollout.engine_memory: (),
-    rollout.shared_devices: ("rollout.num_replicas", "rollout.tensor_parallel_size", *_ACTOR_SIZES),
+    rollout.shared_devices: (
+        *("rollout.num_replicas", "rollout.tensor_parallel_size", *_ENGINE_STAGES),
+        *_ACTOR_SIZES,
+    ),
     rollout.generation_ahead: ("rollout.max_staleness",),
+    engine_stages.run: _ENGINE_STAGES,
     fp8.run: (),
     speculation.run: (),
     data.curriculum: (),
@@ -125,6 +131,7 @@ MODEL_RULES: Mapping[Callable[[ModelRole, Architecture], Violations], Keys] = {
 PPO_MODEL_RULES: Mapping[str, Mapping[Callable[[PPOConfig, Architecture], Violations], Keys]] = {
     "actor": {
         rollout.engine_fits_model: _ENGINE_SIZES,
+        engine_stages.fit_model: _ENGINE_STAGES,
         experts.engine_fits: _ENGINE_SIZES,
         fp8.fits_model: _ENGINE_SIZES,
         speculation.fits_model: ("rollout.tensor_parallel_size",),

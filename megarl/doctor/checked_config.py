@@ -34,7 +34,7 @@ _PLACEMENT_KEYS = (
         "critic.parallel",
         "reward.model.parallel",
     ),
-    *("rollout.num_replicas", "rollout.tensor_parallel_size"),
+    *("rollout.num_replicas", "rollout.tensor_parallel_size", "rollout.pipeline_parallel_size"),
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.models.architecture import Architecture, YarnScaling
 from megarl.models.config_reader import ConfigReader
 from megarl.models.experts import SELECTION_BIAS_ROW, expert_rows, read_sigmoid_experts, shared_expert_rows
-from megarl.models.family import Family
+from megarl.models.family import Family, SGLangStages
 from megarl.models.latent import LATENT_ROWS, read_latent
 from megarl.models.trunk import EXAMPLE, read_trunk, trunk_rows
 
@@ -89,6 +89,7 @@ DEEPSEEK_V3 = Family(
         *shared_expert_rows("mlp.shared_experts"),
     ),
     example=_example,
+    sglang_stages=SGLangStages(),
     sglang_fields=_FIXED,
     sglang_differs=_sglang_differs,
     models="DeepSeek-V3, R1 and V3.1, Kimi-K2 (`kimi_k2`), Moonlight",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
@@ -30,6 +30,18 @@ def stored_name(name: str, prefixes: Mapping[str, str]) -> str:
     return name if found is None else prefixes[found] + name.removeprefix(found)
 
 
+class SGLangStages(NamedTuple):
+    """How SGLang distributes a model of a family over pipeline stages.
+
+    Attributes:
+        ties: Whether the last stage has a copy of a tied embedding. Otherwise it has no output layer.
+        head_on_every: Whether every stage has an untied output layer, although only the last one uses it.
+    """
+
+    ties: bool = False
+    head_on_every: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """All models of one `model_type`.
@@ -50,6 +62,8 @@ class Family:
             folders, where they differ.
         example: Returns a tiny `config.json`, from which the tests of every family are generated.
         sglang_class: Whether SGLang has a class of the family.
+        sglang_stages: How SGLang distributes a model over pipeline stages, None if it cannot, or if megarl
+            has no test of it.
         sglang_fields: Fields of `config.json` that SGLang requires and transformers v5 no longer writes, with
             their values. SGLang gets them if the folder lacks them.
         sglang_derived: Returns further such fields, whose values follow from the architecture.
@@ -69,6 +83,7 @@ class Family:
     tower_rows: Callable[[Vision], tuple[MappingRow, ...]] | None = None
     module_prefixes: Mapping[str, str] = field(default_factory=dict)
     sglang_class: bool = True
+    sglang_stages: SGLangStages | None = None
     sglang_fields: Mapping[str, Any] = field(default_factory=dict)
     sglang_derived: Callable[[Architecture], Mapping[str, Any]] = _no_fields
     sglang_replaced: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _nothing

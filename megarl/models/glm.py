@@ -8,7 +8,7 @@ from typing import Any
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
 from megarl.models.experts import SELECTION_BIAS_ROW, expert_rows, read_sigmoid_experts, shared_expert_rows
-from megarl.models.family import Family
+from megarl.models.family import Family, SGLangStages
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 
 
@@ -62,6 +62,7 @@ GLM4_MOE = Family(
         *shared_expert_rows("mlp.shared_experts"),
     ),
     example=_example,
+    sglang_stages=SGLangStages(head_on_every=True),
     sglang_differs=_sglang_differs,
     models="GLM-4.5, 4.6 and 4.7 and their Air models",
     limits=("layers that predict further tokens are not trained, but [kept](moe.md#multi-token-prediction)",),

@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
-from megarl.models.family import Family
+from megarl.models.family import Family, SGLangStages
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 
 
@@ -37,5 +37,6 @@ LLAMA = Family(
     read=_read,
     rows=TRUNK_ROWS,
     example=_example,
+    sglang_stages=SGLangStages(head_on_every=True),
     models="Llama 2 and 3.0 to 3.3, and other models published as `LlamaForCausalLM`",
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
-from megarl.models.family import Family
+from megarl.models.family import Family, SGLangStages
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 
 _WINDOW = 4096  # of a config.json without the field, in transformers; null means full attention
@@ -35,5 +35,6 @@ MISTRAL = Family(
     read=_read,
     rows=TRUNK_ROWS,
     example=_example,
+    sglang_stages=SGLangStages(head_on_every=True),
     models="Mistral 7B from v0.2 on, Nemo, Small, Large 2, Ministral 8B",
 )

@@ -7,7 +7,7 @@ from typing import Any
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.config_reader import ConfigReader
 from megarl.models.experts import check_router_gradient, expert_rows, read_num_experts, sglang_differs
-from megarl.models.family import Family
+from megarl.models.family import Family, SGLangStages
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 
 
@@ -43,6 +43,7 @@ MIXTRAL = Family(
     read=_read,
     rows=(*TRUNK_ROWS, *expert_rows("block_sparse_moe", gate="w1", up="w3", down="w2")),
     example=_example,
+    sglang_stages=SGLangStages(head_on_every=True),
     sglang_differs=sglang_differs,
     models="Mixtral 8x7B and 8x22B",
 )

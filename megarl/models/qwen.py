@@ -13,7 +13,7 @@ from megarl.models.experts import (
     sglang_differs,
     shared_expert_rows,
 )
-from megarl.models.family import Family
+from megarl.models.family import Family, SGLangStages
 from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_sparse
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 
@@ -128,6 +128,7 @@ QWEN2 = Family(
     read=_read_qwen2,
     rows=TRUNK_ROWS,
     example=_qwen2_example,
+    sglang_stages=SGLangStages(ties=True),
     models="Qwen2 and Qwen2.5",
 )
 QWEN3 = Family(
@@ -136,6 +137,7 @@ QWEN3 = Family(
     read=_read_qwen3,
     rows=TRUNK_ROWS,
     example=_qwen3_example,
+    sglang_stages=SGLangStages(ties=True),
     models="Qwen3",
 )
 QWEN2_MOE = Family(
@@ -144,6 +146,7 @@ QWEN2_MOE = Family(
     read=_read_qwen2_moe,
     rows=(*TRUNK_ROWS, *SPARSE_ROWS, *SHARED_EXPERT_ROWS),
     example=_qwen2_moe_example,
+    sglang_stages=SGLangStages(head_on_every=True),
     sglang_differs=sglang_differs,
     models="Qwen1.5-MoE, Qwen2-57B-A14B",
 )
@@ -153,6 +156,7 @@ QWEN3_MOE = Family(
     read=_read_qwen3_moe,
     rows=(*TRUNK_ROWS, *SPARSE_ROWS),
     example=_qwen3_moe_example,
+    sglang_stages=SGLangStages(head_on_every=True),
     sglang_differs=sglang_differs,
     models="Qwen3-30B-A3B, Qwen3-235B-A22B and their later versions",
 )

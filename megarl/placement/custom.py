@@ -138,7 +138,7 @@ def _sizes(
 
 def _keys_of(request: GroupRequest, parallel_keys: Mapping[str, str]) -> str:
     if request.name == "rollout":
-        return "rollout.num_replicas, rollout.tensor_parallel_size"
+        return "rollout.num_replicas, rollout.tensor_parallel_size, rollout.pipeline_parallel_size"
     if request.parallel is None:
         return "num_replicas and tensor_parallel_size of the judge in reward.judges"
     return parallel_keys[request.name]

@@ -35,6 +35,7 @@ from megarl.models.counts import (
     without_saved_modules,
 )
 from megarl.models.draft import DraftModel, read_draft_if_there
+from megarl.models.engine_stages import engine_stages, stage_shares
 from megarl.models.fp8 import model_bytes
 from megarl.placement.activations import StepMemory, WorkingMemory, working_memory
 from megarl.placement.dataflow import ENGINE, GRADIENTS, OPTIMIZER, PARAMETERS, Item, Phase
@@ -115,17 +116,16 @@ def plan_memory(
     sizes = _Sizes(config, architectures, plan, turns)
     held = turns.held()
     steps = [phase for phase in turns.phases if phase.roles]
-    on_device: dict[tuple[int, int], list[tuple[str, int]]] = {}  # roles and the ranks of their processes
+    on_device: dict[tuple[int, int], list[tuple[str, int]]] = {}  # roles and their ranks
     pools: dict[tuple[int, int], str] = {}
 
     # Collect the roles of each device; groups in one pool share devices.
     for group in plan.groups:
         for process in group.processes:
-            for number in process.devices:
+            for index, number in enumerate(process.devices):
                 pools[process.node, number] = group.pool
-                on_device.setdefault((process.node, number), []).extend(
-                    (role, process.rank) for role in group.roles
-                )
+                rank = process.rank * len(process.devices) + index
+                on_device.setdefault((process.node, number), []).extend((role, rank) for role in group.roles)
 
     # Devices with the same roles and pipeline stages use the same memory, so it is computed once.
     known: dict[tuple[tuple[str, int], ...], tuple[dict[str, dict[str, Usage]], dict[str, int]]] = {}
@@ -187,12 +187,10 @@ def budget_problems(config: RunConfig, devices: list[DeviceMemory]) -> list[str]
 def _share_problems(config: PPOConfig, devices: list[DeviceMemory]) -> list[str]:
     share = engine_share(config)
     limit_gb = config.placement.device_memory_gb
-    # All engines have the same sizes, so the first phase with one in memory is enough.
-    engine = next(
-        usages["rollout"]
-        for device in devices
-        for usages in device.phases.values()
-        if usages.get("rollout", Usage()).total
+    # The stage that needs the most, in a phase with the engine in memory.
+    engine = max(
+        (usages.get("rollout", Usage()) for device in devices for usages in device.phases.values()),
+        key=lambda usage: usage.parameters + usage.kv_cache,
     )
     if share is None or (needed := engine.parameters + engine.kv_cache) <= share:
         return []
@@ -232,8 +230,14 @@ class _Sizes:
         self._known: dict[tuple[str, int], RoleMemory] = {}
 
     def stage(self, role: str, rank: int) -> int:
-        """Return the pipeline stage of a rank; 0 for an engine."""
-        return stage_of(self._roles[role].parallel, rank) if role in self._roles else 0
+        """Return the pipeline stage of a rank, of an engine too; 0 for a judge."""
+        if role in self._roles:
+            return stage_of(self._roles[role].parallel, rank)
+        if role in self._judges:
+            return 0
+        assert isinstance(self._config, PPOConfig)
+        rollout = self._config.rollout
+        return rank % rollout.devices_per_engine // rollout.tensor_parallel_size
 
     def usage(self, role: str, stage: int, phase: Phase, held: frozenset[Item]) -> Usage:
         # SGLang's cache takes what a judge's weights leave of its devices.
@@ -244,7 +248,7 @@ class _Sizes:
 
         # Only the engine has no model role; it is in memory entirely or not at all.
         if role not in self._roles:
-            return self._engine(phase) if Item(role, ENGINE) in held else Usage()
+            return self._engine(phase, stage) if Item(role, ENGINE) in held else Usage()
 
         memory = self._of(role, stage)
         return replace(
@@ -294,10 +298,10 @@ class _Sizes:
         kept = self._buffers.on_host(role, state.parameters)
         return kept + sum(getattr(state, part) for part in offloaded if part != GRADIENTS)
 
-    def _engine(self, phase: Phase) -> Usage:
+    def _engine(self, phase: Phase, stage: int) -> Usage:
         config = self._config
         assert isinstance(config, PPOConfig)
-        usage = engine_usage(config, self._architectures["actor"])
+        usage = engine_usage(config, self._architectures["actor"], stage)
         # An engine that is offloaded receives its weights first, and its cache once the trainer has freed
         # memory.
         has_no_cache = phase.name == "update_weights" and self._turns.engines_move
@@ -344,12 +348,18 @@ def role_memory(config: RunConfig, model: ModelRole, architecture: Architecture,
     return RoleMemory(state, working_memory(config, model, architecture, stage, step))
 
 
-def engine_usage(config: PPOConfig, policy: Architecture) -> Usage:
+def engine_usage(config: PPOConfig, policy: Architecture, stage: int = 0) -> Usage:
     """Return the memory of an engine on one device: its weights and KV cache, and those of a draft model.
 
     The cache takes the rest of the engine's share of the device, or room for its concurrent sequences.
+
+    Args:
+        config: The run.
+        policy: The model that generates.
+        stage: The pipeline stage of the device.
     """
-    weights = engine_weights(config, policy) + draft_weights(config)
+    weights = stage_weights(config, policy, stage) + draft_weights(config)
+    of_row = stage_row_cache(config, policy, stage)
 
     # The number of concurrent sequences is limited by the concurrency and by the engine's share of a step's
     # samples.
@@ -358,11 +368,7 @@ def engine_usage(config: PPOConfig, policy: Architecture) -> Usage:
     )
 
     share = engine_share(config)
-    cache = (
-        sequences * row_cache(config, policy)
-        if share is None
-        else max(share - weights, row_cache(config, policy))
-    )
+    cache = sequences * of_row if share is None else max(share - weights, of_row)
 
     return Usage(parameters=weights, kv_cache=cache)
 
@@ -377,8 +383,15 @@ def weight_bytes(dtype: DType) -> int:
 
 
 def engine_weights(config: PPOConfig, policy: Architecture) -> int:
-    """Return the bytes of the weights on one device of an engine."""
-    return pushed_bytes(config, policy) // config.rollout.tensor_parallel_size
+    """Return the bytes of the weights on one device of an engine's stage with the most."""
+    stages = range(config.rollout.pipeline_parallel_size)
+    return max(stage_weights(config, policy, stage) for stage in stages)
+
+
+def stage_weights(config: PPOConfig, policy: Architecture, stage: int) -> int:
+    """Return the bytes of the weights on one device of a pipeline stage of an engine."""
+    share = stage_shares(policy.base, config.rollout.pipeline_parallel_size)[stage]
+    return int(pushed_bytes(config, policy) * share) // config.rollout.tensor_parallel_size
 
 
 def draft_weights(config: PPOConfig) -> int:
@@ -403,14 +416,20 @@ def pushed_bytes(config: PPOConfig, policy: Architecture) -> int:
 
 
 def row_cache(config: PPOConfig, policy: Architecture) -> int:
-    """Return the bytes of the KV cache of one row of maximum length on one device of an engine.
+    """Return the `stage_row_cache` of the last stage, which has the most layers."""
+    return stage_row_cache(config, policy, config.rollout.pipeline_parallel_size - 1)
+
+
+def stage_row_cache(config: PPOConfig, policy: Architecture, stage: int) -> int:
+    """Return the bytes of the KV cache of one row of maximum length on one device of a stage of an engine.
 
     A draft model keeps its own keys and values of every token.
     """
     numbers = config.max_row_tokens * weight_bytes(config.model.dtype)
     draft = _draft(config)
     of_draft = numbers * draft.cached_numbers(config.rollout.tensor_parallel_size) if draft else 0
-    tokens = numbers * policy.num_attention_layers
+    layers = engine_stages(policy, config.rollout.pipeline_parallel_size)[stage].layers
+    tokens = numbers * (len(layers) - len(set(policy.delta_layers) & set(layers)))
     # SGLang stores the latent vector and the shared key of each token, on every rank.
     if (latent := policy.latent) is not None:
         return of_draft + tokens * (latent.kv_lora_rank + latent.qk_rope_head_dim)

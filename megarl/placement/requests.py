@@ -129,7 +129,7 @@ def group_requests(config: RunConfig) -> list[GroupRequest]:
     if isinstance(config, PPOConfig):
         rollout = config.rollout
         num_nodes = nodes_per_engine(config)
-        on_node = rollout.tensor_parallel_size // num_nodes
+        on_node = rollout.devices_per_engine // num_nodes
 
         requests.append(GroupRequest(roles=("reward",), num_processes=1, together=0))
         if config.agent.is_used:
@@ -166,25 +166,47 @@ def nodes_per_engine(config: PPOConfig) -> int:
     Without `placement.devices_per_node`, nodes are as large as an engine.
     """
     most = _devices_of_a_node(config)
-    return 1 if most is None else -(-config.rollout.tensor_parallel_size // most)
+    return 1 if most is None else -(-config.rollout.devices_per_engine // most)
 
 
 def engine_problems(config: RunConfig) -> list[str]:
     """Return the problem of engines that have more devices on one node than on another, if any."""
     if not isinstance(config, PPOConfig):
         return []
-    size = config.rollout.tensor_parallel_size
+    rollout = config.rollout
+    size = rollout.devices_per_engine
     num_nodes = nodes_per_engine(config)
+    most = _devices_of_a_node(config)
+    if rollout.pipeline_parallel_size > 1:
+        return _stage_problems(config, num_nodes)
     if size % num_nodes == 0:
         return []
 
-    most = _devices_of_a_node(config)
     less = (num_nodes - 1) * most if most else size  # whole nodes
     more = -(-size // num_nodes) * num_nodes
     return [
         f"rollout.tensor_parallel_size, placement.devices_per_node: an engine of {size} devices on nodes of "
         f"{most} spans {num_nodes} nodes, and must have equally many devices on each; use "
         f"tensor_parallel_size {less} or {more}"
+    ]
+
+
+def _stage_problems(config: PPOConfig, num_nodes: int) -> list[str]:
+    """Return the problem of an engine whose stages SGLang cannot distribute over its nodes, if any.
+
+    Each node has whole stages, or each stage has whole nodes.
+    """
+    tensor = config.rollout.tensor_parallel_size
+    stages = config.rollout.pipeline_parallel_size
+    nodes_per_stage, rest = divmod(num_nodes, stages)
+    if stages % num_nodes == 0 or (rest == 0 and tensor % nodes_per_stage == 0):
+        return []
+    return [
+        "rollout.tensor_parallel_size, rollout.pipeline_parallel_size, placement.devices_per_node: an engine "
+        f"of {stages} stages of {tensor} devices on nodes of {_devices_of_a_node(config)} spans {num_nodes} "
+        "nodes, but each node must have equally many whole stages, or each stage equally many whole nodes; "
+        "use a tensor_parallel_size that divides the devices of a node, and a pipeline_parallel_size that is "
+        "a multiple of the nodes"
     ]
 
 

@@ -132,7 +132,7 @@ def replica_scaling(
     planned = [
         PlannedReplica(*each) for each in zip(replicas.places, rank_places(plan, "rollout"), strict=True)
     ]
-    size = config.rollout.tensor_parallel_size
+    size = config.rollout.devices_per_engine
     num_nodes = plan.group_of("rollout").nodes_per_engine
 
     # Pools for replicas beyond the plan are reserved only on request.

@@ -41,6 +41,7 @@ def search(space: Space, costs: StepCosts, num_results: int = 1) -> Found:
     """
     branches = _Search(space, costs, num_results)
     refuse_unpinned_pools(space)
+    _refuse_stages_of_engines(space)
     _refuse_fixed_values(space)
     for max_staleness in _stalenesses(space):
         branches.explore(max_staleness)
@@ -48,6 +49,16 @@ def search(space: Space, costs: StepCosts, num_results: int = 1) -> Found:
     if not branches.best.solutions:
         raise ConfigError("tune", [_nothing_fits(space, branches.rejections)])
     return Found(tuple(branches.best.solutions), branches.rejections)
+
+
+def _refuse_stages_of_engines(space: Space) -> None:
+    """Raise ConfigError for engines with pipeline stages, which the search does not place."""
+    if (stages := space.config.rollout.pipeline_parallel_size) > 1:
+        problem = (
+            f"rollout.pipeline_parallel_size: is {stages}, but the search chooses engines of one stage; use "
+            "pipeline_parallel_size=1, or predict a step with `megarl check`"
+        )
+        raise ConfigError("tune", [problem])
 
 
 def _refuse_fixed_values(space: Space) -> None:

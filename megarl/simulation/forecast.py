@@ -132,7 +132,7 @@ def splits_of(config: PPOConfig, plan: PlacementPlan) -> list[Split]:
     Raises:
         ValueError: Engines and trainer share devices.
     """
-    engine = config.rollout.tensor_parallel_size
+    engine = config.rollout.devices_per_engine
     if any(plan.share_devices("rollout", role) for role in plan.roles if role != "rollout"):
         raise ValueError(
             f"placement.strategy={plan.strategy.value}: the engines share their devices with other roles, so "

@@ -30,7 +30,12 @@ _LOOKS = 256
 class DecodeModel(NamedTuple):
     """The costs of a decode step of one engine, per device.
 
+    An engine with several pipeline stages decodes as many micro-batches at a time, one in each stage. A step
+    is then a round in which each micro-batch passes all stages. Costs that do not grow with the batch are
+    those of a whole round: every stage reads its weights and launches its layers once per micro-batch.
+
     Attributes:
+        num_stages: The pipeline stages.
         dense_s: Seconds to read the weights that every step reads.
         experts_s: Seconds to read all experts, of which a step reads those that its batch selects.
         selected: The share of experts that one token selects; 0 without experts.
@@ -47,6 +52,7 @@ class DecodeModel(NamedTuple):
     context_s: float
     layers_s: float
     message_s: float
+    num_stages: int = 1
 
     def step_s(self, batch: int, context: float) -> float:
         """Return the seconds of one decode step.
@@ -59,15 +65,16 @@ class DecodeModel(NamedTuple):
 
     def parts(self, batch: int, context: float) -> tuple[float, float, float, float]:
         """Return the seconds of weights and products, of the context, of launches and of collectives."""
-        # The probability that at least one token of the batch selects an expert.
-        hit = 1.0 - (1.0 - self.selected) ** batch if self.selected else 0.0
+        # The probability that at least one token of a micro-batch selects an expert.
+        rows = -(-batch // self.num_stages)
+        hit = 1.0 - (1.0 - self.selected) ** rows if self.selected else 0.0
 
         # Reading weights and computing overlap, so the longer of the two counts.
         return (
-            max(self.dense_s + hit * self.experts_s, batch * self.token_s),
-            context * self.context_s,
+            max(self.dense_s + hit * self.experts_s, rows * self.token_s),
+            context * rows / batch * self.context_s,
             self.layers_s,
-            batch * self.message_s,
+            rows * self.message_s,
         )
 
 
@@ -75,11 +82,13 @@ def decode_model(config: PPOConfig, policy: Architecture, device: DeviceProfile)
     """Return the costs of a decode step of the configured engines."""
     base = policy.base
     size = config.rollout.tensor_parallel_size
+    num_stages = config.rollout.pipeline_parallel_size
     bandwidth = device.memory_gb_s * device.efficiency.memory * 1e9
     element = weight_bytes(config.model.dtype)
 
     # A token reads one row of the input embedding, unless the output layer is the same matrix.
-    weights = engine_weights(config, policy)
+    # All stages wait for the one with the most layers or weights.
+    weights = engine_weights(config, policy) * num_stages
     experts = num_expert_parameters(base)
     of_experts = weights * experts / num_parameters(base)
     embedding = 0 if base.tie_word_embeddings else base.vocab_size * base.hidden_size * element / size
@@ -92,15 +101,24 @@ def decode_model(config: PPOConfig, policy: Architecture, device: DeviceProfile)
     latency_s = collective_s(device, "all_reduce", span, 0.0, 2 * num_layers)
     message_s = collective_s(device, "all_reduce", span, message, 2 * num_layers) - latency_s
 
+    # Between stages, hidden states and the residual are sent.
+    sends = num_stages - 1
+    states = 2 * sends * base.hidden_size * element
+    neighbors = RankSpan(num_stages, size)
+    send_latency_s = collective_s(device, "send", neighbors, 0.0, sends)
+    message_s += collective_s(device, "send", neighbors, states, sends) - send_latency_s
+    latency_s += send_latency_s
+
     products = 2 * num_active_parameters(base) / size
     return DecodeModel(
         dense_s=(weights - of_experts - embedding) / bandwidth,
         experts_s=of_experts / bandwidth,
         selected=selected,
         token_s=products / (peak_flops(device, engine_dtype(config)) * device.efficiency.gemm),
-        context_s=row_cache(config, policy) / config.max_row_tokens / bandwidth,
+        context_s=row_cache(config, policy) * num_stages / config.max_row_tokens / bandwidth,
         layers_s=num_layers * device.efficiency.decode_layer_us * 1e-6 + latency_s,
         message_s=message_s,
+        num_stages=num_stages,
     )
 
 
@@ -146,7 +164,8 @@ def generation_time(
     shares = replicas if rounds == 1 else 1
     parts = decode_s(model, lengths.spread(samples, shares), lengths.prompt, slots)
     prompts = rounds * config.prompts_per_step / replicas
-    prefill_s = max(1.0, prompts) * lengths.prompt * model.token_s
+    # Several prompts are in the stages at the same time.
+    prefill_s = max(1.0, prompts / model.num_stages) * lengths.prompt * model.token_s
 
     names = ("weights", "context", "launches", "collectives")
     seconds = {name: part / rounds for name, part in zip(names, parts, strict=True)}

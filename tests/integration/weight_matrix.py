@@ -58,6 +58,7 @@ class EngineCase(NamedTuple):
 
     Attributes:
         num_ranks: Ranks of each replica.
+        num_stages: Pipeline stages of each replica.
         num_nodes: Nodes of each replica, with a process on each. Here they are all this machine.
         mode: None for transformers.
     """
@@ -67,18 +68,20 @@ class EngineCase(NamedTuple):
     mode: SGLangMode | None = None
     num_replicas: int = 1
     num_nodes: int = 1
+    num_stages: int = 1
 
     def __str__(self) -> str:
+        stages = f"-pp{self.num_stages}" if self.num_stages > 1 else ""
         nodes = f"-on{self.num_nodes}" if self.num_nodes > 1 else ""
         mode = self.mode.value if self.mode else "hf"
-        return f"{self.family}-{mode}{self.num_replicas}x{self.num_ranks}{nodes}"
+        return f"{self.family}-{mode}{self.num_replicas}x{self.num_ranks}{stages}{nodes}"
 
 
 HF = [EngineCase(family) for family in ("qwen2-tied", "llama2", "qwen3-tied")]
 SGLANG = [
     EngineCase("qwen2-tied", 1, SGLangMode.server),
-    EngineCase("qwen2-tied", 2, SGLangMode.engine, num_nodes=2),
-    EngineCase("llama2", 2, SGLangMode.engine),
+    EngineCase("qwen2-tied", 2, SGLangMode.engine, num_nodes=2, num_stages=2),
+    EngineCase("llama2", 2, SGLangMode.engine, num_nodes=2),
     EngineCase("llama-tied", 1, SGLangMode.engine),
     EngineCase("qwen3-tied", 2, SGLangMode.server),
     EngineCase("qwen3-tied", 1, SGLangMode.engine, num_replicas=2),
@@ -151,7 +154,8 @@ def started_engine(
     pool = RayResourcePool([engine.num_replicas * engine.num_nodes], use_gpu=False, name=str(engine))
     rollout = RolloutConfig(
         engine=RolloutEngineKind.sglang if engine.mode else RolloutEngineKind.hf,
-        tensor_parallel_size=engine.num_ranks,
+        tensor_parallel_size=engine.num_ranks // engine.num_stages,
+        pipeline_parallel_size=engine.num_stages,
         max_concurrency=8,
         sglang=SGLangConfig(mode=engine.mode or SGLangMode.engine),
     )

@@ -106,7 +106,7 @@ def _without_training(config: PPOConfig, output: str) -> PPOConfig:
     placement = config.placement
     trainer = config.trainer
     # The rules require an actor that fits the engines' devices.
-    num_devices = rollout.num_replicas * rollout.tensor_parallel_size
+    num_devices = rollout.num_replicas * rollout.devices_per_engine
 
     return replace(
         config,

@@ -215,7 +215,9 @@ def _print_rollout(config: PPOConfig, plan: PlacementPlan, console: Console) -> 
     rollout = config.rollout
     drawn = table("Rollout", "quantity", "value", "from")
     drawn.add_row("engine", rollout.engine.value, "rollout.engine")
-    replicas = f"{rollout.num_replicas} x {counted(rollout.tensor_parallel_size, 'device')}"
+    replicas = f"{rollout.num_replicas} x {counted(rollout.devices_per_engine, 'device')}"
+    if rollout.pipeline_parallel_size > 1:
+        replicas += f" in {rollout.pipeline_parallel_size} stages"
     drawn.add_row("replicas", replicas, _whose_devices(plan))
     drawn.add_row(
         "concurrent sequences",

@@ -72,7 +72,7 @@ def print_summary(config: RunConfig, console: Console) -> None:
     if isinstance(config, PPOConfig):
         print_line(console, f"KL: {_kl(config)}")
         print_reward(config, architectures, console)
-        engines = f"{config.rollout.num_replicas} x {counted(config.rollout.tensor_parallel_size, 'device')}"
+        engines = f"{config.rollout.num_replicas} x {counted(config.rollout.devices_per_engine, 'device')}"
         print_line(
             console,
             f"rollout: {config.rollout.engine.value} on {engines}, weight sync by "

@@ -25,6 +25,7 @@ from megarl.models.rope import sglang_rope_differs
 
 _LEAST_TEMPERATURE = 0.01
 _TP = "rollout.tensor_parallel_size"
+_PP = "rollout.pipeline_parallel_size"
 _STALENESS = "rollout.max_staleness"
 _TAKING_TURNS = (PlacementStrategy.hybrid, PlacementStrategy.fully_collocate)
 
@@ -86,14 +87,17 @@ def sampling(config: PPOConfig) -> Violations:
 def whole_model(config: PPOConfig) -> Violations:
     """Check that the engine can shard a model, if it has to."""
     rollout = config.rollout
-    if not rollout.engine.needs.cuts_models and rollout.tensor_parallel_size != 1:
-        others = " or ".join(engine.name for engine in RolloutEngineKind if engine.needs.cuts_models)
-        yield Violation(
-            (_TP, "rollout.engine"),
-            f"the engine {rollout.engine.name!r} cannot shard a model, but tensor_parallel_size is "
-            f"{rollout.tensor_parallel_size}; use 1 (and raise rollout.num_replicas for more throughput), or "
-            f"rollout.engine={others}",
-        )
+    if rollout.engine.needs.cuts_models:
+        return
+    others = " or ".join(engine.name for engine in RolloutEngineKind if engine.needs.cuts_models)
+    for key in (_TP, _PP):
+        name = key.removeprefix("rollout.")
+        if (size := getattr(rollout, name)) != 1:
+            yield Violation(
+                (key, "rollout.engine"),
+                f"the engine {rollout.engine.name!r} cannot shard a model, but {name} is {size}; use 1 (and "
+                f"raise rollout.num_replicas for more throughput), or rollout.engine={others}",
+            )
 
 
 def engine_memory(config: PPOConfig) -> Violations:
@@ -114,20 +118,24 @@ def shared_devices(config: PPOConfig) -> Violations:
     """Check that the engines fit the actor's devices in the placement `hybrid`."""
     rollout = config.rollout
     parallel = config.actor.parallel
-    needed = rollout.num_replicas * rollout.tensor_parallel_size
+    size = rollout.devices_per_engine
+    needed = rollout.num_replicas * size
     there = parallel.world_size
     if config.placement.strategy is not PlacementStrategy.hybrid or needed <= there:
         return
 
     # Without room for even one engine, only a smaller engine helps.
-    fitting = there // rollout.tensor_parallel_size
-    hint = f"use num_replicas {fitting} or fewer" if fitting else f"use tensor_parallel_size {there} or less"
+    fitting = there // size
+    stages = rollout.pipeline_parallel_size
+    smaller = "tensor_parallel_size" if stages == 1 else "tensor_parallel_size x pipeline_parallel_size"
+    hint = f"use num_replicas {fitting} or fewer" if fitting else f"use {smaller} {there} or less"
+    in_stages = f" x pipeline_parallel_size {stages}" if stages > 1 else ""
 
     yield Violation(
-        ("rollout.num_replicas", _TP, "actor.parallel", "placement.strategy"),
-        f"num_replicas {rollout.num_replicas} x tensor_parallel_size {rollout.tensor_parallel_size} = "
-        f"{needed} devices, but in the placement 'hybrid' the engines share the actor's {there}; {hint}, a "
-        f"larger actor layout, or the placement split_collocate",
+        ("rollout.num_replicas", _TP, _PP, "actor.parallel", "placement.strategy"),
+        f"num_replicas {rollout.num_replicas} x tensor_parallel_size {rollout.tensor_parallel_size}"
+        f"{in_stages} = {needed} devices, but in the placement 'hybrid' the engines share the actor's "
+        f"{there}; {hint}, a larger actor layout, or the placement split_collocate",
     )
 
 

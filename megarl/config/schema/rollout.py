@@ -70,7 +70,10 @@ class RolloutConfig:
     engine: RolloutEngineKind = RolloutEngineKind.hf  # generation engine
     dtype: EngineDType = EngineDType.model  # dtype of the engine's weights
     num_replicas: int = ranged(1, at_least=1, at_most=10000)  # engines, each with a full copy of the model
-    tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # devices of one engine
+    # devices of each pipeline stage of an engine, which shard every weight matrix of its layers
+    tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)
+    # pipeline stages of an engine, over which its layers are distributed
+    pipeline_parallel_size: int = ranged(1, at_least=1, at_most=1024)
     # groups of an engine's devices over which whole experts are distributed
     expert_parallel_size: int = ranged(1, at_least=1, at_most=1024)
     n: int = ranged(1, at_least=1)  # samples per prompt
@@ -93,6 +96,10 @@ class RolloutConfig:
     health_limit_s: float = ranged(120.0, at_least=1)
     validation: SamplingConfig = field(default_factory=SamplingConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
+
+    @property
+    def devices_per_engine(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def training(self) -> SamplingConfig:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from megarl.config.schema import Device, EngineDType, ParallelConfig, PPOConfig, Transport
 from megarl.models.architecture import Architecture
+from megarl.models.engine_stages import engine_stages
 from megarl.models.fp8 import quantized_tensors
-from megarl.models.tensor_table import hf_tensors
+from megarl.models.tensor_table import LM_HEAD_TENSOR, hf_tensors
 from megarl.placement.memory import weight_bytes
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.transport import choose_transport
@@ -27,7 +28,7 @@ from megarl.weights.plan import (
     message_bytes,
     plan_transfer,
 )
-from megarl.weights.shard_layout import layouts_of
+from megarl.weights.shard_layout import held_weights, layouts_of, whole_layout
 from megarl.weights.shards import slices_by_rank
 
 _VOCABULARY_PADDING = 64  # SGLang's padding
@@ -94,10 +95,9 @@ def forecast_weights(
     sources = [place for (place,) in rank_places(placement, "actor")]
     targets = [place for places in rank_places(placement, "rollout") for place in places]
     held = slices_by_rank(policy, layouts_of(policy, config.actor.parallel))
-    needed = (
-        engine_slices(policy, config.rollout.tensor_parallel_size, config.rollout.expert_parallel_size)
-        * config.rollout.num_replicas
-    )
+    of_stage = engine_slices(policy, config.rollout.tensor_parallel_size, config.rollout.expert_parallel_size)
+    num_stages = config.rollout.pipeline_parallel_size
+    needed = stage_slices(policy, of_stage, num_stages) * config.rollout.num_replicas
 
     # Engines in FP8 also get scales, and messages consist of bytes.
     shapes = _shapes(policy)
@@ -180,6 +180,33 @@ def engine_slices(architecture: Architecture, size: int, expert_parallel_size: i
         }
         for rank, slices in enumerate(_tensor_parallel_slices(widened, size, expert_parallel_size))
     ]
+
+
+def stage_slices(
+    architecture: Architecture, of_stage: Sequence[TensorSlices], num_stages: int
+) -> list[TensorSlices]:
+    """Return the slices that each rank of an engine with pipeline stages needs, stage by stage.
+
+    Args:
+        architecture: The model.
+        of_stage: The slices of the whole model that each rank of an engine with one stage needs.
+        num_stages: The number of stages.
+    """
+    if num_stages == 1:
+        return list(of_stage)
+    whole = whole_layout(architecture)
+    needed = []
+    for stage in engine_stages(architecture, num_stages):
+        layout = replace(
+            whole, layers=tuple(stage.layers), holds_embedding=stage.is_first, holds_output=stage.is_last
+        )
+        names = {tensor.name for weight in held_weights(architecture, layout) for tensor in weight.tensors}
+        if stage.has_head and not architecture.tie_word_embeddings:
+            names.add(LM_HEAD_TENSOR)
+        needed += [
+            {name: slices for name, slices in of_rank.items() if name in names} for of_rank in of_stage
+        ]
+    return needed
 
 
 def _tensor_parallel_slices(

@@ -93,7 +93,7 @@ class SGLangEngine(RolloutEngine):
         server_args = build_server_args(spec)
         self._other_nodes = OtherNodes(node, START_LIMIT_S)
         server_args |= node_args(node, self._other_nodes.ranks_port)
-        self._num_ranks = spec.rollout.tensor_parallel_size
+        self._num_ranks = spec.rollout.devices_per_engine
         self.health_limit_s = spec.rollout.health_limit_s
         self._has_tokenizer = needs_tokenizer(spec.rollout, spec.model.path)
         self._image_token_id = image_token_id(spec.model.path)
@@ -129,6 +129,7 @@ class SGLangEngine(RolloutEngine):
         self._loader = LoaderClient(
             self._send_to_loader,
             self._num_ranks,
+            spec.rollout.pipeline_parallel_size,
             has_draft=draft_folder(spec.rollout.sglang.server_args) is not None,
         )
 

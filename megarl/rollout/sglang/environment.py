@@ -20,9 +20,8 @@ PREFERRED_STUBS = STUBS / "preferred"  # first on the path
 
 def prepare_for(server_args: Mapping[str, Any]) -> None:
     """Prepare the process for an engine with these arguments."""
-    prepare(
-        server_args["device"], server_args["tp_size"], has_memory_saver="enable_memory_saver" in server_args
-    )
+    num_ranks = server_args["tp_size"] * server_args["pp_size"]
+    prepare(server_args["device"], num_ranks, has_memory_saver="enable_memory_saver" in server_args)
     if "nnodes" in server_args:
         # A node without the first rank returns when its schedulers are ready, not when they end.
         os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"

@@ -17,6 +17,7 @@ import tempfile
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import batched
 from pathlib import Path
 from typing import Any, Literal
 
@@ -189,7 +190,7 @@ def run(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Entry point for SGLang. Never raises, since that would end the scheduler process."""
     global _rank_loader
     message = json.loads(bytes(named_tensors[0][1].cpu().numpy()))
-    rank = dist.get_rank()  # an engine is one world with as many processes as its tensor-parallel size
+    rank = dist.get_rank()  # an engine is one world, stage by stage
 
     try:
         # Created with the first message, since it needs the model's device.
@@ -236,12 +237,14 @@ class LoaderClient:
             format, for every rank, inside a weight-update session. Returns when all ranks have run it, with
             or without a time limit.
         num_ranks: The number of scheduler processes.
+        num_stages: The number of pipeline stages, each of which has equally many consecutive ranks.
         has_draft: Whether the engine has a draft model, which no weight sync may change.
     """
 
-    def __init__(self, send: Send, num_ranks: int, has_draft: bool = False) -> None:
+    def __init__(self, send: Send, num_ranks: int, num_stages: int = 1, *, has_draft: bool = False) -> None:
         self._send = send
         self._num_ranks = num_ranks
+        self._num_stages = num_stages
         self._has_draft = has_draft
         self._draft: list[dict[str, int]] = []  # of each rank, as loaded at the start
         self._answers = Path(tempfile.mkdtemp(prefix="megarl-loader-"))
@@ -312,8 +315,14 @@ class LoaderClient:
             elif (fault := tiling_fault(meta.shape, sorted(parts, key=lambda part: part.starts))) is not None:
                 faults.append(f"{name} does not fit the engine's model: {fault}")
 
-        # Ranks have different tensors, so only parameters that are unreached on all of them are a fault.
-        unreached = set.intersection(*(set(answer["unreached"]) for answer in answers))
+        # The ranks of a stage have different slices, and one may zero what another one has. Parameters that
+        # are unreached on all of them are a fault.
+        of_stages = batched(answers, len(answers) // self._num_stages)
+        unreached = {
+            name
+            for of_stage in of_stages
+            for name in set.intersection(*(set(answer["unreached"]) for answer in of_stage))
+        }
         if unreached and not not_followed:
             faults.append(f"no tensor is loaded into {', '.join(sorted(unreached)[:_MAX_NAMED])}")
 

@@ -22,19 +22,25 @@ def run_scheduler(server_args: Any, *arguments: Any, **keywords: Any) -> Any:
     """Run one rank of the model. Passed to SGLang as its `run_scheduler_process_func`."""
     with without_collections():
         adapt_scheduler(
-            server_args.device, server_args.nnodes, is_drafting=server_args.speculative_algorithm is not None
+            server_args.device,
+            server_args.nnodes,
+            server_args.pp_size,
+            is_drafting=server_args.speculative_algorithm is not None,
         )
         from sglang.srt.managers.scheduler import run_scheduler_process
 
     return run_scheduler_process(server_args, *arguments, **keywords)
 
 
-def adapt_scheduler(device: str, num_nodes: int = 1, *, is_drafting: bool = False) -> None:
+def adapt_scheduler(
+    device: str, num_nodes: int = 1, num_stages: int = 1, *, is_drafting: bool = False
+) -> None:
     """Adapt this process before the scheduler starts.
 
     Args:
         device: cpu or cuda.
         num_nodes: The nodes of the engine.
+        num_stages: The pipeline stages of the engine.
         is_drafting: Whether it decodes speculatively.
     """
     _end_alone()
@@ -51,6 +57,8 @@ def adapt_scheduler(device: str, num_nodes: int = 1, *, is_drafting: bool = Fals
             cpu_speculation.install_speculation()
 
     _fall_asleep_together()
+    if num_stages > 1:
+        _forward_requests_at_once()
 
 
 def run_detokenizer(*arguments: Any, **keywords: Any) -> Any:
@@ -121,6 +129,7 @@ def _fall_asleep_together() -> None:
 
     Its response stands for all ranks, and the caller relies on the memory of all.
     """
+    from sglang.srt.distributed.parallel_state import get_world_group
     from sglang.srt.managers.scheduler_components.weight_updater import (
         SchedulerWeightUpdaterManager as Manager,
     )
@@ -129,7 +138,32 @@ def _fall_asleep_together() -> None:
 
     def release_together(self: Any, recv_req: Any) -> Any:
         answer = release(self, recv_req)
-        torch.distributed.barrier(self.tp_cpu_group)
+        torch.distributed.barrier(get_world_group().cpu_group)
         return answer
 
     Manager.release_memory_occupation = release_together
+
+
+def _forward_requests_at_once() -> None:
+    """Make each pipeline stage forward requests to the next one before it executes them.
+
+    SGLang executes them first. A weight sync would then reach the stages one after the other, and a stage
+    that waits for another one, as all of them do at the end of a sync, would wait forever.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+
+    execute = Scheduler.process_input_requests
+    send = Scheduler._pp_send_pyobj_to_next_stage
+    sent: list[Any] = []
+
+    def forward_and_execute(self: Any, recv_reqs: list[Any]) -> Any:
+        if not self.pp_group.is_last_rank:
+            self._pp_commit_comm_work(self.send_req_work)  # the previous requests
+            sent[:] = send(self, recv_reqs, async_send=True)
+        return execute(self, recv_reqs)
+
+    def take_sent(self: Any, data: list[Any], async_send: bool = False) -> list[Any]:
+        return list(sent)
+
+    Scheduler.process_input_requests = forward_and_execute
+    Scheduler._pp_send_pyobj_to_next_stage = take_sent

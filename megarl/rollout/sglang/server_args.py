@@ -54,8 +54,8 @@ _OWN = {
     "enable_fp32_lm_head": "engine.fp32_lm_head",
     "dp_size": "rollout.num_replicas",
     "data_parallel_size": "rollout.num_replicas",
-    "pp_size": None,
-    "pipeline_parallel_size": None,
+    "pp_size": "rollout.pipeline_parallel_size",
+    "pipeline_parallel_size": "rollout.pipeline_parallel_size",
     "nnodes": "placement.devices_per_node",
     "node_rank": None,
     "dist_init_addr": None,
@@ -95,6 +95,7 @@ _UNSUPPORTED = {
     r"disaggregation_|enable_pd|pdmux_|encoder_|.*_to_encoder": (
         "prefill and decode run in one engine, which gets all weights"
     ),
+    r"pp_async_batch_depth": "megarl has no test of stages that return samples later",
     r"cpu_offload_gb|offload_|ple_offload_|weight_cache_|remote_instance_|startup_weight_load_mode|"
     r"checkpoint_engine_|model_loader_": (
         "weights come only from the trainer, and go into the memory of the device"
@@ -148,6 +149,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         "dtype": model.dtype.value,
         "device": spec.device.value,
         "tp_size": rollout.tensor_parallel_size,
+        "pp_size": rollout.pipeline_parallel_size,
         "ep_size": rollout.expert_parallel_size,
         "max_running_requests": rollout.max_concurrency,
         "context_length": longest + _SPARE_TOKENS,

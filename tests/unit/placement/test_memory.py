@@ -159,6 +159,31 @@ def test_what_is_in_memory_in_each_phase_where_nobody_takes_turns() -> None:
     assert engine.kv_cache == 64 * 2048 * (2 * 28 * 2 * 128 * 2)
 
 
+@pytest.mark.parametrize(("model_type", "tied"), [("qwen2", False), ("qwen2", True), ("llama", False)])
+def test_each_stage_of_an_engine_has_its_layers_and_their_cache(model_type: str, tied: bool) -> None:
+    """27 layers on two stages of two devices. SGLang's class of Llama has an output layer on every stage."""
+    model = replace(QWEN_7B, model_type=model_type, num_hidden_layers=27, tie_word_embeddings=tied)
+    run = config(PlacementStrategy.stand_alone)
+    run = replace(run, rollout=replace(run.rollout, num_replicas=1, pipeline_parallel_size=2))
+    devices = plan_memory(run, plan_placement(run), {**EVERY_ROLE, "actor": model})
+    engine = [device.phases["gen"]["rollout"] for device in devices if device.pool == "rollout"]
+    embedding = 152064 * 3584
+    layer = (SIZE - 2 * embedding - 3584) // 28
+    first = 13 * layer + embedding * (2 if model_type == "llama" else 1)
+    last = 14 * layer + embedding + 3584
+    # half of the elements of a stage, with two bytes each
+    assert [usage.parameters for usage in engine] == [
+        pytest.approx(size, abs=4) for size in (first, first, last, last)
+    ]
+    of_layer = 128 * 2048 * (2 * 2 * 128 * 2)
+    assert [usage.kv_cache for usage in engine] == [
+        13 * of_layer,
+        13 * of_layer,
+        14 * of_layer,
+        14 * of_layer,
+    ]
+
+
 def test_fully_collocated_roles_are_in_memory_only_in_their_phases() -> None:
     phases = memory(PlacementStrategy.fully_collocate)[0].phases
     resident = {

@@ -457,11 +457,11 @@ def test_pools_of_a_users_own_need_the_strategy_custom() -> None:
         plan_placement(config)
 
 
-def engine_over(size: int, **placement: object) -> PPOConfig:
+def engine_over(size: int, stages: int = 1, **placement: object) -> PPOConfig:
     return ppo(
         actor=ParallelConfig(),
         critic=ParallelConfig(),
-        rollout=RolloutConfig(num_replicas=2, tensor_parallel_size=size),
+        rollout=RolloutConfig(num_replicas=2, tensor_parallel_size=size, pipeline_parallel_size=stages),
         placement=PlacementConfig(**placement),  # type: ignore[arg-type]
     )
 
@@ -502,3 +502,21 @@ def test_an_engine_with_more_devices_on_one_node_than_on_another_is_refused() ->
         match="an engine of 5 devices on nodes of 4 spans 2 nodes.*use tensor_parallel_size 4 or 6",
     ):
         plan_placement(engine_over(5, num_nodes=8, devices_per_node=4))
+
+
+@pytest.mark.parametrize(("tensor", "stages", "num_nodes"), [(4, 2, 2), (2, 4, 2), (8, 2, 4), (2, 2, 1)])
+def test_stages_of_an_engine_are_on_consecutive_nodes(tensor: int, stages: int, num_nodes: int) -> None:
+    """Nodes have four devices: each has whole stages, or each stage whole nodes."""
+    plan = plan_placement(engine_over(tensor, stages, num_nodes=9, devices_per_node=4))
+    of_engine = plan.group("rollout").engines[0]
+    assert len(of_engine) == num_nodes
+    assert [len(process.devices) for process in of_engine] == [tensor * stages // num_nodes] * num_nodes
+
+
+def test_stages_that_would_be_split_between_nodes_are_refused() -> None:
+    """Three stages of two devices on two nodes of four."""
+    with pytest.raises(
+        ConfigError,
+        match="an engine of 3 stages of 2 devices on nodes of 4 spans 2 nodes, but each node must have",
+    ):
+        plan_placement(engine_over(2, 3, num_nodes=8, devices_per_node=4))

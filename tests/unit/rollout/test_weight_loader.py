@@ -127,7 +127,7 @@ def client_of():
     clients = []
 
     def make(scheduler: Scheduler) -> LoaderClient:
-        clients.append(LoaderClient(scheduler.send, len(scheduler.models), bool(scheduler.drafts)))
+        clients.append(LoaderClient(scheduler.send, len(scheduler.models), has_draft=bool(scheduler.drafts)))
         return clients[-1]
 
     yield make

@@ -46,3 +46,11 @@ def test_a_step_takes_about_as_long_as_in_the_simulator(slots: int, max_stalenes
     responses = LENGTHS.spread(of_engine, ENGINES if max_staleness == 0 else 1)
     predicted_s = sum(decode_s(CONSTANT, responses, LENGTHS.prompt, slots)) / rounds
     assert predicted_s == pytest.approx(simulated_s(slots, max_staleness), rel=0.25)
+
+
+def test_a_step_of_an_engine_with_stages_is_a_round_of_micro_batches() -> None:
+    """Two stages decode ten sequences as two micro-batches of five, and one sequence alone at full latency."""
+    costs = {"dense_s": 6.0, "experts_s": 0.0, "selected": 0.0, "token_s": 2.0, "context_s": 0.5}
+    model = DecodeModel(**costs, layers_s=3.0, message_s=0.25, num_stages=2)
+    assert model.parts(10, 40) == (10.0, 10.0, 3.0, 1.25)
+    assert model.parts(1, 40) == (6.0, 20.0, 3.0, 0.25)

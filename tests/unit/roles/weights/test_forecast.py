@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+import pytest
+
 from megarl.config.schema import (
     ActorConfig,
     Device,
@@ -24,7 +26,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 from megarl.models.tensor_table import weights_of
 from megarl.placement.plan import plan_placement
-from megarl.roles.weights.forecast import WeightForecast, engine_slices, forecast_weights
+from megarl.roles.weights.forecast import WeightForecast, engine_slices, forecast_weights, stage_slices
 from megarl.weights.plan import TensorSlices, numel_of
 from megarl.weights.shard_layout import layouts_of
 from megarl.weights.shards import slices_by_rank
@@ -169,6 +171,34 @@ def test_every_tensor_is_needed_whole_by_the_ranks_together() -> None:
         assert {
             name: sum(tensor_slice.volume for tensor_slice in slices) for name, slices in needed.items()
         } == {n: prod(s) for n, s in shapes.items()}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_stage_of_an_engine_gets_its_layers_and_its_end_of_the_model(tied: bool) -> None:
+    """Three stages of two ranks for four layers: the last one has two. The ends have half of the vocabulary."""
+    model = replace(QWEN, tie_word_embeddings=tied)
+    needed = stage_slices(model, engine_slices(model, 2), 3)
+    layers = [{int(name.split(".")[2]) for name in slices if "layers" in name} for slices in needed]
+    assert layers == [{0}, {0}, {1}, {1}, {2, 3}, {2, 3}]
+
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    ends = [{name for name in slices if "layers" not in name} for slices in needed]
+    assert ends[0] == ends[1] == {"model.embed_tokens.weight"}
+    assert ends[2] == ends[3] == set()
+    assert ends[4] == ends[5] == {head, "model.norm.weight"}
+    assert numel_of({head: needed[4][head]}) == VOCABULARY * HIDDEN // 2
+    assert needed[4][head] != needed[5][head]
+
+
+def test_a_sync_with_stages_sends_each_rank_its_part_once() -> None:
+    parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
+    of = config(PlacementStrategy.split_collocate, parallel, num_replicas=1, engine_size=1)
+    of = replace(of, rollout=replace(of.rollout, pipeline_parallel_size=4))
+    found = forecast(of)
+    assert sum(found.received) == num_parameters(QWEN) * 2
+    layer = (num_parameters(QWEN) - 2 * VOCABULARY * HIDDEN - HIDDEN) // LAYERS
+    ends = (VOCABULARY * HIDDEN, 0, 0, VOCABULARY * HIDDEN + HIDDEN)
+    assert found.received == [2 * (layer + end) for end in ends]
 
 
 def test_messages_are_small_on_a_cpu_where_memory_is_shared() -> None:

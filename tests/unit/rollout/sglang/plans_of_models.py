@@ -1,7 +1,7 @@
 """Rank that builds SGLang's own models and records the transfer plan of each in three ways. Runs in a
 separate process.
 
-    python plans_of_models.py RANK NUM_RANKS RENDEZVOUS FOLDER...
+    python plans_of_models.py RANK NUM_RANKS NUM_STAGES RENDEZVOUS FOLDER...
 
 Each folder contains a model's config.json and `manifest.json`, which maps names to shapes. Prints one JSON
 object per folder.
@@ -54,7 +54,9 @@ def is_gpt_oss(folder: Path) -> bool:
     return bool(json.loads((folder / "config.json").read_text())["model_type"] == "gpt_oss")
 
 
-def build_model(folder: Path, rank: int, num_ranks: int, rendezvous: str, is_first: bool) -> Any:
+def build_model(
+    folder: Path, rank: int, num_ranks: int, num_stages: int, rendezvous: str, is_first: bool
+) -> Any:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed.bootstrap import _init_parallel_groups
     from sglang.srt.models.registry import ModelRegistry
@@ -69,8 +71,9 @@ def build_model(folder: Path, rank: int, num_ranks: int, rendezvous: str, is_fir
         device="cpu",
         load_format="dummy",
         dtype="float32",
-        tp_size=num_ranks,
-        ep_size=1 if is_gpt_oss(folder) else num_ranks,
+        tp_size=num_ranks // num_stages,
+        pp_size=num_stages,
+        ep_size=1 if is_gpt_oss(folder) else num_ranks // num_stages,
         attention_backend="triton" if is_gpt_oss(folder) else "torch_native",
         sampling_backend="pytorch",
         disable_cuda_graph=True,
@@ -103,12 +106,12 @@ def described(plan: DestinationPlan) -> dict[str, Any]:
     }
 
 
-def main(rank: int, num_ranks: int, rendezvous: str, folders: list[Path]) -> None:
+def main(rank: int, num_ranks: int, num_stages: int, rendezvous: str, folders: list[Path]) -> None:
     cpu_adaptations.install_in_arguments()
     cpu_adaptations.rotate_without_scaling()
     cpu_adaptations.name_the_cpu_as_device()
     for number, folder in enumerate(folders):
-        model = build_model(folder, rank, num_ranks, rendezvous, is_first=number == 0)
+        model = build_model(folder, rank, num_ranks, num_stages, rendezvous, is_first=number == 0)
         shapes = json.loads((folder / "manifest.json").read_text())
         manifest = {name: TensorMeta(tuple(shape), torch.float32) for name, shape in shapes.items()}
         at_once = CountedModel(model)
@@ -121,6 +124,7 @@ def main(rank: int, num_ranks: int, rendezvous: str, folders: list[Path]) -> Non
             "num_calls": at_once.num_calls,
             "num_calls_one_by_one": one_by_one.num_calls,
             "num_parts": sum(len(tensor.parts) for tensor in plan.tensors.values()),
+            "held": sorted(name for name, tensor in plan.tensors.items() if tensor.parts),
             "differing": [
                 name for name, parts in described(plan).items() if described(expected)[name] != parts
             ],
@@ -132,4 +136,4 @@ def main(rank: int, num_ranks: int, rendezvous: str, folders: list[Path]) -> Non
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], [Path(folder) for folder in sys.argv[4:]])
+    main(*map(int, sys.argv[1:4]), sys.argv[4], [Path(folder) for folder in sys.argv[5:]])

@@ -13,7 +13,7 @@ import pytest
 PREPARED = """
 import os
 from megarl.rollout.sglang import environment
-environment.prepare_for({"device": "cuda", "tp_size": 1, **ARGUMENTS})
+environment.prepare_for({"device": "cuda", "tp_size": 1, "pp_size": 1, **ARGUMENTS})
 print(os.environ.get("SGLANG_MEMORY_SAVER_CUDA_GRAPH"))
 """
 

@@ -19,7 +19,7 @@ import json, sys
 from megarl.rollout.sglang import cpu_adaptations, processes
 from tests.replaced_functions import replaced_in
 cpu_adaptations.install_in_arguments()
-processes.adapt_scheduler("cpu", is_drafting=True)
+processes.adapt_scheduler("cpu", num_stages=2, is_drafting=True)
 PLANTED
 print(json.dumps(replaced_in(*sys.argv[1:])))
 """
