@@ -16,8 +16,9 @@ import psutil
 from megarl.calibration.processes import measure_decoding, measure_devices
 from megarl.calibration.profile import calibrate, describes
 from megarl.calibration.request import CalibrationRequest, make_request
-from megarl.cli.tables.calibration import CalibrationProgress, decode_table, products_table, profile_table
+from megarl.cli.tables.calibration import decode_table, products_table, profile_table
 from megarl.cli.tables.console import output_console, print_line
+from megarl.cli.tables.progress import ProgressLine
 from megarl.config.load import is_on_cuda, read_config, schema_of
 from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RunConfig
@@ -26,6 +27,7 @@ from megarl.doctor.checked_config import find_inputs, refuse
 from megarl.doctor.devices import probe
 from megarl.machine.errors import ConfigError
 from megarl.machine.processors import has_gpu, usable_cores
+from megarl.machine.wording import counted
 from megarl.step_time.device_files import dump_device, load_device, shipped_devices
 
 GOOD = 0
@@ -65,9 +67,14 @@ def run(config_path: str | None, overrides: Sequence[str], output: str, device: 
     num_ranks = len(names) if is_cuda else min(max(_CPU_RANKS[0], usable_cores()), _CPU_RANKS[1])
     with tempfile.TemporaryDirectory(prefix="megarl-calibrate-") as folder:
         request = _request(config, is_cuda, num_ranks, folder)
-        with CalibrationProgress(num_ranks) as progress:
-            ranks = measure_devices(request, file.absolute().parent, progress.report)
-            decoding = measure_decoding(request, ranks[0].memory_bytes, progress.report)
+        loading = f"calibrate: loading torch and Megatron-Core in {counted(num_ranks, 'process')}"
+        with ProgressLine(loading) as progress:
+
+            def report(part: str) -> None:
+                progress.show(f"calibrate: {part}")
+
+            ranks = measure_devices(request, file.absolute().parent, report)
+            decoding = measure_decoding(request, ranks[0].memory_bytes, report)
 
     found = calibrate(
         base,

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from megarl.cli.tables.console import output_console
 from megarl.cli.tables.placement import print_absent
+from megarl.cli.tables.progress import ProgressLine
 from megarl.cli.tables.rehearsal import collectives_table, memory_table, waits_table
-from megarl.cli.tables.rehearsal_progress import RehearsalProgress
 from megarl.config.layers import simulated_layers
 from megarl.config.load import read_config
 from megarl.config.roles import ModelRole, model_roles
@@ -30,7 +30,7 @@ from megarl.placement.plan import plan_placement
 from megarl.rehearsal.prediction import PredictedMemory, predicted_memory
 from megarl.rehearsal.processes import rehearse_ranks
 from megarl.rehearsal.ranks import chosen_ranks, hangs, rounded_sums
-from megarl.rehearsal.record import RankPush, RankRecord, RankRequest
+from megarl.rehearsal.record import RankProgress, RankPush, RankRecord, RankRequest
 from megarl.roles.weights.forecast import forecast_weights
 from megarl.weights.plan import NUM_IPC_BUFFERS
 
@@ -127,12 +127,15 @@ def _rehearse(
     requests = [RankRequest(config, role.name, rank, num_micro_batches, pushes.get(rank)) for rank in ranks]
     records: list[RankRecord] = []
 
-    with RehearsalProgress(len(ranks)) as progress:
-        for record in rehearse_ranks(
-            requests, num_processes=len(os.sched_getaffinity(0)), report=progress.report
-        ):
+    num_ranks = counted(len(ranks), "rank")
+    with ProgressLine(f"rehearse: loading torch and Megatron-Core for {num_ranks}") as progress:
+
+        def report(rank: RankProgress) -> None:
+            done = f"{len(records)} of {num_ranks} done"
+            progress.show(f"rehearse: rank {rank.rank}: {rank.phase} finished; {done}")
+
+        for record in rehearse_ranks(requests, num_processes=len(os.sched_getaffinity(0)), report=report):
             records.append(record)
-            progress.rank_finished()
 
     # Ranks finish in any order.
     return sorted(records, key=lambda record: record.rank)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megarl.cli.run.context import RunContext, run_context_of
 from megarl.cli.run.fewer_replicas import run_on_what_is_left
-from megarl.cli.run.resumption import is_complete, open_checkpoints, restore_models, say_ended, say_stopped
-from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered, write_summary
+from megarl.cli.run.resumption import finish, is_complete, open_checkpoints, restore_models
+from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered
 from megarl.config.roles import model_roles
 from megarl.config.schema import DPOConfig, PreferenceConfig
 from megarl.data.chat_clock import saved_chat_time, set_chat_time
@@ -106,24 +106,9 @@ def _run(config: PreferenceConfig, context: RunContext) -> int:
             if resume is not None:
                 preferences.load_state_dict(resume.state)
             preferences.fit()
-        if checkpoints.stopped_after is not None:
-            return say_stopped(session, checkpoints)
-        # A run that SIGTERM has stopped returns above without exporting the model.
-        if config.checkpoint.save_hf:
-            folder = session.output_dir / "huggingface"
-            with writing(session.output_dir):
-                recovery.retry(lambda: model.save_hf(folder, config.model.path))
-            session.console.print(f"the trained model is in {folder}")
-        steps = checkpoints.last_step
-        seconds = round(checkpoints.seconds, 1)
-        # The summary is written last, because it marks the run as complete.
-        told = say_ended(session, checkpoints, recovery)
-        write_summary(
-            session.output_dir,
-            {"steps": steps, "seconds": seconds, "pairs": steps * trainer.pairs_per_step, **told},
+        return finish(
+            session, config, model.save_hf, checkpoints, recovery, {"pairs": trainer.pairs_per_step}
         )
-
-    return 0
 
 
 class _Reference:

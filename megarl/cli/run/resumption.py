@@ -1,11 +1,12 @@
-"""Resumes a command from a checkpoint.
+"""Resumes a command from a checkpoint, and ends it.
 
-It loads the state, truncates the run's files, and reports differences.
+It loads the state, truncates the run's files, and reports differences, and at the end what the run has done.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from megarl.checkpoints.object_storage import ObjectStorage
 from megarl.cli.run.fewer_replicas import continues_on_fewer_nodes
-from megarl.cli.run.session import Session, of_another_run, read_summary
+from megarl.cli.run.session import Session, of_another_run, read_summary, write_summary
 from megarl.cli.run.termination import TERMINATED
 from megarl.cli.tables.console import print_line
 from megarl.config.load import dump_config
@@ -22,7 +23,7 @@ from megarl.machine.errors import CheckpointError
 from megarl.machine.wording import counted
 from megarl.roles.model_snapshots import ModelSnapshots, model_snapshots
 from megarl.roles.saved_models import SavedModels
-from megarl.tracking.run_files import CONFIG_FILE, SUMMARY_FILE
+from megarl.tracking.run_files import CONFIG_FILE, SUMMARY_FILE, writing
 from megarl.tracking.truncate_logs import cut_after
 from megarl.trainers.best_so_far import ends_early
 from megarl.trainers.checkpoint import Checkpointer, best_checkpoint
@@ -232,6 +233,40 @@ def say_stopped(session: Session, checkpoints: Checkpointer) -> int:
     )
 
     return TERMINATED
+
+
+def finish(
+    session: Session,
+    config: RunConfig,
+    save_hf: Callable[[Path, str], None],
+    checkpoints: Checkpointer,
+    recovery: StepRecovery | NoRecovery,
+    rows_per_step: Mapping[str, int],
+) -> int:
+    """Export the model of a run without rollout, write the summary, and return the exit code.
+
+    Args:
+        save_hf: Saves the trained model as a Hugging Face folder, given the folder and `model.path`.
+        rows_per_step: The name of the run's rows in the summary, and their number in a step.
+    """
+    # A run that SIGTERM has stopped is resumed later, so it is not exported.
+    if checkpoints.stopped_after is not None:
+        return say_stopped(session, checkpoints)
+
+    if config.checkpoint.save_hf:
+        folder = session.output_dir / "huggingface"
+        with writing(session.output_dir):
+            recovery.retry(lambda: save_hf(folder, config.model.path))
+        session.console.print(f"the trained model is in {folder}")
+
+    # The summary is written last, because it marks the run as complete.
+    steps = checkpoints.last_step
+    seconds = round(checkpoints.seconds, 1)
+    rows = {name: steps * number for name, number in rows_per_step.items()}
+    told = say_ended(session, checkpoints, recovery)
+    write_summary(session.output_dir, {"steps": steps, "seconds": seconds, **rows, **told})
+
+    return 0
 
 
 def _print_differences(console: Console, resume: Resume) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from megarl.cli.run.context import RunContext, run_context_of
 from megarl.cli.run.fewer_replicas import run_on_what_is_left
 from megarl.cli.run.processes import refuse_launched_ranks
-from megarl.cli.run.resumption import is_complete, open_checkpoints, restore_models, say_ended, say_stopped
-from megarl.cli.run.session import open_monitor, open_session, report_filtered, write_summary
+from megarl.cli.run.resumption import finish, is_complete, open_checkpoints, restore_models
+from megarl.cli.run.session import open_monitor, open_session, report_filtered
 from megarl.config.schema import SFTConfig
 from megarl.data.chat_clock import saved_chat_time, set_chat_time
 from megarl.data.images import refuse_image_columns
@@ -19,7 +19,6 @@ from megarl.models.families import read_architecture
 from megarl.roles.model_recovery import single_recovery
 from megarl.roles.saved_models import sft_models
 from megarl.roles.start import start_sft
-from megarl.tracking.run_files import writing
 from megarl.trainers.memory_resume import find_newest
 from megarl.trainers.recovery import step_recovery
 from megarl.trainers.sft import SFTTrainer
@@ -79,21 +78,6 @@ def _run(config: SFTConfig, context: RunContext) -> int:
             if resume is not None:
                 sft.load_state_dict(resume.state)
             sft.fit()
-        if checkpoints.stopped_after is not None:
-            return say_stopped(session, checkpoints)
-        # A run that SIGTERM has stopped returns above without exporting the model.
-        if config.checkpoint.save_hf:
-            folder = session.output_dir / "huggingface"
-            with writing(session.output_dir):
-                recovery.retry(lambda: actor.save_hf(folder, config.model.path))
-            session.console.print(f"the trained model is in {folder}")
-        steps = checkpoints.last_step
-        seconds = round(checkpoints.seconds, 1)
-        # The summary is written last, because it marks the run as complete.
-        told = say_ended(session, checkpoints, recovery)
-        write_summary(
-            session.output_dir,
-            {"steps": steps, "seconds": seconds, "samples": steps * trainer.samples_per_step, **told},
+        return finish(
+            session, config, actor.save_hf, checkpoints, recovery, {"samples": trainer.samples_per_step}
         )
-
-    return 0

@@ -1,17 +1,14 @@
-"""The progress and the results of `megarl calibrate`."""
+"""The results of `megarl calibrate`."""
 
 from __future__ import annotations
 
-import time
 from operator import attrgetter
-from types import TracebackType
 
 from rich.table import Table
 
 from megarl.calibration.measurements import DecodeSweep, RankMeasurements
 from megarl.calibration.profile import Calibration
-from megarl.cli.tables.console import output_console, print_line, table
-from megarl.machine.wording import counted
+from megarl.cli.tables.console import table
 from megarl.step_time.device import DeviceProfile
 from megarl.step_time.device_files import sourced_keys
 
@@ -24,36 +21,6 @@ _UNITS = {
     "sample_ms": "ms",
 }
 _TFLOPS = "peak_tflops."
-
-
-class CalibrationProgress:
-    """Prints the progress to standard error, so that the table can be piped."""
-
-    def __init__(self, num_devices: int) -> None:
-        self._console = output_console(stderr=True)
-        self._begin = f"calibrate: loading torch and Megatron-Core in {counted(num_devices, 'process')}"
-        self._status = self._console.status(self._begin)
-
-    def __enter__(self) -> CalibrationProgress:
-        self._begin_s = time.monotonic()
-        if self._console.is_terminal:
-            self._status.start()
-        else:
-            print_line(self._console, self._begin)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._status.stop()
-
-    def report(self, part: str) -> None:
-        """Show the part that begins."""
-        line = f"calibrate: {part}; {time.monotonic() - self._begin_s:.0f} s elapsed"
-        if self._console.is_terminal:
-            self._status.update(line)
-        else:
-            print_line(self._console, line)
 
 
 def profile_table(found: Calibration, base: DeviceProfile, base_name: str) -> Table:
