@@ -182,6 +182,7 @@ class MemorySnapshot:
                 f"the snapshot of step {self.step}: {stored.key} is {stored.dtype}, but this rank needs "
                 f"{dtype}"
             )
+
         self._check(stored, stored.key)
         shape = stored.place.shape
         return (

@@ -175,11 +175,14 @@ class ObjectStorage:
         _log.warning(
             "downloading %s, %s, %.1f MiB", f"{self.url}/{name}", counted(len(files), "file"), nbytes / 2**20
         )
+
         folder.prepare()
         step = int(name.removeprefix("step_"))
         partial = folder.begin(step)
+
         try:
             with ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="download") as threads:
+                # `list` raises the first error of the threads.
                 list(threads.map(lambda file: self._fetch(name, file, files[file], partial), files))
             if (found := read_description(partial)["step"]) != step:
                 raise CheckpointError(f"{self.url}/{name}: is of step {found}; the copy is damaged")
@@ -192,10 +195,12 @@ class ObjectStorage:
         target = folder / file
         target.parent.mkdir(parents=True, exist_ok=True)
         place = f"{self.url}/{name}/{file}"
+
         try:
             self._fs.get_file(f"{self._root}/{name}/{file}", str(target))
         except Exception as error:  # noqa: BLE001  # each file system has errors of its own
             raise self._failed(f"{name}/{file} cannot be read", error) from error
+
         if (nbytes := target.stat().st_size) != entry["nbytes"]:
             raise CheckpointError(
                 f"{place}: has {nbytes:,} bytes, not {entry['nbytes']:,}; the copy is damaged"
@@ -213,13 +218,16 @@ class ObjectStorage:
             ) from error
         except Exception as error:  # noqa: BLE001  # each file system has errors of its own
             raise self._failed(f"{name}/{MANIFEST_FILE} cannot be read", error) from error
+
         try:
             files = json.loads(content)["files"]
             inside = all(_is_inside(file) and entry["nbytes"] >= 0 for file, entry in files.items())
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{self.url}/{name}/{MANIFEST_FILE}: is damaged ({error})") from error
+
         if not inside:
             raise CheckpointError(f"{self.url}/{name}/{MANIFEST_FILE}: names a file outside the checkpoint")
+
         return files
 
     def _failed(self, what: str, error: Exception) -> CheckpointError:

@@ -58,6 +58,7 @@ class _StoredTensor:
         assert fault is None, f"the snapshots do not have each element of {key} once: {fault}"
         lengths = list(zip(*(each.place.shape for each in slices), strict=True))
         last = len(lengths) - 1
+        # Slices are found by bisection along the first axis on which one of them is longer than 1.
         self._axis = next((axis for axis in range(last) if max(lengths[axis]) > 1), last)
         self._longest = max(lengths[self._axis])
         self._groups: dict[Sequence[int], list[_Copies]] = defaultdict(list)
@@ -67,6 +68,7 @@ class _StoredTensor:
     def meeting(self, place: TensorSlice) -> Iterator[_Copies]:
         """Yield the slices that have elements of a slice."""
         axis = self._axis
+        # A slice that starts earlier ends before the place.
         first_start = place.starts[axis] - self._longest + 1
         for indices in product(*map(range, place.starts[:axis], place.stops[:axis])):
             group = self._groups.get(indices, [])

@@ -179,7 +179,8 @@ def refuse_code(file: ReadableFile, source: str = "") -> set[str]:
     """
     source = source or str(file)
     with _damage_named(source):
-        names = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))  # pyrefly: ignore[bad-argument-type]
+        # pyrefly: ignore[bad-argument-type]
+        names = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     if others := names - DATA_NAMES:
         raise CheckpointError(refusal(source, min(others)))
 
@@ -204,7 +205,8 @@ def read_outline(file: ReadableFile, source: str) -> Any:
     """
     with _damage_named(source):
         try:
-            return torch.load(file, map_location="meta", weights_only=True)  # pyrefly: ignore[bad-argument-type]
+            # pyrefly: ignore[bad-argument-type]
+            return torch.load(file, map_location="meta", weights_only=True)
         except NotImplementedError as error:
             raise CheckpointError(
                 f"{source}: contains a sparse tensor, which megarl does not read; save it as a dense one"

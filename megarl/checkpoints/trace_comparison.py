@@ -99,6 +99,7 @@ def _compared_forward(stage: str, first: Path, second: Path, tolerance: float) -
     if one.keys() != other.keys():
         different = sorted(one.keys() ^ other.keys())
         raise CheckpointError(f"{first} and {second} do not have the same outputs: {', '.join(different)}")
+
     for name in sorted(one, key=_place_of_output):
         tokens = sorted(one[name])
         if tokens != sorted(other[name]):
@@ -185,6 +186,7 @@ def _entries(key: str, shape: Sequence[int]) -> Iterator[tuple[str, int | None, 
 def _place_of_weight(name: str) -> tuple[int, int, str]:
     layer = _LAYER.search(name)
     if layer is None:
+        # Embeddings and the vision tower come before the first layer, everything else after the last.
         return (-1 if "embedding" in name or "vision" in name else 10**6, 0, name)
     parts = [place for place, part in enumerate(_ORDER) if f".{part}." in name]
     return (int(layer[1]), parts[0] if parts else len(_ORDER), name)

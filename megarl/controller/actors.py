@@ -65,9 +65,12 @@ class ActorSet:
         self._looked_s = time.monotonic()
         self._lost_nodes = dict[int, str]()
         self._silent_since_s = dict[int, float]()  # ranks that did not answer when they were asked last
+
         # Start one process per bundle, each with a monitor thread in addition to the working one.
         bundles = resource_pool.bundles()
-        actor_class = ray.remote(concurrency_groups={_MONITOR: 1})(WorkerHost)  # pyrefly: ignore[unexpected-keyword]
+        # pyrefly: ignore[unexpected-keyword]
+        actor_class = ray.remote(concurrency_groups={_MONITOR: 1})(WorkerHost)
+
         # Ray's annotations do not have the options of an actor's methods.
         self._handles: list[Any] = [
             actor_class.options(
@@ -82,8 +85,10 @@ class ActorSet:
             ).remote()
             for bundle in bundles
         ]
+
         # Ray's errors name an actor by its id.
         self._rank_of = {handle._actor_id.hex(): rank for rank, handle in enumerate(self._handles)}
+
         # The classes are sent pickled, so that they are loaded only after the environment is set.
         workers = cloudpickle.dumps(
             {role: (spec.cls, spec.args, spec.kwargs) for role, spec in roles.items()}
@@ -91,6 +96,7 @@ class ActorSet:
         self.construction = self._construct(
             ray.put(workers), [bundle.local_rank for bundle in bundles], environments, on_record, at_work
         )
+
         # Each call of an actor takes the driver half a millisecond, so a large group is called by relays.
         self._relays = (
             Relays(self._handles, self.construction, bundles, ranks_per_relay)
@@ -224,6 +230,7 @@ class ActorSet:
         references = [
             handle.activity.options(concurrency_group=_MONITOR).remote() for handle in self._handles
         ]
+
         asked_s = time.monotonic()
         # A process that does not answer in time is reported as silent.
         answered, _ = ray.wait(references, num_returns=len(references), timeout=ANSWER_S)
@@ -231,11 +238,13 @@ class ActorSet:
             self._report(rank, reference if reference in answered else None)
             for rank, reference in enumerate(references)
         ]
+
         self._silent_since_s = {
             report.rank: self._silent_since_s.get(report.rank, asked_s)
             for report in reports
             if report.activity is None
         }
+
         return reports
 
     def silent_s(self, rank: int) -> float:

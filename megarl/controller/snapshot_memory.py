@@ -165,11 +165,13 @@ class SnapshotMemory:
         self._left: dict[str, Any] = {}  # of nodes without ranks, by node: they may have the only copy
         self._dead: set[str] = set()  # nodes whose holder is lost
         self._silence = ProcessSilence[str]()
+
         if continues:
             self._holders = holders_of(run)
         else:
             _end(holders_of(run).values())
         self.place(node_of)
+
         self._is_closed = threading.Event()
         if is_joined():
             threading.Thread(target=self._attend, daemon=True).start()
@@ -186,14 +188,17 @@ class SnapshotMemory:
         """Use other nodes, after some were lost. Files on all living nodes are kept until `settle`."""
         self._node_of = dict(node_of)
         nodes = list(dict.fromkeys(node_of.values()))
+
         self._ask("complete", self._all())  # finds the dead
         living = {node: holder for node, holder in self._all().items() if node not in self._dead}
         for node in self._dead:
             self._silence.forget(node)
         self._dead.clear()
+
         self._holders = {node: living.pop(node, None) or self._start(node) for node in nodes}
         self._left = living
         self._is_settled = False
+
         # Each node's files are copied to the next node.
         for node, buddy in zip(nodes, [*nodes[1:], *nodes[:1]], strict=True):
             own = [name for name, home in node_of.items() if home == node != buddy]
@@ -294,6 +299,7 @@ class SnapshotMemory:
         """
         complete = self._ask("complete", self._all(), waits=True)
         found = {}
+
         for name in names:
             owners = {
                 node: files[name]
@@ -303,6 +309,7 @@ class SnapshotMemory:
             if not owners:
                 raise FileLostError(f"no node has the snapshot {name} of step {step}")
             found[name] = StoredFile(next(iter(owners.values())), tuple(owners))
+
         return found
 
     def read_index(self, name: str, stored: StoredFile) -> bytes:
@@ -422,6 +429,7 @@ def _answers(
     """
     answers: dict[str, Any] = {}
     lost: set[str] = set()
+
     while asked := {node: ask(node, holders[node]) for node in holders.keys() - answers.keys() - lost}:
         # All that do not answer are awaited together.
         for node, answer in silence.wait(asked, ANSWER_S).items():
@@ -434,6 +442,7 @@ def _answers(
             break
         if asked.keys() - answers.keys() - lost:
             time.sleep(_LOOK_S)  # an error may come at once
+
     return answers, lost
 
 

@@ -172,12 +172,14 @@ class ModelRecovery:
         """
         end_s = time.monotonic() + self._wait_for_node_s
         is_told = False
+
         while gone := processes.pool.move_from_lost_nodes():
             what = (
                 f"node {', '.join(dict.fromkeys(gone.values()))} is lost, and no other node of the cluster "
                 f"has free resources for {', '.join(processes.roles)} "
                 f"({counted(len(gone), 'process')} on {counted(len(set(gone.values())), 'node')})"
             )
+
             if time.monotonic() >= end_s:
                 raise NodeLostError(
                     f"{what} after {self._wait_for_node_s:g} s (recovery.wait_for_node_s); the same command "
@@ -186,6 +188,7 @@ class ModelRecovery:
             if not is_told:
                 _log.warning("%s; waiting up to %g s for one", what, self._wait_for_node_s)
                 is_told = True
+
             time.sleep(LOOK_S)
 
     def _exclude(self, nodes: Sequence[str]) -> list[RayWorkerGroup]:
@@ -196,8 +199,10 @@ class ModelRecovery:
         self._failures.update(nodes)
         bad = {node for node in nodes if self._failures[node] >= _FAILURES}
         all_processes = list(dict.fromkeys(group.processes for group in self._groups))
+
         for processes in all_processes:
             processes.pool.excluded.update(bad)
+
         on_bad_nodes = [processes for processes in all_processes if processes.pool.excluded_ranks()]
         moved = []
         for processes in on_bad_nodes:
@@ -205,8 +210,10 @@ class ModelRecovery:
             if not processes.pool.excluded_ranks() or processes.pool.leave_excluded_nodes():
                 moved.append(processes)
                 processes.shutdown()
+
         has_left = len(moved) == len(on_bad_nodes)
         self.excluded_nodes += sorted(bad - set(self.excluded_nodes)) if has_left else []
+
         for node in sorted(bad):
             _log.warning(
                 "node %s was involved in %d losses, and is excluded%s",
@@ -214,6 +221,7 @@ class ModelRecovery:
                 self._failures[node],
                 "" if has_left else ", but no other node has free resources: it stays",
             )
+
         return moved
 
     def _load(self, newest: int | None, saved: SavedStep | None) -> int:
@@ -225,6 +233,7 @@ class ModelRecovery:
         except SnapshotLostError:
             if saved is None:
                 raise
+
         assert saved is not None
         self._load_checkpoint(saved.folder)
         self._snapshots.forget()
@@ -239,12 +248,14 @@ class ModelRecovery:
         # All ranks report a gradient that is not finite, so it is not known which node computed it.
         if isinstance(error, WorkerError) and error.error_type != qualified_name(NonFiniteUpdateError):
             nodes.append(error.node)
+
         for processes in dict.fromkeys(group.processes for group in self._groups):
             reports = [] if processes.has_ended else processes.lost_ranks()
             nodes += [report.node for report in reports]
             named = error.role in (*processes.roles, "+".join(processes.roles))
             if reports or processes.has_ended or named:
                 lost.append(processes)
+
         return lost, tuple(dict.fromkeys(nodes))
 
 

@@ -115,6 +115,7 @@ class ModelSnapshots:
         gather(*self._copying)
         self._await_ranks()
         self._copying = []
+
         newest = max(self._slot_of)
         end_s = time.monotonic() + self._copy_limit_s
         while not self._opened().has_all(self._names(newest), newest):
@@ -126,6 +127,7 @@ class ModelSnapshots:
                     f"{self._copy_limit_s:g} s; the network between the nodes is slow or broken"
                 )
             time.sleep(_LOOK_S)
+
         self.secured = newest
 
     def newest_after_loss(self) -> int | None:
@@ -175,14 +177,17 @@ class ModelSnapshots:
         """
         taken = self._continued
         assert taken is not None, "the run does not continue from a snapshot"
+
         if taken.has_this_layout:
             self.load(taken.step)
             return
+
         memory = self._opened()
         slot = self._slot_of.pop(taken.step, None)  # its files are not those of ranks with this layout
         self.secured = None
         if slot is None:
             raise SnapshotLostError(f"no node has the snapshot of step {taken.step}")
+
         try:
             for model in self._models:
                 self._load_resharded(memory, model, taken, slot)

@@ -207,6 +207,7 @@ class Reward:
     def _sum(self, functions: DataProto, model: DataProto) -> DataProto:
         of_functions = torch.tensor(functions.non_tensor_batch["score"].tolist(), dtype=torch.float32)
         scores = of_functions + self._model_weight * model.tensors["reward_model_scores"]
+
         return DataProto.from_dict(
             {
                 "score_parts": torch.cat(

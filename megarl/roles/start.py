@@ -316,6 +316,7 @@ def _scorers(
     """
     k = config.algorithm.teacher_top_k
     top = None if k is None else TopK(k, vocab_size)
+
     return {
         role.name: Scorer(
             role.row,
@@ -492,10 +493,12 @@ def start_preferences(
     spec = starter.model(role, architecture)
     handle = PairRewardModel if role.with_value_head else PairPolicy
     group = starter.groups(plan, {"actor": RayClassWithInitArgs(handle.worker, spec)})["actor"]
+
     # A reward model is saved as the class that `reward.model` of an RL run reads.
     weights = replace(
         starter.weight_source(plan, group, architecture), head=spec.head, value_class=REWARD_CLASS
     )
+
     return handle(group, config, weights, share_prompts=_shares_prompts(config))
 
 

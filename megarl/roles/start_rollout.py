@@ -109,6 +109,7 @@ def start_replicas(
         fp32_lm_head=config.engine.fp32_lm_head,
         lora=lora,
     )
+
     limit_s = config.trainer.phase_time_limit_s
     return Replicas(
         replica_places(plan, device, pools),

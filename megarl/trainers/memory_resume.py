@@ -38,8 +38,10 @@ def _newer_in_memory(config: RunConfig, saved_step: int) -> Resume | None:
     states = [path for path in driver_states(config).steps() if step_of(path) > saved_step]
     if not (states and config.recovery.enabled and config.checkpoint.resume == RESUME_AUTO):
         return None
+
     with visit():
         steps = steps_left(run_name(config.trainer.output_dir))
+
     complete = False
     for state in states:
         sizes = sizes_of_trained(load_config(type(config), state / CONFIG_FILE))
@@ -49,6 +51,7 @@ def _newer_in_memory(config: RunConfig, saved_step: int) -> Resume | None:
         found = read_driver_state(state, config, sizes)
         if _can_continue(config, state, found):
             return found
+
     if not complete:
         _log.warning(
             "both copies of the snapshots in memory are lost: %s, and repeats %s",
@@ -62,12 +65,14 @@ def _can_continue(config: RunConfig, path: Path, found: Resume) -> bool:
     # What follows the last step needs the checkpoint of that step.
     if found.step >= config.trainer.total_steps or ends_early(config.trainer.early_stop, found.state):
         return False
+
     layouts = tuple(f"{role.parallel_key}." for role in model_roles(config))
     changed = [
         change.key
         for change in found.differences
         if change.key.startswith(_OF_MODELS) and not change.key.startswith(layouts)
     ]
+
     if changed:
         _log.warning(
             "the snapshot of step %d in memory is not used, because %s changed since %s",

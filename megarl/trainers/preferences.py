@@ -62,17 +62,20 @@ class PreferenceTrainer:
     def fit(self) -> None:
         trainer = self.config.trainer
         self.recovery.begin()
+
         for step in self.checkpoints.steps():
             with self.monitor.step(step):
                 batch = next(self.batches)
                 self._batches.record(step, batch)
                 metrics = self.recovery.run(step, self._train, batch)
                 self.monitor.record({**metrics, "num_tokens": float(valid_token_count(batch))})
+
                 # Validate before saving, because the result may decide whether this step is saved.
                 if step == trainer.total_steps or (
                     trainer.validate_every_steps and step % trainer.validate_every_steps == 0
                 ):
                     self.checkpoints.validated(step, self.recovery.retry(self._validate))
+
                 self.recovery.retry(partial(self.checkpoints.save, step, self.state_dict))
 
     def _train(self, batch: DataProto) -> Mapping[str, float]:

@@ -112,6 +112,7 @@ class StepRecovery:
         self._newest_checkpoint = newest_checkpoint
         self._steps = RecordedSteps(folder)
         self._folder = folder
+
         self._losses: list[LostRanks] = []
         self._lost_s = 0.0
         self._not_finite_step: int | None = None  # the last step that was repeated for this reason
@@ -193,7 +194,8 @@ class StepRecovery:
                 self._write_stacks(error)
             self._count(error)
             try:
-                restarted = self._models.recover(error, self._saved())  # pyrefly: ignore[bad-argument-type]  # checked above
+                # pyrefly: ignore[bad-argument-type]  # checked above
+                restarted = self._models.recover(error, self._saved())
                 repeated = self._repeat(restarted)
                 break
             except SnapshotLostError as lost:
@@ -242,6 +244,7 @@ class StepRecovery:
     def _repeat(self, restarted: Restarted) -> list[int]:
         """Train the completed steps after the restored one again, and return their numbers."""
         steps = self._steps.after(restarted.step)
+
         if restarted.is_from_disk:
             _log.warning(
                 "both copies of the snapshots in memory are lost: loaded the checkpoint of step %d, and "
@@ -250,10 +253,12 @@ class StepRecovery:
                 counted(len(steps), "completed step"),
             )
             self._models.begin_snapshot(restarted.step)
+
         for step in steps:
             step.train()
             if step.number < self._step:  # the snapshot of the current step begins after it
                 self._begin_snapshot(step.number)
+
         return [step.number for step in steps]
 
     def _saved(self) -> SavedStep | None:

@@ -116,6 +116,7 @@ class AcknowledgedWeights:
         while not self.is_complete and len(table) < MOST_PATCHES:
             patch = self._made or self._patch(self._next, regions, are_computed, buffer.device)
             size = patch_bytes(patch.form, patch.count, self.chunks.length(self._next), itemsize)
+            # A patch that does not fit is the first of the next message.
             self._made = patch
             if position + size > most:
                 break
@@ -126,6 +127,7 @@ class AcknowledgedWeights:
             self._made = None
             self._next += 1
 
+        # The table comes last, because the number of its rows is known only now.
         stop = position + _ROW_BYTES * len(table)
         rows = torch.tensor(table, dtype=torch.int32)
         buffer[position:stop] = rows.flatten().view(torch.uint8).to(buffer.device)
@@ -191,6 +193,7 @@ def read_message(
         for size in section_bytes(PatchForm(form), count, numel, dtype.itemsize):
             sections.append(message.data[position : position + size])
             position += aligned(size)
+
         if position > start:
             raise WeightTransferError(f"the patch of chunk {number} does not fit into its message")
         yield number, read_patch(PatchForm(form), count, sections, numel, dtype)

@@ -40,6 +40,7 @@ def block_maxima(values: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
     """
     offsets = [start % BLOCK for start in starts]
     rows, columns = values.shape
+    # Zeros complete the blocks at the edges, and do not change the largest magnitude.
     padding = (offsets[1], -(offsets[1] + columns) % BLOCK, offsets[0], -(offsets[0] + rows) % BLOCK)
     padded = torch.nn.functional.pad(values.float().abs(), padding)
     return padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).amax((1, 3))

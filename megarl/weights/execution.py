@@ -179,6 +179,7 @@ class PipelinedTransfer(Transfer):
     ) -> Iterator[torch.Tensor]:
         """Yield the segments of a message. Contiguous parts are sent in place, others packed into `flat`."""
         for parts in schedule.segments(number):
+            # Computed regions are no views of the weights, so they cannot be sent in place.
             if self._are_computed:
                 length = sum(part.tensor_slice.volume for part in parts)
                 self._pack(self._regions_of(parts), flat[:length])

@@ -72,6 +72,7 @@ class KeptTensors:
             OSError: The disk is full.
         """
         output = SafetensorsFile(path, manifest)
+
         try:
             with _OpenFiles() as files:
                 for name, meta in manifest.items():

@@ -34,6 +34,7 @@ def read_unpacked(read: Callable[[str, Slices], torch.Tensor], slices: Slices) -
         slices: One for each dimension of the tensor.
     """
     *leading, columns, rows = slices
+    # A scale belongs to a whole block, so all blocks that the columns touch are read.
     groups = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
     blocks = read(BLOCKS, (*leading, rows, groups, slice(0, BLOCK // 2)))
     scales = read(SCALES, (*leading, rows, groups))

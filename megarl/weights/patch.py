@@ -144,6 +144,7 @@ def read_patch(
             if form is PatchForm.POSITIONS
             else unpack_bits(where[0], numel).nonzero().view(-1)
         )
+        # Positions ascend, so the last one is the largest.
         is_consistent = len(positions) == count > 0 and int(positions[-1]) < numel
 
     if not is_consistent:

@@ -78,13 +78,16 @@ def read_lora(folder: Path) -> LoRA:
         for name, neutral in _NEUTRAL.items()
         if name in fields and fields[name] not in neutral
     ]
+
     targets = fields.get("target_modules")
     names = targets if isinstance(targets, list) else []
     if not names:
         problems.append(f"target_modules is {targets!r}, not a list of names")
+
     saved = set(fields.get("modules_to_save") or ()) - _HEADS
     if not saved.issubset(SAVED_MODULES):
         problems.append(f"modules_to_save has {', '.join(sorted(saved.difference(SAVED_MODULES)))}")
+
     if problems:
         raise WeightTransferError(f"{file}: only plain LoRA is supported, but {'; '.join(problems)}")
 
@@ -167,7 +170,8 @@ def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
     file = folder / WEIGHTS_FILE
     try:
         with safe_open(file, framework="pt") as opened:
-            return {name.removeprefix(_PREFIX): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            names = opened.keys()
+            return {name.removeprefix(_PREFIX): opened.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise WeightTransferError(f"{file}: cannot be read: {error}") from error
 
@@ -204,6 +208,7 @@ def peft_config(architecture: Architecture, base: str, head: Head = "lm") -> dic
     assert architecture.lora is not None
     alpha = architecture.lora.alpha
     saved = [*architecture.lora.modules_to_save, *(["score"] if head == "value" else [])]
+
     return {
         "peft_type": "LORA",
         "task_type": _TASKS[head],

@@ -99,6 +99,7 @@ class QuantizedShards:
             self._shards, self._shards.dtype, dense=dense, experts=experts, leave_out=self._quantized
         )
         weights = held_weights(self._shards.architecture, self._shards.layout, self._shards.head)
+
         for weight in weights:
             if not (dense if weight.expert is None else experts):
                 continue

@@ -100,6 +100,7 @@ class Shards:
         parameter = self.parameters[name].detach().view(self.dtype).view(piece.shard_view)
         if piece.rearrangement is not None:
             parameter = piece.in_hf_order(parameter[piece.shard.index])
+
         for region in regions:
             if self.transform is None or piece.rearrangement is not None:
                 yield parameter[region]

@@ -57,6 +57,7 @@ class MergedAdapters:
         """Return rows of scale * B A in float32, computed in fixed blocks."""
         a = self._parameters[a_name].detach().float()
         b = self._parameters[b_name].detach()
+        # The rounding of a product may depend on its shape, so the blocks do not depend on the rows.
         begin = rows.start // _BLOCK_ROWS * _BLOCK_ROWS
         product = a.new_empty(rows.stop - rows.start, a.shape[1])
 

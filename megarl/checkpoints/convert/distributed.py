@@ -76,6 +76,7 @@ def _places(architecture: Architecture, weight: Weight) -> tuple[StoredSlice, St
         rest = _BEFORE_DELTA_NET
     elif rest != _BEFORE_EXPERTS or weight.layer not in architecture.sparse_layers:
         rest = canonical_rest(rest)
+
     leading: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
 

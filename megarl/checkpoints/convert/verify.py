@@ -85,11 +85,13 @@ def compare(left: ModelSource, right: ModelSource, progress: Progress = no_progr
     """
     of_left, of_right = dict(left.tensors), dict(right.tensors)
     num_kept_skipped = 0
+    # Tensors that are kept as they are can be compared only if both formats store them.
     if left.open_kept is not None and right.open_kept is not None:
         of_left |= left.open_kept()
         of_right |= right.open_kept()
     elif (opener := left.open_kept or right.open_kept) is not None:
         num_kept_skipped = len(opener())
+
     names = list(of_left | of_right)
     total = sum(of_left[name].nbytes for name in names if name in of_left and name in of_right)
     found: dict[str, TensorComparison] = {}
@@ -159,11 +161,14 @@ class _Tally:
         one = left.block(place, left.dtype)
         other = right.block(place, right.dtype)
         self._num_elements += place.volume
+
         # Most blocks are identical and end here, without a pass over the differences.
         if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):
             return
+
         for dtype in self._narrowed:
             self._num_different[dtype] += int((_bits(one.to(dtype)) != _bits(other.to(dtype))).sum())
+
         # Equal infinities count as equal, although their difference is not a number.
         is_same = (one == other) | (one.isnan() & other.isnan())
         apart = (one.double() - other.double()).abs_().nan_to_num_(nan=float("inf"))

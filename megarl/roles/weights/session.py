@@ -228,10 +228,12 @@ class TransferSession:
             for places in self._replica_places
             for place, slices in zip(places, needed, strict=True)
         ]
+
         message_numel = (
             message_bytes(self._transport, source.bucket_bytes, source.is_on_cuda)
             // source.message_dtype.itemsize
         )
+
         # Engines that apply the adapters themselves get the frozen tensors once.
         if source.architecture.lora is not None:
             trained = trained_tensors(source.architecture, "lm")

@@ -73,9 +73,11 @@ class WeightSource:
         manifest = manifest_of(self.architecture, self.torch_dtype, self.head)
         if not self.quantizes:
             return manifest
+
         shapes = {name: tuple(meta.shape) for name, meta in manifest.items()}
         # The scales are float32, and not in the manifest of the model.
         scale = TensorMeta((), torch.float32)
+
         return {
             name: TensorMeta(
                 shape, torch.float8_e4m3fn if name in self._quantized else manifest.get(name, scale).dtype

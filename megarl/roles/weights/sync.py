@@ -100,6 +100,7 @@ class WeightSync:
             raise ValueError("transport auto must be resolved from the placement before weights are sent")
         if sends_changes and transport is not Transport.group:
             raise ValueError(f"only the transport group sends what changed, not {transport.value}")
+
         self._source = source
         self._trainer_places = trainer_places
         self._limit_s = limit_s
@@ -108,6 +109,7 @@ class WeightSync:
         self._scratch_dir = Path(scratch_dir)
         self._config_dir = Path(config_dir)
         self._sends_changes = sends_changes
+
         self._session = self._new_session(replica_places)
         self._verified: list[RoleGroup] = []
 

@@ -56,6 +56,7 @@ def empty_adapter(lora: LoRA, num_ranks: int) -> dict[str, Any]:
         "lora_alpha": lora.alpha,
         "target_modules": sorted({target.rpartition(".")[2] for target in targets}),
     }
+
     return {
         "lora_name": ADAPTER,
         "config_dict": config,

@@ -227,6 +227,8 @@ def _sample_while_verifying() -> None:
 
     verify = eagle_utils.eagle_sample
     accept = eagle_utils.verify_tree_greedy_func
+
+    # The comparison gets only the most likely tokens. It finds what they were computed from here.
     running: list[_Verification] = []
 
     def verify_samples(verify_input: Any, batch: Any, logits_output: Any, *rest: Any, **more: Any) -> Any:
@@ -280,6 +282,7 @@ def _sampled(verification: _Verification) -> torch.Tensor:
 
     probabilities = torch.softmax(logits_output.next_token_logits / of_positions(info.temperatures), -1)
     seeds = of_positions(info.sampling_seed)
+
     if info.need_top_k_sampling or info.need_top_p_sampling:
         tokens = top_k_top_p_min_p_sampling_from_probs_torch(
             probabilities,

@@ -461,16 +461,20 @@ class SGLangEngine(RolloutEngine):
             LifecycleState.READY,
             LifecycleState.ASLEEP,
         )
+
         if self._lifecycle.state is LifecycleState.ASLEEP:
             return
         self._close_session()
+
         # A paused engine does not respond to aborts.
         if self._is_paused:
             self._resume()
         self.abort()
+
         # Nothing may use the cache when its memory is released.
         self._pause()
         self._flush()
+
         self._lifecycle.leave(LifecycleState.ASLEEP)
         self._loader.forget_padding()
         self._release(["weights", *(_CACHE if self._has_cache else [])])

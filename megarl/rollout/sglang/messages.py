@@ -29,6 +29,7 @@ def generation_payload(
     """
     sampling = request.sampling
     stops = [] if sampling.ignore_eos else sorted({*sampling.stop_token_ids, *end_token_ids})
+
     return {
         "rid": name,
         "input_ids": with_single_placeholders(request, image_token_id),

@@ -76,7 +76,9 @@ def hide_training_packages() -> None:
     without any use.
     """
     for name in ("megatron", "transformer_engine"):
-        sys.modules.setdefault(name, None)  # pyrefly: ignore[no-matching-overload]  # importing it raises ImportError
+        # Importing a module that is None raises ImportError.
+        # pyrefly: ignore[no-matching-overload]
+        sys.modules.setdefault(name, None)
 
 
 def _end_alone() -> None:

@@ -139,6 +139,7 @@ class _PatchSends(Transfer):
     def _work(self) -> Iterator[None]:
         number = 0
         while unfinished := [stream for stream in self._streams if not stream.weights.is_complete]:
+            # There are two buffers, so the message before the previous one must have arrived.
             yield from self._arrival(number - 2)
             self._send({stream.weights: self._message(stream, number) for stream in unfinished}, number)
             number += 1

@@ -70,6 +70,7 @@ class FolderSender(Sender):
         channels = (
             [] if self._p2p is None else [Channel(self._p2p, sends, receives=receive_buffer is not None)]
         )
+
         transfer = PipelinedTransfer(
             channels,
             part.num_rounds,

@@ -60,6 +60,7 @@ def group_transfers(plan: TransferPlan, targets: Sequence[int]) -> GroupTransfer
     # The senders come first in the group, followed by the ranks of the engine.
     senders = tuple(sorted({source for source, target in plan.schedules if target in targets}))
     numbers = {source: number for number, source in enumerate(senders)}
+
     return GroupTransfers(
         senders=senders,
         sends=tuple(

@@ -107,6 +107,7 @@ class SendPass:
         transfer = self._opened.transfer
         if not transfer.run(dropped):
             return None
+
         return SendReport(
             packing_s=transfer.packing.seconds(),
             waiting_s=transfer.waiting_s,
