@@ -1,5 +1,5 @@
-"""Test the layers of megarl: imports go only downwards, and heavy libraries stay in their packages. The
-source is read with `ast`."""
+"""Test the layers of megarl: imports go only downwards, and heavy libraries stay in their packages. Lines and
+functions are as CONTRIBUTING.md describes them. The source is read with `ast`."""
 
 from __future__ import annotations
 
@@ -465,3 +465,51 @@ def test_a_planted_private_access_is_found(source: str) -> None:
 def test_own_and_public_names_are_no_private_accesses() -> None:
     allowed = "self._own\nsample._replace(a=1)\nmodule.__name__\nos._exit(0)\nsetattr(os, '_exit', print)"
     assert private_accesses(allowed) == []
+
+
+WIDTH = 110  # columns
+LONG_BODY = 25  # lines without the docstring
+
+
+def wide_lines(source: str) -> list[int]:
+    """Return the numbers of lines with more than WIDTH columns. The linter accepts them if they have a pragma."""
+    return [number for number, line in enumerate(source.splitlines(), 1) if len(line) > WIDTH]
+
+
+def unbroken_functions(source: str) -> list[str]:
+    """Return the functions whose body has more than LONG_BODY lines and several steps, but no blank line."""
+    lines = source.splitlines()
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        steps = node.body[1:] if ast.get_docstring(node) is not None else node.body
+        if len(steps) < 3:
+            continue
+        body = lines[steps[0].lineno - 1 : node.end_lineno]
+        if len(body) > LONG_BODY and all(line.strip() for line in body):
+            found.append(f"{node.lineno}: {node.name}")
+
+    return found
+
+
+def test_lines_are_not_too_wide_and_long_functions_have_paragraphs() -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{fault}"
+        for file in sorted((ROOT / "megarl").rglob("*.py"))
+        for source in [file.read_text(encoding="utf-8")]
+        for fault in (*(f"{number}: too wide" for number in wide_lines(source)), *unbroken_functions(source))
+    ]
+    assert found == []
+
+
+def test_a_planted_wide_line_and_unbroken_function_are_found() -> None:
+    assert wide_lines(f"{'a' * WIDTH}\n{'b' * WIDTH}b\n") == [2]
+
+    steps = "    step()\n" * LONG_BODY
+    assert unbroken_functions(f'def long():\n    """Do it.\n\n    Twice.\n    """\n{steps}    step()\n') == [
+        "1: long"
+    ]
+    assert unbroken_functions(f"def short():\n{steps}") == []
+    assert unbroken_functions(f"def paragraphs():\n{steps}\n    step()\n") == []
+    assert unbroken_functions(f"def table():\n    return (\n{steps}    )\n".replace("step()", "1,")) == []
