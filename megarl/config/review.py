@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.schema import MISSING
 from megarl.config.schema.keys import InputKind, OutputFolder
+from megarl.config.slime_names import slime_problem
 from megarl.config.sources import Layer
 from megarl.config.trl_names import trl_problem
 from megarl.config.verl_names import MigrationProblem, verl_problems
@@ -125,14 +126,14 @@ class Review:
     def _refuse_unknown(self, key: str, value: Any, problem: str, layer: Layer) -> None:
         """Refuse an unknown key.
 
-        A verl or TRL key gets a migration hint, and megarl's key is then not reported as missing.
+        A key of verl, TRL or slime gets a migration hint, and megarl's key is then not reported as missing.
         """
         known = set(schema_keys(self.schema))
 
         # Users bring keys from other frameworks, so those are translated first.
         elsewhere = verl_problems(key, value, known)
-        if not elsewhere and (of_trl := trl_problem(key, known)) is not None:
-            elsewhere = [of_trl]
+        if not elsewhere and (flat := trl_problem(key, known) or slime_problem(key, known)) is not None:
+            elsewhere = [flat]
 
         # The key is known and only has one of Hydra's signs.
         if not elsewhere and key.startswith(_SIGNS):
