@@ -105,6 +105,7 @@ class ObjectStorage:
         with ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix="upload") as threads:
             files = dict(zip(names, threads.map(copy, names), strict=True))
 
+        # The manifest makes the copy a checkpoint, so it follows all other files.
         manifest = json.dumps({"format": _FORMAT, "files": files}, indent=2) + "\n"
         self._write(f"{checkpoint.name}/{MANIFEST_FILE}", manifest)
         self._write(LATEST_FILE, checkpoint.name + "\n")

@@ -112,6 +112,7 @@ def _undominated(found: Sequence[EngineShape], rejections: Rejections) -> Iterat
     least: dict[int, int] = {}
     for each in found:
         tensor = each.choice.tensor
+        # No earlier shape is slower, so a later one is only of use if it needs less memory.
         if tensor in least and least[tensor] <= each.usage.total:
             rejections.reject(LEVEL, Reason.dominated)
             continue

@@ -163,6 +163,7 @@ class IPCReader:
                 raise WeightTransferError(
                     f"{address.handle} is not the trainer's memory of {address.nbytes} bytes; {_HINT}"
                 )
+            # Without O_NONBLOCK, opening the pipe to read would wait until it has a writer.
             self._heard = _Ear(os.open(address.reader_pipe, os.O_RDONLY | os.O_NONBLOCK))
             self._told = os.open(address.writer_pipe, os.O_WRONLY)
         except OSError as error:

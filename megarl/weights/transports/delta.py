@@ -248,6 +248,7 @@ class _PatchReceives(Transfer):
             self._receive([(source.rank, message.data) for source, message, _ in messages], number)
             for source, message, _ in messages:
                 source.next_chunk += message.num_patches
+            # Apply the previous messages while these arrive.
             self._apply(arrived)
             yield from self._arrival(number)
             arrived = messages
