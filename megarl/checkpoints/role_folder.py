@@ -261,6 +261,7 @@ def _check_entries(folder: Path, found: Mapping[str, Any], expected: Mapping[str
             return {key: without_checksums(value) for key, value in entry.items() if key != "checksum"}
         return [without_checksums(value) for value in entry] if isinstance(entry, list) else entry
 
+    # Only the manifest has checksums.
     for part in ("tensors", "objects"):
         for key in {**found[part], **expected[part]}:
             if found[part].get(key) != without_checksums(expected[part].get(key)):

@@ -158,6 +158,7 @@ def _damage_named(source: str) -> Generator[None]:
     except OSError as error:
         raise CheckpointError(f"{source}: cannot be read: {error.strerror or error}") from error
     except _DAMAGE as error:
+        # torch's further lines are advice and stack frames.
         said = str(error).partition("\n")[0]
         raise CheckpointError(
             f"{source}: damaged, or not in the zip format that torch.save has written since torch 1.6: "

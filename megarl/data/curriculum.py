@@ -301,6 +301,7 @@ class CurriculumLoader(RowLoader):
         num_rows = len(self._dataset)
 
         try:
+            # operator.index accepts the integers of NumPy and torch, but no floats.
             rows = [operator.index(row) for row in given]
         except TypeError as error:
             raise UserFunctionError(

@@ -64,7 +64,7 @@ def first_sample(data: DataConfig) -> ScoreRequest | None:
                 inputs.extra_info,
                 messages=chat_messages(row, data.columns.prompt, data.system_prompt),
             )
-    except DataError:
+    except DataError:  # reported by the check of the data
         return None
     return None
 

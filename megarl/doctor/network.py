@@ -152,6 +152,7 @@ def judge_interface(backend: str, name: str | None, interfaces: Sequence[str]) -
 
     NCCL accepts lists, prefixes, and ^ before interfaces to avoid.
     """
+    # NCCL reads =NAME as a whole name, and NAME as a prefix.
     wanted = [] if name is None or name.startswith("^") else [part.lstrip("=") for part in name.split(",")]
     if not wanted or any(interface.startswith(part) for part in wanted for interface in interfaces):
         return None

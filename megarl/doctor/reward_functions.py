@@ -94,7 +94,7 @@ def _rows(data: DataConfig, skipped: Collection[str]) -> Iterator[tuple[TruthRow
                         TruthRow(file, row.number, inputs.data_source, truth, inputs.extra_info),
                         key == "data.val_files",
                     )
-            except DataError:
+            except DataError:  # reported by the check of the data
                 continue
 
 

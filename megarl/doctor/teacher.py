@@ -25,7 +25,7 @@ def judge_data_sources(config: PPOConfig) -> Iterator[CheckResult]:
         try:
             for row in read_reward_rows([file], config.data.columns):
                 sources.add(read_reward_inputs(row, config.data.columns).data_source)
-        except DataError:
+        except DataError:  # reported by the check of the data
             continue
     if (problem := absent_teacher(config, sources)) is not None:
         message, hint = problem

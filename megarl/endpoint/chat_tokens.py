@@ -70,6 +70,7 @@ class ChatTokens:
         reasoning = "".join(part.text for part in parts if part.is_thinking).strip()
         calls = [each for each in known.parse(text) if isinstance(each, ToolCall)] if tools else []
 
+        # Templates put line breaks around calls and after thinking, which are not part of the answer.
         if calls:
             visible = _without_calls(visible, known).strip()
         elif reasoning:

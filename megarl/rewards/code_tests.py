@@ -108,6 +108,7 @@ def read_tests(ground_truth: Any) -> list[CodeTest]:
     what = "the ground truth"
     if isinstance(ground_truth, str):
         try:
+            # JSON that is nested too deeply causes a RecursionError.
             ground_truth = json.loads(ground_truth)
         except (ValueError, RecursionError) as error:
             raise ValueError(

@@ -179,6 +179,7 @@ def _unpacked_pieces(
     shape = (num_experts, rows, columns // BLOCK)
     blocks_start = starts[stored.file][hf.name + BLOCKS]
     scales_start = starts[scales_file][hf.name + SCALES]
+    # A byte contains two values of four bits.
     open_blocks = partial(mapped, stored.file, blocks_start, (*shape, BLOCK // 2), torch.uint8)
     open_scales = partial(mapped, scales_file, scales_start, shape, torch.uint8)
 

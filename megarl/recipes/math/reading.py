@@ -148,6 +148,7 @@ def _several(text: str) -> Answer | None:
     if len(parts) > 1 and all(part.strip() for part in parts):
         return _joined([_read(part.strip()) for part in parts], False)
 
+    # In brackets, these signs belong to one answer, such as a tuple.
     if len(split(text, ";")) > 1 and text[:1] not in "([":
         return _joined([_read(part.strip()) for part in split(text, ";")], False)
     if text.count("\\pm") == 1 and "=" not in text and text[:1] not in "([":
