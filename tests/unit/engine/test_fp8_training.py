@@ -6,8 +6,11 @@ be rounded to either of them. Differences are therefore compared with the effect
 
 from __future__ import annotations
 
+import ast
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -122,3 +125,33 @@ def test_outputs_and_gradients_are_those_of_transformers_in_fp8(
     tokens = [count for rank in ranks for count in rank.tokens]
     assert tokens
     assert all(count % 128 == 0 for count in tokens)
+
+
+def source_of(package: str, file: str) -> str:
+    (folder,) = find_spec(package).submodule_search_locations  # pyrefly: ignore[missing-attribute]
+    return (Path(folder) / file).read_text()
+
+
+def test_megatron_pads_the_tokens_of_experts_without_an_option() -> None:
+    """It uses Transformer Engine's padding, with Transformer Engine's own multiple."""
+    experts = source_of("megatron.core", "transformer/moe/experts.py")
+    padding = experts[experts.index("if self.config.fp8 or self.config.fp4:") :]
+    assert "align_size = 256 if self._with_fused_impl else None" in padding
+    assert "self.quantization_padding = Fp8Padding(self.num_local_experts, align_size=align_size)" in padding
+
+    # Run Transformer Engine's function, whose module cannot be imported without CUDA.
+    tree = ast.parse(source_of("transformer_engine", "pytorch/quantization.py"))
+    name = "get_align_size_for_quantization"
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    found: dict[str, Any] = {"Recipe": object}
+    exec(compile(tree, name, "exec"), found)
+
+    def multiple(recipe: str) -> int:
+        kinds = ("custom", "mxfp8", "nvfp4")
+        return found[name](SimpleNamespace(**{kind: lambda kind=kind: kind == recipe for kind in kinds}))
+
+    assert {recipe: multiple(recipe) for recipe in ("mxfp8", "blockwise", "tensorwise")} == {
+        "mxfp8": 32,
+        "blockwise": 16,
+        "tensorwise": 16,
+    }
