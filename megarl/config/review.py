@@ -36,10 +36,14 @@ _HOME = re.compile(r"^~(?=/|$)")
 _RENAMED_VALUES = {"rollout.on_update": {"go_on": "continue"}}
 # Values that users of other frameworks may expect, and why they are refused.
 _REFUSED_VALUES = {
+    "kind": {
+        name: f"that is an algorithm; use kind=ppo and algorithm={name}"
+        for name in ("grpo", "rloo", "remax", "dapo", "gspo", "cispo")
+    },
     "rollout.dtype": {
         name: f"{title} is not supported, only FP8 with a float32 scale for each block of 128 x 128; use fp8"
         for name, title in {"mxfp8": "MXFP8", "nvfp4": "NVFP4", "mxfp4": "MXFP4", "int8": "INT8"}.items()
-    }
+    },
 }
 
 

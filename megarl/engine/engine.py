@@ -40,8 +40,8 @@ from megarl.engine.moe_router import (
     RouterStatistics,
     freeze_routers,
     freeze_selection_biases,
+    router_arguments,
     selection_biases,
-    told_to_routers,
 )
 from megarl.engine.offload import MovableState, OffloadableState, StatePart
 from megarl.engine.optimizer import Optimizer, StepStatistics
@@ -587,7 +587,7 @@ class MegatronEngine:
         routed = (
             {}
             if self.spec.architecture.experts is None
-            else told_to_routers(RoutedTokens.of(micro_batch, tally, self.groups))
+            else router_arguments(RoutedTokens.of(micro_batch, tally, self.groups))
         )
         # A recomputation in the backward pass repeats these modules, and must not be recorded again.
         traced = self.trace if self.trace is not None and loss is not None else None

@@ -257,7 +257,7 @@ def selection_biases(model: torch.nn.Module) -> dict[int, Tensor]:
     }
 
 
-def told_to_routers(tokens: RoutedTokens) -> dict[str, Any]:
+def router_arguments(tokens: RoutedTokens) -> dict[str, Any]:
     """Return the argument of the model's forward pass that brings `tokens` to the routers.
 
     Megatron passes the attention bias, which megarl's models do not use, to each layer, even under

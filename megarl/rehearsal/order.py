@@ -56,7 +56,7 @@ class _Rank:
         self.ended.add(number)
         self.queues[self.calls[number].group].remove(number)
 
-    def stands_at(self, group: str | None) -> int | None:
+    def blocking_call(self, group: str | None) -> int | None:
         """Return the call at which the rank blocks, in the group or at all; None if it has finished."""
         if group is None or not self.queues[group]:
             group = (
@@ -90,7 +90,7 @@ def deadlock(records: Sequence[RankRecord]) -> str | None:
                     moved |= _end_where_all_are_there(ranks, group, mine.calls[number])
 
     # A rank that still waits is part of a deadlock, or waits for one.
-    waiting = [number for number, rank in ranks.items() if rank.stands_at(None) is not None]
+    waiting = [number for number, rank in ranks.items() if rank.blocking_call(None) is not None]
     return _told(ranks, waiting[0]) if waiting else None
 
 
@@ -116,7 +116,7 @@ def _told(ranks: dict[int, _Rank], first: int) -> str:
 
     while number not in chain:
         chain.append(number)
-        at = ranks[number].stands_at(group)
+        at = ranks[number].blocking_call(group)
         if at is None:
             places.append(f"rank {number}, which has finished")
             break

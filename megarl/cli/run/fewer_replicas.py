@@ -49,7 +49,7 @@ def continues_on_fewer_nodes(config: RunConfig, error: BaseException | None) -> 
     return is_allowed and isinstance(error, NodeLostError) and on_fewer_nodes(config) is not None
 
 
-def run_on_what_is_left[Run: RunConfig](
+def run_with_fewer_replicas[Run: RunConfig](
     schema: type[Run], source: str, overrides: Sequence[str], train: Callable[[Run], int]
 ) -> int:
     """Load a configuration and train, after the loss of a node with fewer replicas if that is allowed.

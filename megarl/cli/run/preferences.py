@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.cli.run.context import RunContext, run_context_of
-from megarl.cli.run.fewer_replicas import run_on_what_is_left
+from megarl.cli.run.fewer_replicas import run_with_fewer_replicas
 from megarl.cli.run.resumption import finish, is_complete, open_checkpoints, restore_models
 from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered
 from megarl.config.roles import model_roles
@@ -43,7 +43,7 @@ def run(
         with run_context_of(config, verbose) as context:
             return _run(config, context)
 
-    return run_on_what_is_left(schema, config_path, overrides, train)
+    return run_with_fewer_replicas(schema, config_path, overrides, train)
 
 
 def _run(config: PreferenceConfig, context: RunContext) -> int:

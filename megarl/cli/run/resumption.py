@@ -181,7 +181,7 @@ def open_checkpoints(
     return checkpoints
 
 
-def say_ended(
+def print_end(
     session: Session, checkpoints: Checkpointer, recovery: StepRecovery | NoRecovery
 ) -> dict[str, Any]:
     """Print whether the run stopped early, which checkpoint is the best, and its recoveries.
@@ -222,7 +222,7 @@ def say_ended(
     return told
 
 
-def say_stopped(session: Session, checkpoints: Checkpointer) -> int:
+def print_stopped(session: Session, checkpoints: Checkpointer) -> int:
     """Print that SIGTERM stopped the run, and return the exit code."""
     step = checkpoints.stopped_after
     saved = f"after step {step}, which is saved" if step else "before its first step"
@@ -251,7 +251,7 @@ def finish(
     """
     # A run that SIGTERM has stopped is resumed later, so it is not exported.
     if checkpoints.stopped_after is not None:
-        return say_stopped(session, checkpoints)
+        return print_stopped(session, checkpoints)
 
     if config.checkpoint.save_hf:
         folder = session.output_dir / "huggingface"
@@ -263,7 +263,7 @@ def finish(
     steps = checkpoints.last_step
     seconds = round(checkpoints.seconds, 1)
     rows = {name: steps * number for name, number in rows_per_step.items()}
-    told = say_ended(session, checkpoints, recovery)
+    told = print_end(session, checkpoints, recovery)
     write_summary(session.output_dir, {"steps": steps, "seconds": seconds, **rows, **told})
 
     return 0

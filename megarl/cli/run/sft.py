@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.cli.run.context import RunContext, run_context_of
-from megarl.cli.run.fewer_replicas import run_on_what_is_left
+from megarl.cli.run.fewer_replicas import run_with_fewer_replicas
 from megarl.cli.run.processes import refuse_launched_ranks
 from megarl.cli.run.resumption import finish, is_complete, open_checkpoints, restore_models
 from megarl.cli.run.session import open_monitor, open_session, report_filtered
@@ -36,7 +36,7 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
         with run_context_of(config, verbose) as context:
             return _run(config, context)
 
-    return run_on_what_is_left(SFTConfig, config_path, overrides, train)
+    return run_with_fewer_replicas(SFTConfig, config_path, overrides, train)
 
 
 def _run(config: SFTConfig, context: RunContext) -> int:

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from megarl.agents.user_tools import load_agent
 from megarl.cli.run import preferences, sft
 from megarl.cli.run.context import RunContext, run_context_of
-from megarl.cli.run.fewer_replicas import run_on_what_is_left
+from megarl.cli.run.fewer_replicas import run_with_fewer_replicas
 from megarl.cli.run.processes import refuse_launched_ranks
-from megarl.cli.run.resumption import is_complete, open_checkpoints, restore_models, say_ended, say_stopped
+from megarl.cli.run.resumption import is_complete, open_checkpoints, print_end, print_stopped, restore_models
 from megarl.cli.run.session import Session, open_monitor, open_session, report_filtered, write_summary
 from megarl.cli.tables.summary import title_of
 from megarl.config.load import schema_of
@@ -66,7 +66,7 @@ def run(config_path: str, overrides: Sequence[str], verbose: bool = False) -> in
         with run_context_of(config, verbose) as context:
             return _run(config, context)
 
-    return run_on_what_is_left(PPOConfig, config_path, overrides, train)
+    return run_with_fewer_replicas(PPOConfig, config_path, overrides, train)
 
 
 def _run(config: PPOConfig, context: RunContext) -> int:
@@ -77,7 +77,7 @@ def _run(config: PPOConfig, context: RunContext) -> int:
         with ppo.running():
             ppo.fit()
         if ppo.checkpoints.stopped_after is not None:
-            return say_stopped(session, ppo.checkpoints)
+            return print_stopped(session, ppo.checkpoints)
         _finish(config, session, ppo)
 
     return 0
@@ -197,7 +197,7 @@ def _finish(config: PPOConfig, session: Session, ppo: PPOTrainer) -> None:
         "steps": steps,
         "seconds": round(seconds, 1),
         "samples": samples,
-        **say_ended(session, ppo.checkpoints, ppo.recovery),
+        **print_end(session, ppo.checkpoints, ppo.recovery),
     }
     # The summary marks the run as complete, so it is written after the export of the policy.
     write_summary(session.output_dir, summary)

@@ -170,3 +170,10 @@ def test_files_are_examined_beside_a_wrong_value(tmp_path: Path, capsys: pytest.
     err = capsys.readouterr().err
     for said in ("actor.optim.lr: is 'abc'", "updates_per_step 5", "reward.functions: ", "model.path: "):
         assert said in err
+
+
+def test_an_algorithm_is_no_kind_of_run(ppo: str) -> None:
+    (problem,) = problems_of(PPOConfig, ppo, "kind=dapo")
+    assert problem == (
+        "kind: is 'dapo', but that is an algorithm; use kind=ppo and algorithm=dapo [command line]"
+    )
