@@ -106,7 +106,7 @@ def _resume_problems(config: RunConfig) -> list[str]:
     try:
         find_resume(config)
     except ConfigError as error:
-        return [f"{error.source}: {problem}" for problem in error.problems]
+        return list(error.problems)
     except CheckpointError as error:
         return [f"checkpoint.resume: {error}"]
     return []
