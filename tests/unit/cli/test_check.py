@@ -268,8 +268,8 @@ def test_a_file_says_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "kind is 'sft', which this command does not support; give the configuration of a reinforcement "
         "learning run" in capsys.readouterr().err
     )
-    assert main(["check", "--fast", path, "kind=grpo"]) == 2
-    assert "kind: is 'grpo', but must be one of ppo, sft" in capsys.readouterr().err
+    assert main(["check", "--fast", path, "kind=rl"]) == 2
+    assert "kind: is 'rl', but must be one of ppo, sft" in capsys.readouterr().err
     assert main(["sft", path, "kind=ppo"]) == 2
     assert "kind is 'ppo', which this command does not support; use `megarl train`" in capsys.readouterr().err
 
