@@ -192,7 +192,7 @@ MISTAKES: dict[str, Mistake] = {
     "a model that is not there": override("model.path=nowhere", said="must be a local Hugging Face folder"),
     "a GPU that is not there": override("device=cuda", said="use device=cpu", command="train"),
     # files: the configuration
-    "a folder as configuration": Mistake("cannot be read", file="policy", fast=True),
+    "a folder as configuration": Mistake("is a folder; give a YAML file", file="policy", fast=True),
     "a configuration that is not there": Mistake("there is no such file", file="mine.yaml", fast=True),
     "a tab": Mistake("is not YAML", prepare=config_file("model:\n\tpath: policy\n"), fast=True),
     "a list": Mistake("must contain a mapping of sections", prepare=config_file("- model\n"), fast=True),
