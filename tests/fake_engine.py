@@ -254,10 +254,10 @@ class FakeEngine(RolloutEngine):
         self._lifecycle.begin(manifest, is_partial=first_round > 0)
         self._first_round = first_round
 
-    def receive_weights(self) -> None:
+    def receive_weights(self, folder: str | None = None) -> None:
         self._record("receive_weights")
         self._lifecycle.require_update()
-        self._receiver.begin(first_round=self._first_round)
+        self._receiver.begin(first_round=self._first_round, folder=folder)
         while not self._receiver.receive():
             pass
         self._lifecycle.record_all()

@@ -48,17 +48,19 @@ def sync_buffers(
         return SyncBuffers({}, {}, 0)
     transport = choose_transport(config, plan)
     sender = sender_bytes(architectures["actor"].base) if config.rollout.dtype is EngineDType.fp8 else 0
-    copies = _copies(config) if config.resharding.delta else 0.0
+    copies = _copies(config, transport) if config.resharding.delta else 0.0
     return SyncBuffers(_buckets(config, transport), _keeps_buckets(turns, transport), sender, copies)
 
 
-def _copies(config: PPOConfig) -> float:
+def _copies(config: PPOConfig, transport: Transport) -> float:
     """Return how often an actor rank's weights are kept, at most.
 
     A rank keeps what it sends. What it sends to whole replicas is kept once; those that it shares with other
-    ranks are the first and the last of them.
+    ranks are the first and the last of them. All replicas read the same files of a folder.
     """
-    sent = config.rollout.num_replicas / config.actor.parallel.num_copies
+    sent = (
+        1 if transport is Transport.folder else config.rollout.num_replicas
+    ) / config.actor.parallel.num_copies
     return min(sent, 1.0) if sent <= 1 or sent == int(sent) else min(sent, 3.0)
 
 

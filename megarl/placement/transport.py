@@ -12,11 +12,6 @@ from megarl.placement.placement_plan import PlacementPlan
 
 _KEY = "resharding.transport"
 _DELTA = "resharding.delta"
-# why a transport does not send only what changed
-_SENDS_ALL = {
-    Transport.device: "weights do not leave their device with the transport device",
-    Transport.folder: "a folder has all weights",
-}
 
 
 def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
@@ -36,11 +31,12 @@ def choose_transport(config: PPOConfig, plan: PlacementPlan) -> Transport:
         )
         raise ConfigError("placement", [problem])
 
-    if config.resharding.delta and chosen in _SENDS_ALL:
+    if config.resharding.delta and chosen is Transport.device:
+        how = "chosen" if config.resharding.transport is Transport.auto else "configured"
         problem = (
-            f"{_DELTA}, {_KEY}, placement.strategy: is true, but {_SENDS_ALL[chosen]}, which is "
-            f"{'chosen' if config.resharding.transport is Transport.auto else 'configured'} in the placement "
-            f"{plan.strategy.value!r}; use {_DELTA}=false, or {_KEY}=group with engines on their own devices"
+            f"{_DELTA}, {_KEY}, placement.strategy: is true, but weights do not leave their device with the "
+            f"transport device, which is {how} in the placement {plan.strategy.value!r}; use {_DELTA}=false, "
+            f"or {_KEY}=group with engines on their own devices"
         )
         raise ConfigError("placement", [problem])
 

@@ -307,8 +307,11 @@ class RolloutEngine(EnginePart):
         """
 
     @abstractmethod
-    def receive_weights(self) -> None:
+    def receive_weights(self, folder: str | None = None) -> None:
         """Receive all weights from the joined trainers, while they send them. Returns when all have arrived.
+
+        Args:
+            folder: The folder with what changed, if the trainers write files.
 
         Raises:
             WeightTransferError: A trainer is gone, or none was joined.

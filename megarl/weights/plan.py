@@ -382,11 +382,10 @@ def message_bytes(transport: Transport, bucket_bytes: int, is_cuda: bool) -> int
     """Return the message size of a transport, such that all messages in flight take two buckets.
 
     A message of `device` fills one IPC buffer, and all buffers together take at most two buckets. A message
-    of `group` has the size of a bucket, and two are in flight.
+    of `group` has the size of a bucket, and two are in flight. So has one in a file with patches (`folder`).
     """
-    if transport is Transport.group:
+    if transport is not Transport.device:
         return bucket_bytes
-    assert transport is Transport.device, transport
     each = 2 * bucket_bytes // NUM_IPC_BUFFERS
 
     return each if is_cuda else min(each, MESSAGE_BYTES_ON_A_CPU)

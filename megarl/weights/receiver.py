@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from megarl.weights.transports.delta import DeltaEndpoint, DeltaReceiver
 from megarl.weights.transports.device import DeviceEndpoint, DeviceReceiver
 from megarl.weights.transports.group import GroupEndpoint, GroupReceiver
 from megarl.weights.transports.interface import DestinationViews, Receiver
+from megarl.weights.transports.patch_folder import PatchFolderEndpoint, PatchFolderReceiver
 
-# Transport -> an engine rank's endpoint, the address in it, and the receiver class.
-_TRANSPORTS: dict[str, tuple[type, type, type]] = {
+# Transport -> an engine rank's endpoint, the address in it if it has one, and the receiver class.
+_TRANSPORTS: dict[str, tuple[type, type | None, type]] = {
     "device": (DeviceEndpoint, IPCAddress, DeviceReceiver),
     "group": (GroupEndpoint, P2PAddress, GroupReceiver),
     "delta": (DeltaEndpoint, P2PAddress, DeltaReceiver),
+    "patch_folder": (PatchFolderEndpoint, None, PatchFolderReceiver),
 }
 
 
@@ -41,7 +44,7 @@ class EngineLink:
         words: The numbers of words of tensors with a wider dtype (see message_words.py).
     """
 
-    place: GroupEndpoint | DeltaEndpoint | DeviceEndpoint
+    place: GroupEndpoint | DeltaEndpoint | DeviceEndpoint | PatchFolderEndpoint
     schedules: Mapping[int, TransferSchedule]
     dtype: torch.dtype
     words: WordCounts = field(default_factory=dict)
@@ -76,7 +79,7 @@ class EngineLink:
     @classmethod
     def decode(cls, encoded: Mapping[str, Any]) -> EngineLink:
         place, address, _ = _TRANSPORTS[encoded["transport"]]
-        first, second = encoded["place"]
+        own = encoded["place"] if address is None else [address(*encoded["place"][0]), encoded["place"][1]]
 
         # JSON turns integer keys into strings.
         schedules = {
@@ -89,7 +92,7 @@ class EngineLink:
         }
 
         dtype = getattr(torch, encoded["dtype"])
-        return cls(place(address(*first), second), schedules, dtype, encoded["words"])
+        return cls(place(*own), schedules, dtype, encoded["words"])
 
 
 def encode_slice(tensor_slice: TensorSlice) -> list[list[int]]:
@@ -125,12 +128,13 @@ class WeightReceiver:
         )
         self._receiver = link.open(self._device)
 
-    def begin(self, has_moved: bool = False, first_round: int = 0) -> None:
+    def begin(self, has_moved: bool = False, first_round: int = 0, folder: str | Path | None = None) -> None:
         """Prepare for the first `receive` of an update.
 
         Args:
             has_moved: Whether the addresses of the model's parameters have changed.
             first_round: The first round that is sent. The engine has the tensors of earlier ones.
+            folder: The folder with the files of the update, if the transport is a folder with patches.
 
         Raises:
             WeightTransferError: No trainer was joined, or the previous update was aborted halfway.
@@ -142,6 +146,9 @@ class WeightReceiver:
                 "the previous weight update was aborted halfway: join the trainers again"
             )
 
+        if isinstance(self._receiver, PatchFolderReceiver):
+            assert folder is not None
+            self._receiver.folder = Path(folder)
         if has_moved:
             self._destinations.forget()
         self._destinations.begin(first_round)

@@ -87,8 +87,17 @@ class RolloutWorker(Worker):
         self._joined = name
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def receive_weights(self, manifest: Manifest, version: int, name: str, first_round: int = 0) -> None:
+    def receive_weights(
+        self, manifest: Manifest, version: int, name: str, first_round: int = 0, folder: str | None = None
+    ) -> None:
         """Receive the weights while the trainers send them, from a round on (see `begin_weight_update`).
+
+        Args:
+            manifest: The tensors.
+            version: The version of the weights.
+            name: The name of the connection.
+            first_round: The first round that is sent.
+            folder: The folder with what changed, if the trainers have written files.
 
         Raises WeightTransferError if `name` is not the last joined name.
         """
@@ -100,7 +109,7 @@ class RolloutWorker(Worker):
         # Between begin and end, the engine has mixed weights and refuses to generate.
         self._received = ""
         self._engine.begin_weight_update(manifest, first_round)
-        self._engine.receive_weights()
+        self._engine.receive_weights(folder)
         self._engine.end_weight_update(version)
         self._received = name
 

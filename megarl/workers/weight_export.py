@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from megarl.controller.worker import Worker, register
@@ -24,6 +25,7 @@ from megarl.weights.transports.device import DeviceSender
 from megarl.weights.transports.folder import FolderSender
 from megarl.weights.transports.group import GroupEndpoint, GroupSender
 from megarl.weights.transports.interface import Sender, SendPass, SendReport, SentShards
+from megarl.weights.transports.patch_folder import PatchFolderSender
 
 
 class MeetingPoint(NamedTuple):
@@ -68,6 +70,10 @@ class WeightExport(Worker):
             return shards
         self._quantized = QuantizedShards(shards, maximum_over_ranks)
         return self._quantized
+
+    @property
+    def _sent_dtype(self) -> torch.dtype:
+        return QuantizedShards.dtype if self._quantizes else self._shards().dtype
 
     @property
     @abstractmethod
@@ -158,9 +164,7 @@ class WeightExport(Worker):
         Args:
             sources: Transfer schedules by trainer rank.
         """
-        shards = self._shards()
-        dtype = QuantizedShards.dtype if self._quantizes else shards.dtype
-        return self._device_sender().serve(replica, device, sources, dtype, shards.device)
+        return self._device_sender().serve(replica, device, sources, self._sent_dtype, self._shards().device)
 
     @register(blocking=False)
     def relay_weights(self, replica: int, schedules: Mapping[int, TransferSchedule]) -> None:
@@ -200,7 +204,9 @@ class WeightExport(Worker):
             schedules: Transfer schedules by the engine ranks' numbers in the group.
         """
         if self._sender is None:
-            self._sender = DeltaSender() if isinstance(place, DeltaEndpoint) else GroupSender()
+            self._sender = (
+                DeltaSender(self._sent_dtype) if isinstance(place, DeltaEndpoint) else GroupSender()
+            )
         assert isinstance(self._sender, GroupSender)
         listener = None
 
@@ -218,8 +224,42 @@ class WeightExport(Worker):
     @register(blocking=False)
     def forget_acknowledged_weights(self, replica: int) -> None:
         """Send everything to the replica in the next transfer, not only what changed."""
-        assert isinstance(self._sender, DeltaSender)
+        assert isinstance(self._sender, DeltaSender | PatchFolderSender)
         self._sender.forget_weights(replica)
+
+    # ---- transport `folder` with patches
+
+    @register(blocking=False)
+    def join_patch_folder(self, replica: int, schedules: Mapping[int, TransferSchedule]) -> None:
+        """Write patches for a replica from the next `write_weight_patches` on.
+
+        Args:
+            schedules: Transfer schedules by the numbers of the engine's ranks, the same for every replica.
+        """
+        if self._sender is None:
+            self._sender = PatchFolderSender(dist.get_rank(), self._sent_dtype)
+        assert isinstance(self._sender, PatchFolderSender)
+        self._sender.leave(replica)
+        self._sender.join(replica, schedules)
+
+    @register(blocking=False)
+    def write_weight_patches(self, replicas: Sequence[int], folder: str) -> SendReport:
+        """Write to `folder` what changed since the last weights of these replicas.
+
+        Raises:
+            CheckpointError: A file could not be written.
+        """
+        assert isinstance(self._sender, PatchFolderSender)
+        self._sender.folder = Path(folder)
+        try:
+            report = SendPass(self._sender, self._sent_shards(), replicas).run(())
+        except OSError as error:
+            raise CheckpointError(
+                f"{error.filename or folder}: cannot be written: {error.strerror}", hint=UNWRITTEN
+            ) from error
+        assert report is not None, "there are no peers to wait for"
+        self._sender.release()  # as with whole folders, buffers exist only during a sync
+        return report
 
     # ---- weight files
 

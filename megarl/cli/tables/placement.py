@@ -219,6 +219,8 @@ def push_table(config: PPOConfig, plan: PlacementPlan, policy: Architecture) -> 
         size = num_parameters(policy.base) * weight_bytes(config.model.dtype)
         drawn.add_row("medium", "files", "in trainer.output_dir, which all nodes must see")
         drawn.add_row("written, and read by each engine", _range([size]), "model.dtype")
+        if resharding.delta:
+            drawn.add_row("in later syncs", "only what changed", "resharding.delta=true")
     else:
         about = "about " if config.rollout.tensor_parallel_size > policy.num_key_value_heads else ""
         drawn.add_row(

@@ -123,7 +123,8 @@ class ReshardingConfig:
     # much device memory
     bucket_mb: float = ranged(512.0, above=0, at_most=65536)
     transport: Transport = Transport.auto  # how weights are sent from trainer to engines
-    # whether to send only elements whose bits changed since an engine's last weights; transport group only
+    # whether to send only elements whose bits changed since an engine's last weights; transports group and
+    # folder only
     delta: bool = False
     verify: Verify = Verify.first  # when to compare the checksums of every tensor in trainer and engine
     # maximum mean |trainer - engine| log-prob over the first batch's tokens; the run fails above it

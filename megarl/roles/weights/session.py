@@ -34,6 +34,7 @@ from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transports.delta import DeltaEndpoint
 from megarl.weights.transports.device import DeviceEndpoint, device_transfers
 from megarl.weights.transports.group import GroupEndpoint, group_transfers
+from megarl.weights.transports.patch_folder import PatchFolderEndpoint
 from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.weight_export import WeightExport
 
@@ -99,8 +100,12 @@ class TransferSession:
         # A name is used once, so that a replica that joined another session in the meantime is recognized.
         if new:
             self._names |= {number: f"weights-{number}-{uuid.uuid4().hex}" for number in new}
-            join = {Transport.device: self._join_devices, Transport.group: self._join_groups}[self._transport]
-            join(new, lost)
+            joins = {
+                Transport.device: self._join_devices,
+                Transport.group: self._join_groups,
+                Transport.folder: self._join_patch_folders,
+            }
+            joins[self._transport](new, lost)
             self._joined |= {number: replica for number, replica in new.items() if number not in lost}
             for number in new:
                 self._acknowledged.pop(number, None)
@@ -223,9 +228,11 @@ class TransferSession:
             RankSlices(place, slices_in_words(slices, source.words))
             for place, slices in zip(self._trainer_places, source.slices, strict=True)
         ]
+        # All replicas read the same files, so those of one are planned.
+        is_folder = self._transport is Transport.folder
         wanted = [
             RankSlices(place, slices_in_words(slices, source.words))
-            for places in self._replica_places
+            for places in (self._replica_places[:1] if is_folder else self._replica_places)
             for place, slices in zip(places, needed, strict=True)
         ]
 
@@ -278,6 +285,37 @@ class TransferSession:
             gather(*relaying)
             joining[number] = replica.call_rank(0, RolloutWorker.join_weights, links, self._names[number])
 
+        results_of(joining, lost, is_lost)
+
+    def _join_patch_folders(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:
+        """Tell the ranks what they write, and each engine's ranks what they read."""
+        assert self._plan is not None
+        plan = self._plan
+
+        # Every replica has the schedules of the first one.
+        gather(
+            *(
+                self._source.group.call_rank(
+                    rank, WeightExport.join_patch_folder, number, plan.of_source(rank)
+                )
+                for number in replicas
+                for rank in self._ranks
+            )
+        )
+        links = [
+            EngineLink(
+                PatchFolderEndpoint(rank),
+                plan.of_target(rank),
+                self._source.message_dtype,
+                self._source.words,
+            )
+            for rank in range(len(self._needed))
+        ]
+
+        joining = {
+            number: replica.call_rank(0, RolloutWorker.join_weights, links, self._names[number])
+            for number, replica in replicas.items()
+        }
         results_of(joining, lost, is_lost)
 
     def _join_groups(self, replicas: Mapping[int, RoleGroup], lost: dict[int, Exception]) -> None:

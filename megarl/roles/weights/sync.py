@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,7 +81,7 @@ class WeightSync:
         config_dir: Hugging Face folder of the model, whose configuration accompanies the weights.
         limit_s: Time limit of a message.
         sends_changes: Whether replicas are sent only what changed since their last weights, with the
-            transport `group`.
+            transports `group` and `folder`.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class WeightSync:
     ) -> None:
         if transport is Transport.auto:
             raise ValueError("transport auto must be resolved from the placement before weights are sent")
-        if sends_changes and transport is not Transport.group:
-            raise ValueError(f"only the transport group sends what changed, not {transport.value}")
+        if sends_changes and transport is Transport.device:
+            raise ValueError("with the transport device, weights do not leave their device")
 
         self._source = source
         self._trainer_places = trainer_places
@@ -134,7 +135,7 @@ class WeightSync:
         lost: dict[int, Exception] = {}
         start_s = time.perf_counter()
 
-        if self._transport is Transport.folder:
+        if self._transport is Transport.folder and not self._sends_changes:
             reports = self._through_folder(replicas, version, lost)
         else:
             # Join the replicas that are new since the last sync; the others stay joined.
@@ -145,7 +146,10 @@ class WeightSync:
                 return None, lost
             reports = []
             for first_round, part in self._passes(to, lost):
-                reports += self._between_ranks(part, version, lost, first_round)
+                if self._transport is Transport.folder:
+                    reports += self._through_patches(part, version, lost)
+                else:
+                    reports += self._between_ranks(part, version, lost, first_round)
 
         # The replicas have all weights. Compare checksums if configured.
         load_s = time.perf_counter() - start_s
@@ -258,13 +262,46 @@ class WeightSync:
 
         return reports
 
+    def _through_patches(
+        self, replicas: Mapping[int, RoleGroup], version: int, lost: dict[int, Exception]
+    ) -> list[SendReport]:
+        """Write what changed to files, which joined replicas then read. Adds lost replicas to `lost`."""
+        with self._scratch_folder(version) as folder:
+            writing = [
+                self._source.group.call_rank(
+                    rank, WeightExport.write_weight_patches, list(replicas), str(folder)
+                )
+                for rank in range(len(self._source.group.mesh))
+            ]
+            reports = gather(*writing)
+            receiving = {
+                number: replica.call_rank(
+                    0,
+                    RolloutWorker.receive_weights,
+                    self._source.manifest,
+                    version,
+                    self._session.name(number),
+                    0,
+                    str(folder),
+                )
+                for number, replica in replicas.items()
+            }
+            results_of(receiving, lost, is_lost)
+            return reports
+
+    @contextmanager
+    def _scratch_folder(self, version: int) -> Generator[Path]:
+        """Make an empty folder for the files of one version, and remove it afterwards."""
+        self._scratch_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".weights-{version}-", dir=self._scratch_dir) as folder:
+            yield Path(folder)
+
     def _through_folder(
         self, replicas: Mapping[int, RoleGroup], version: int, lost: dict[int, Exception]
     ) -> list[SendReport]:
-        self._scratch_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".weights-{version}-", dir=self._scratch_dir) as scratch:
+        with self._scratch_folder(version) as scratch:
             # The trainers write a complete folder before any replica reads it.
-            folder = Path(scratch) / "model"
+            folder = scratch / "model"
             reports = self._source.write_hf(folder, self._config_dir)
             loading = {
                 number: replica.call_rank(

@@ -233,10 +233,10 @@ class HFEngine(RolloutEngine):
         self._check(manifest)
         self._lifecycle.begin(manifest)
 
-    def receive_weights(self) -> None:
+    def receive_weights(self, folder: str | None = None) -> None:
         self._lifecycle.require_update()
         # After a sleep the parameters have new memory, which the receiver must look up.
-        self._receiver.begin(has_moved=self._has_moved)
+        self._receiver.begin(has_moved=self._has_moved, folder=folder)
         self._has_moved = False
         while not self._receiver.receive():
             pass

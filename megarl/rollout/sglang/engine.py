@@ -317,9 +317,9 @@ class SGLangEngine(RolloutEngine):
         self._lifecycle.begin(manifest, is_partial=first_round > 0)
         self._first_round = first_round
 
-    def receive_weights(self) -> None:
+    def receive_weights(self, folder: str | None = None) -> None:
         self._lifecycle.require_update()
-        while not self._loader.receive(self._first_round):
+        while not self._loader.receive(self._first_round, folder):
             pass
         self._lifecycle.record_all()
 

@@ -83,7 +83,7 @@ class RankLoader:
         if command == "receive":
             # The first call of an update prepares the receiver; later ones continue where it stopped.
             if arguments["is_first"]:
-                self._begin(model, arguments["first_round"])
+                self._begin(model, arguments["first_round"], arguments["folder"])
             # A rank that has received everything only takes part in the call.
             return rank not in arguments["ranks"] or self._receive(model)
 
@@ -130,14 +130,14 @@ class RankLoader:
 
         return {"slices": slices, "not_followed": self._plan.not_followed, "unreached": self._plan.unreached}
 
-    def _begin(self, model: Any, first_round: int) -> None:
+    def _begin(self, model: Any, first_round: int, folder: str | None) -> None:
         self._follow(model)
         if first_round and self._must_zero:
             raise WeightTransferError(
                 "SGLang has moved its parameters since it received all weights: restart the engine"
             )
         self._zero_padding(model)
-        self._receiver.begin(self._has_moved, first_round)
+        self._receiver.begin(self._has_moved, first_round, folder)
         self._has_moved = False
 
     def _zero_padding(self, model: Any) -> None:
@@ -343,11 +343,12 @@ class LoaderClient:
             for answer in answers
         ]
 
-    def receive(self, first_round: int = 0) -> bool:
+    def receive(self, first_round: int = 0, folder: str | None = None) -> bool:
         """Return whether all ranks have received everything. False after a while; call again to continue.
 
         Args:
             first_round: The first round that is sent.
+            folder: The folder with what changed, if the trainers write files.
 
         Raises WeightTransferError if a trainer is gone, and for tensors that cannot be received in pieces.
         """
@@ -356,7 +357,12 @@ class LoaderClient:
         waiting = self._waiting or set(range(self._num_ranks))
         self._waiting = set()  # after a failure, nothing is in progress
         answers = self._ask(
-            "receive", time_limit=True, ranks=sorted(waiting), is_first=is_first, first_round=first_round
+            "receive",
+            time_limit=True,
+            ranks=sorted(waiting),
+            is_first=is_first,
+            first_round=first_round,
+            folder=folder,
         )
         self._waiting = {rank for rank, is_complete in enumerate(answers) if not is_complete}
 

@@ -34,88 +34,116 @@ class DeltaEndpoint(NamedTuple):
     rank: int
 
 
-class DeltaSender(GroupSender):
-    """Sends patches to replicas that acknowledged earlier weights, and everything to others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._schedules: dict[int, dict[int, ScheduleKey]] = {}  # by replica and peer
-        self._acknowledged: dict[ScheduleKey, AcknowledgedWeights] = {}
-        self._message_buffers: dict[ScheduleKey, torch.Tensor] = {}
-
-    def join(self, replica: int, p2p: P2PGroup, schedules: Mapping[int, TransferSchedule]) -> None:
-        super().join(replica, p2p, schedules)
-        self._schedules[replica] = {peer: schedule.key for peer, schedule in schedules.items()}
-
-    def forget_weights(self, replica: int) -> None:
-        """Send everything to the replica the next time, since it no longer has what it acknowledged."""
-        for key in self._schedules.get(replica, {}).values():
-            if key in self._acknowledged:
-                self._acknowledged[key].forget(replica)
-
-    def open(self, shards: SentShards, replicas: Collection[int], first_round: int = 0) -> Opened:
-        assert first_round == 0, "patches are for models that change as a whole"
-        channels = [channel for replica, channel in sorted(self._channels.items()) if replica in replicas]
-        users: dict[ScheduleKey, list[int]] = {}
-        num_bytes = 0
-
-        # Replicas with equal schedules get the same messages.
-        for channel in channels:
-            assert channel.replica is not None
-            for peer, schedule in channel.sends.schedules.items():
-                key = self._schedules[channel.replica][peer]
-                users.setdefault(key, []).append(channel.replica)
-                if key not in self._acknowledged:
-                    self._acknowledged[key] = AcknowledgedWeights(schedule, shards.dtype)
-                num_bytes += self._acknowledged[key].num_bytes
-
-        for key, listed in users.items():
-            weights = self._acknowledged[key]
-            weights.begin(listed)
-            if key not in self._message_buffers:
-                self._message_buffers[key] = torch.empty(
-                    2, weights.capacity, dtype=torch.uint8, device=shards.device
-                )
-
-        streams = {
-            key: _Stream(self._acknowledged[key], self._message_buffers[key], tuple(listed))
-            for key, listed in users.items()
-        }
-        peers = {
-            channel: {peer: streams[key] for peer, key in self._schedules[channel.replica].items()}
-            for channel in channels
-            if channel.replica is not None
-        }
-        buffer_bytes = sum(self._message_buffers[key].nbytes for key in users)
-        return Opened(_PatchSends(peers, list(streams.values()), shards), num_bytes, buffer_bytes)
-
-    def leave(self, replica: int) -> None:
-        self.forget_weights(replica)
-        self._schedules.pop(replica, None)
-        super().leave(replica)
-
-        # The copies that no replica needs any more.
-        needed = {key for schedules in self._schedules.values() for key in schedules.values()}
-        for key in self._acknowledged.keys() - needed:
-            del self._acknowledged[key]
-            self._message_buffers.pop(key, None)
-
-    def release(self) -> None:
-        super().release()
-        self._message_buffers = {}
-
-    def close(self) -> None:
-        super().close()
-        self._schedules = {}
-        self._acknowledged = {}
-
-
-class _Stream(NamedTuple):
+class PatchStream(NamedTuple):
     """The messages of a pass to all peers with one schedule."""
 
     weights: AcknowledgedWeights
     buffers: torch.Tensor
     replicas: tuple[int, ...]
+
+    def next_message(self, number: int, shards: SentShards) -> PatchMessage:
+        """Return the next message. Its data is valid until the message after the next one is made."""
+        return self.weights.next_message(self.buffers[number % 2], shards.regions, shards.are_computed)
+
+
+class PatchStreams:
+    """Holds the streams of one rank to each replica. Equal schedules share one stream."""
+
+    def __init__(self) -> None:
+        self.schedules: dict[int, dict[int, ScheduleKey]] = {}  # by replica and peer
+        self._acknowledged: dict[ScheduleKey, AcknowledgedWeights] = {}
+        self._buffers: dict[ScheduleKey, torch.Tensor] = {}
+
+    def join(self, replica: int, schedules: Mapping[int, TransferSchedule], dtype: torch.dtype) -> None:
+        self.schedules[replica] = {peer: schedule.key for peer, schedule in schedules.items()}
+        for schedule in schedules.values():
+            if schedule.key not in self._acknowledged:
+                self._acknowledged[schedule.key] = AcknowledgedWeights(schedule, dtype)
+
+    def begin(self, replicas: Collection[int], device: torch.device) -> dict[ScheduleKey, PatchStream]:
+        """Begin a pass to these replicas."""
+        users: dict[ScheduleKey, list[int]] = {}
+        for replica in sorted(self.schedules.keys() & set(replicas)):
+            for key in self.schedules[replica].values():
+                users.setdefault(key, []).append(replica)
+
+        streams = {}
+        for key, listed in users.items():
+            weights = self._acknowledged[key]
+            weights.begin(listed)
+            if key not in self._buffers:
+                self._buffers[key] = torch.empty(2, weights.capacity, dtype=torch.uint8, device=device)
+            streams[key] = PatchStream(weights, self._buffers[key], tuple(listed))
+        return streams
+
+    def forget(self, replica: int) -> None:
+        """Send everything to the replica the next time, since it no longer has what it acknowledged."""
+        for key in self.schedules.get(replica, {}).values():
+            self._acknowledged[key].forget(replica)
+
+    def leave(self, replica: int) -> None:
+        self.forget(replica)
+        self.schedules.pop(replica, None)
+
+        # The copies that no replica needs any more.
+        needed = {key for schedules in self.schedules.values() for key in schedules.values()}
+        for key in self._acknowledged.keys() - needed:
+            del self._acknowledged[key]
+            self._buffers.pop(key, None)
+
+    def release(self) -> None:
+        self._buffers = {}
+
+    def close(self) -> None:
+        self.schedules = {}
+        self._acknowledged = {}
+        self._buffers = {}
+
+
+class DeltaSender(GroupSender):
+    """Sends patches to replicas that acknowledged earlier weights, and everything to others.
+
+    Args:
+        dtype: The dtype of the weights that are sent.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._streams = PatchStreams()
+
+    def join(self, replica: int, p2p: P2PGroup, schedules: Mapping[int, TransferSchedule]) -> None:
+        super().join(replica, p2p, schedules)
+        self._streams.join(replica, schedules, self._dtype)
+
+    def forget_weights(self, replica: int) -> None:
+        """Send everything to the replica the next time, since it no longer has what it acknowledged."""
+        self._streams.forget(replica)
+
+    def open(self, shards: SentShards, replicas: Collection[int], first_round: int = 0) -> Opened:
+        assert first_round == 0, "patches are for models that change as a whole"
+        channels = [channel for replica, channel in sorted(self._channels.items()) if replica in replicas]
+        streams = self._streams.begin(replicas, shards.device)
+        peers = {
+            channel: {peer: streams[key] for peer, key in self._streams.schedules[channel.replica].items()}
+            for channel in channels
+            if channel.replica is not None
+        }
+        num_bytes = sum(stream.weights.num_bytes for own in peers.values() for stream in own.values())
+        buffer_bytes = sum(stream.buffers.nbytes for stream in streams.values())
+        return Opened(_PatchSends(peers, list(streams.values()), shards), num_bytes, buffer_bytes)
+
+    def leave(self, replica: int) -> None:
+        self._streams.leave(replica)
+        super().leave(replica)
+
+    def release(self) -> None:
+        super().release()
+        self._streams.release()
+
+    def close(self) -> None:
+        super().close()
+        self._streams.close()
 
 
 class _PatchSends(Transfer):
@@ -128,7 +156,10 @@ class _PatchSends(Transfer):
     """
 
     def __init__(
-        self, peers: Mapping[Channel, Mapping[int, _Stream]], streams: list[_Stream], shards: SentShards
+        self,
+        peers: Mapping[Channel, Mapping[int, PatchStream]],
+        streams: list[PatchStream],
+        shards: SentShards,
     ) -> None:
         super().__init__(list(peers), shards.device)
         self._peers = peers
@@ -149,12 +180,10 @@ class _PatchSends(Transfer):
         for weights, _, replicas in self._streams:
             weights.end([replica for replica in replicas if replica not in self.lost])
 
-    def _message(self, stream: _Stream, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _message(self, stream: PatchStream, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the header and the data of a stream's next message."""
         with self.packing:
-            data, num_patches = stream.weights.next_message(
-                stream.buffers[number % 2], self._shards.regions, self._shards.are_computed
-            )
+            data, num_patches = stream.next_message(number, self._shards)
         return torch.tensor([len(data), num_patches], device=data.device), data
 
     def _send(

@@ -117,10 +117,9 @@ def test_a_way_that_does_not_exist(
     [
         (HYBRID, Transport.auto, "weights do not leave their device .*, which is chosen in .* 'hybrid'"),
         (HYBRID, DEVICE, "which is configured in the placement 'hybrid'; use resharding.delta=false, or"),
-        (SPLIT, FOLDER, "a folder has all weights, which is configured in .*resharding.transport=group with"),
     ],
 )
-def test_only_a_group_sends_what_changed(
+def test_weights_that_do_not_leave_their_device_are_all_sent(
     strategy: PlacementStrategy, transport: Transport, said: str
 ) -> None:
     run = config(strategy, 1, transport)
@@ -131,10 +130,11 @@ def test_only_a_group_sends_what_changed(
     assert problem.startswith("resharding.delta, resharding.transport, placement.strategy: is true, but ")
 
 
-def test_a_group_sends_what_changed() -> None:
-    run = config(SPLIT, 1, Transport.auto)
+@pytest.mark.parametrize(("given", "chosen"), [(Transport.auto, GROUP), (FOLDER, FOLDER)])
+def test_a_group_and_a_folder_send_what_changed(given: Transport, chosen: Transport) -> None:
+    run = config(SPLIT, 1, given)
     run = replace(run, resharding=replace(run.resharding, delta=True))
-    assert choose_transport(run, plan_placement(run)) is GROUP
+    assert choose_transport(run, plan_placement(run)) is chosen
 
 
 def test_fp8_is_not_sent_through_a_folder() -> None:

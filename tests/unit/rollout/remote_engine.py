@@ -65,8 +65,8 @@ class RemoteEngine(RolloutEngine):
     def begin_weight_update(self, manifest: Manifest, first_round: int = 0) -> None:
         self.ask("begin_weight_update", manifest, first_round)
 
-    def receive_weights(self) -> None:
-        self.ask("receive_weights")
+    def receive_weights(self, folder: str | None = None) -> None:
+        self.ask("receive_weights", folder)
 
     def load_folder(self, folder: Path) -> None:
         self.ask("load_folder", folder)

@@ -154,7 +154,7 @@ class TrainerRank:
         self.layout = case.trainer.layouts(case.architecture, case.padded_vocab)[rank]
 
         # type: ignore[arg-type]
-        self.group = DeltaSender() if case.transport == "delta" else GroupSender()
+        self.group = DeltaSender(torch.float32) if case.transport == "delta" else GroupSender()
         self.device = DeviceSender(p2p, rank)
         self.p2p = p2p
         self.end = self.device if case.transport == "device" else self.group
