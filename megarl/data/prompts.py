@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
-from megarl.config.schema import DataConfig, PromptColumnsConfig
+from megarl.config.sandbox_images import image_problem
+from megarl.config.schema import DataConfig, HarnessConfig, PromptColumnsConfig, SandboxProvider
 from megarl.data.files import DataError, open_file
 from megarl.data.images import (
     ImageLimits,
@@ -38,6 +40,7 @@ from megarl.data.tokenizer import Tools, render_chat
 from megarl.data.whole_chat import render_whole, rendering_identity, spelled_special
 
 GROUND_TRUTH = "ground_truth"
+SANDBOX_IMAGE = "sandbox_image"  # key of extra_info
 GROUND_TRUTH_EXAMPLE = "{'style': 'rule', 'ground_truth': '5'}"
 _HINT = (
     "; data.columns sets which columns are read, such as data.columns.prompt=question "
@@ -77,13 +80,14 @@ class PromptDataset:
         data: DataConfig,
         tools: Tools = None,
         images: ImageProcessor | None = None,
+        harness: HarnessConfig | None = None,
     ) -> None:
         self._pad_id = tokenizer.pad_token_id
         prompts = []
         measured = []
 
         for row in read_prompt_rows(files, data.columns):
-            prompt = read_prompt(row, tokenizer, data, tools, images)
+            prompt = read_prompt(row, tokenizer, data, tools, images, harness)
             prompts.append(prompt)
             measured.append(Measured.of(row, len(prompt.token_ids)))
 
@@ -228,18 +232,44 @@ def read_reward_inputs(row: DataRow, columns: PromptColumnsConfig) -> RewardInpu
     return RewardInputs(source, reward_model, extra_info)
 
 
+def _check_sandbox_image(
+    row: DataRow, column: str, extra_info: Mapping[str, Any], harness: HarnessConfig
+) -> None:
+    """Check the image of a row's sandbox before a run, in which it would fail the row's episodes."""
+    provider = harness.sandbox.provider
+    if provider is None:
+        return
+    image = extra_info.get(SANDBOX_IMAGE)
+    if image is None:
+        # A function may choose the image itself.
+        if harness.command and provider is SandboxProvider.container and harness.sandbox.image is None:
+            raise row.error(
+                column,
+                f"has no {SANDBOX_IMAGE}, and agent.harness.sandbox.image is null, so there is no image for "
+                "the row's container; set either of them",
+            )
+        return
+    problem = image_problem(provider, image)
+    if problem is None and provider is SandboxProvider.local and not os.path.isdir(image):
+        problem = f"is {image!r}, which is no folder of this machine; it must be on all nodes of the run"
+    if problem is not None:
+        raise row.error(column, f"{SANDBOX_IMAGE} {problem}")
+
+
 def read_prompt(
     row: DataRow,
     tokenizer: PreTrainedTokenizerBase,
     data: DataConfig,
     tools: Tools = None,
     processor: ImageProcessor | None = None,
+    harness: HarnessConfig | None = None,
 ) -> Prompt:
     """Read and render the prompt of a row of `read_prompt_rows`.
 
     Args:
         tools: The tools shown to the model.
         processor: The image processor of a model that reads images.
+        harness: The agent program that plays the row, in whose sandbox its image must work.
 
     Raises:
         DataError: The row cannot be used.
@@ -259,6 +289,8 @@ def read_prompt(
         raise row.error(columns.prompt, f"{problem}; end the prompt with the message to be answered")
 
     inputs = read_reward_inputs(row, columns)
+    if harness is not None:
+        _check_sandbox_image(row, columns.extra_info, inputs.extra_info, harness)
     try:
         # The checks of the text do not concern images.
         text = without_placeholders(messages) if images else messages

@@ -326,9 +326,10 @@ def _rendered(
     """Read and render the first rows like a run."""
     section = config.data
     if isinstance(section, DataConfig):
+        harness = config.agent.harness if isinstance(config, PPOConfig) else None
         rows = islice(read_prompt_rows([file], section.columns), num_rows)
         images = ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code)
-        prompts = [read_prompt(row, tokenizer, section, tools, images) for row in rows]
+        prompts = [read_prompt(row, tokenizer, section, tools, images, harness) for row in rows]
         spelled = [token for prompt in prompts if (token := spelled_special(tokenizer, prompt.messages))]
         return _RenderedRows([len(prompt.token_ids) for prompt in prompts], spelled)
 

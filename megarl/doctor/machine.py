@@ -20,6 +20,7 @@ import psutil
 from megarl.controller.daemons import OBJECT_STORE_MB
 from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
+from megarl.machine.namespace_limits import namespace_obstacles
 from megarl.machine.processors import usable_cores
 from megarl.machine.sandbox import why_not
 from megarl.machine.sandbox_levels import Level
@@ -191,10 +192,9 @@ def sandbox(subject: ExaminedRun) -> Iterator[CheckResult]:
     facts = {level.value: reason for level, reason in reasons.items()}
 
     if not holds:
-        hint = (
-            "run apt-get install bubblewrap, and in a container allow namespaces (docker: --security-opt "
-            "seccomp=unconfined)"
-        )
+        obstacles = "; ".join(namespace_obstacles()) or "none of the known settings forbids them"
+        installs = "" if shutil.which("bwrap") else "apt-get install bubblewrap, and "
+        hint = f"use Linux 5.13 or newer, or {installs}allow namespaces: {obstacles}"
         yield doubtful(
             "sandbox", f"none for model-written programs: {'; '.join(reasons.values())}", hint, **facts
         )

@@ -5,7 +5,7 @@ reads anything of the sandbox. Paths are therefore those of the sandbox, and its
 
 This module runs for every command in a sandbox, so it imports only modules that load quickly.
 
-Sources: setns(2), capabilities(7), prctl(2).
+Sources: setns(2), capabilities(7), prctl(2), seccomp(2).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import warnings  # noqa: F401  (os.execvpe imports it, when nothing can be imported any more)
 
 from megarl.machine.confined import close_descriptors_from, drop_capabilities, end_with
+from megarl.machine.system_calls import refuse_dangerous_calls
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -140,12 +141,13 @@ def _pid_of(pidfd: int) -> int:
 
 
 def _drop_privileges() -> None:
-    """Drop all capabilities for good, also for programs that the process starts."""
+    """Drop all capabilities and dangerous calls for good, also for programs that the process starts."""
     libc = ctypes.CDLL(None, use_errno=True)
     for capability in range(_LAST_CAPABILITY + 1):
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     drop_capabilities()
+    refuse_dangerous_calls()
 
 
 ORDERS = {"listen": listen, "execute": execute, "unpack": unpack, "read": read}

@@ -1,13 +1,16 @@
-"""The system calls that a confined process may make: an allowlist, enforced by the kernel (seccomp).
+"""The system calls that a confined process may make, enforced by the kernel (seccomp).
 
-Python, its standard library, threads and numerical libraries work. All other calls are refused: starting
-programs and processes, signals to others, sockets, shared memory, message queues, locks, and everything that
-mounts, loads or traces. Some calls are allowed with certain arguments only, see `CHECKED_CALLS`.
+Sandboxed programs have an allowlist. Python, its standard library, threads and numerical libraries work. All
+other calls are refused: starting programs and processes, signals to others, sockets, shared memory, message
+queues, locks, and everything that mounts, loads or traces. Some calls are allowed with certain arguments
+only, see `CHECKED_CALLS`.
+
+Agents run any program in namespaces of their own, so they have a denylist, see `REFUSED_CALLS`.
 
 This module runs at the start of every sandboxed program, so it imports only modules that load quickly, which
 excludes typing and collections.
 
-Sources: seccomp(2), seccomp_unotify(2), bpf(4), include/uapi/linux/{seccomp,filter,audit,prctl}.h and
+Sources: seccomp(2), seccomp_unotify(2), bpf(4), include/uapi/linux/{seccomp,filter,audit,prctl,sched}.h and
 include/uapi/asm-generic/ of Linux.
 """
 
@@ -68,6 +71,27 @@ CHECKED_CALLS = """
     sched_getaffinity 204 123, fcntl 72 25, ioctl 16 29, prctl 157 167, socketpair 53 199,
     sendto 44 206, mmap 9 222
 """
+# Calls that an agent's sandbox refuses: parts of the kernel with many known ways to gain privileges.
+REFUSED_CALLS = {
+    "keys, which namespaces do not separate": "add_key 248 217, request_key 249 218, keyctl 250 219",
+    "programs in the kernel": """
+        bpf 321 280, init_module 175 105, finit_module 313 273, delete_module 176 106, kexec_load 246 104,
+        kexec_file_load 320 294
+    """,
+    "measurements, page faults and asynchronous calls": """
+        perf_event_open 298 241, userfaultfd 323 282, io_uring_setup 425 425, io_uring_enter 426 426,
+        io_uring_register 427 427
+    """,
+    "namespaces and file systems": """
+        unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51,
+        open_tree 428 428, move_mount 429 429, fsopen 430 430, fsconfig 431 431, fsmount 432 432,
+        fspick 433 433, mount_setattr 442 442, open_by_handle_at 304 265
+    """,
+}
+_CLONE3 = 435
+# CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
+_NAMESPACES = 0x7E020000
+_FIRST_X32_NUMBER = 0x40000000
 _SECCOMP = (317, 277)
 _COLUMNS = {"x86_64": 0, "aarch64": 1}
 _AUDIT_ARCHITECTURES = (0xC000003E, 0xC00000B7)
@@ -122,6 +146,25 @@ def allow_only_harmless_calls() -> None:
     """Install the allowlist in this process permanently. Raises OSError."""
     column = _own_column()
     _install(_program(column, os.getpid()), flags=0)
+
+
+def refuse_dangerous_calls() -> None:
+    """Install the denylist in this process permanently. It must not be able to gain privileges.
+
+    Raises OSError.
+    """
+    column = _own_column()
+    program = _load_number(column)
+    for calls in REFUSED_CALLS.values():
+        for number in numbers_of(calls, column).values():
+            program += [(_EQUAL, 0, 1, number), _REFUSE]
+    # A filter cannot read the flags of clone3; libraries fall back to clone.
+    program += [(_EQUAL, 0, 1, _CLONE3), _ABSENT]
+    makes_no_namespace = _one_of([(_ARGUMENTS, _NAMESPACES, (0,))])
+    clone = numbers_of(CHECKED_CALLS, column)["clone"]
+    program += [(_EQUAL, 0, len(makes_no_namespace), clone), *makes_no_namespace]
+    # x86_64's x32 calls are the same ones with other numbers.
+    _install([*program, (_AT_LEAST, 0, 1, _FIRST_X32_NUMBER), _REFUSE, _ALLOW], flags=0)
 
 
 def notify_of_threads() -> int:

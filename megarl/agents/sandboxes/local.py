@@ -29,7 +29,9 @@ from megarl.agents.sandboxes.protocol import (
     archive_of,
 )
 from megarl.agents.sandboxes.relay import EndpointRelay
-from megarl.config.schema import SandboxConfig
+from megarl.config.sandbox_images import image_problem
+from megarl.config.schema import SandboxConfig, SandboxProvider
+from megarl.machine.namespace_limits import namespace_obstacles
 from megarl.machine.orders import SEARCH_PATH, own_environment, start_order
 from megarl.machine.sandbox_levels import PYTHONS
 
@@ -268,6 +270,8 @@ def _command(config: SandboxConfig, information: int) -> list[str]:
 def _shown(image: str | None) -> list[tuple[str, str]]:
     """Return the paths of a sandbox, and those of this machine that are shown there."""
     if image is not None:
+        if problem := image_problem(SandboxProvider.local, image):
+            raise SandboxStartError(f"image {problem}")
         if not os.path.isdir(image):
             raise SandboxStartError(f"image {image!r} is no folder of this machine")
         names = sorted(set(os.listdir(image)) - _OWN_FOLDERS)
@@ -329,5 +333,7 @@ def why_not() -> str:
     except SandboxStartError as error:
         return str(error)
 
-    why = " ".join(ended.stderr.split())
-    return f"bubblewrap cannot start a sandbox here: {why}" if ended.returncode else ""
+    if not ended.returncode:
+        return ""
+    why = "; ".join([" ".join(ended.stderr.split()), *namespace_obstacles()])
+    return f"bubblewrap cannot start a sandbox here: {why}"

@@ -74,7 +74,7 @@ def run(parsed: argparse.Namespace) -> int:
         set_chat_time(tokenizer, read_chat_time(Path(parsed.against) / RESULTS_FILE))
     tools = load_agent(config.agent).tools if config.agent.tools else None
     images = ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code)
-    data = PromptDataset(config.data.val_files, tokenizer, config.data, tools, images)
+    data = PromptDataset(config.data.val_files, tokenizer, config.data, tools, images, config.agent.harness)
     architectures = {
         role.name: read_architecture(role.path, config.model.trust_remote_code)
         for role in model_roles(config)

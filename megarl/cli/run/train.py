@@ -106,13 +106,14 @@ def open_ppo(
     trainer = config.trainer
     tools = load_agent(config.agent).tools if config.agent.tools else None
     images = ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code)
-    train = PromptDataset(data.train_files, tokenizer, data, tools, images)
+    harness = config.agent.harness
+    train = PromptDataset(data.train_files, tokenizer, data, tools, images, harness)
     loader = prompt_loader(train, data, trainer.prompts_per_step)
     data_sets = {"data.train_files": train}
     evaluation = None
 
     if data.val_files:
-        held_out = PromptDataset(data.val_files, tokenizer, data, tools, images)
+        held_out = PromptDataset(data.val_files, tokenizer, data, tools, images, harness)
         data_sets["data.val_files"] = held_out
         evaluation = Evaluation(
             held_out,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from megarl.config.sandbox_images import image_problem
 from megarl.config.schema import HarnessConfig, PPOConfig, SandboxConfig, SandboxProvider
 from megarl.config.violation import Violation, Violations
 
@@ -135,14 +136,12 @@ def _sandbox(harness: HarnessConfig) -> Violations:
             (f"{section}.provider", "agent.harness.external"),
             "both are set, but agents elsewhere start their own sandboxes; use provider: null",
         )
-    elif sandbox.provider is SandboxProvider.local:
-        if sandbox.cpus is not None:
-            yield Violation(
-                (f"{section}.cpus", f"{section}.provider"),
-                f"cpus is {sandbox.cpus:g}, which only containers can limit; use null",
-            )
-        if sandbox.image is not None and not sandbox.image.startswith("/"):
-            yield Violation(
-                (f"{section}.image", f"{section}.provider"),
-                f"image is {sandbox.image!r}, but with local it is the absolute path of a folder",
-            )
+    elif sandbox.provider is SandboxProvider.local and sandbox.cpus is not None:
+        yield Violation(
+            (f"{section}.cpus", f"{section}.provider"),
+            f"cpus is {sandbox.cpus:g}, which only containers can limit; use null",
+        )
+    if sandbox.provider is None or sandbox.image is None:
+        return
+    if problem := image_problem(sandbox.provider, sandbox.image):
+        yield Violation((f"{section}.image", f"{section}.provider"), problem)

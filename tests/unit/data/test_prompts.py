@@ -1,8 +1,10 @@
+import re
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.config.schema import DataConfig, Overlong
+from megarl.config.schema import DataConfig, HarnessConfig, Overlong, SandboxConfig, SandboxProvider
 from megarl.data.files import DataError
 from megarl.data.prompts import PromptDataset
 from tests.unit.data.chats import prompt_row, user, write
@@ -140,3 +142,32 @@ def test_a_bad_file_is_named(tmp_path, tokenizer):
         dataset([str(tmp_path / "empty.parquet")], tokenizer)
     with pytest.raises(DataError, match="no data file is given; set data.train_files"):
         dataset([], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("provider", "image", "problem"),
+    [
+        ("local", "/", "sandbox_image is '/', so that programs could read all files of this machine"),
+        ("local", "python:3.12", "sandbox_image is 'python:3.12', but with local it is the absolute path of"),
+        ("local", "/no/such/folder", "sandbox_image is '/no/such/folder', which is no folder of this"),
+        ("container", "/usr", "sandbox_image is '/usr', which is no name of an image"),
+        ("container", "--privileged", "is no name of an image"),
+        ("container", 7, "sandbox_image is 7, of type int; give a string"),
+        ("container", None, "has no sandbox_image, and agent.harness.sandbox.image is null"),
+    ],
+)
+def test_a_row_with_an_image_that_cannot_start_is_named(tmp_path, tokenizer, provider, image, problem):
+    """Another row's image works, and without a sandbox nothing is checked."""
+    data = DataConfig(max_prompt_length=40)
+    sandbox = SandboxConfig(provider=SandboxProvider(provider))
+    harness = HarnessConfig(command=["agent"], sandbox=sandbox)
+    works = "/usr" if provider == "local" else "docker.io/library/python:3.12"
+    good, bad = (
+        write(tmp_path / f"{number}.parquet", [prompt_row(extra_info={"sandbox_image": value, "index": 0})])
+        for number, value in enumerate((works, image))
+    )
+    assert len(PromptDataset([good], tokenizer, data, harness=harness)) == 1
+    assert len(PromptDataset([bad], tokenizer, data, harness=HarnessConfig(command=["agent"]))) == 1
+    with pytest.raises(DataError, match=re.escape(problem)) as raised:
+        PromptDataset([bad], tokenizer, data, harness=harness)
+    assert f"{bad}, row 0, column 'extra_info': " in str(raised.value)

@@ -32,10 +32,28 @@ PYTHON = ["python", "-S", "-E", "-c"]
 ATTACKS = """
 import os, signal, socket, sys
 secret, port, victim = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-def unshare():
-    import ctypes
-    if ctypes.CDLL(None, use_errno=True).unshare(0x10000000):
-        raise OSError(ctypes.get_errno(), "unshare")
+import ctypes, errno, signal
+libc = ctypes.CDLL(None, use_errno=True)
+def call(number, *arguments, refusal=errno.EPERM):
+    # A refusal is an OSError. Any other answer comes from the code of the call in the kernel.
+    if libc.syscall(number, *arguments) < 0 and ctypes.get_errno() == refusal:
+        raise OSError(refusal, "refused")
+def clone3():
+    # The flags of a new user namespace, and SIGCHLD as the signal at the end.
+    arguments = (ctypes.c_uint64 * 11)(0x10000000, 0, 0, 0, signal.SIGCHLD)
+    if libc.syscall(435, arguments, ctypes.sizeof(arguments)) == 0:
+        os._exit(0)
+    if ctypes.get_errno() == errno.ENOSYS:
+        raise OSError(errno.ENOSYS, "absent")
+numbers = dict(zip(("add_key", "keyctl", "bpf", "perf", "userfaultfd", "unshare", "setns", "mount", "kexec", "clone"),
+    (248, 250, 321, 298, 323, 272, 308, 165, 246, 56) if os.uname().machine == "x86_64" else
+    (217, 219, 280, 241, 282, 97, 268, 40, 104, 220)))
+memory = ctypes.create_string_buffer(256)
+def clone():
+    if (child := libc.syscall(numbers["clone"], 0x10000000 | signal.SIGCHLD, 0, 0, 0, 0)) == 0:
+        os._exit(0)
+    if child < 0:
+        raise OSError(ctypes.get_errno(), "clone")
 attempts = {
     "read a file of the run": lambda: open(secret).read(),
     "list its folder": lambda: os.listdir(os.path.dirname(secret)),
@@ -47,7 +65,19 @@ attempts = {
     "reach the network": lambda: socket.create_connection(("198.51.100.1", 80), 0.2),
     "signal a process of the machine": lambda: os.kill(victim, signal.SIGKILL),
     "become another user": lambda: os.setuid(12345),
-    "get privileges in a new user namespace": unshare,
+    "get privileges in a new user namespace": lambda: call(numbers["unshare"], 0x10000000),
+    "make a user namespace (clone)": clone,
+    "make a user namespace (clone3)": clone3,
+    "join a namespace": lambda: call(numbers["setns"], os.open("/proc/self/ns/ipc", os.O_RDONLY), 0),
+    "mount a file system": lambda: call(numbers["mount"], b"x", b"/tmp", b"tmpfs", 0, 0),
+    "open a file system": lambda: call(430, b"tmpfs", 0),
+    "keep a key in the kernel": lambda: call(numbers["add_key"], b"user", b"megarl", b"x", 1, -2),
+    "read the keys of its session": lambda: call(numbers["keyctl"], 0, -3, 1),
+    "load a program into the kernel (bpf)": lambda: call(numbers["bpf"], 0, memory, 256),
+    "load a kernel (kexec)": lambda: call(numbers["kexec"], 0, 0, 0, 0),
+    "measure programs (perf)": lambda: call(numbers["perf"], memory, 0, -1, -1, 0),
+    "handle its own page faults (userfaultfd)": lambda: call(numbers["userfaultfd"], 1),
+    "use io_uring": lambda: call(425, 8, memory),
     "make a device": lambda: os.mknod("/tmp/device", 0o60600, os.makedev(7, 0)),
     "read the machine's passwords": lambda: open("/etc/shadow").read(),
     "list the machine's private keys": lambda: os.listdir("/etc/ssl/private"),
@@ -240,6 +270,10 @@ def test_an_image_is_a_folder(tmp_path: Path) -> None:
             assert "/etc/passwd: No such file" in looked.output
         with pytest.raises(SandboxStartError, match="'/no/such/image' is no folder"):
             await start_sandbox(LOCAL, "/no/such/image")
+        (tmp_path / "all").symlink_to("/")
+        for machine in ("/", "//", f"{tmp_path}/all"):
+            with pytest.raises(SandboxStartError, match="could read all files of this machine"):
+                await start_sandbox(LOCAL, machine)
         (tmp_path / "bin" / "cat").unlink()
         with pytest.raises(SandboxStartError, match="cannot start a sandbox here: .*cat"):
             await start_sandbox(LOCAL, str(tmp_path))

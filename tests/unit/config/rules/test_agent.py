@@ -87,6 +87,8 @@ def sandboxed(**of_sandbox: Any) -> PPOConfig:
         (sandboxed(memory_mb=100), "so commands run with the rights of the run"),
         (sandboxed(provider=SandboxProvider.local, cpus=2), "which only containers can limit"),
         (sandboxed(provider=SandboxProvider.local, image="ubuntu"), "the absolute path of a folder"),
+        (sandboxed(provider=SandboxProvider.local, image="/usr/.."), "could read all files of this machine"),
+        (sandboxed(provider=SandboxProvider.container, image="/images/one"), "which is no name of an image"),
         (
             replace(
                 BASE,
