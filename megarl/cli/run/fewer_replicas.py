@@ -6,10 +6,12 @@ its last checkpoint. Both can be loaded in any layout.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from megarl.cli.run.context import RunFailedError
+from megarl.config.load import plain_values
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.doctor.examined_config import load_for_run
@@ -31,16 +33,24 @@ def on_fewer_nodes(config: RunConfig) -> list[str] | None:
         for role in model_roles(config)
     }
 
-    # Overrides cannot set the sizes of teachers in a list.
-    if any("[" in key for key in sizes):
-        return None
-
     for fewer in range(num_nodes - 1, 0, -1):
         if all(size * fewer % num_nodes == 0 for size in sizes.values()):
-            of_roles = [f"{key}={size * fewer // num_nodes}" for key, size in sizes.items()]
-            return [f"placement.num_nodes={fewer}", *of_roles]
+            of_roles = {key: size * fewer // num_nodes for key, size in sizes.items()}
+            return [f"placement.num_nodes={fewer}", *_overrides(config, of_roles)]
 
     return None
+
+
+def _overrides(config: RunConfig, sizes: Mapping[str, int]) -> list[str]:
+    """Return overrides that set these keys. The teachers of data sources are given as a whole list."""
+    changed = [f"{key}={size}" for key, size in sizes.items() if not key.startswith("teachers[")]
+    if len(changed) == len(sizes):
+        return changed
+    teachers = plain_values(config)["teachers"]
+    for index, teacher in enumerate(teachers):
+        key = f"teachers[{index}].parallel.data_parallel_size"
+        teacher["parallel"]["data_parallel_size"] = sizes[key]
+    return [*changed, f"teachers={json.dumps(teachers)}"]
 
 
 def continues_on_fewer_nodes(config: RunConfig, error: BaseException | None) -> bool:
