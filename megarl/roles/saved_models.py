@@ -148,7 +148,7 @@ def _complete(model: SavedModel, folder: Path, step: int, ranks: Sequence[Mappin
     copy_companions(model.source, companions, dtype, model.head, model.value_class)
     if model.lora is not None:
         adapted = replace(read_architecture(str(model.source), trust_remote_code=True), lora=model.lora)
-        write_config(companions, adapted, str(model.source), model.head)
+        write_config(companions, adapted, str(model.source), model.head, model.value_class)
     layout = Layout(
         tensor_parallel_size=model.parallel.tensor_parallel_size,
         pipeline_parallel_size=model.parallel.pipeline_parallel_size,

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from megarl.machine.files import read_json_object, write_whole
 from megarl.models.adapters import SAVED_MODULES, adapter_names, is_adapter
 from megarl.models.architecture import Architecture, LoRA
+from megarl.models.families import REWARD_CLASS
 from megarl.models.tensor_table import VALUE_HEAD_TENSOR, Head, hf_tensors, trained_tensors
 from megarl.weights.piece import Piece
 from megarl.weights.tensors import WeightTransferError
@@ -22,6 +23,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HEADS = {"classifier", "score"}  # PEFT lists both for a model with a value head
+SEQUENCE_TASK = "SEQ_CLS"  # of a reward model, whose head returns one score
 _TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS"}
 # Options of PEFT that change what is computed, with the values that mean plain LoRA.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -182,6 +184,7 @@ def write_adapter(
     architecture: Architecture,
     base: str,
     head: Head = "lm",
+    value_class: str | None = None,
 ) -> None:
     """Write an adapter into an existing folder.
 
@@ -191,19 +194,24 @@ def write_adapter(
         architecture: The model with its adapters.
         base: The folder of the base model, or its name on the Hugging Face hub.
         head: The head of the model.
+        value_class: The class of a value head, see copy_companions.
     """
     named = {_PREFIX + name: value.contiguous() for name, value in tensors.items()}
     save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    write_config(folder, architecture, base, head)
+    write_config(folder, architecture, base, head, value_class)
 
 
-def write_config(folder: Path, architecture: Architecture, base: str, head: Head = "lm") -> None:
+def write_config(
+    folder: Path, architecture: Architecture, base: str, head: Head = "lm", value_class: str | None = None
+) -> None:
     """Write `adapter_config.json`. The arguments are those of `write_adapter`."""
-    config = peft_config(architecture, base, head)
+    config = peft_config(architecture, base, head, value_class)
     write_whole(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
-def peft_config(architecture: Architecture, base: str, head: Head = "lm") -> dict[str, Any]:
+def peft_config(
+    architecture: Architecture, base: str, head: Head = "lm", value_class: str | None = None
+) -> dict[str, Any]:
     """Return the contents of `adapter_config.json`. Fields that are missing have PEFT's defaults."""
     assert architecture.lora is not None
     alpha = architecture.lora.alpha
@@ -211,7 +219,7 @@ def peft_config(architecture: Architecture, base: str, head: Head = "lm") -> dic
 
     return {
         "peft_type": "LORA",
-        "task_type": _TASKS[head],
+        "task_type": SEQUENCE_TASK if value_class == REWARD_CLASS else _TASKS[head],
         "base_model_name_or_path": base,
         "r": architecture.lora.rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,

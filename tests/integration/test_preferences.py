@@ -24,6 +24,7 @@ from megarl.config.schema import (
     DPOConfig,
     DPOLossConfig,
     DType,
+    LoRAConfig,
     MicroBatchConfig,
     ModelConfig,
     OptimConfig,
@@ -240,7 +241,7 @@ def test_a_resumed_run_has_the_same_reference(dpo: Finished, dpo_config: DPOConf
 
 
 @pytest.mark.usefixtures("forked_processes")
-def test_another_model_is_the_reference(dpo: Finished, dpo_config: DPOConfig, tmp_path: Path) -> None:
+def test_another_model_is_the_reference_of_adapters(dpo_config: DPOConfig, tmp_path: Path) -> None:
     """The reference has another architecture, and the loss is TRL's formula on both models in float64."""
     (tmp_path / "other").mkdir()
     save_inputs(tmp_path / "other", num_layers=1)
@@ -248,7 +249,9 @@ def test_another_model_is_the_reference(dpo: Finished, dpo_config: DPOConfig, tm
     config = replace(
         dpo_config,
         reference=PairReferenceConfig(path=str(reference)),
-        actor=replace(dpo_config.actor, parallel=ParallelConfig(tensor_parallel_size=2)),
+        actor=replace(
+            dpo_config.actor, parallel=ParallelConfig(tensor_parallel_size=2), lora=LoRAConfig(rank=4)
+        ),
         trainer=replace(dpo_config.trainer, total_steps=1, output_dir=str(tmp_path / "run")),
     )
     dump_config(config, tmp_path / "run.yaml")
@@ -268,7 +271,6 @@ def test_another_model_is_the_reference(dpo: Finished, dpo_config: DPOConfig, tm
     margins = rewards[0::2] - rewards[1::2]
     assert line["dpo/loss"] == pytest.approx(float(-F.logsigmoid(margins).mean()), rel=1e-5)
     assert line["dpo/margin"] == pytest.approx(float(margins.mean()), rel=1e-4)
-    assert line["dpo/grad_norm"] != pytest.approx(dpo.metrics[0]["dpo/grad_norm"], rel=1e-3)
 
     held_out = held_out_rows(config)
     trained = log_probs(tmp_path / "run" / "huggingface", held_out)

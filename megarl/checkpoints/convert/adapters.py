@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,10 +16,11 @@ from megarl.machine.errors import CheckpointError
 from megarl.machine.files import read_json_object
 from megarl.models.adapters import adapter_names
 from megarl.models.architecture import Architecture
-from megarl.models.families import read_architecture
+from megarl.models.families import REWARD_CLASS, read_architecture
 from megarl.models.tensor_table import VALUE_HEAD_TENSOR, Head, hf_tensors
 from megarl.weights.peft_folder import (
     CONFIG_FILE,
+    SEQUENCE_TASK,
     WEIGHTS_FILE,
     adapter_tensors,
     has_adapter,
@@ -119,17 +121,20 @@ def write_peft(
     tensors = whole_tensors(source, dtype)
     nbytes = sum(value.nbytes for value in tensors.values())
     with new_folder(folder, nbytes) as unfinished:
-        write_adapter(unfinished, tensors, source.architecture, _base_of(source), source.head)
+        fields = _adapter_fields(source)
+        base = str(fields.get("base_model_name_or_path", source.companions))
+        value_class = REWARD_CLASS if fields.get("task_type") == SEQUENCE_TASK else None
+        write_adapter(unfinished, tensors, source.architecture, base, source.head, value_class)
     progress(nbytes, nbytes)
     return Written(folder=folder, num_files=1, nbytes=nbytes)
 
 
-def _base_of(source: ModelSource) -> str:
-    """Return the base model that the adapter's configuration names."""
+def _adapter_fields(source: ModelSource) -> dict[str, Any]:
+    """Return the adapter's configuration; empty if there is none."""
     for folder in (source.companions, source.folder):
         if has_adapter(folder):
-            return str(read_json_object(folder / CONFIG_FILE).get("base_model_name_or_path"))
-    return str(source.companions)
+            return read_json_object(folder / CONFIG_FILE)
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True)

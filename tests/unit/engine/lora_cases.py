@@ -110,14 +110,30 @@ def by_peft(case: Adapted, batch: Tensors) -> Reference:
     model = peft().PeftModel.from_pretrained(base, case.adapter, is_trainable=True)
     outputs = scores_of(reference_logits(model, batch), batch)
     _loss(outputs, batch).backward()
-    gradients = {
+    return Reference(_detached(outputs), base_outputs, adapter_gradients(model))
+
+
+def inject_adapters(model: torch.nn.Module, case: Adapted) -> None:
+    """Replace the projections of a model, in place, by PEFT's layers with the adapters of a case.
+
+    Nothing else of the model trains then.
+    """
+    config = peft().LoraConfig.from_pretrained(case.adapter)
+    config.inference_mode = False
+    peft().inject_adapter_in_model(config, model)
+    loaded = peft().set_peft_model_state_dict(model, adapters_of(case))
+    assert not loaded.unexpected_keys
+
+
+def adapter_gradients(model: Any) -> Tensors:
+    """Return the gradients of what trains in PEFT's model, by the names in the tensor table."""
+    return {
         name.removeprefix("base_model.model.")
         .replace(".default", "")
         .replace(".modules_to_save", ""): parameter.grad
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
-    return Reference(_detached(outputs), base_outputs, gradients)  # type: ignore[arg-type]
 
 
 def by_hand(case: Adapted, folder: Path, batch: Tensors) -> Reference:

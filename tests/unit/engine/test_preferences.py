@@ -1,8 +1,11 @@
-"""Losses and gradients of pairs of answers in every layout, against TRL's formulas on Hugging Face models in float64."""
+"""Losses and gradients of pairs of answers in every layout, against TRL's formulas on Hugging Face models in float64.
+
+Also of models with adapters, against PEFT's model in float64, and of mixture-of-experts models.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,27 +20,43 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import (
     DPOLossConfig,
     DPOLossKind,
+    ExpertsConfig,
     OptimConfig,
     ParallelConfig,
     RewardModelLossConfig,
 )
 from megarl.data.packing import RowPrompt, plan_micro_batches
+from megarl.models.families import read_architecture
 from tests.ranks import RankPool, gather
 from tests.unit.engine.comparison import assert_same
+from tests.unit.engine.lora_cases import Adapted, adapter_gradients, inject_adapters, save_adapted
 from tests.unit.engine.models import (
     gradients_of,
     load_critic,
     load_lm,
     make_batch,
+    record_routers,
+    router_losses,
     save_critic,
     save_model,
     with_one_prompt,
 )
-from tests.unit.engine.rank_side import ALL_LAYOUTS, Tensors, build, hf_gradients, merge, start, take
+from tests.unit.engine.rank_side import (
+    ALL_LAYOUTS,
+    EXPERT_LAYOUTS,
+    Tensors,
+    build,
+    hf_gradients,
+    merge,
+    start,
+    take,
+)
 
 TOLERANCE = 1e-5  # of losses and metrics, relative; of gradients, relative to the tensor's norm
 GRADIENT_FLOOR = 1e-5  # relative to the whole gradient's norm: below it, a tensor is noise
+METRIC_FLOOR = 5e-6  # absolute: differences of scores in float32 cancel
 FAMILY = "qwen3-tied"
+EXPERT_FAMILY = "qwen3_moe"
 NUM_PAIRS = 5  # odd, so that one of two replicas has a filler
 BETA = 0.3
 CENTER_COEFFICIENT = 0.05
@@ -50,6 +69,27 @@ LOSSES: dict[str, PairLoss] = {
         config=RewardModelLossConfig(center_coefficient=CENTER_COEFFICIENT), num_pairs=NUM_PAIRS
     ),
 }
+
+
+DPO_KINDS = tuple(kind.value for kind in DPOLossKind)
+REWARD = ("reward model",)
+ROUTER_LOSSES = ExpertsConfig(aux_loss_coefficient=3.0, z_loss_coefficient=0.5)
+
+
+class Case(NamedTuple):
+    """A model and the losses that are computed with it.
+
+    Attributes:
+        folder: Its folder.
+        losses: The names of the losses.
+        spec: Other fields of its specification.
+        adapted: Its adapters, of which `folder` is the base.
+    """
+
+    folder: str
+    losses: tuple[str, ...]
+    spec: dict[str, Any]
+    adapted: Adapted | None = None
 
 
 class Result(NamedTuple):
@@ -78,9 +118,9 @@ def last_only(mask: Tensor) -> Tensor:
 
 
 def run_engine(
-    parallel: ParallelConfig, folders: Mapping[str, str], batch: Tensors, **options: Any
-) -> dict[str, Result]:
-    """Run in a rank: return the results of every loss. Gradients are those of the rank's stage."""
+    parallel: ParallelConfig, cases: Sequence[Case], batch: Tensors, **options: Any
+) -> list[Result]:
+    """Run in a rank: return the results of every loss of every case. Gradients are those of the rank's stage."""
     groups = start(parallel)
     prompt_length = batch["input_ids"].shape[1] - batch["response_mask"].shape[1]
     prompts = [
@@ -99,13 +139,15 @@ def run_engine(
     rank = plan.ranks[groups.data_rank]
     is_filler = torch.tensor([each.is_filler for each in rank.micro_batches for _ in each.rows])
     micro_batches = [list(rows) for rows in rank.local_micro_batches]
-    results = {}
+    results = []
 
-    for head, folder in folders.items():
-        engine = build(groups, folder, head=head, optim=OptimConfig(), share_prompts=True, **options)
-        for name, loss in LOSSES.items():
-            if (head == "value") != isinstance(loss, RewardModelLoss):
-                continue
+    for case in cases:
+        head = "value" if case.losses == REWARD else "lm"
+        spec = {"head": head, "optim": OptimConfig(), "share_prompts": True, **case.spec, **options}
+        if case.adapted is not None:
+            spec |= {"lora": case.adapted.lora, "lora_path": case.adapted.adapter}
+        engine = build(groups, case.folder, **spec)
+        for loss in map(LOSSES.__getitem__, case.losses):
             rows = take(batch, rank.rows)
             mask = batch["response_mask"] if head == "lm" else last_only(batch["response_mask"])
             rows["response_mask"] = RaggedTensor.from_padded(
@@ -113,17 +155,36 @@ def run_engine(
             )
             metrics = engine.forward_backward(rows, micro_batches, loss, loss.extras)
             gathered = gather(metrics if groups.tensor_rank == groups.context_rank == 0 else {})
-            results[name] = Result(values_of(merge_metrics(gathered)), hf_gradients(engine))
+            of_routers = values_of(engine.router_metrics())
+            results.append(Result(values_of(merge_metrics(gathered)) | of_routers, hf_gradients(engine)))
 
     return results
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     folder = tmp_path_factory.mktemp("models")
-    save_model(FAMILY, folder / "lm")
+    adapted = save_adapted(FAMILY, folder)
+    critic = str(folder / "critic")
+    save_critic(Path(adapted.base), Path(critic))
+    return [
+        Case(adapted.base, DPO_KINDS, {}),
+        Case(critic, REWARD, {}),
+        Case(adapted.base, DPO_KINDS[:1], {}, adapted),
+        Case(critic, REWARD, {}, adapted),
+    ]
+
+
+@pytest.fixture(scope="module")
+def expert_cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    folder = tmp_path_factory.mktemp("experts")
+    save_model(EXPERT_FAMILY, folder / "lm")
     save_critic(folder / "lm", folder / "critic")
-    return {"lm": str(folder / "lm"), "value": str(folder / "critic")}
+    return [
+        Case(str(folder / name), losses, {"experts": experts})
+        for name, losses in (("lm", DPO_KINDS[:1]), ("critic", REWARD))
+        for experts in (ROUTER_LOSSES, ExpertsConfig(freeze_router=True))
+    ]
 
 
 def _ids(batch: Tensors, row: int) -> tuple[Tensor, int]:
@@ -164,9 +225,9 @@ def trl_reward_loss(model: Any, batch: Tensors) -> tuple[Tensor, dict[str, float
     scores = []
     for row in range(2 * NUM_PAIRS):
         ids, _ = _ids(batch, row)
-        # The last token of a row only marks the end of the conversation.
-        hidden = model.model(ids[:, :-1]).last_hidden_state
-        scores.append(model.score(hidden[0, -1])[0])
+        # The last token of a row only marks the end of the conversation. Routers count it.
+        hidden = model.model(ids).last_hidden_state
+        scores.append(model.score(hidden[0, -2])[0])
 
     chosen, rejected = torch.stack(scores)[0::2], torch.stack(scores)[1::2]
     margins = batch["margins"].max(1).values[0::2].double()
@@ -182,20 +243,66 @@ def trl_reward_loss(model: Any, batch: Tensors) -> tuple[Tensor, dict[str, float
     return loss, metrics
 
 
+def expected_result(case: Case, name: str) -> Result:
+    """Return the result of one loss with Hugging Face's model, or PEFT's with adapters, in float64."""
+    is_reward_model = name in REWARD
+    load = load_critic if is_reward_model else load_lm
+    model: Any = load(Path(case.folder))
+    if case.adapted is not None:
+        inject_adapters(model, case.adapted)
+        if is_reward_model:
+            model.score.requires_grad_(True)
+    model.double()
+    if read_architecture(case.folder).experts is not None:
+        # The default has no float64.
+        (model.model if is_reward_model else model).set_experts_implementation("eager")
+    recorded = record_routers(model)
+    loss, metrics = (
+        trl_reward_loss(model, pair_batch()) if is_reward_model else trl_dpo_loss(model, pair_batch(), name)
+    )
+
+    experts: ExpertsConfig = case.spec.get("experts", ExpertsConfig())
+    if recorded:
+        losses = router_losses(recorded, read_architecture(case.folder))
+        metrics["expert_share/max"] = losses.largest_share
+        if experts.aux_loss_coefficient:
+            metrics |= {"aux_loss": losses.aux_loss.item(), "z_loss": losses.z_loss.item()}
+            added = (
+                experts.aux_loss_coefficient * losses.aux_loss + experts.z_loss_coefficient * losses.z_loss
+            )
+            loss = loss + len(recorded) * added
+    loss.backward()
+    if experts.freeze_router:
+        for key, parameter in model.named_parameters():
+            if key.endswith("mlp.gate.weight"):
+                parameter.grad.zero_()
+    return Result(metrics, gradients_of(model) if case.adapted is None else adapter_gradients(model))
+
+
+def expected_results(cases: Sequence[Case]) -> list[Result]:
+    return [expected_result(case, name) for case in cases for name in case.losses]
+
+
 @pytest.fixture(scope="module")
-def expected(folders: dict[str, str]) -> dict[str, Result]:
-    batch = pair_batch()
-    results = {}
-    for name in LOSSES:
-        if name == "reward model":
-            model = load_critic(Path(folders["value"])).double()
-            loss, metrics = trl_reward_loss(model, batch)
-        else:
-            model = load_lm(Path(folders["lm"]), torch.float64)
-            loss, metrics = trl_dpo_loss(model, batch, name)
-        loss.backward()
-        results[name] = Result(metrics, gradients_of(model))
-    return results
+def expected(cases: list[Case]) -> list[Result]:
+    return expected_results(cases)
+
+
+def compare(ranks: list[list[Result]], expected: list[Result], tolerance: float) -> None:
+    assert {len(results) for results in ranks} == {len(expected)}
+    for number, (metrics, gradients) in enumerate(expected):
+        assert ranks[0][number].metrics == pytest.approx(metrics, rel=TOLERANCE, abs=METRIC_FLOOR)
+        norm = float(torch.stack([value.norm() for value in gradients.values()]).norm())
+        got = merge([results[number].gradients for results in ranks])
+        # What adapters leave frozen has no gradient.
+        assert not any(value.any() for name, value in got.items() if name not in gradients)
+        trained = {name: got[name] for name in gradients}
+        assert_same(trained, gradients, tolerance, floor=GRADIENT_FLOOR * norm)
+
+
+@pytest.fixture(scope="module")
+def expected_of_experts(expert_cases: list[Case]) -> list[Result]:
+    return expected_results(expert_cases)
 
 
 CASES = [(layout, {}) for layout in ALL_LAYOUTS] + [("TP1", {"packing": False}), ("DP2", {"packing": False})]
@@ -206,20 +313,32 @@ def test_losses_and_gradients_are_trls(
     layout: str,
     options: dict[str, Any],
     rank_pool: RankPool,
-    folders: dict[str, str],
-    expected: dict[str, Result],
+    cases: list[Case],
+    expected: list[Result],
 ) -> None:
     parallel = ALL_LAYOUTS[layout]
     ranks = rank_pool.run(
         run_engine,
         world_size=parallel.world_size,
         parallel=parallel,
-        folders=folders,
+        cases=cases,
         batch=pair_batch(),
         **options,
     )
-    for name, (metrics, gradients) in expected.items():
-        assert ranks[0][name].metrics == pytest.approx(metrics, rel=TOLERANCE, abs=1e-6)
-        norm = float(torch.stack([value.norm() for value in gradients.values()]).norm())
-        got = merge([rank[name].gradients for rank in ranks])
-        assert_same(got, gradients, TOLERANCE, floor=GRADIENT_FLOOR * norm)
+    compare(ranks, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["DP2xEP2", "TP2+SPxEP2"])
+def test_losses_and_gradients_of_experts_are_trls(
+    layout: str, rank_pool: RankPool, expert_cases: list[Case], expected_of_experts: list[Result]
+) -> None:
+    """With the losses of the routers, and with frozen routers."""
+    parallel = EXPERT_LAYOUTS[layout]
+    ranks = rank_pool.run(
+        run_engine,
+        world_size=parallel.world_size,
+        parallel=parallel,
+        cases=expert_cases,
+        batch=pair_batch(),
+    )
+    compare(ranks, expected_of_experts, TOLERANCE)

@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.checkpoints.convert.adapters import merged_source, open_adapter_folder
+from megarl.checkpoints.convert.adapters import merged_source, open_adapter_folder, write_peft
 from megarl.checkpoints.convert.hugging_face import open_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.cli.main import main
 from megarl.config.schema import ParallelConfig
 from megarl.machine.errors import CheckpointError
-from megarl.weights.peft_folder import CONFIG_FILE, write_config
+from megarl.models.families import REWARD_CLASS
+from megarl.weights.peft_folder import CONFIG_FILE, adapter_tensors, write_adapter, write_config
 from tests.ranks import RankPool
 from tests.unit.engine.checkpoint_side import Settings, train_and_save
 from tests.unit.engine.lora_cases import Adapted, adapters_of, merged_weights, peft, save_adapted
@@ -58,6 +59,21 @@ def test_a_peft_folder_comes_back_from_a_checkpoint(
     assert (written / CONFIG_FILE).read_text() == (Path(case.adapter) / CONFIG_FILE).read_text()
 
     check_merged(case, merged_by_command(case, folder, tmp_path / "merged"))
+
+
+@pytest.mark.parametrize(("value_class", "task"), [(None, "TOKEN_CLS"), (REWARD_CLASS, "SEQ_CLS")])
+def test_the_adapter_of_a_value_head_names_its_task(
+    value_class: str | None, task: str, tmp_path: Path
+) -> None:
+    """PEFT loads the class of the task: that of a critic, or that of a reward model with one label."""
+    case = save_adapted("qwen2", tmp_path)
+    shapes = adapter_tensors(case.architecture(), "value")
+    tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
+    (folder := tmp_path / "value").mkdir()
+    write_adapter(folder, tensors, case.architecture(), case.base, "value", value_class)
+    assert json.loads((folder / CONFIG_FILE).read_text())["task_type"] == task
+    write_peft(open_adapter_folder(folder, Path(case.base)), tmp_path / "again")
+    assert (tmp_path / "again" / CONFIG_FILE).read_text() == (folder / CONFIG_FILE).read_text()
 
 
 def merged_by_command(case: Adapted, adapter: Path | str, folder: Path) -> Path:
