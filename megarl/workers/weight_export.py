@@ -106,8 +106,9 @@ class WeightExport(Worker):
         """
         # The transfer spans several calls, since a call returns when the peers are silent for a while.
         if is_first:
-            assert self._sender is not None, "no replica was joined"
-            self._send_pass = SendPass(self._sender, self._sent_shards(), replicas, first_round)
+            # Without a sender, every replica gets this rank's weights from a nearer copy.
+            sender = self._sender or GroupSender()
+            self._send_pass = SendPass(sender, self._sent_shards(), replicas, first_round)
 
         assert self._send_pass is not None, "no pass was begun"
         report = self._send_pass.run(dropped)
@@ -224,8 +225,9 @@ class WeightExport(Worker):
     @register(blocking=False)
     def forget_acknowledged_weights(self, replica: int) -> None:
         """Send everything to the replica in the next transfer, not only what changed."""
-        assert isinstance(self._sender, DeltaSender | PatchFolderSender)
-        self._sender.forget_weights(replica)
+        if self._sender is not None:
+            assert isinstance(self._sender, DeltaSender | PatchFolderSender)
+            self._sender.forget_weights(replica)
 
     # ---- transport `folder` with patches
 
