@@ -123,6 +123,7 @@ class PhaseTimeoutError(RunError, TimeoutError):
         self.reports = tuple(reports)
         self.rows = rows
         self.rank = rank
+        self.silent_s = silent_s
 
         # A process that does not answer is the likeliest cause: the others wait for it.
         self.node = next((report.node for report in reports if report.activity is None), "")

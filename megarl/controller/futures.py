@@ -18,7 +18,13 @@ from megarl.controller.call_limits import GroupLimits
 from megarl.controller.calls import Call, Processes
 from megarl.controller.cluster import ended_daemon
 from megarl.controller.dispatch import Collect, collect
-from megarl.controller.errors import PhaseTimeoutError, RankFailure, RayEndedError, first_failure
+from megarl.controller.errors import (
+    PhaseTimeoutError,
+    RankFailure,
+    RayEndedError,
+    WorkerError,
+    first_failure,
+)
 from megarl.controller.messages import CONSTRUCTION, RankActivity
 
 GRACE_S = 2.0  # wait after the first failure, for an earlier failure of another rank still on its way
@@ -32,17 +38,42 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class RemoteFuture[T_co](DataProtoFuture):
-    """A result that depends on the remote calls `calls`."""
+    """A result that depends on remote calls."""
 
-    calls: tuple[Call, ...]
+    @property
+    @abstractmethod
+    def calls(self) -> tuple[Call, ...]:
+        """The calls that it waits for."""
+
+    @property
+    def needed(self) -> tuple[Call, ...]:
+        """Calls of processes that `calls` need. They need not end, but their failure ends the wait."""
+        return ()
 
     @abstractmethod
     def get(self, timeout: float | None = None) -> T_co: ...
 
+    def resend(self, error: WorkerError | PhaseTimeoutError) -> bool:
+        """Send calls that failed with `error` again, if other processes can answer them.
+
+        Returns whether there are such calls. `calls` has the new ones then.
+        """
+        return False
+
     @classmethod
     def gather(cls, futures: Sequence[RemoteFuture[Any]], timeout: float | None = None) -> list[Any]:
-        # Wait for all calls at once: a failure must not be hidden by an earlier future that is still running.
-        wait_for_calls([call for future in futures for call in future.calls], timeout)
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        while True:
+            # Wait for all calls at once: a failure must not be hidden by an earlier future that still runs.
+            calls = [call for future in futures for call in future.calls]
+            needed = [call for future in futures for call in future.needed]
+            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+            try:
+                wait_for_calls(calls, left_s, needed)
+                break
+            except (WorkerError, PhaseTimeoutError) as error:
+                if not any([future.resend(error) for future in futures]):
+                    raise
         return [future.get() for future in futures]
 
 
@@ -50,9 +81,13 @@ class WorkerFuture(RemoteFuture[T_co]):
     """The future of a call. `get()` waits. Results stay in the object store until then."""
 
     def __init__(self, calls: Sequence[Call], kept: Sequence[Call], how: Collect) -> None:
-        self.calls = tuple(calls)  # all ranks
+        self._calls = tuple(calls)  # all ranks
         self._kept = tuple(kept)  # the ranks whose results count, in order
         self._how = how
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return self._calls
 
     def get(self, timeout: float | None = None) -> T_co:
         """Wait for the result.
@@ -70,9 +105,19 @@ class DerivedFuture(RemoteFuture[T_co]):
     """The future of `finish`, applied on the driver to the results of other futures."""
 
     def __init__(self, parts: Sequence[RemoteFuture[Any]], finish: Callable[[list[Any]], T_co]) -> None:
-        self.calls = tuple(call for part in parts for call in part.calls)
         self._parts = tuple(parts)
         self._finish = finish
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(call for part in self._parts for call in part.calls)
+
+    @property
+    def needed(self) -> tuple[Call, ...]:
+        return tuple(call for part in self._parts for call in part.needed)
+
+    def resend(self, error: WorkerError | PhaseTimeoutError) -> bool:
+        return any([part.resend(error) for part in self._parts])
 
     def get(self, timeout: float | None = None) -> T_co:
         """Wait for the result. Raises what `WorkerFuture.get` and `finish` raise."""
@@ -109,11 +154,16 @@ def wait_for_any(futures: Sequence[RemoteFuture[Any]], timeout: float) -> list[R
 # ---- waiting
 
 
-def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
+def wait_for_calls(calls: Sequence[Call], timeout: float | None = None, needed: Sequence[Call] = ()) -> None:
     """Wait until all calls have succeeded.
 
+    Args:
+        calls: The calls.
+        timeout: In seconds. None: no limit.
+        needed: Calls that need not end, and have no limit.
+
     Raises:
-        WorkerError: A call failed.
+        WorkerError: A call failed, or one of `needed`.
         PhaseTimeoutError: A call exceeded its limit; the group was ended.
         RayEndedError: An indispensable daemon of Ray has ended.
         TimeoutError: `timeout` seconds have passed.
@@ -128,20 +178,24 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None) -> None:
     # A failure or hang in the constructor causes those of later calls.
     everything = list(dict.fromkeys([*construction, *calls]))
     # Failures found by an earlier wait are raised at once.
-    if failures := [call.failure for call in everything if call.failure is not None]:
+    if failures := [call.failure for call in (*everything, *needed) if call.failure is not None]:
         raise first_failure(failures)
     pending = _pending(everything)
+    look_s = dict.fromkeys((call.processes for calls in pending.values() for call in calls), 0.0)
+    endless = _pending(needed)
+    pending |= endless
     if pending and (daemon := ended_daemon()):
         raise RayEndedError(daemon)  # Ray itself reports this after a minute, or never
-    look_s = dict.fromkeys((call.processes for calls in pending.values() for call in calls), 0.0)
     next_look_s = 0.0
 
     while pending:
         # The first observed failure is often a consequence of another one that is still on its way.
         if failures := _collect_ended(pending, next_look_s - time.monotonic(), _GATHER_S):
             raise first_failure(failures + _late_failures(pending))
+        if pending.keys() <= endless.keys():
+            return
         # The caller's timeout ends the wait only; the calls continue.
-        if pending and deadline_s is not None and time.monotonic() >= deadline_s:
+        if deadline_s is not None and time.monotonic() >= deadline_s:
             waiting = next(iter(pending.values()))[0]
             raise TimeoutError(
                 f"{waiting.role}.{waiting.method} has not finished after {timeout:g} s (rank "

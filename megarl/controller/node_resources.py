@@ -85,5 +85,17 @@ def free_nodes() -> list[NodeResources]:
     return [node._replace(resources=free.get(node.identity, {CPU: 0.0})) for node in living_nodes()]
 
 
+def unused(free: Sequence[NodeResources]) -> list[NodeResources]:
+    """Return those of `free_nodes` on which no CPU and no GPU is in use."""
+    whole = {node.identity: node.resources for node in living_nodes()}
+    return [
+        node
+        for node in free
+        if all(
+            node.resources.get(kind, 0) == whole.get(node.identity, {}).get(kind, 0) for kind in (CPU, GPU)
+        )
+    ]
+
+
 def amounts_in_words(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in (GPU, CPU))

@@ -29,6 +29,7 @@ from megarl.controller.node_resources import (
     free_nodes,
     living_nodes,
     match,
+    unused,
 )
 from megarl.machine.errors import HintedError
 from megarl.placement.placement_plan import PlacementPlan
@@ -216,12 +217,16 @@ class RayResourcePool:
             if node.identity not in self._node_ids and node.node not in self.excluded
         ]
         demands = [_demand(self, self.process_on_nodes[index]) for index in indices]
-        if (chosen := match(demands, spare, apart=True)) is None:
+        # Unused nodes come first.
+        for nodes in (unused(spare), spare):
+            if (chosen := match(demands, nodes, apart=True)) is not None:
+                break
+        else:
             return False
 
         for index, number in zip(indices, chosen, strict=True):
             remove_placement_group(self._groups[index])
-            node = spare[number]
+            node = nodes[number]
             self._groups[index] = _group_on_node(
                 self.resources_per_process(), self.process_on_nodes[index], node.identity
             )

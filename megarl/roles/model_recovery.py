@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,17 +14,15 @@ from megarl.controller.futures import gather
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind, qualified_name
 from megarl.machine.errors import NonFiniteUpdateError, ReplicaMismatchError
-from megarl.machine.wording import counted
 from megarl.roles.model_snapshots import ModelSnapshots, SnapshotLostError
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.rollout.replicas import NodeLostError
+from megarl.roles.restarts import leave_lost_nodes, node_wait_s
 from megarl.roles.saved_models import SavedModels
 from megarl.roles.start import PPORoles
 from megarl.roles.weights.rollout_weights import RolloutWeights
 
 _log = logging.getLogger(__name__)
 _FAILURES = 2  # losses in which a node is involved before it is excluded
-LOOK_S = 1.0  # interval at which a free node is looked for
 _LOST_STATES = [qualified_name(kind) for kind in (NonFiniteUpdateError, ReplicaMismatchError)]
 
 
@@ -143,7 +140,7 @@ class ModelRecovery:
             raise SnapshotLostError("no complete snapshot of the trained models is left in memory")
         for processes in lost:
             processes.shutdown()
-            self._await_place(processes, error)
+            leave_lost_nodes(processes.pool, ", ".join(processes.roles), self._wait_for_node_s, cause=error)
         lost += [processes for processes in self._exclude(nodes) if processes not in lost]
 
         # Processes on the same devices must be offloaded before the new ones allocate memory.
@@ -163,33 +160,6 @@ class ModelRecovery:
         if self._weights is not None:
             self._weights.rewind(self._version_of[step], is_new="actor" in roles)
         return Restarted(step, tuple(roles), nodes, is_from_disk=step != newest)
-
-    def _await_place(self, processes: RayWorkerGroup, error: Exception) -> None:
-        """Move processes from lost nodes to free ones, and wait for a node if there is none.
-
-        Raises:
-            NodeLostError: There is none within `wait_for_node_s`.
-        """
-        end_s = time.monotonic() + self._wait_for_node_s
-        is_told = False
-
-        while gone := processes.pool.move_from_lost_nodes():
-            what = (
-                f"node {', '.join(dict.fromkeys(gone.values()))} is lost, and no other node of the cluster "
-                f"has free resources for {', '.join(processes.roles)} "
-                f"({counted(len(gone), 'process')} on {counted(len(set(gone.values())), 'node')})"
-            )
-
-            if time.monotonic() >= end_s:
-                raise NodeLostError(
-                    f"{what} after {self._wait_for_node_s:g} s (recovery.wait_for_node_s); the same command "
-                    f"resumes from the last checkpoint when the cluster has enough nodes"
-                ) from error
-            if not is_told:
-                _log.warning("%s; waiting up to %g s for one", what, self._wait_for_node_s)
-                is_told = True
-
-            time.sleep(LOOK_S)
 
     def _exclude(self, nodes: Sequence[str]) -> list[RayWorkerGroup]:
         """Count a loss for these nodes, and leave those that were involved in too many.
@@ -262,7 +232,7 @@ class ModelRecovery:
 def ppo_recovery(
     roles: PPORoles, models: SavedModels, snapshots: ModelSnapshots, config: RecoveryConfig
 ) -> ModelRecovery:
-    """Build the recovery of a run's models; its rollout and reward functions recover by themselves.
+    """Build the recovery of a run's models; the processes of its other roles recover by themselves.
 
     Args:
         roles: All roles.
@@ -272,15 +242,10 @@ def ppo_recovery(
     """
     handles = (roles.actor, *roles.scorers.values(), roles.critic, roles.reward.model)
     groups = [handle.group for handle in handles if handle]
-    return ModelRecovery(groups, snapshots, models.load, roles.schedule, _wait_s(config), roles.weights)
+    return ModelRecovery(groups, snapshots, models.load, roles.schedule, node_wait_s(config), roles.weights)
 
 
 def single_recovery(models: SavedModels, snapshots: ModelSnapshots, config: RecoveryConfig) -> ModelRecovery:
     """Build the recovery of a run that only has the models it trains."""
     groups = [model.group for model in models.models]
-    return ModelRecovery(groups, snapshots, models.load, OffloadSchedule(), _wait_s(config))
-
-
-def _wait_s(config: RecoveryConfig) -> float:
-    """Return how long to wait for a node; not at all if the run continues without it."""
-    return 0.0 if config.allow_fewer_replicas else config.wait_for_node_s
+    return ModelRecovery(groups, snapshots, models.load, OffloadSchedule(), node_wait_s(config))

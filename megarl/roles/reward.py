@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +15,11 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.roles import REWARD_MODEL
 from megarl.config.schema import ParallelConfig, RewardConfig
-from megarl.controller.futures import DerivedFuture, WorkerFuture, has_ended
+from megarl.controller.futures import DerivedFuture, RemoteFuture, has_ended
 from megarl.controller.group import RoleGroup
 from megarl.data.packing import plan_micro_batches
 from megarl.roles.offload_schedule import OffloadSchedule
+from megarl.roles.restarted_group import RestartedGroup, nothing
 from megarl.workers.reward import WROTE, RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
 
@@ -41,27 +41,27 @@ class Reward:
     """Handle to the reward worker and a reward model.
 
     Args:
+        processes: The process of the worker, and the servers of judges that the run serves.
         with_messages: Whether judges read the prompt's messages.
-        judges: The servers of judges that the run serves.
     """
 
     def __init__(
         self,
-        group: RoleGroup,
+        processes: RestartedGroup,
         model: RewardModel | None = None,
         model_weight: float = 1.0,
         with_messages: bool = False,
-        judges: Sequence[RoleGroup] = (),
     ) -> None:
-        self.group = group
-        self.judges = judges
+        self.processes = processes
         self.model = model
         self._model_weight = model_weight
         self._with_messages = with_messages
-        self._lock = threading.Lock()  # the generation thread may begin groups
-        self._begun: set[str] = set()  # uids
-        self._beginning: WorkerFuture[None] | None = None
-        self._asking: WorkerFuture[dict[str, list[float]]] | None = None
+        self._lock = processes.lock  # the generation thread may begin groups, and the process restart
+        processes.on_restart = self._begin_again
+        self._begun: dict[str, DataProto] = {}  # uid -> the groups with which it was begun
+        self._reported: set[str] = set()  # uids of `_begun` that `scored` has returned
+        self._beginning: RemoteFuture[None] | None = None
+        self._asking: RemoteFuture[dict[str, list[float]]] | None = None
         self._of_rounds: dict[str, DataProto] = {}  # uid -> result of `score_round`
 
     def score(self, batch: DataProto, with_texts: bool = False) -> DerivedFuture:
@@ -76,7 +76,13 @@ class Reward:
             `score_parts`; the result also has `reward_function_scores` (B,) and the result of
             RewardModelWorker.score_conversations.
         """
-        return self._with_model(batch, [self.group.call(RewardWorker.score, self._needed(batch), with_texts)])
+        needed = self._needed(batch)
+        scoring = self.processes.send(lambda: self.group.call(RewardWorker.score, needed, with_texts))
+        return self._with_model(batch, [scoring])
+
+    @property
+    def group(self) -> RoleGroup:
+        return self.processes.group
 
     # ---- scoring during generation
 
@@ -94,8 +100,27 @@ class Reward:
             # Raise the error of the last call here; otherwise it would be lost with the future.
             if self._beginning is not None:
                 self._beginning.get()
-            self._begun |= set(map(str, groups.non_tensor_batch["uid"]))
-            self._beginning = self.group.call(RewardWorker.begin, self._needed(groups))
+            self._begin(self._needed(groups))
+
+    def _begin(self, groups: DataProto) -> None:
+        self._begun |= dict.fromkeys(map(str, groups.non_tensor_batch["uid"]), groups)
+        # A restart begins all groups again.
+        self._beginning = self.processes.send(lambda: self.group.call(RewardWorker.begin, groups), nothing)
+
+    def _begin_again(self) -> None:
+        """Begin in a new process what was begun in the lost one and is not finished."""
+        rows = [
+            groups.select_idxs(
+                [
+                    row
+                    for row, uid in enumerate(groups.non_tensor_batch["uid"])
+                    if self._begun.get(str(uid)) is groups
+                ]
+            )
+            for groups in {id(groups): groups for groups in self._begun.values()}.values()
+        ]
+        if rows:
+            self._begin(DataProto.concat(rows))
 
     def scored(self) -> dict[str, list[float]]:
         """Return, by uid, the functions' scores of groups that completed since the last call.
@@ -103,7 +128,7 @@ class Reward:
         Does not wait.
         """
         if self._asking is None:
-            self._asking = self.group.call(RewardWorker.scored, _SCORED_WAIT_S)
+            self._asking = self.processes.send(lambda: self.group.call(RewardWorker.scored, _SCORED_WAIT_S))
             return {}
 
         # Do not wait: the caller polls, and the replicas would idle in the meantime.
@@ -112,7 +137,12 @@ class Reward:
         asked = self._asking
         self._asking = None
 
-        return asked.get()
+        # A new process reports all groups, also those that the lost one has reported.
+        found = asked.get()
+        with self._lock:
+            new = {uid: scores for uid, scores in found.items() if uid not in self._reported}
+            self._reported |= new.keys() & self._begun.keys()
+        return new
 
     @property
     def scores_rounds(self) -> bool:
@@ -155,32 +185,41 @@ class Reward:
             return DerivedFuture([], lambda results: _of_all(parts))
 
         # Separate the prompts that are being scored from those that have not been begun.
+        needed = self._needed(episodes)
         with self._lock:
             beginning = [] if self._beginning is None else [self._beginning]
-            begun = [uid in self._begun for uid in uids]
-            self._begun -= set(uids)
+            others = needed.select_idxs([row for row, uid in enumerate(uids) if uid not in self._begun])
+            self._drop(uids)
+            # A new process has begun none of them.
+            finishing = self.processes.send(
+                lambda: self.group.call(RewardWorker.finish, others, uids),
+                lambda: self.group.call(RewardWorker.finish, needed, uids),
+            )
 
         # Wait for the last `begin` as well, so that its error is raised.
-        others = self._needed(
-            episodes.select_idxs([row for row, is_begun in enumerate(begun) if not is_begun])
-        )
-        return self._with_model(batch, [self.group.call(RewardWorker.finish, others, uids), *beginning])
+        return self._with_model(batch, [finishing, *beginning])
 
     def forget(self, prompts: DataProto) -> None:
         """Drop everything begun or kept for these prompts. `finish` scores them again."""
         uids = [str(uid) for uid in prompts.non_tensor_batch["uid"]]
-        with self._lock:
-            self._begun -= set(uids)
         for uid in uids:
             self._of_rounds.pop(uid, None)
-        self.group.call(RewardWorker.forget, uids).get()
+        with self._lock:
+            self._drop(uids)
+            forgetting = self.processes.send(lambda: self.group.call(RewardWorker.forget, uids), nothing)
+        forgetting.get()
 
     # ---- internals
+
+    def _drop(self, uids: Sequence[str]) -> None:
+        for uid in uids:
+            self._begun.pop(uid, None)
+        self._reported -= set(uids)
 
     def _needed(self, batch: DataProto) -> DataProto:
         return _needed(batch, ["messages"] if self._with_messages else [])
 
-    def _with_model(self, batch: DataProto, functions: list[WorkerFuture]) -> DerivedFuture:
+    def _with_model(self, batch: DataProto, functions: list[RemoteFuture[Any]]) -> DerivedFuture:
         """Add the reward model's scores. `functions[0]` returns the functions' scores."""
         # The reward model works concurrently with the functions.
         rows = batch.ragged

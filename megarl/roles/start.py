@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megarl.config.load import with_absolute_paths, with_dtype
@@ -19,6 +19,7 @@ from megarl.controller.call_limits import LearnedLimits
 from megarl.controller.environment import weight_group_settings
 from megarl.controller.group import NO_ENVIRONMENT, RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool, ResourcePoolManager
+from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
 from megarl.engine.offload import StatePart
 from megarl.engine.spec import ModelSpec, spec_of
@@ -36,10 +37,12 @@ from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Absent, Actor, Critic, Scorer
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.preferences import PairModel, PairPolicy, PairReference, PairRewardModel
+from megarl.roles.restarted_group import RestartedGroup
+from megarl.roles.restarts import node_wait_s
 from megarl.roles.reward import Reward, RewardModel
 from megarl.roles.rollout.rollout import Rollout, TokenRules
 from megarl.roles.rollout.scaling import ReplicaScaling
-from megarl.roles.start_judges import connect_judges, start_judges
+from megarl.roles.start_judges import JudgeServers, start_judges
 from megarl.roles.start_rollout import replica_scaling, start_replicas, start_rollout
 from megarl.roles.teachers import Teachers
 from megarl.roles.weights.forecast import rank_places
@@ -93,7 +96,8 @@ class PPORoles:
     def groups(self) -> list[RoleGroup | Rollout]:
         """Processes of all roles, which the driver monitors and ends."""
         roles = (self.actor, *self.scorers.values(), self.critic, self.reward, self.reward.model)
-        return [*(role.group for role in roles if role), *self.reward.judges, self.rollout]
+        judges = self.reward.processes.servers.groups
+        return [*(role.group for role in roles if role), *judges, self.rollout]
 
     def drain_metrics(self) -> dict[str, float]:
         """Return the metrics of the roles since the last call: memory, weight syncs, replicas."""
@@ -239,7 +243,7 @@ def start_ppo(
     sync = _weight_sync(config, source, plan)
     weights = RolloutWeights(sync, replicas, schedule)
     rollout = start_rollout(config, plan, pools, replicas, weights, rules)
-    connect_judges(judges, groups["reward"])
+    judges.connect(groups["reward"])
     scorers = _scorers(config, groups, schedule, models["actor"].vocab_size)
     by_source = {
         source: scorers[role] for source, role in teachers_by_source(config).items() if role in scorers
@@ -355,17 +359,17 @@ def _reward(
     config: PPOConfig,
     groups: Mapping[str, RoleGroup],
     schedule: OffloadSchedule,
-    judges: Mapping[str, Sequence[RoleGroup]],
+    judges: JudgeServers,
 ) -> Reward:
     settings = config.reward.model
     model = RewardModel(groups[REWARD_MODEL], settings.parallel, schedule) if REWARD_MODEL in groups else None
-    return Reward(
+    processes = RestartedGroup(
         groups["reward"],
-        model,
-        settings.weight,
-        with_messages=bool(config.reward.judges),
-        judges=[server for servers in judges.values() for server in servers],
+        RestartBudget(config.rollout.restart_limit, config.rollout.restart_window_s),
+        judges,
+        node_wait_s(config.recovery),
     )
+    return Reward(processes, model, settings.weight, with_messages=bool(config.reward.judges))
 
 
 def _weight_sync(config: PPOConfig, source: WeightSource, plan: PlacementPlan) -> WeightSync:
@@ -416,7 +420,7 @@ def start_evaluation(
     replicas = start_replicas(config, device, plan, pools, takes_turns=False)
     rollout_weights = RolloutWeights(weights, replicas, schedule)
     rollout_weights.push()
-    connect_judges(judges, groups["reward"])
+    judges.connect(groups["reward"])
 
     return EvaluationRoles(
         rollout=start_rollout(config, plan, pools, replicas, rollout_weights, rules),

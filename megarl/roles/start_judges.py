@@ -6,42 +6,84 @@ from collections.abc import Mapping, Sequence
 
 from megarl.config.roles import ServedJudge, judge_roles
 from megarl.config.schema import Device, ModelConfig, PPOConfig, RolloutConfig
+from megarl.controller.calls import Call
+from megarl.controller.futures import WorkerFuture, has_ended
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import ResourcePoolManager
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.placement.placement_plan import PlacementPlan
+from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.roles.start_rollout import replica_places
 from megarl.workers.judge import JudgeSpec, JudgeWorker
 from megarl.workers.reward import RewardWorker
 
 
+class JudgeServers:
+    """The servers of judges that the run serves.
+
+    Args:
+        of_judges: The group of each server by the name of its judge. A group has one process.
+    """
+
+    def __init__(self, of_judges: Mapping[str, Sequence[RayWorkerGroup]]) -> None:
+        self._of_judges = of_judges
+        self._endpoints: dict[RayWorkerGroup, JudgeEndpoint] = {}
+        self._serving: dict[RayWorkerGroup, WorkerFuture[None]] = {}
+
+    @property
+    def groups(self) -> list[RayWorkerGroup]:
+        return [group for groups in self._of_judges.values() for group in groups]
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """A call for each server, which fails when its process or node is lost."""
+        return tuple(call for future in self._serving.values() for call in future.calls)
+
+    def lost(self) -> list[RayWorkerGroup]:
+        """Return the groups that do not serve, because their process or node is lost."""
+        for group, future in list(self._serving.items()):
+            if has_ended(future.calls) or group.pool.lost_nodes():
+                del self._serving[group]
+        return [group for group in self.groups if group not in self._serving]
+
+    def connect(self, group: RoleGroup) -> None:
+        """Wait until all servers have started, and give their addresses to the reward worker.
+
+        Raises:
+            WorkerError: A server did not start, or a process is lost.
+        """
+        if not self.groups:
+            return
+        new = {
+            server: server.call(JudgeWorker.endpoint) for server in self.groups if server not in self._serving
+        }
+        self._endpoints |= {server: future.get() for server, future in new.items()}
+        self._serving |= {server: server.call(JudgeWorker.serve) for server in new}
+        endpoints = {
+            name: [self._endpoints[server] for server in servers] for name, servers in self._of_judges.items()
+        }
+        group.call(RewardWorker.use_judges, endpoints)
+        group.drain_spans()  # the start is no part of a step
+
+
 def start_judges(
     config: PPOConfig, device: Device, plan: PlacementPlan, pools: ResourcePoolManager
-) -> dict[str, list[RayWorkerGroup]]:
-    """Start one group for each server, and return those of each judge by its name. Does not wait for them."""
-    return {
-        judge.settings.name: [
-            RayWorkerGroup(
-                place.pool,
-                RayClassWithInitArgs(JudgeWorker, _spec(config, judge, device)),
-                role=role,
-                phase_time_limit_s=config.trainer.phase_time_limit_s,
-                rank_environments=place.environments,
-            )
-            for place in replica_places(plan, device, pools, role)
-        ]
-        for role, judge in judge_roles(config).items()
-    }
-
-
-def connect_judges(judges: Mapping[str, Sequence[RoleGroup]], reward: RoleGroup) -> None:
-    """Wait until all servers have started, and give their addresses to the reward worker."""
-    if not judges:
-        return
-    asked = {name: [group.call(JudgeWorker.endpoint) for group in groups] for name, groups in judges.items()}
-    endpoints = {name: [future.get() for future in futures] for name, futures in asked.items()}
-    reward.call(RewardWorker.use_judges, endpoints)
-    reward.drain_spans()  # the start is no part of the first step
+) -> JudgeServers:
+    """Start one group for each server. Does not wait for them."""
+    return JudgeServers(
+        {
+            judge.settings.name: [
+                RayWorkerGroup(
+                    place.pool,
+                    RayClassWithInitArgs(JudgeWorker, _spec(config, judge, device)),
+                    role=role,
+                    phase_time_limit_s=config.trainer.phase_time_limit_s,
+                )
+                for place in replica_places(plan, device, pools, role)
+            ]
+            for role, judge in judge_roles(config).items()
+        }
+    )
 
 
 def _spec(config: PPOConfig, judge: ServedJudge, device: Device) -> JudgeSpec:

@@ -17,6 +17,7 @@ from megarl.placement.cores import at_work
 from megarl.placement.placement_plan import PlacementPlan
 from megarl.roles.agents.environments import Environments
 from megarl.roles.agents.episodes import EpisodeRollout
+from megarl.roles.restarts import node_wait_s
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from megarl.roles.rollout.rollout import Rollout, RolloutSetup, TokenRules
 from megarl.roles.rollout.scaling import PlannedReplica, ReplicaScaling
@@ -118,6 +119,7 @@ def start_replicas(
         restart_window_s=config.rollout.restart_window_s,
         phase_time_limit_s=limit_s,
         at_work=at_work(plan),
+        wait_for_node_s=node_wait_s(config.recovery),
     )
 
 
@@ -188,6 +190,7 @@ def start_rollout(
         hang_limit_s=(agent.harness.time_limit_s if agent.harness.is_used else agent.time_limit_s)
         + _ANSWER_GRACE_S,
         phase_time_limit_s=config.trainer.phase_time_limit_s,
+        wait_for_node_s=node_wait_s(config.recovery),
     )
 
     # The token limit covers all turns together, including the environment's answers.

@@ -78,10 +78,10 @@ class JudgeWorker(Worker):
         """Return the server's address, after it has started."""
         return JudgeEndpoint(f"{self._backend.url}/v1", self._backend.api_key)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def process_ids(self) -> list[int]:
-        """Return the ids of the server's processes."""
-        return self._backend.process_ids()
+    @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
+    def serve(self) -> None:
+        """Return when the server is closed. The call fails when this process or its node is lost."""
+        self._closed.wait()
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_S):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,12 +24,12 @@ from megarl.config.schema import (
 )
 from megarl.roles.start import PPORoles
 from megarl.tracking.samples import read_samples, sample_files
-from megarl.workers.judge import JudgeWorker
 from tests.integration.tiny_run import SYMBOLS, run_ppo, save_inputs, save_policy, tiny_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 STEPS = 2
+SERVER = "megarl.rollout.sglang.server_process"
 DIGITS = "0123456789"
 FIRST_DIGIT = SYMBOLS.index("0")
 # without spaces, which the tokenizer of transformers drops
@@ -65,8 +66,9 @@ def test_scores_are_those_of_the_model_although_its_server_is_killed(inputs: Pat
     servers: list[int] = []
 
     def kill(step: int, roles: PPORoles) -> None:
-        (server,) = roles.reward.judges
-        servers.append(server.call(JudgeWorker.process_ids)[0])
+        (group,) = roles.reward.processes.servers.groups
+        children = psutil.Process(group.pids[0]).children()
+        servers.append(next(child.pid for child in children if SERVER in child.cmdline()))
         if step == STEPS:
             os.kill(servers[-1], signal.SIGKILL)
 

@@ -69,7 +69,7 @@ def test_neither_does_a_rollout_replica(told: dict[str, dict[str, Any]]) -> None
     replica = told["replica"]
     assert replica["error"] == "NodeLostError"
     assert (
-        "is lost: rollout replica 0 of 1 ran there, and no other node of the cluster has free resources for it"
+        "is lost, and no other node of the cluster has free resources for rollout replica 0 of 1"
         in replica["summary"]
     )
     assert "try     is the node up" in replica["page"]

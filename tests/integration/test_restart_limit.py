@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megarl.controller.resource_pool import RayResourcePool
-from megarl.roles.rollout.replicas import NodeLostError, ReplicaPlace, Replicas
+from megarl.roles.restarts import NodeLostError
+from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec
 
 
@@ -29,7 +30,7 @@ def test_a_lost_node_is_named_although_no_restart_is_left(tmp_path: Path) -> Non
     )
     try:
         with pytest.raises(
-            NodeLostError, match=r"node 10\.0\.0\.9 is lost: rollout replica 0 of 1 ran there"
+            NodeLostError, match=r"node 10\.0\.0\.9 is lost, and no other .* for rollout replica 0 of 1"
         ):
             replicas.restart(0, "its last words")
     finally:

@@ -1,16 +1,18 @@
-"""Test what a driver is told when nodes of its cluster vanish, and that replicas move to a spare node."""
+"""Test what a driver is told when nodes of its cluster vanish, and that processes move to a spare node."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests import fork_server
+from tests.multinode.first_node import IN_SCORING, IN_TRAINING
 from tests.multinode.nodes import Link, Network, missing, network
 from tests.multinode.ray_nodes import RayNodes, ray_nodes
 
@@ -25,19 +27,31 @@ NOTICED_SOON = {
 SUM = sum(range(1_000_000))
 
 
-class Cluster:
-    """A driver on node 0, an actor with a replica and another replica on two other nodes. The last one is spare."""
+class Cluster(NamedTuple):
+    """Node 0 is the head, without a process of a run. `shared` is a folder that all nodes see."""
 
-    def __init__(self, net: Network, ray: RayNodes, shared: Path) -> None:
-        self.net = net
-        self.ray = ray
-        with (shared / "driver.log").open("w") as log:
-            program = [*fork_server.PYTHON, "-m", "tests.multinode.driver", str(shared)]
-            self._driver = net.nodes[0].start(
-                program, ray.environment, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    net: Network
+    ray: RayNodes
+    shared: Path
+
+
+@pytest.fixture(scope="module")
+def cluster(forked_processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    shared = tmp_path_factory.mktemp("cluster")
+    with network(4, [shared]) as net, ray_nodes(net, [0, 4, 4, 4], shared, NOTICED_SOON) as ray:
+        yield Cluster(net, ray, shared)
+
+
+class Driver:
+    """A program on node 0 that writes JSON."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.log = cluster.shared / f"{name}.log"
+        with self.log.open("w") as log:
+            program = [*fork_server.PYTHON, "-m", f"tests.multinode.{name}", str(cluster.shared)]
+            self._driver = cluster.net.nodes[0].start(
+                program, cluster.ray.environment, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
-        assert self._driver.stdout is not None
-        assert self._driver.stdout.readline() == "ready\n", (shared / "driver.log").read_text()
 
     def send(self, command: str) -> None:
         assert self._driver.stdin is not None
@@ -49,15 +63,11 @@ class Cluster:
         for line in self._driver.stdout:
             if line.startswith("{"):  # Ray prints messages, too
                 return json.loads(line)
-        raise AssertionError("the driver has ended")
+        raise AssertionError(self.log.read_text()[-3000:])
 
     def ask(self, command: str) -> dict[str, Any]:
         self.send(command)
         return self.hear()
-
-    def number_of(self, address: str) -> int:
-        [number] = [node.number for node in self.net.nodes if node.address == address]
-        return number
 
     def end(self) -> None:
         assert self._driver.stdin is not None
@@ -66,50 +76,92 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def told(forked_processes: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the driver says while the network is disturbed and nodes vanish, one after another."""
-    shared = tmp_path_factory.mktemp("cluster")
+def told(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    """What a driver says while the network is disturbed and nodes vanish, one after another.
+
+    An actor with a replica is on one node, and another replica on a second one. The third is spare.
+    """
+    net, ray, _ = cluster
+    driver = Driver(cluster, "driver")
     said: dict[str, dict[str, Any]] = {}
-    # Each process takes two CPUs, so the driver's node holds none.
-    with network(4, [shared]) as net, ray_nodes(net, [1, 4, 4, 4], shared, NOTICED_SOON) as ray:
-        cluster = Cluster(net, ray, shared)
-        said["places"] = cluster.ask("places")
-        actor = cluster.number_of(said["places"]["actor"])
-        replica = cluster.number_of(said["places"]["replicas"][1])
-        [spare] = {1, 2, 3} - {actor, replica}
+    said["places"] = driver.ask("places")
+    actor = number_of(said["places"]["actor"])
+    replica = number_of(said["places"]["replicas"][1])
+    [spare] = {1, 2, 3} - {actor, replica}
 
-        net.set_links([Link(0, actor, delay_s=0.1), Link(actor, 0, delay_s=0.1)])
-        said["delay"] = cluster.ask("call")
-        net.set_links([Link(0, actor, loss=0.05), Link(actor, 0, loss=0.05)])
-        said["loss"] = cluster.ask("call")
-        net.cut(actor)
-        cluster.send("call")
-        time.sleep(1.0)
-        net.heal()
-        said["partition"] = cluster.hear()
+    net.set_links([Link(0, actor, delay_s=0.1), Link(actor, 0, delay_s=0.1)])
+    said["delay"] = driver.ask("call")
+    net.set_links([Link(0, actor, loss=0.05), Link(actor, 0, loss=0.05)])
+    said["loss"] = driver.ask("call")
+    net.cut(actor)
+    driver.send("call")
+    time.sleep(1.0)
+    net.heal()
+    said["partition"] = driver.hear()
 
-        net.cut(replica)
-        said["replica"] = cluster.ask("collect")
-        said["moved"] = cluster.ask("restart")
-        said["new replica"] = cluster.ask("collect")
-        net.cut(replica, spare)
-        said["replica again"] = cluster.ask("collect")
-        said["no node"] = cluster.ask("restart")
-        net.heal()
-        ray.start(replica)
-        said["returned"] = cluster.ask("restart")
-        ray.start(spare)
-        said["excluded"] = cluster.ask("exclude")
+    net.cut(replica)
+    said["replica"] = driver.ask("collect")
+    said["moved"] = driver.ask("restart")
+    said["new replica"] = driver.ask("collect")
+    net.cut(replica, spare)
+    said["replica again"] = driver.ask("collect")
+    said["no node"] = driver.ask("restart")
+    net.heal()
+    ray.start(replica)
+    said["returned"] = driver.ask("restart")
+    ray.start(spare)
+    said["excluded"] = driver.ask("exclude")
 
-        cluster.send("wait")
-        net.set_links([Link(actor, number, loss=1.0) for number in range(4)])
-        said["actor"] = cluster.hear()
-        cluster.end()
+    driver.send("wait")
+    net.set_links([Link(actor, number, loss=1.0) for number in range(4)])
+    said["actor"] = driver.hear()
+    driver.end()
     return said
 
 
 def address_of(number: int) -> str:
     return f"10.77.0.1{number}"
+
+
+def number_of(address: str) -> int:
+    return int(address.removeprefix("10.77.0.1"))
+
+
+def test_a_run_that_loses_its_first_node_ends_like_one_that_does_not(cluster: Cluster) -> None:
+    """The node has a rank of the actor and the reward functions. It is lost twice, and replaced by another one."""
+    net, ray, shared = cluster
+    driver = Driver(cluster, "first_node")
+    scoring = driver.hear()
+    [first] = {number_of(address) for address in scoring["nodes"]}
+    while not (shared / "scoring").exists():
+        time.sleep(0.01)
+    net.nodes[first].kill_all("raylet")
+
+    training = driver.hear()
+    [second] = {number_of(address) for address in training["nodes"]}
+    assert second != first
+    ray.start(first)
+    # The update cannot end without this rank.
+    rank = net.nodes[second].process(training["pid"])
+    rank.suspend()
+    assert driver.ask("continue") == {"step": IN_TRAINING}
+    net.nodes[second].kill_all("raylet")
+
+    found = driver.hear()
+    driver.end()
+    rank.kill()
+    ray.start(second)
+    assert found["difference"] == []
+    assert found["num_recoveries"] == [None, 0, 1, 1, 0]  # the first line is a validation
+    messages = driver.log.read_text()
+    losses = [
+        f"reward rank 0 (node {address_of(first)}, ",
+        f"lost: step {IN_SCORING}, node {address_of(first)}: actor rank 0",
+        f"lost: step {IN_TRAINING}, node {address_of(second)}: actor rank 0",
+        f"reward rank 0 (node {address_of(second)}, ",
+    ]
+    assert sorted(losses, key=messages.index) == losses
+    assert messages.count("the process of the role reward is restarted") == 2
 
 
 def test_processes_are_on_the_nodes_of_the_plan(told: dict[str, dict[str, Any]]) -> None:
@@ -150,8 +202,8 @@ def test_a_replica_without_another_node_ends_the_run(told: dict[str, dict[str, A
     lost = told["no node"]
     assert lost["error"] == "NodeLostError"
     assert (
-        f"node {told['moved']['replicas'][1]} is lost: rollout replica 1 of 2 ran there, and no other node of the "
-        "cluster has free resources for it"
+        f"node {told['moved']['replicas'][1]} is lost, and no other node of the cluster has free resources for "
+        "rollout replica 1 of 2 (1 process on 1 node)"
     ) in lost["summary"]
     assert "try     is the node up" in lost["page"]
 

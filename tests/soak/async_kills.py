@@ -36,14 +36,17 @@ from megarl.config.schema import OnUpdate, RewardConfig, RewardFunctionConfig, S
 from megarl.controller.cluster import shutdown, start_ray
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.worker import RayClassWithInitArgs
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.machine.files import write_whole
+from megarl.roles.restarted_group import RestartedGroup
 from megarl.roles.reward import Reward
 from megarl.roles.rollout.buffered_rollout import BufferedRollout
 from megarl.roles.rollout.finished_groups import from_bytes, to_bytes
 from megarl.roles.rollout.sample_groups import GroupRules
+from megarl.roles.start_judges import JudgeServers
 from megarl.rollout.staleness import StalenessController
 from megarl.workers.reward import RewardWorker
 from tests.command import Command
@@ -137,7 +140,7 @@ def started_reward(folder: Path) -> Iterator[Reward]:
     )
 
     try:
-        yield Reward(group)
+        yield Reward(RestartedGroup(group, RestartBudget(0), JudgeServers({})))
     finally:
         group.shutdown()
         pool.release()

@@ -3,7 +3,8 @@
     python -m tests.soak.recovery FOLDER                   # all runs: 60 faults, about an hour
     python -m tests.soak.recovery FOLDER ppo-pp2-ahead ... --seed 1
 
-The driver and the engines are on node 0, the trained models on two other nodes, and one node is spare. Each layout runs
+The driver and the engines are on node 0, the trained models on two other nodes, with the reward functions on the first of
+them, and one node is spare. Each layout runs
 once without faults, and twice with them: five faults, one of each kind, in random phases, on random ranks. Each
 run is a row of FOLDER/rows.jsonl; a row that exists is not run again.
 """
@@ -93,7 +94,10 @@ _PHASES_OF_CRITIC = ("values", "update_critic")
 
 
 def config_of(cell: str, inputs: Path, output_dir: Path) -> PPOConfig:
-    """Configure the run of a cell. Its nodes are two with trained models, and one with the rest."""
+    """Configure the run of a cell.
+
+    Its nodes are two with trained models, of which the first also has the reward functions, and one with engines.
+    """
     algorithm, layout, kind = cell.split("-")
     parallel, devices = _LAYOUTS[layout]
     is_ppo = algorithm == "ppo"
@@ -114,7 +118,7 @@ def config_of(cell: str, inputs: Path, output_dir: Path) -> PPOConfig:
         roles = dict.fromkeys([*roles, "rollout"], "actor")
         pools = {"actor": devices}
     else:
-        roles |= dict.fromkeys(("rollout", "reward"), "engines")
+        roles |= {"rollout": "engines", "reward": "actor"}
         pools["engines"] = [0] * _TRAINERS + [_NUM_REPLICAS]
     return tiny_config(
         inputs,
@@ -254,9 +258,7 @@ def plan_faults(cell: str, number: int, seed: int) -> list[Planned]:
     """
     chance = random.Random(f"{seed} {cell}")
     of_processes = [name for name, kind in KINDS.items() if not kind.takes_node]
-    # The process of the reward functions is on a node of these trainers, and its loss ends the run.
-    is_shared = cell.endswith("shared")
-    of_nodes = [name for name, kind in KINDS.items() if kind.takes_node and not is_shared]
+    of_nodes = [name for name, kind in KINDS.items() if kind.takes_node]
     chance.shuffle(of_processes)
     chance.shuffle(of_nodes)
     runs = [

@@ -16,7 +16,7 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.doctor.examined_config import load_for_run
 from megarl.machine.errors import ConfigError
-from megarl.roles.rollout.replicas import NodeLostError
+from megarl.roles.restarts import NodeLostError
 
 _log = logging.getLogger(__name__)
 

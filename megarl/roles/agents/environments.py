@@ -16,17 +16,13 @@ from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.worker import RayClassWithInitArgs
-from megarl.machine.errors import RunError
-from megarl.roles.rollout.replicas import NodeLostError, is_dead
+from megarl.roles.restarts import ProcessLimitError, leave_lost_nodes
+from megarl.roles.rollout.replicas import is_dead
 from megarl.tracking.timeline import Span
 from megarl.workers.environment import EnvironmentWorker, EpisodeReport, Order
 
 _WAIT_S = 5.0  # A process without a report returns after this time, which shows that it is alive.
 _log = logging.getLogger(__name__)
-
-
-class EnvironmentLimitError(RunError):
-    """Too many environment processes had to be restarted."""
 
 
 @dataclass
@@ -66,6 +62,7 @@ class Environments:
         restart_window_s: The length of this window in seconds.
         hang_limit_s: A process that has unanswered turns and reports none for this long is restarted.
         phase_time_limit_s: Time limit of a call.
+        wait_for_node_s: How long to wait for a free node after one is lost.
         wait: Has the semantics of wait_for_any.
     """
 
@@ -78,6 +75,7 @@ class Environments:
         restart_window_s: float = math.inf,
         hang_limit_s: float,
         phase_time_limit_s: float,
+        wait_for_node_s: float = 0.0,
         wait: Callable[[Sequence[RemoteFuture[Any]], float], list[RemoteFuture[Any]]] = wait_for_any,
     ) -> None:
         self._pools = tuple(pools)
@@ -86,6 +84,7 @@ class Environments:
         self._budget = RestartBudget(restart_limit, restart_window_s)
         self._hang_limit_s = hang_limit_s
         self._phase_time_limit_s = phase_time_limit_s
+        self._wait_for_node_s = wait_for_node_s
         self._spans: list[Span] = []
         self._processes = [_Process(self._start(number), 0.0) for number in range(len(self._pools))]
 
@@ -136,7 +135,8 @@ class Environments:
             The reports, and the episodes whose environments are lost.
 
         Raises:
-            EnvironmentLimitError: All restarts are used up.
+            ProcessLimitError: All restarts are used up.
+            NodeLostError: A node is lost, and no other node has become free in time.
             WorkerError: The code of an environment failed.
         """
         self._send_orders()
@@ -196,7 +196,8 @@ class Environments:
 
     def _restart(self, number: int, why: str) -> list[int]:
         process = self._processes[number]
-        last_words = f"environment process {number} of {len(self._processes)} ended or hung: {why}"
+        name = f"environment process {number} of {len(self._processes)}"
+        last_words = f"{name} ended or hung: {why}"
 
         # Drain the spans first: the group is replaced, and the old one is not drained later.
         self._spans += process.group.drain_spans()
@@ -204,17 +205,12 @@ class Environments:
 
         # The limit is checked after the shutdown, so that no process remains if the run ends here.
         if not self._budget.left:
-            raise EnvironmentLimitError(
+            raise ProcessLimitError(
                 f"{last_words}\n\nrollout.restart_limit: {self._budget} of such processes are used up. The "
                 f"cause is in the output above; if it is intermittent, allow more"
             )
 
-        if lost := self._pools[number].move_from_lost_nodes():
-            raise NodeLostError(
-                f"node {', '.join(dict.fromkeys(lost.values()))} is lost, and no other node of the cluster "
-                f"has free resources for this process\n\n{last_words}"
-            )
-
+        leave_lost_nodes(self._pools[number], name, self._wait_for_node_s, details=f"\n\n{last_words}")
         self._budget.spend()
         _log.warning("%s\nit is restarted, and its episodes start over", last_words)
         self._processes[number] = _Process(self._start(number), time.monotonic())

@@ -36,7 +36,7 @@ class EpisodeRollout(Rollout):
     `answer_mask`, True in the last turn, and `environment_rewards`, each on the last token of its turn; and
     the arrays `num_turns`, `num_calls`, `call_errors` (kind -> number), `tool_s` and `episode_end` (B,).
 
-    Generation also raises EnvironmentLimitError, RunError for an episode that was started too often, and
+    Generation also raises ProcessLimitError, RunError for an episode that was started too often, and
     WorkerError if a user's environment failed.
     """
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from megarl.controller import hints
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture
 from megarl.controller.group import RayWorkerGroup, RoleGroup
@@ -20,6 +19,7 @@ from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.worker import RayClassWithInitArgs, RemoteMethod
 from megarl.machine.errors import RunError
 from megarl.placement.cores import NO_LIMITS, AtWork
+from megarl.roles.restarts import leave_lost_nodes
 from megarl.rollout.interface import ENGINE_ENDED, EngineDeadError, EnginePart
 from megarl.tracking.timeline import Span
 from megarl.workers.rollout_worker import RolloutWorker
@@ -46,12 +46,6 @@ class RestartLimitError(RunError):
 
     hint = ENGINE_ENDED
     role = "rollout"
-
-
-class NodeLostError(RunError):
-    """The node of a replica has left the cluster. The message ends with the last output of the replica."""
-
-    hint = hints.NODE_LOST
 
 
 class ReplicaPlace(NamedTuple):
@@ -82,6 +76,7 @@ class Replicas:
         restart_window_s: The length of this window in seconds.
         phase_time_limit_s: Time limit of a call.
         at_work: Groups that work concurrently.
+        wait_for_node_s: How long to wait for a free node after one is lost.
     """
 
     def __init__(
@@ -93,12 +88,14 @@ class Replicas:
         restart_window_s: float = math.inf,
         phase_time_limit_s: float,
         at_work: AtWork = NO_LIMITS,
+        wait_for_node_s: float = 0.0,
     ) -> None:
         self._places = tuple(places)
         self._worker = RayClassWithInitArgs(RolloutWorker, build_engine)
         self._phase_time_limit_s = phase_time_limit_s
         self._at_work = at_work
         self._budget = RestartBudget(restart_limit, restart_window_s)
+        self._wait_for_node_s = wait_for_node_s
         self._spans: list[Span] = []
         self._node_ids: dict[int, list[str]] = {}  # the nodes on which each replica was started
 
@@ -178,12 +175,12 @@ class Replicas:
             RestartLimitError: All restarts are used up.
             NodeLostError: The node of the replica has left the cluster, and no other one can take its place.
         """
-        last_words = f"rollout replica {number} of {len(self.groups)} ended or hung: {why}"
+        name = f"rollout replica {number} of {len(self.groups)}"
+        last_words = f"{name} ended or hung: {why}"
         self.kill(number)
 
         # Without a node, more restarts would not help.
-        if lost := self._places[number].pool.lost_nodes():
-            last_words += self._move(number, ", ".join(dict.fromkeys(lost.values())), last_words)
+        leave_lost_nodes(self._places[number].pool, name, self._wait_for_node_s, details=f"\n\n{last_words}")
 
         if not self._budget.left:
             raise RestartLimitError(
@@ -198,16 +195,6 @@ class Replicas:
         _log.warning("%s\nrollout replica %d is restarted; restarts left: %d", last_words, number, left)
         self.groups[number] = self._start(number)
         self.starting.add(number)
-
-    def _move(self, number: int, address: str, last_words: str) -> str:
-        """Move a replica from a lost node to another one, and return what is reported about it."""
-        place = self._places[number]
-        if place.pool.move_from_lost_nodes():
-            raise NodeLostError(
-                f"node {address} is lost: rollout replica {number} of {len(self.groups)} ran there, and no "
-                f"other node of the cluster has free resources for it\n\n{last_words}"
-            )
-        return f"\nnode {address} is lost; another node takes its place"
 
     def _find_environments(self, number: int) -> None:
         """Find the variables of a replica again if its pool has moved, here or for another role."""

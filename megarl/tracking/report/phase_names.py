@@ -68,6 +68,7 @@ PHASE_NAMES = {
     # Reward functions.
     "score": "score",
     "endpoint": "start judge",
+    "serve": "serve judge",
     "use_judges": "connect judges",
     "begin": "start scoring",
     "scored": "collect scores",

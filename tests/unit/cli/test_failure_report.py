@@ -39,7 +39,8 @@ from megarl.machine.errors import UNWRITTEN, CheckpointError, HintedError, RunEr
 from megarl.machine.tensor_pickles import pickle_as_torch
 from megarl.rewards.process import RewardFunctionError
 from megarl.rewards.scorer import RewardError
-from megarl.roles.rollout.replicas import NodeLostError, RestartLimitError
+from megarl.roles.restarts import NodeLostError
+from megarl.roles.rollout.replicas import RestartLimitError
 from megarl.rollout.interface import EngineDeadError
 from megarl.trainers.monitor import Position
 

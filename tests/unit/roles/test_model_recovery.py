@@ -10,10 +10,10 @@ import pytest
 
 from megarl.controller.errors import PhaseTimeoutError
 from megarl.controller.futures import DerivedFuture
-from megarl.roles import model_recovery
+from megarl.roles import restarts
 from megarl.roles.model_recovery import ModelRecovery
 from megarl.roles.offload_schedule import OffloadSchedule
-from megarl.roles.rollout.replicas import NodeLostError
+from megarl.roles.restarts import NodeLostError
 
 BAD = "10.0.0.2"
 ERROR = PhaseTimeoutError("actor", "update", 60.0, [])
@@ -27,6 +27,9 @@ class Pool:
         self.node = BAD
         self._looks = looks
         self._has_free_node = has_free_node
+
+    def lost_nodes(self) -> dict[int, str]:
+        return {0: BAD, 1: BAD} if self._looks > 0 else {}
 
     def move_from_lost_nodes(self) -> dict[int, str]:
         self._looks -= 1
@@ -69,22 +72,24 @@ def recovery_of(processes: Processes, wait_for_node_s: float) -> ModelRecovery:
 
 
 def test_a_run_waits_for_a_node(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(model_recovery, "LOOK_S", 0.001)
+    monkeypatch.setattr(restarts, "LOOK_S", 0.001)
     processes = Processes(Pool(looks=3))
     assert recovery_of(processes, 600).recover(ERROR).step == 7
     assert processes.num_restarts == 1
     assert caplog.messages == [
         "node 10.0.0.2 is lost, and no other node of the cluster has free resources for actor "
-        "(2 processes on 1 node); waiting up to 600 s for one"
+        "(2 processes on 1 node); waiting up to 600 s for one",
+        "node 10.0.0.2 is lost; another one takes its place for actor",
     ]
 
 
-def test_a_run_ends_when_no_node_comes_in_time() -> None:
+def test_a_run_ends_when_no_node_comes_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "LOOK_S", 0.01)
     processes = Processes(Pool(looks=9))
     with pytest.raises(
-        NodeLostError, match=r"2 processes on 1 node\) after 0 s \(recovery.wait_for_node_s\)"
+        NodeLostError, match=r"2 processes on 1 node\) after 0.001 s \(recovery.wait_for_node_s\)"
     ):
-        recovery_of(processes, 0).recover(ERROR)
+        recovery_of(processes, 0.001).recover(ERROR)
     assert processes.num_restarts == 0
 
 

@@ -13,8 +13,11 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import JudgeConfig, JudgeParseConfig, RewardConfig, RewardFunctionConfig
 from megarl.controller.futures import RemoteFuture
+from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.worker import RemoteMethod
+from megarl.roles.restarted_group import RestartedGroup
 from megarl.roles.reward import Reward
+from megarl.roles.start_judges import JudgeServers
 from megarl.workers.reward import RewardWorker
 from tests.integration.tiny_run import SYMBOLS, save_policy
 from tests.judge_server import serve_judge
@@ -74,7 +77,7 @@ def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -
             "extra_info": [{"bonus": 0}, {"bonus": 0}, {"bonus": 0}, {"bonus": 0.5}],
         },
     )
-    scored = Reward(InThisProcess(worker)).score(batch, with_texts=True).get()  # type: ignore[arg-type]
+    scored = Reward(in_this_process(worker)).score(batch, with_texts=True).get()  # type: ignore[arg-type]
     assert scored.non_tensor_batch["response_text"].tolist() == ["12", "3+4", "", "7= "]
     assert scored.non_tensor_batch["answer"].tolist() == [None] * 4  # the function returns none
     assert scored.tensors["is_scored"].tolist() == [True, True, False, True]
@@ -88,7 +91,7 @@ def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -
     assert scored.tensors["score_parts"].tolist() == [[12], [103], [0], [3.5]]  # of the only function
     assert scored.meta_info == {"reward/error_rate": 0.25}
 
-    reward = Reward(InThisProcess(worker))  # type: ignore[arg-type]
+    reward = Reward(in_this_process(worker))  # type: ignore[arg-type]
     reward.begin(batch[:2])  # while the others are generated
     while not (early := reward.scored()):
         pass
@@ -139,6 +142,11 @@ class InThisProcess:
         return Scored(getattr(self._worker, method.name)(*arguments))
 
 
+def in_this_process(worker: RewardWorker) -> RestartedGroup:
+    group: Any = InThisProcess(worker)
+    return RestartedGroup(group, RestartBudget(0), JudgeServers({}))
+
+
 def two_answers() -> DataProto:
     """Return 12, which is right (2 characters + 10), and 7, which is 1 character."""
     return DataProto.from_dict(
@@ -167,7 +175,7 @@ def test_of_an_episode_the_last_turn_is_scored_and_rewards_of_turns_are_added(wo
     }
     said = {"extra_info": [{"bonus": 0, "said": ["="]}, {"bonus": 0}]}
     made = DataProto.from_dict({**columns, **of_rows}, {**batch.non_tensor_batch, **said})
-    scored = Reward(InThisProcess(worker)).score(made, with_texts=True).get()  # type: ignore[arg-type]
+    scored = Reward(in_this_process(worker)).score(made, with_texts=True).get()  # type: ignore[arg-type]
     assert scored.non_tensor_batch["response_text"].tolist() == ["12", "7= "]
     parts = scored.tensors["score_parts"][:, 0].tolist()
     assert scored.non_tensor_batch["score"].tolist() == [parts[0] + 0.25, parts[1] - 1]
@@ -178,7 +186,7 @@ def test_of_an_episode_the_last_turn_is_scored_and_rewards_of_turns_are_added(wo
 
 
 def test_functions_and_a_model_are_summed_with_their_weights(worker: RewardWorker) -> None:
-    reward = Reward(InThisProcess(worker), FakeModel(), model_weight=0.5)  # type: ignore[arg-type]
+    reward = Reward(in_this_process(worker), FakeModel(), model_weight=0.5)
     scored = reward.score(two_answers()).get()
     assert scored.non_tensor_batch["score"].tolist() == [12 + 0.5 * 4, 1 - 0.5 * 2]
     assert scored.tensors["token_level_scores"].tolist() == [[0, 0, 14], [0, 0, 0]]
@@ -197,9 +205,9 @@ def test_a_round_is_scored_once_by_the_model_and_its_groups_are_kept(worker: Rew
             return super().score(batch)
 
     model = Counting()
-    reward = Reward(InThisProcess(worker), model, model_weight=0.5)  # type: ignore[arg-type]
+    reward = Reward(in_this_process(worker), model, model_weight=0.5)  # type: ignore[arg-type]
     assert reward.scores_rounds
-    assert not Reward(InThisProcess(worker)).scores_rounds  # type: ignore[arg-type]
+    assert not Reward(in_this_process(worker)).scores_rounds  # type: ignore[arg-type]
     batch = two_answers()
     assert reward.score_round(batch) == {"a": [14], "b": [0]}
     finished = reward.finish(batch[[1, 0]]).get()
@@ -216,7 +224,7 @@ def test_a_round_is_scored_once_by_the_model_and_its_groups_are_kept(worker: Rew
 
 
 def test_what_is_forgotten_is_scored_again(worker: RewardWorker) -> None:
-    reward = Reward(InThisProcess(worker))  # type: ignore[arg-type]
+    reward = Reward(in_this_process(worker))  # type: ignore[arg-type]
     reward.begin(two_answers())
     reward.forget(two_answers())
     other = two_answers()
@@ -228,7 +236,7 @@ def test_what_is_forgotten_is_scored_again(worker: RewardWorker) -> None:
 def test_a_model_alone(tmp_path: Path) -> None:
     save_policy(tmp_path / "policy")
     worker = RewardWorker(RewardConfig(), str(tmp_path / "policy"), False)
-    scored = Reward(InThisProcess(worker), FakeModel()).score(two_answers(), with_texts=True).get()  # type: ignore[arg-type]
+    scored = Reward(in_this_process(worker), FakeModel()).score(two_answers(), with_texts=True).get()  # type: ignore[arg-type]
     assert scored.non_tensor_batch["score"].tolist() == [4, -2]
     assert scored.non_tensor_batch["response_text"].tolist() == ["12", "7"]
 
@@ -254,7 +262,7 @@ def test_judges_read_the_prompt_and_their_failures_are_counted(tmp_path: Path) -
         worker = RewardWorker(
             RewardConfig(judges=[judge], max_error_rate=0.5, num_processes=1), str(tmp_path / "policy"), False
         )
-        reward = Reward(InThisProcess(worker), FakeModel(), 0.5, with_messages=True)  # type: ignore[arg-type]
+        reward = Reward(in_this_process(worker), FakeModel(), 0.5, with_messages=True)  # type: ignore[arg-type]
         scored = reward.score(batch).get()
         reward.begin(batch)
         while not (early := reward.scored()):

@@ -460,7 +460,7 @@ def episode_rollout(
 
     worker = RayClassWithInitArgs(EnvironmentWorker, agent, str(folder), False, None, 200)
     limits = {"restart_limit": 5, "hang_limit_s": 60.0, "phase_time_limit_s": 60.0}
-    pool = SimpleNamespace(move_from_lost_nodes=dict)
+    pool = SimpleNamespace(lost_nodes=dict, move_from_lost_nodes=dict)
     environments = Threads([pool, pool], worker, **limits, wait=some)  # type: ignore[list-item, arg-type]
     weights = SimpleNamespace(
         readmit=lambda replica: True, can_readmit=lambda: True, bring_in=lambda: None, version=3

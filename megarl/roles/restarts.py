@@ -1,0 +1,70 @@
+"""Moves pools from lost nodes to free ones, in the same way for every kind of process."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from megarl.config.schema import RecoveryConfig
+from megarl.controller import hints
+from megarl.controller.resource_pool import RayResourcePool
+from megarl.machine.errors import RunError
+from megarl.machine.wording import counted
+
+_log = logging.getLogger(__name__)
+LOOK_S = 1.0  # interval at which a free node is looked for
+
+
+class NodeLostError(RunError):
+    """A node has left the cluster, and no other one has free resources for its processes."""
+
+    hint = hints.NODE_LOST
+
+
+class ProcessLimitError(RunError):
+    """Too many processes of a kind, other than engines, had to be restarted."""
+
+
+def node_wait_s(config: RecoveryConfig) -> float:
+    """Return how long to wait for a node; not at all if the run continues without it, or ends anyway."""
+    return config.wait_for_node_s if config.enabled and not config.allow_fewer_replicas else 0.0
+
+
+def leave_lost_nodes(
+    pool: RayResourcePool, what: str, wait_s: float, *, details: str = "", cause: Exception | None = None
+) -> None:
+    """Move a pool from lost nodes to free ones, and wait for a node if there is none.
+
+    Args:
+        pool: The pool. Its processes have to be started again.
+        what: Its processes, for messages.
+        wait_s: How long to wait.
+        details: The end of the error's message.
+        cause: The cause of the error.
+
+    Raises:
+        NodeLostError: There is no free node in time.
+    """
+    end_s = time.monotonic() + wait_s
+    is_told = False
+    lost = pool.lost_nodes()
+    while gone := pool.move_from_lost_nodes():
+        nodes = list(dict.fromkeys(gone.values()))
+        missing = (
+            f"node {', '.join(nodes)} is lost, and no other node of the cluster has free resources for "
+            f"{what} ({counted(len(gone), 'process')} on {counted(len(nodes), 'node')})"
+        )
+        if time.monotonic() >= end_s:
+            waited = f" after {wait_s:g} s (recovery.wait_for_node_s)" if wait_s else ""
+            raise NodeLostError(
+                f"{missing}{waited}; the same command resumes from the last checkpoint when the cluster has "
+                f"enough nodes{details}"
+            ) from cause
+        if not is_told:
+            _log.warning("%s; waiting up to %g s for one", missing, wait_s)
+            is_told = True
+        time.sleep(LOOK_S)
+
+    if lost:
+        addresses = ", ".join(dict.fromkeys(lost.values()))
+        _log.warning("node %s is lost; another one takes its place for %s", addresses, what)
