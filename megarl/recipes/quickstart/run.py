@@ -18,13 +18,12 @@ from typing import NamedTuple
 
 from megarl.config.load import read_config, resolved, schema_of
 from megarl.config.published import with_published_models
+from megarl.config.schema import RunConfig
 from megarl.config.validate import validate
 from megarl.machine.errors import ConfigError
 from megarl.recipes.quickstart.stages import run_stages
 
 OUTPUT_DIR = Path("outputs/quickstart")
-SEED = "trainer.seed="
-RUN_DIR = "trainer.output_dir="
 
 
 class Recipe(NamedTuple):
@@ -66,12 +65,12 @@ def run_recipe(recipe: Recipe, overrides: Sequence[str]) -> int:
     Raises:
         ConfigError: An override is wrong. An earlier run is kept.
     """
-    _check_overrides(recipe.train, overrides)
-    seed = _last(overrides, SEED) or "0"
-    seeds = [f"{SEED}{seed}", f"data.seed={seed}"]
+    trainer = _checked_config(recipe.train, overrides).trainer
+    seed = str(trainer.seed)
+    seeds = [f"trainer.seed={seed}", f"data.seed={seed}"]
     megarl = [sys.executable, "-m", "megarl"]
     folder = recipe.output_dir
-    run_dir = Path(_last(overrides, RUN_DIR) or folder)
+    run_dir = Path(trainer.output_dir)
     # Remove an earlier run, which would be resumed otherwise.
     shutil.rmtree(folder, ignore_errors=True)
     stages = (
@@ -92,14 +91,8 @@ def run_recipe(recipe: Recipe, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _last(overrides: Sequence[str], key: str) -> str | None:
-    """Return the value of a key's last override, which is the one that counts."""
-    values = [override.removeprefix(key) for override in overrides if override.startswith(key)]
-    return values[-1] if values else None
-
-
-def _check_overrides(path: str, overrides: Sequence[str]) -> None:
-    """Refuse wrong overrides now: the stage that they belong to starts minutes later."""
+def _checked_config(path: str, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration. Wrong overrides are refused now: their stage starts minutes later."""
     partial = read_config(schema_of(path, overrides), path, overrides)
     # The earlier stages create the run's inputs, so the published `config.json` of the model is checked.
     config, _ = with_published_models(resolved(partial.config), partial.source)
@@ -108,3 +101,5 @@ def _check_overrides(path: str, overrides: Sequence[str]) -> None:
     ]
     if problems := [*partial.problems, *violations]:
         raise ConfigError(path, problems)
+
+    return config

@@ -138,8 +138,9 @@ def test_a_run_in_another_folder_is_the_one_that_is_shown(tmp_path, monkeypatch,
         return 0
 
     monkeypatch.setattr(quickstart, "run_stages", note)
+    monkeypatch.setenv("MOVED", str(tmp_path))
     recipe = quickstart.SUMS._replace(output_dir=tmp_path / "default")
-    moved = [f"trainer.output_dir={folder}" for folder in ("earlier", run_dir)]
+    moved = [f"trainer.output_dir={folder}" for folder in ("earlier", "${oc.env:MOVED}/moved")]
     assert quickstart.run_recipe(recipe, ["trainer.seed=1", *moved, "trainer.seed=2"]) == 0
     seeds = ["trainer.seed=2", "data.seed=2"]
     assert commands[1:] == [
