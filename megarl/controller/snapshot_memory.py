@@ -91,8 +91,10 @@ class SnapshotHolder:
         return self._files.complete()
 
     def copied(self) -> dict[str, Header]:
+        """Return the headers of the files of which the buddy has a copy, as they are now."""
+        complete = self._files.complete()
         with self._lock:
-            return self._copied.copy()
+            return {name: header for name, header in self._copied.items() if complete.get(name) == header}
 
     def read(self, name: str, start: int, count: int) -> bytes:
         return self._files.read(name, start, count)
@@ -127,26 +129,29 @@ class SnapshotHolder:
             time.sleep(_LOOK_S)
 
     def _copy(self, buddy: Any, name: str, header: Header) -> None:
-        # The old copy is incomplete from here on, until the header is written again.
-        self._write(buddy, name, 0, bytes(HEADER_BYTES))
-        for start in range(HEADER_BYTES, header.nbytes, _PART_BYTES):
-            count = min(_PART_BYTES, header.nbytes - start)
-            self._write(buddy, name, start, self._files.read(name, start, count))
+        # A copy that the buddy has already, from before nodes were replaced, may be the only other one.
+        if self._answer(buddy, buddy.complete.remote()).get(name) != header:
+            # The old copy is incomplete from here on, until the header is written again.
+            self._answer(buddy, buddy.write.remote(name, 0, bytes(HEADER_BYTES)))
+            for start in range(HEADER_BYTES, header.nbytes, _PART_BYTES):
+                part = self._files.read(name, start, min(_PART_BYTES, header.nbytes - start))
+                self._answer(buddy, buddy.write.remote(name, start, part))
 
-        # A file that was written again in the meantime gave a mixture, which gets no header.
-        if self._files.complete().get(name) == header:
-            self._write(buddy, name, 0, header.encode())
-            with self._lock:
-                if buddy is self._buddy:
-                    self._copied[name] = header
+            # A file that was written again in the meantime gave a mixture, which gets no header.
+            if self._files.complete().get(name) != header:
+                return
+            self._answer(buddy, buddy.write.remote(name, 0, header.encode()))
 
-    def _write(self, buddy: Any, name: str, start: int, data: bytes) -> None:
-        """Write a part of a file of the buddy, which is awaited until it answers, dies, or is replaced."""
-        written = buddy.write.remote(name, start, data)
-        while not ray.wait([written], timeout=_LOOK_S)[0]:
+        with self._lock:
+            if buddy is self._buddy:
+                self._copied[name] = header
+
+    def _answer(self, buddy: Any, reference: Any) -> Any:
+        """Return the answer of the buddy, which is awaited until it answers, dies, or is replaced."""
+        while not ray.wait([reference], timeout=_LOOK_S)[0]:
             if buddy is not self._buddy:
                 raise _OtherBuddyError
-        ray.get(written)
+        return ray.get(reference)
 
 
 class SnapshotMemory:
@@ -205,14 +210,22 @@ class SnapshotMemory:
             self._holders[node].copy_to.remote(self._holders[buddy], own)
 
     def settle(self) -> None:
-        """Release the files on nodes without ranks, and those that no rank of this layout writes."""
+        """Release the files on nodes without ranks, and those that no rank of this layout writes.
+
+        Call this when a snapshot is complete on the nodes of the ranks, with its copies.
+        """
         if self._is_settled:
             return
         _end(self._left.values())
         self._left = {}
-        for holder in self._holders.values():
-            holder.keep.remote(list(self._node_of))
+        self.keep(())
         self._is_settled = True
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Release all files but these, and those that ranks of this layout write."""
+        kept = [*self._node_of, *names]
+        for holder in self._all().values():
+            holder.keep.remote(kept)
 
     def _start(self, node: str) -> Any:
         """Start a holder. In a cluster that outlives this process, so does the holder."""
@@ -330,7 +343,7 @@ class SnapshotMemory:
         """Make parts of files available on nodes that need them.
 
         A node that has a whole file uses it. Others get a file of the same size, which has memory only for
-        its header, its index, and the parts. It is released by `settle`.
+        its header, its index, and the parts. It is released by `keep` and `settle`.
 
         Args:
             stored: All files (`stored`).
@@ -362,6 +375,8 @@ class SnapshotMemory:
     ) -> None:
         """Copy ranges of a file to another node, and its header last."""
         source = self._all()[stored.nodes[0]]
+        # Contents of another step are incomplete from here on.
+        _answer(self._holders[target].write.remote(as_name, 0, bytes(HEADER_BYTES)), f"snapshot {name}")
         for first, end in [*ranges, (0, HEADER_BYTES)]:
             for start in range(first, end, _PART_BYTES):
                 part = source.read.remote(name, start, min(_PART_BYTES, end - start))

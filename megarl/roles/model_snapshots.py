@@ -48,6 +48,18 @@ class TakenSnapshot(NamedTuple):
     has_this_layout: bool
 
 
+class _OtherLayout(NamedTuple):
+    """The files of a snapshot that models of another layout have written."""
+
+    step: int
+    sizes: Mapping[str, int]
+    slot: int
+
+    def names(self, model: str | None = None) -> list[str]:
+        """Return the names of the files, of one model or of all."""
+        return _names(self.sizes if model is None else {model: self.sizes[model]}, self.slot)
+
+
 class ModelSnapshots:
     """Takes and loads snapshots of the trained models of a run.
 
@@ -74,6 +86,10 @@ class ModelSnapshots:
         self._copying: list[WorkerFuture] = []
         self._slot_of: dict[int, int] = {}  # step -> slot, of the snapshots that were begun last
         self._next_slot = 0
+        self._is_copied = True  # whether the newest of them is complete with its copies
+        # What `continued` has in another layout, until a snapshot of this layout is complete with its copies.
+        self._other: _OtherLayout | None = None
+        self._on_replaced: Callable[[], None] = lambda: None
         # The newest snapshot that is complete with its copies: no later loss goes back further.
         self.secured: int | None = None
 
@@ -85,17 +101,19 @@ class ModelSnapshots:
             RunError: The previous snapshot is not complete in time, or a node has no memory for this one.
         """
         memory = self._opened()
-        memory.settle()
         self.finish()
         paths = memory.paths()
         # If a holder was lost before the newest snapshot was copied, that one is overwritten.
         if self.secured is not None:
             self._next_slot = (self._slot_of[self.secured] + 1) % NUM_KEPT
+        elif self._other is not None:
+            self._next_slot = (self._other.slot + 1) % NUM_KEPT
         slot = self._next_slot
         self._next_slot = (slot + 1) % NUM_KEPT
 
         # The step of an overwritten snapshot is forgotten before its first file changes.
         self._slot_of = {other: used for other, used in self._slot_of.items() if used != slot} | {step: slot}
+        self._is_copied = False
         if not paths.keys() >= set(self._names(step)):
             self._await_ranks()  # raises the error of ranks on a lost node
             raise RunError(
@@ -109,8 +127,12 @@ class ModelSnapshots:
         )
 
     def finish(self) -> None:
-        """Wait until the last snapshot is complete everywhere. Raises the errors of `begin`."""
-        if not self._copying:
+        """Wait until the last snapshot is complete everywhere, and release what only older ones need.
+
+        This includes one that was loaded: its files may have no copies on the new nodes of the ranks yet.
+        Raises the errors of `begin`.
+        """
+        if self._is_copied:
             return
         gather(*self._copying)
         self._await_ranks()
@@ -129,6 +151,11 @@ class ModelSnapshots:
             time.sleep(_LOOK_S)
 
         self.secured = newest
+        self._is_copied = True
+        if self._other is not None:
+            self._on_replaced()
+            self._other = None
+        self._opened().settle()
 
     def newest_after_loss(self) -> int | None:
         """Return the step of the newest complete snapshot after a rank has died; None if there is none.
@@ -149,14 +176,13 @@ class ModelSnapshots:
 
     def _newest_complete(self, memory: SnapshotMemory) -> int | None:
         found = memory.steps()
-        return max(
-            (
-                step
-                for step in self._slot_of
-                if all(step in found.get(name, ()) for name in self._names(step))
-            ),
-            default=None,
-        )
+        complete = [step for step in self._slot_of if self._is_complete(found, step)]
+        if self._other is not None and _has_all(found, self._other.names(), self._other.step):
+            complete.append(self._other.step)
+        return max(complete, default=None)
+
+    def _is_complete(self, found: Mapping[str, Collection[int]], step: int) -> bool:
+        return step in self._slot_of and _has_all(found, self._names(step), step)
 
     def move(self) -> None:
         """Use the nodes that the ranks are on now, after some were restarted on other nodes."""
@@ -166,39 +192,39 @@ class ModelSnapshots:
         """Forget all snapshots, because the models have a state from elsewhere."""
         self._slot_of = {}
         self._copying = []
+        self._is_copied = True
+        self._other = None
         self.secured = None
 
-    def load_taken(self) -> None:
+    def load_taken(self, on_replaced: Callable[[], None] = lambda: None) -> None:
         """Load the snapshot of an earlier attempt in all ranks.
+
+        Args:
+            on_replaced: Called before the files of a snapshot of another layout are released, because one of
+                this layout has replaced it.
 
         Raises:
             WorkerError: A rank failed or died, or a snapshot is damaged.
             SnapshotLostError: A file is lost.
         """
-        taken = self._continued
-        assert taken is not None, "the run does not continue from a snapshot"
+        assert self._continued is not None, "the run does not continue from a snapshot"
+        self._on_replaced = on_replaced
+        self.load(self._continued.step)
 
-        if taken.has_this_layout:
-            self.load(taken.step)
-            return
-
-        memory = self._opened()
-        slot = self._slot_of.pop(taken.step, None)  # its files are not those of ranks with this layout
-        self.secured = None
-        if slot is None:
-            raise SnapshotLostError(f"no node has the snapshot of step {taken.step}")
-
+    def _load_other_layout(self, memory: SnapshotMemory, other: _OtherLayout) -> None:
         try:
             for model in self._models:
-                self._load_resharded(memory, model, taken, slot)
+                self._load_resharded(memory, model, other)
         except FileLostError as error:
             raise SnapshotLostError(str(error)) from error
+        memory.keep(other.names())
+        self._slot_of = {}
+        self._copying = []
+        self._is_copied = True
 
-    def _load_resharded(
-        self, memory: SnapshotMemory, model: SavedModel, taken: TakenSnapshot, slot: int
-    ) -> None:
+    def _load_resharded(self, memory: SnapshotMemory, model: SavedModel, other: _OtherLayout) -> None:
         """Load a model in another layout: each rank gets the parts of snapshots that it needs."""
-        stored = memory.stored(_names({model.name: taken.sizes[model.name]}, slot), taken.step)
+        stored = memory.stored(other.names(model.name), other.step)
         indexes = {name: decode_index(memory.read_index(name, file)) for name, file in stored.items()}
         slices = StoredSlices(indexes)
         node_of = model.group.processes.pool.node_ids()
@@ -237,6 +263,11 @@ class ModelSnapshots:
             SnapshotLostError: A file is lost.
         """
         memory = self._opened()
+        other = self._other
+        # The first snapshot of this layout has the same step, but may be incomplete.
+        if other is not None and other.step == step and not self._is_complete(memory.steps(), step):
+            self._load_other_layout(memory, other)
+            return
         if step not in self._slot_of:
             raise SnapshotLostError(f"no node has the snapshot of step {step}")
         try:
@@ -256,8 +287,7 @@ class ModelSnapshots:
         self._next_slot = (slot + 1) % NUM_KEPT
         self._slot_of = {other: used for other, used in self._slot_of.items() if other <= step}
         self._copying = []
-        self.secured = step
-        memory.settle()
+        self._is_copied = False
 
     def close(self, keeps_files: bool = False) -> None:
         """Release the memory of all snapshots, or leave them to the next attempt of the run."""
@@ -271,10 +301,10 @@ class ModelSnapshots:
             self._memory = SnapshotMemory(self._run, self._node_of(), continues=continued is not None)
             if continued is not None:
                 slot = slot_of_step(self._memory.steps(), continued.sizes, continued.step)
-                if slot is not None:
+                if slot is not None and continued.has_this_layout:
                     self._slot_of = {continued.step: slot}
-                    self._next_slot = (slot + 1) % NUM_KEPT
-                    self.secured = continued.step
+                elif slot is not None:
+                    self._other = _OtherLayout(continued.step, continued.sizes, slot)
         return self._memory
 
     def _node_of(self) -> dict[str, str]:
@@ -322,8 +352,11 @@ def slot_of_step(steps: Mapping[str, Collection[int]], sizes: Mapping[str, int],
         steps: The steps of each file, by name.
         sizes: The number of ranks of each model.
     """
-    slots = range(NUM_KEPT)
-    return next((s for s in slots if all(step in steps.get(name, ()) for name in _names(sizes, s))), None)
+    return next((s for s in range(NUM_KEPT) if _has_all(steps, _names(sizes, s), step)), None)
+
+
+def _has_all(steps: Mapping[str, Collection[int]], names: Sequence[str], step: int) -> bool:
+    return all(step in steps.get(name, ()) for name in names)
 
 
 def _ranges(index: SnapshotIndex, numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,8 @@ def restore_models(
     start_s = time.monotonic()
 
     if resume.snapshot is not None:
-        snapshots.load_taken()
-        # The next snapshot, from which another driver would continue, has the layout of this run.
-        dump_config(config, resume.checkpoint / CONFIG_FILE)
+        # Another driver finds the files by the layout in this configuration.
+        snapshots.load_taken(partial(_write_layout, config, resume.checkpoint))
     else:
         try:
             models.load(resume.checkpoint)
@@ -135,6 +135,12 @@ def restore_models(
         f"resumed from {source} after step {resume.step}, loaded in {seconds:.1f} s", soft_wrap=True
     )
     return snapshots
+
+
+def _write_layout(config: RunConfig, state: Path) -> None:
+    """Write the configuration to the driver's part of a snapshot that one of another layout has replaced."""
+    if state.is_dir():  # not if newer ones have replaced it, too
+        dump_config(config, state / CONFIG_FILE)
 
 
 def open_checkpoints(

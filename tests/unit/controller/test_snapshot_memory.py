@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,12 +29,12 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 DATA = bytes(range(100))
 
 
-def write(path: str, step: int) -> None:
+def write(path: str, step: int, written_ns: int = 0) -> None:
     with Path(path).open("r+b") as file:
         file.seek(HEADER_BYTES)
         file.write(DATA)
         file.seek(0)
-        file.write(Header(step, HEADER_BYTES, len(DATA)).encode())
+        file.write(Header(step, HEADER_BYTES, len(DATA), written_ns).encode())
 
 
 @pytest.fixture
@@ -127,22 +129,79 @@ def test_a_holder_that_does_not_answer_in_time_is_lost(
     memory.close()
 
 
-def test_files_are_copied_to_another_holder_if_the_first_one_stops(ray_cluster: None) -> None:
-    holders = [ray.remote(SnapshotHolder).options(num_cpus=0).remote(None) for _ in range(3)]
-    (path,), (of_stopped,), _ = ray.get([holder.paths.remote(["file"]) for holder in holders])
-    stopped = psutil.Process(int(of_stopped.split("/")[2]))
-    stopped.suspend()
-    write(path, step=3)
+class CountingHolder(SnapshotHolder):
+    """A holder that counts what is written to it."""
+
+    num_writes = 0
+
+    def write(self, name: str, start: int, data: bytes) -> None:
+        self.num_writes += 1
+        super().write(name, start, data)
+
+    def count(self) -> int:
+        return self.num_writes
+
+
+@pytest.fixture
+def holders(ray_cluster: None) -> Iterator[list[Any]]:
+    """Holders without a driver, whose file has a path already."""
+    actors = [ray.remote(CountingHolder).options(num_cpus=0).remote(None) for _ in range(3)]
+    ray.get([actor.paths.remote(["file"]) for actor in actors])
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+
+
+def path_of(holder: Any) -> str:
+    (path,) = ray.get(holder.paths.remote(["file"]))
+    return path
+
+
+def wait_until_copied(holder: Any, written_ns: int) -> None:
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s:
+        copied = ray.get(holder.copied.remote(), timeout=60)
+        if "file" in copied and copied["file"].written_ns == written_ns:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the file is not copied")
+
+
+def test_files_are_copied_to_another_holder_if_the_first_one_stops(holders: list[Any]) -> None:
     source, first, second = holders
+    write(path_of(source), step=3)
+    stopped = psutil.Process(int(path_of(first).split("/")[2]))
+    stopped.suspend()
     source.copy_to.remote(first, ["file"])
     source.copy_to.remote(second, ["file"])
-    end_s = time.monotonic() + 60
-    while not ray.get(source.copied.remote(), timeout=60) and time.monotonic() < end_s:
-        time.sleep(0.02)
-    assert ray.get(second.complete.remote(), timeout=60)["file"].step == 3
+    wait_until_copied(source, written_ns=0)
     stopped.resume()
-    for holder in holders:
-        ray.kill(holder)
+    assert ray.get(second.complete.remote(), timeout=60)["file"].step == 3
+
+
+def test_a_copy_that_another_holder_has_already_is_not_written_again(holders: list[Any]) -> None:
+    """It may be the only other one, and would be incomplete meanwhile."""
+    source, buddy, _ = holders
+    for holder in (source, buddy):
+        write(path_of(holder), step=3, written_ns=7)
+    source.copy_to.remote(buddy, ["file"])
+    wait_until_copied(source, written_ns=7)
+    assert ray.get(buddy.count.remote()) == 0
+
+
+def test_a_file_that_is_written_again_has_no_copy_yet(holders: list[Any]) -> None:
+    """Even if it is of the same step, because that is repeated after a loss."""
+    source, buddy, _ = holders
+    write(path_of(source), step=3, written_ns=1)
+    source.copy_to.remote(buddy, ["file"])
+    wait_until_copied(source, written_ns=1)
+    stopped = psutil.Process(int(path_of(buddy).split("/")[2]))
+    stopped.suspend()
+    write(path_of(source), step=3, written_ns=2)
+    assert ray.get(source.copied.remote()) == {}
+    stopped.resume()
+    wait_until_copied(source, written_ns=2)
+    assert ray.get(buddy.count.remote()) == 6
 
 
 def test_a_holder_that_no_driver_needs_ends(joined: None) -> None:

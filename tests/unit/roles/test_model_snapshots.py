@@ -17,10 +17,10 @@ from megarl.controller import snapshot_memory
 from megarl.controller.dispatch import Collect, CollectKind
 from megarl.controller.futures import WorkerFuture
 from megarl.controller.node_resources import living_nodes
-from megarl.controller.snapshot_memory import run_name
+from megarl.controller.snapshot_memory import SnapshotMemory, run_name, steps_left
 from megarl.machine.memory_files import HEADER_BYTES, Header
 from megarl.roles import model_snapshots
-from megarl.roles.model_snapshots import ModelSnapshots
+from megarl.roles.model_snapshots import ModelSnapshots, TakenSnapshot
 from tests.processes import gone_within
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -30,9 +30,11 @@ class Group:
     """The ranks of a model on the node of the tests. Their files are complete when `begin_snapshot` returns."""
 
     world_size = 2
+    is_slow = False  # whether files stay incomplete
 
     def __init__(self) -> None:
         self.paths: list[str] = []
+        self.loaded: list[str] = []  # how ranks have loaded their state
         (node,) = (each.identity for each in living_nodes())
         self.processes = SimpleNamespace(pool=SimpleNamespace(node_ids=lambda: [node] * self.world_size))
 
@@ -40,8 +42,14 @@ class Group:
         if method.name == "begin_snapshot":
             path, step = arguments
             self.paths.append(path)
-            Path(path).write_bytes(Header(step, HEADER_BYTES, 0).encode())
+            Path(path).write_bytes(b"" if self.is_slow else Header(step, HEADER_BYTES, 0).encode())
+        elif method.name.startswith("load"):
+            self.loaded.append(method.name)
         return WorkerFuture((), (), Collect(CollectKind.listed))
+
+    def call(self, method: Any) -> Any:
+        assert method.name == "wanted_tensors"
+        return SimpleNamespace(get=lambda: [[]] * self.world_size)
 
 
 @pytest.fixture
@@ -57,6 +65,12 @@ def snapshots(group: Group, tmp_path: Path) -> Iterator[ModelSnapshots]:
     snapshots.close()
 
 
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster of the tests, as if another process had started it: holders have names."""
+    monkeypatch.setattr(snapshot_memory, "is_joined", lambda: True)
+
+
 def test_a_snapshot_is_secured_when_the_next_one_begins(snapshots: ModelSnapshots) -> None:
     """Its files may be complete before, but not yet their copies, so that a lost node would lose it."""
     found = []
@@ -64,8 +78,8 @@ def test_a_snapshot_is_secured_when_the_next_one_begins(snapshots: ModelSnapshot
         snapshots.begin(step)
         found.append((snapshots.secured, snapshots.newest_after_loss()))
     assert found == [(None, 0), (0, 1), (1, 2)]
-    snapshots.load(1)
-    assert (snapshots.secured, snapshots.newest_after_loss()) == (1, 1)
+    snapshots.load(2)
+    assert (snapshots.secured, snapshots.newest_after_loss()) == (1, 2)
     snapshots.forget()
     assert (snapshots.secured, snapshots.newest_after_loss()) == (None, None)
 
@@ -74,9 +88,11 @@ class Memory:
     """Files of several nodes. One of them can be lost before the copies on it are complete."""
 
     has_dead = False
+    num_looks = 0  # how often the copies of the newest snapshot are looked for before they are complete
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.calls: list[str] = []
         self._node_of: Mapping[str, str] = {}
 
     def open(self, run: str, node_of: Mapping[str, str], continues: bool) -> Memory:
@@ -86,10 +102,20 @@ class Memory:
     def paths(self) -> dict[str, str]:
         return {name: str(self._folder / name) for name in self._node_of}
 
-    def settle(self) -> None: ...
+    def settle(self) -> None:
+        self.calls.append("settle")
+
+    def place(self, node_of: Mapping[str, str]) -> None: ...
+
+    def bring_home(self, names: Collection[str], step: int) -> dict[str, str]:
+        return self.paths()
 
     def has_all(self, names: Collection[str], step: int) -> bool:
-        return not self.has_dead
+        self.num_looks -= 1
+        if self.num_looks >= 0 or self.has_dead:
+            return False
+        self.calls.append(f"copies of step {step}")
+        return True
 
     def steps(self) -> dict[str, set[int]]:
         return {name: {0} for name in self._node_of}
@@ -114,6 +140,57 @@ def test_the_secured_snapshot_is_kept_if_a_node_is_lost_before_the_next_one_is_c
     of_step = [group.paths[first : first + 2] for first in (0, 2, 4)]
     assert snapshots.secured == 0
     assert of_step[2] == of_step[1] != of_step[0]
+
+
+def test_older_files_are_kept_until_a_loaded_snapshot_has_copies_on_the_new_nodes(
+    snapshots: ModelSnapshots, group: Group, memory: Memory
+) -> None:
+    """Until then, another loss may need the copies on the old nodes, or the snapshot before it."""
+    snapshots.begin(0)
+    snapshots.begin(1)
+    assert memory.calls == ["copies of step 0", "settle"]
+    snapshots.move()
+    snapshots.load(1)
+    assert (snapshots.secured, memory.calls[2:]) == (0, [])
+    memory.num_looks = 3
+    snapshots.begin(2)
+    assert (snapshots.secured, memory.calls[2:]) == (1, ["copies of step 1", "settle"])
+    assert group.paths[4:] == group.paths[:2]
+
+
+def test_the_snapshot_of_another_layout_is_kept_until_the_first_one_of_this_layout_has_copies(
+    joined: None, group: Group, tmp_path: Path
+) -> None:
+    (node,) = (each.identity for each in living_nodes())
+    run = run_name(tmp_path)
+    names = [f"actor-{rank}of3-1" for rank in range(3)]
+    before = SnapshotMemory(run, dict.fromkeys(names, node), continues=True)
+    index = b'{"tensors": [], "record": {"position": 64, "nbytes": 0, "checksum": ""}}'
+    for path in before.paths().values():
+        Path(path).write_bytes(Header(5, HEADER_BYTES, len(index)).encode() + index)
+
+    model: Any = SimpleNamespace(name="actor", group=group)
+    snapshots = ModelSnapshots(run, [model], 10.0, TakenSnapshot(5, {"actor": 3}, has_this_layout=False))
+    snapshots.load_taken()
+    assert group.loaded == ["load_resharded"] * 2
+
+    # A rank is lost before the first snapshot of this layout is complete.
+    group.is_slow = True
+    snapshots.begin(5)
+    assert snapshots.newest_after_loss() == 5
+    snapshots.move()
+    snapshots.load(5)
+    assert group.loaded == ["load_resharded"] * 4
+
+    group.is_slow = False
+    snapshots.begin(5)
+    snapshots.load(5)
+    assert group.loaded[4:] == ["load_snapshot"] * 2
+    assert set(names) <= steps_left(run).keys()
+    snapshots.begin(6)
+    assert set(names).isdisjoint(steps_left(run))
+    assert snapshots.secured == 5
+    snapshots.close()
 
 
 def test_a_holder_that_answers_late_has_not_lost_its_files(
