@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -25,10 +24,12 @@ from megarl.controller.messages import (
     CONSTRUCTION,
     Location,
     OnRecord,
+    RankActivity,
     RankIdentity,
 )
 from megarl.controller.relays import Relays
 from megarl.controller.resource_pool import RayResourcePool
+from megarl.controller.silence import ProcessSilence
 from megarl.controller.worker import RayClassWithInitArgs
 
 _VERDICT_LIMIT_S = 60.0
@@ -64,8 +65,7 @@ class ActorSet:
         self.construction: tuple[Call, ...] = ()
         self._looked_s = time.monotonic()
         self._lost_nodes = dict[int, str]()
-        self._silent_since_s = dict[int, float]()  # ranks that did not answer when they were asked last
-
+        self._silence = ProcessSilence[int]()  # by rank
         # Start one process per bundle, each with a monitor thread in addition to the working one.
         bundles = resource_pool.bundles()
         # pyrefly: ignore[unexpected-keyword]
@@ -227,36 +227,20 @@ class ActorSet:
 
     def reports(self) -> list[RankReport]:
         """Report what every rank is doing. Takes at most a few seconds, even if ranks hang."""
-        references = [
-            handle.activity.options(concurrency_group=_MONITOR).remote() for handle in self._handles
-        ]
-
-        asked_s = time.monotonic()
-        # A process that does not answer in time is reported as silent.
-        answered, _ = ray.wait(references, num_returns=len(references), timeout=ANSWER_S)
-        reports = [
-            self._report(rank, reference if reference in answered else None)
-            for rank, reference in enumerate(references)
-        ]
-
-        self._silent_since_s = {
-            report.rank: self._silent_since_s.get(report.rank, asked_s)
-            for report in reports
-            if report.activity is None
+        asked = {
+            rank: handle.activity.options(concurrency_group=_MONITOR).remote()
+            for rank, handle in enumerate(self._handles)
         }
-
-        return reports
+        # A process that does not answer in time is reported as silent.
+        answers = self._silence.wait(asked, ANSWER_S)
+        return [self._report(rank, answers.get(rank)) for rank in asked]
 
     def silent_s(self, rank: int) -> float:
         """Return how long a process has not answered `reports`. 0 before its first call has ended."""
-        since_s = self._silent_since_s.get(rank) if rank in self.locations else None
-        return 0.0 if since_s is None else time.monotonic() - since_s
+        return self._silence.seconds(rank) if rank in self.locations else 0.0
 
-    def _report(self, rank: int, reference: ray.ObjectRef | None) -> RankReport:
-        activity = None
-        if reference is not None:
-            with contextlib.suppress(RayError):  # the process died
-                activity = ray.get(reference)
+    def _report(self, rank: int, answer: RankActivity | RayError | None) -> RankReport:
+        activity = None if isinstance(answer, RayError) else answer  # an error: the process died
         location = activity.location if activity is not None else self.locations.get(rank)
         return RankReport(self.title, rank, location.node if location else "not known yet", activity)
 
