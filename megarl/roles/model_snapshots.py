@@ -96,11 +96,15 @@ class ModelSnapshots:
     def begin(self, step: int) -> None:
         """Start a snapshot of the state after `step`. Returns at once unless the previous one is incomplete.
 
+        Does nothing if all ranks have loaded that of `step`, because their state has not changed since then.
+
         Raises:
             WorkerError: A rank failed or died.
             RunError: The previous snapshot is not complete in time, or a node has no memory for this one.
         """
         memory = self._opened()
+        if step in self._slot_of:
+            return
         self.finish()
         paths = memory.paths()
         # If a holder was lost before the newest snapshot was copied, that one is overwritten.

@@ -158,6 +158,35 @@ def test_older_files_are_kept_until_a_loaded_snapshot_has_copies_on_the_new_node
     assert group.paths[4:] == group.paths[:2]
 
 
+def test_a_snapshot_that_was_loaded_is_not_taken_again(joined: None, group: Group, tmp_path: Path) -> None:
+    """A rank may be lost before the second one of this step is complete."""
+    (node,) = (each.identity for each in living_nodes())
+    run = run_name(tmp_path)
+    names = [f"actor-{rank}of2-{slot}" for slot in (0, 1) for rank in (0, 1)]
+    before = SnapshotMemory(run, dict.fromkeys(names, node), continues=True)
+    paths = before.paths()
+    for name in names:
+        Path(paths[name]).write_bytes(Header(4 + int(name[-1]), HEADER_BYTES, 0).encode())
+
+    model: Any = SimpleNamespace(name="actor", group=group)
+    snapshots = ModelSnapshots(run, [model], 10.0, TakenSnapshot(5, {"actor": 2}, has_this_layout=True))
+    snapshots.load_taken()
+    group.is_slow = True
+    snapshots.begin(5)
+    assert (group.paths, snapshots.newest_after_loss()) == ([], 5)
+    snapshots.begin(6)
+    assert group.paths == [paths[name] for name in names[:2]]
+    assert (snapshots.secured, snapshots.newest_after_loss()) == (5, 5)
+
+    # The step is repeated after a loss.
+    snapshots.load(5)
+    group.is_slow = False
+    snapshots.begin(6)
+    assert group.paths[2:] == group.paths[:2]
+    assert (snapshots.secured, snapshots.newest_after_loss()) == (5, 6)
+    snapshots.close()
+
+
 def test_the_snapshot_of_another_layout_is_kept_until_the_first_one_of_this_layout_has_copies(
     joined: None, group: Group, tmp_path: Path
 ) -> None:
