@@ -14,11 +14,12 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import RESUME_AUTO, RunConfig
 from megarl.controller.cluster import visit
 from megarl.controller.snapshot_memory import run_name, steps_left
+from megarl.machine.errors import CheckpointError, ConfigError, one_line
 from megarl.machine.wording import counted
 from megarl.roles.model_snapshots import sizes_of_trained, slot_of_step
 from megarl.tracking.run_files import CONFIG_FILE
 from megarl.trainers.best_so_far import ends_early
-from megarl.trainers.driver_states import driver_states
+from megarl.trainers.driver_states import check_state, driver_states
 from megarl.trainers.resume import Resume, find_resume, read_driver_state
 
 _log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ _OF_MODELS = ("model.", "actor.", "critic.", "reward.model.")
 def find_newest(config: RunConfig) -> Resume | None:
     """Return the newest state of the run, on disk or in memory; None if the run starts from the beginning.
 
+    A snapshot in memory of which the driver's part cannot be read is not used, with a warning.
     Raises the errors of find_resume.
     """
     saved = find_resume(config)
@@ -41,24 +43,41 @@ def _newer_in_memory(config: RunConfig, saved_step: int) -> Resume | None:
 
     with visit():
         steps = steps_left(run_name(config.trainer.output_dir))
-
-    complete = False
-    for state in states:
-        sizes = sizes_of_trained(load_config(type(config), state / CONFIG_FILE))
-        if slot_of_step(steps, sizes, step_of(state)) is None:
+    why = "both copies of the snapshots in memory are lost"
+    for state in states if steps else ():
+        try:
+            sizes = _sizes(config, state)
+            if slot_of_step(steps, sizes, step_of(state)) is None:
+                continue
+            found = read_driver_state(state, config, sizes)
+        except CheckpointError as error:
+            _log.warning("the snapshot of step %d in memory is not used: %s", step_of(state), error)
+            why = "no snapshot in memory can be used"
             continue
-        complete = True
-        found = read_driver_state(state, config, sizes)
         if _can_continue(config, state, found):
             return found
-
-    if not complete:
+        why = ""  # a warning says so already, or the run is complete
+    if why:
         _log.warning(
-            "both copies of the snapshots in memory are lost: %s, and repeats %s",
+            "%s: %s, and repeats %s",
+            why,
             f"the run continues from the checkpoint of step {saved_step}" if saved_step else "it starts over",
             counted(step_of(states[0]) - saved_step, "completed step"),
         )
     return None
+
+
+def _sizes(config: RunConfig, state: Path) -> dict[str, int]:
+    """Return the number of ranks of each model that wrote the snapshot of a state.
+
+    Raises:
+        CheckpointError: The state is damaged, or its configuration is one of another version.
+    """
+    check_state(state)
+    try:
+        return sizes_of_trained(load_config(type(config), state / CONFIG_FILE))
+    except ConfigError as error:
+        raise CheckpointError(f"{state / CONFIG_FILE}: cannot be read ({one_line(error)})") from error
 
 
 def _can_continue(config: RunConfig, path: Path, found: Resume) -> bool:

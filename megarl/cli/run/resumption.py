@@ -5,6 +5,7 @@ It loads the state, truncates the run's files, and reports differences, and at t
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from megarl.checkpoints.object_storage import ObjectStorage
+from megarl.checkpoints.run_folder import step_of
 from megarl.cli.run.fewer_replicas import continues_on_fewer_nodes
 from megarl.cli.run.session import Session, of_another_run, read_summary, write_summary
 from megarl.cli.run.termination import TERMINATED
@@ -139,8 +141,14 @@ def restore_models(
 
 def _write_layout(config: RunConfig, state: Path) -> None:
     """Write the configuration to the driver's part of a snapshot that one of another layout has replaced."""
-    if state.is_dir():  # not if newer ones have replaced it, too
-        dump_config(config, state / CONFIG_FILE)
+    if not state.is_dir():
+        return  # newer ones have replaced it, too
+
+    def change(folder: Path) -> None:
+        shutil.copytree(state, folder, dirs_exist_ok=True)
+        dump_config(config, folder / CONFIG_FILE)
+
+    driver_states(config).write(step_of(state), change)
 
 
 def open_checkpoints(

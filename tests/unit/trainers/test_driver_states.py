@@ -53,6 +53,7 @@ def test_later_and_partial_states_are_removed(tmp_path: Path) -> None:
     states = DriverStates(tmp_path / "driver")
     write(states, 3, 4)
     (states.path / ".step_00000005.partial").mkdir()
+    (states.path / "step_00000001").touch()
     states.clear(after=3)
     assert [path.name for path in states.path.iterdir()] == ["step_00000003"]
     states.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,11 +40,14 @@ def run(config: PPOConfig, monkeypatch: pytest.MonkeyPatch) -> PPOConfig:  # noq
     return config
 
 
-def write_state(config: PPOConfig, step: int) -> None:  # noqa: F811
+def write_state(config: PPOConfig, step: int, further: str = "") -> None:  # noqa: F811
     def write(folder: Path) -> None:
         state = {"step": step, "trainer": "ppo", "seconds": 1.0, "data": {}}
         (folder / "trainer.json").write_text(json.dumps(state))
         dump_config(config, folder / "config.yaml")
+        with (folder / "config.yaml").open("a") as file:
+            file.write(further)
+        (folder / "samples_ahead.bin").write_bytes(b"samples")
 
     driver_states(config).write(step, write)
 
@@ -121,6 +125,65 @@ def test_without_files_in_memory_the_run_starts_from_the_disk(
         f"{lost}it starts over, and repeats 5 completed steps",
         f"{lost}the run continues from the checkpoint of step 2, and repeats 3 completed steps",
     ]
+
+
+def no_longer_a_folder(state: Path) -> None:
+    shutil.rmtree(state)
+    state.touch()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: (state / "trainer.json").write_text("{"),
+        lambda state: (state / "config.yaml").unlink(),
+        lambda state: (state / "samples_ahead.bin").write_bytes(b""),
+        lambda state: (state / "checksums.json").write_text("[]"),
+        lambda state: (state / "checksums.json").unlink(),
+        no_longer_a_folder,
+    ],
+)
+def test_a_state_that_cannot_be_read_is_not_used(
+    damage: Callable[[Path], None], run: PPOConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(run, 2)
+    damage(driver_states(run).path / "step_00000004")
+    found = find_newest(run)
+    assert found is not None
+    assert (found.step, found.snapshot) == (2, None)
+    first, second = (line.message for line in caplog.records)
+    assert first.startswith(
+        f"the snapshot of step 4 in memory is not used: {driver_states(run).path}/step_00000004"
+    )
+    assert second == (
+        "no snapshot in memory can be used: the run continues from the checkpoint of step 2, and repeats "
+        "3 completed steps"
+    )
+
+
+def test_a_state_of_another_version_is_not_used(run: PPOConfig, caplog: pytest.LogCaptureFixture) -> None:
+    write_state(run, 4, further="no_such_key: 1\n")
+    assert find_newest(run) is None
+    assert "config.yaml: cannot be read (" in caplog.text
+    assert "no_such_key" in caplog.text
+
+
+def test_an_older_state_is_used_if_a_newer_one_cannot_be_read(
+    run: PPOConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory_resume, "steps_left", lambda name: {**FILES, "critic-1of2-1": {5}})
+    (driver_states(run).path / "step_00000005" / "trainer.json").write_text("")
+    found = find_newest(run)
+    assert found is not None
+    assert (found.step, found.snapshot) == (4, TakenSnapshot(4, SIZES, has_this_layout=True))
+    assert "the snapshot of step 5 in memory is not used: " in caplog.text
+
+
+def test_a_state_without_files_in_memory_is_not_read(run: PPOConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_resume, "steps_left", lambda name: {})
+    for step in (4, 5):
+        write_state(run, step, further="no_such_key: 1\n")
+    assert find_newest(run) is None
 
 
 def test_a_smaller_layout_can_continue(run: PPOConfig) -> None:
