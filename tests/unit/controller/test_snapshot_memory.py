@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from megarl.controller import snapshot_memory
-from megarl.controller.node_resources import living_nodes
+from megarl.controller.node_resources import NodeResources, living_nodes
 from megarl.controller.snapshot_memory import (
     FileLostError,
     SnapshotHolder,
@@ -41,6 +41,19 @@ def write(path: str, step: int, written_ns: int = 0) -> None:
 def joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cluster of the tests, as if another process had started it."""
     monkeypatch.setattr(snapshot_memory, "is_joined", lambda: True)
+
+
+@pytest.fixture
+def soon_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder that does not answer is lost after a second, but one that is started then has longer."""
+
+    def found_lost() -> list[NodeResources]:
+        monkeypatch.setattr(snapshot_memory, "LOST_S", 60.0)
+        return living_nodes()
+
+    monkeypatch.setattr(snapshot_memory, "ANSWER_S", 0.2)
+    monkeypatch.setattr(snapshot_memory, "LOST_S", 1.0)
+    monkeypatch.setattr(snapshot_memory, "living_nodes", found_lost)
 
 
 def test_the_next_driver_of_the_run_finds_the_files(joined: None, tmp_path: Path) -> None:
@@ -110,17 +123,16 @@ def test_files_are_lost_if_their_holder_dies_while_they_are_read(joined: None, t
 
 
 def test_a_holder_that_does_not_answer_in_time_is_lost(
-    joined: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    joined: None, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """It is started again. A driver that looks for its files finds none."""
-    monkeypatch.setattr(snapshot_memory, "ANSWER_S", 0.2)
     (node,) = (each.identity for each in living_nodes())
     run = run_name(tmp_path)
     memory = SnapshotMemory(run, {"actor-0-0": node})
     write(path := memory.paths()["actor-0-0"], step=3)
     stopped = psutil.Process(int(path.split("/")[2]))
     stopped.suspend()
-    monkeypatch.setattr(snapshot_memory, "LOST_S", 1.0)
+    request.getfixturevalue("soon_lost")
     assert steps_left(run) == {}
     assert memory.paths()["actor-0-0"] != path
     stopped.resume()  # ended already, which Ray does to a stopped process only after some seconds

@@ -22,6 +22,7 @@ from megarl.machine.memory_files import HEADER_BYTES, Header
 from megarl.roles import model_snapshots
 from megarl.roles.model_snapshots import ModelSnapshots, TakenSnapshot
 from tests.processes import gone_within
+from tests.unit.controller.test_snapshot_memory import joined, soon_lost  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -63,12 +64,6 @@ def snapshots(group: Group, tmp_path: Path) -> Iterator[ModelSnapshots]:
     snapshots = ModelSnapshots(run_name(tmp_path), [model], copy_limit_s=10.0)
     yield snapshots
     snapshots.close()
-
-
-@pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cluster of the tests, as if another process had started it: holders have names."""
-    monkeypatch.setattr(snapshot_memory, "is_joined", lambda: True)
 
 
 def test_a_snapshot_is_secured_when_the_next_one_begins(snapshots: ModelSnapshots) -> None:
@@ -158,7 +153,8 @@ def test_older_files_are_kept_until_a_loaded_snapshot_has_copies_on_the_new_node
     assert group.paths[4:] == group.paths[:2]
 
 
-def test_a_snapshot_that_was_loaded_is_not_taken_again(joined: None, group: Group, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("joined")
+def test_a_snapshot_that_was_loaded_is_not_taken_again(group: Group, tmp_path: Path) -> None:
     """A rank may be lost before the second one of this step is complete."""
     (node,) = (each.identity for each in living_nodes())
     run = run_name(tmp_path)
@@ -167,6 +163,7 @@ def test_a_snapshot_that_was_loaded_is_not_taken_again(joined: None, group: Grou
     paths = before.paths()
     for name in names:
         Path(paths[name]).write_bytes(Header(4 + int(name[-1]), HEADER_BYTES, 0).encode())
+    before.close(keeps_files=True)
 
     model: Any = SimpleNamespace(name="actor", group=group)
     snapshots = ModelSnapshots(run, [model], 10.0, TakenSnapshot(5, {"actor": 2}, has_this_layout=True))
@@ -187,8 +184,9 @@ def test_a_snapshot_that_was_loaded_is_not_taken_again(joined: None, group: Grou
     snapshots.close()
 
 
+@pytest.mark.usefixtures("joined")
 def test_the_snapshot_of_another_layout_is_kept_until_the_first_one_of_this_layout_has_copies(
-    joined: None, group: Group, tmp_path: Path
+    group: Group, tmp_path: Path
 ) -> None:
     (node,) = (each.identity for each in living_nodes())
     run = run_name(tmp_path)
@@ -197,6 +195,7 @@ def test_the_snapshot_of_another_layout_is_kept_until_the_first_one_of_this_layo
     index = b'{"tensors": [], "record": {"position": 64, "nbytes": 0, "checksum": ""}}'
     for path in before.paths().values():
         Path(path).write_bytes(Header(5, HEADER_BYTES, len(index)).encode() + index)
+    before.close(keeps_files=True)
 
     model: Any = SimpleNamespace(name="actor", group=group)
     snapshots = ModelSnapshots(run, [model], 10.0, TakenSnapshot(5, {"actor": 3}, has_this_layout=False))
@@ -235,12 +234,11 @@ def test_a_holder_that_answers_late_has_not_lost_its_files(
 
 
 def test_the_holder_of_a_node_that_does_not_answer_is_started_again(
-    snapshots: ModelSnapshots, group: Group, monkeypatch: pytest.MonkeyPatch
+    snapshots: ModelSnapshots, group: Group, request: pytest.FixtureRequest
 ) -> None:
-    """Its files count as lost: the snapshot in them is taken again before the next one."""
-    monkeypatch.setattr(snapshot_memory, "ANSWER_S", 0.2)
-    monkeypatch.setattr(snapshot_memory, "LOST_S", 1.0)
+    """Its files count as lost."""
     snapshots.begin(0)
+    request.getfixturevalue("soon_lost")
     stopped = psutil.Process(int(group.paths[0].split("/")[2]))
     stopped.suspend()
     snapshots.begin(1)
