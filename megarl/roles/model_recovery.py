@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,17 +27,25 @@ _FAILURES = 2  # losses in which a node is involved before it is excluded
 _LOST_STATES = [qualified_name(kind) for kind in (NonFiniteUpdateError, ReplicaMismatchError)]
 
 
+class Source(Enum):
+    """A kind of state that models return to after a loss."""
+
+    snapshot = "snapshot"
+    checkpoint = "checkpoint"
+    start = "start"
+
+
 class SavedStep(NamedTuple):
-    """A checkpoint on disk.
+    """A checkpoint on disk, or the start of the run, whose state new processes have.
 
     Attributes:
         step: Its step.
-        folder: Its folder.
+        folder: Its folder; None: the start.
         weight_version: The version of the actor's weights in it; None if the run has no engines.
     """
 
     step: int
-    folder: Path
+    folder: Path | None
     weight_version: int | None = None
 
 
@@ -47,13 +56,19 @@ class Restarted(NamedTuple):
         step: The step whose state the trained models have now.
         roles: The roles with new processes.
         nodes: The nodes of the lost ranks.
-        is_from_disk: Whether the state is that of a checkpoint, because no snapshot was left.
+        source: What had the state. Not a snapshot if none is complete.
     """
 
     step: int
     roles: tuple[str, ...]
     nodes: tuple[str, ...]
-    is_from_disk: bool = False
+    source: Source = Source.snapshot
+
+    def describe(self) -> str:
+        """Name the state that the trained models have now."""
+        if self.source is Source.start:
+            return "the start of the run"
+        return f"the {self.source.value} of step {self.step}"
 
 
 class ModelRecovery:
@@ -127,10 +142,11 @@ class ModelRecovery:
 
         Args:
             error: What was lost.
-            saved: The checkpoint that is loaded if no snapshot is left.
+            saved: What is used if no snapshot is left. At the start of the run, all trained models get new
+                processes.
 
         Raises:
-            SnapshotLostError: There is neither a complete snapshot nor a checkpoint.
+            SnapshotLostError: There is neither a complete snapshot nor a checkpoint or the start.
             WorkerError: A process failed or died during the recovery.
             NodeLostError: A node is lost, and no other node has become free in time.
         """
@@ -138,6 +154,8 @@ class ModelRecovery:
         newest = self._snapshots.newest_after_loss()
         if newest is None and saved is None:
             raise SnapshotLostError("no complete snapshot of the trained models is left in memory")
+        if newest is None and saved is not None and saved.folder is None:
+            lost += [processes for processes in self._snapshots.processes if processes not in lost]
         for processes in lost:
             processes.shutdown()
             leave_lost_nodes(processes.pool, ", ".join(processes.roles), self._wait_for_node_s, cause=error)
@@ -156,10 +174,12 @@ class ModelRecovery:
 
         # All models go back to the same step, whether or not they lost a process.
         self._snapshots.move()
-        step = self._load(newest, saved)
+        step, source = self._load(newest, saved)
         if self._weights is not None:
-            self._weights.rewind(self._version_of[step], is_new="actor" in roles)
-        return Restarted(step, tuple(roles), nodes, is_from_disk=step != newest)
+            # Before the first snapshot, the actor has not changed since the last weight sync.
+            version = self._version_of.get(step, self._weights.actor_version)
+            self._weights.rewind(version, is_new="actor" in roles)
+        return Restarted(step, tuple(roles), nodes, source)
 
     def _exclude(self, nodes: Sequence[str]) -> list[RayWorkerGroup]:
         """Count a loss for these nodes, and leave those that were involved in too many.
@@ -194,22 +214,23 @@ class ModelRecovery:
 
         return moved
 
-    def _load(self, newest: int | None, saved: SavedStep | None) -> int:
-        """Load the newest snapshot, or the checkpoint if a part of it is lost. Returns its step."""
+    def _load(self, newest: int | None, saved: SavedStep | None) -> tuple[int, Source]:
+        """Load the newest snapshot, or the checkpoint if a part of it is lost. Returns what was loaded."""
         try:
             if newest is not None:
                 self._snapshots.load(newest)
-                return newest
+                return newest, Source.snapshot
         except SnapshotLostError:
-            if saved is None:
+            if saved is None or saved.folder is None:
                 raise
 
         assert saved is not None
-        self._load_checkpoint(saved.folder)
+        if saved.folder is not None:
+            self._load_checkpoint(saved.folder)
         self._snapshots.forget()
         if saved.weight_version is not None:
             self._version_of[saved.step] = saved.weight_version
-        return saved.step
+        return saved.step, Source.start if saved.folder is None else Source.checkpoint
 
     def _lost(self, error: WorkerError | PhaseTimeoutError) -> tuple[list[RayWorkerGroup], tuple[str, ...]]:
         """Return the process groups with a lost rank, and the nodes of these ranks."""

@@ -15,6 +15,7 @@ from megarl.checkpoints.snapshot_resharding import StoredSlices
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.controller.futures import WorkerFuture, gather
+from megarl.controller.group import RayWorkerGroup
 from megarl.controller.snapshot_memory import LOST_S, FileLostError, SnapshotMemory, run_name
 from megarl.machine.errors import RunError
 from megarl.placement.snapshots import NUM_KEPT
@@ -92,6 +93,11 @@ class ModelSnapshots:
         self._on_replaced: Callable[[], None] = lambda: None
         # The newest snapshot that is complete with its copies: no later loss goes back further.
         self.secured: int | None = None
+
+    @property
+    def processes(self) -> list[RayWorkerGroup]:
+        """The processes of the models."""
+        return list(dict.fromkeys(model.group.processes for model in self._models))
 
     def begin(self, step: int) -> None:
         """Start a snapshot of the state after `step`. Returns at once unless the previous one is incomplete.

@@ -146,7 +146,7 @@ class PPOTrainer:
         first and after the last step) and saves a checkpoint if they are due, and logs the metrics.
         """
         trainer = self.config.trainer
-        self.roles.weights.push()
+        self.recovery.retry(self.roles.weights.push)
         self.roles.drain_metrics()  # metrics of the first sync include process startup
         self.recovery.begin()
 

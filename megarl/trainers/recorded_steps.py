@@ -54,6 +54,7 @@ class RecordedSteps:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._steps: deque[RecordedStep[Any]] = deque()
+        self._last_dropped = 0
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -66,7 +67,7 @@ class RecordedSteps:
 
     def reach_back_to(self, number: int) -> bool:
         """Return whether all steps after `number` are recorded."""
-        return not self._steps or self._steps[0].number <= number + 1
+        return self._last_dropped <= number
 
     def settle(self, snapshot: int | None, checkpoint: int | None) -> None:
         """Drop the steps that the checkpoint contains, and move those that the snapshot contains to files.
@@ -79,7 +80,7 @@ class RecordedSteps:
             return
         covered = snapshot if checkpoint is None else min(snapshot, checkpoint)
         while self._steps and self._steps[0].number <= covered:
-            self._steps.popleft()
+            self._last_dropped = self._steps.popleft().number
         for step in self._steps:
             if step.number <= snapshot:
                 step.move_to_file(self._folder)

@@ -20,7 +20,7 @@ from megarl.controller.messages import qualified_name
 from megarl.machine.errors import NonFiniteUpdateError, RunError
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
-from megarl.roles.model_recovery import ModelRecovery, Restarted, SavedStep
+from megarl.roles.model_recovery import ModelRecovery, Restarted, SavedStep, Source
 from megarl.roles.model_snapshots import SnapshotLostError
 from megarl.tracking.run_files import STACKS_FOLDER, writing
 from megarl.trainers.checkpoint import STATE_FILE
@@ -132,7 +132,7 @@ class StepRecovery:
 
     def begin(self) -> None:
         """Take the first snapshot, of the state before the first step."""
-        self._models.begin_snapshot(self._step)
+        self.retry(lambda: self._models.begin_snapshot(self._step))
 
     def run[T](self, step: int, train: Callable[[T], Metrics], inputs: T) -> Metrics:
         """Train a step and return its metrics, with those of the recoveries during it.
@@ -212,11 +212,10 @@ class StepRecovery:
         totals = self._totals
         self._totals = RecoveryTotals(totals.num_recoveries + 1, totals.lost_s + now_s - start_s)
         _log.warning(
-            "step %d: restarted %s from the %s of step %d in %.1f s%s",
+            "step %d: restarted %s from %s in %.1f s%s",
             self._step,
             ", ".join(restarted.roles),
-            "checkpoint" if restarted.is_from_disk else "snapshot",
-            restarted.step,
+            restarted.describe(),
             now_s - noticed_s,
             f"; repeated step {', '.join(map(str, repeated))}" if repeated else "",
         )
@@ -244,12 +243,10 @@ class StepRecovery:
     def _repeat(self, restarted: Restarted) -> list[int]:
         """Train the completed steps after the restored one again, and return their numbers."""
         steps = self._steps.after(restarted.step)
-
-        if restarted.is_from_disk:
+        if restarted.source is not Source.snapshot:
             _log.warning(
-                "both copies of the snapshots in memory are lost: loaded the checkpoint of step %d, and "
-                "repeat %s",
-                restarted.step,
+                "no snapshot in memory is complete: loaded %s, and repeat %s",
+                restarted.describe(),
                 counted(len(steps), "completed step"),
             )
             self._models.begin_snapshot(restarted.step)
@@ -262,14 +259,13 @@ class StepRecovery:
         return [step.number for step in steps]
 
     def _saved(self) -> SavedStep | None:
-        """Return the newest checkpoint, if the steps after it can be repeated."""
+        """Return the newest checkpoint, or the start of the run, if the steps after it can be repeated."""
         folder = self._newest_checkpoint()
-        if (
-            folder is None
-            or not self._first_step <= step_of(folder) <= self._step
-            or not self._steps.reach_back_to(step_of(folder))
-        ):
+        step = 0 if folder is None else step_of(folder)
+        if not self._first_step <= step <= self._step or not self._steps.reach_back_to(step):
             return None
+        if folder is None:
+            return SavedStep(step, folder)
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         return SavedStep(state["step"], folder, state.get("weight_version"))
 

@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,9 @@ from megarl.config.schema import (
     PPOConfig,
     RecoveryConfig,
 )
+from megarl.roles.model_snapshots import ModelSnapshots
 from megarl.roles.start import PPORoles
+from megarl.trainers.ppo import PPOTrainer
 from megarl.trainers.recovery import RecoveryLimitError
 from tests import fork_server
 from tests.integration.run_outcome import Outcome
@@ -141,6 +143,36 @@ def test_without_copies_in_memory_the_run_continues_from_the_checkpoint(
         "step 2: restarted actor from the snapshot of step 1",
         "step 4: restarted actor from the checkpoint of step 2",
     ]
+
+
+def test_a_loss_before_the_first_step_is_repaired(
+    inputs: Path,
+    undisturbed: Outcome,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A rank is lost before the first weight sync, and another one before the first snapshot."""
+    make_steps, begin = PPOTrainer.steps, ModelSnapshots.begin
+    left: list[PPORoles] = []
+
+    def steps(trainer: PPOTrainer) -> Iterator[int]:
+        left.append(trainer.roles)
+        trainer.roles.actor.group.processes.ready.get()
+        os.kill(trainer.roles.actor.group.pids[1], signal.SIGKILL)
+        return make_steps(trainer)
+
+    def begin_snapshot(snapshots: ModelSnapshots, step: int) -> None:
+        if left:
+            os.kill(left.pop().actor.group.pids[0], signal.SIGKILL)
+        begin(snapshots, step)
+
+    monkeypatch.setattr(PPOTrainer, "steps", steps)
+    monkeypatch.setattr(ModelSnapshots, "begin", begin_snapshot)
+    finished = run_ppo(grpo(inputs, tmp_path))
+    assert Outcome(finished).difference(undisturbed) == []
+    assert "step 0: restarted actor from the start of the run" in caplog.text
+    assert caplog.text.count("lost: step 0") == 2
 
 
 def test_losses_beyond_the_budget_end_the_run_and_are_listed(inputs: Path, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 from megarl.controller.errors import PhaseTimeoutError
 from megarl.controller.futures import DerivedFuture
 from megarl.roles import restarts
-from megarl.roles.model_recovery import ModelRecovery
+from megarl.roles.model_recovery import ModelRecovery, SavedStep
+from megarl.roles.model_snapshots import SnapshotLostError
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.restarts import NodeLostError
 
@@ -63,10 +64,16 @@ class Processes:
         self.num_restarts += 1
 
 
-def recovery_of(processes: Processes, wait_for_node_s: float) -> ModelRecovery:
+def recovery_of(
+    processes: Processes, wait_for_node_s: float, newest: int | None = 7, trained: Sequence[Processes] = ()
+) -> ModelRecovery:
     group: Any = SimpleNamespace(role="actor", processes=processes)
     snapshots: Any = SimpleNamespace(
-        newest_after_loss=lambda: 7, move=lambda: None, load=lambda step: None, forget=lambda: None
+        newest_after_loss=lambda: newest,
+        move=lambda: None,
+        load=lambda step: None,
+        forget=lambda: None,
+        processes=trained,
     )
     return ModelRecovery([group], snapshots, lambda folder: None, OffloadSchedule(), wait_for_node_s)
 
@@ -91,6 +98,17 @@ def test_a_run_ends_when_no_node_comes_in_time(monkeypatch: pytest.MonkeyPatch) 
     ):
         recovery_of(processes, 0.001).recover(ERROR)
     assert processes.num_restarts == 0
+
+
+def test_at_the_start_of_a_run_all_trained_models_get_new_processes() -> None:
+    """They may have made a part of the first step."""
+    actor, critic = (Processes(Pool(looks=0)) for _ in range(2))
+    recovery = recovery_of(actor, 0, newest=None, trained=[actor, critic])
+    restarted = recovery.recover(ERROR, SavedStep(0, None))
+    assert (restarted.step, restarted.describe()) == (0, "the start of the run")
+    assert (actor.num_restarts, critic.num_restarts) == (1, 1)
+    with pytest.raises(SnapshotLostError, match="no complete snapshot"):
+        recovery.recover(ERROR, None)
 
 
 def test_a_node_is_excluded_after_two_losses() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config.schema import RecoveryConfig
 from megarl.machine.errors import RunError
-from megarl.roles.model_recovery import Restarted, SavedStep
+from megarl.roles.model_recovery import Restarted, SavedStep, Source
 from megarl.roles.model_snapshots import SnapshotLostError
 from megarl.trainers.checkpoint import STATE_FILE
 from megarl.trainers.recovery import RecoveryLimitError, RecoveryTotals, StepRecovery
@@ -26,9 +26,13 @@ class Models:
     def __init__(self) -> None:
         self.complete: int | None = None
         self.begun: list[int] = []
+        self.num_failing = 0  # calls of begin_snapshot that lose a rank
         self.excluded_nodes: list[str] = []
 
     def begin_snapshot(self, step: int) -> None:
+        self.num_failing -= 1
+        if self.num_failing >= 0:
+            raise LostRankError("a rank died before its snapshot")
         self.begun.append(step)
 
     def secured_snapshot(self) -> int | None:
@@ -41,7 +45,8 @@ class Models:
         if self.complete is None:
             if saved is None:
                 raise SnapshotLostError("no snapshot is left")
-            return Restarted(saved.step, ("actor",), (LostRankError.node,), is_from_disk=True)
+            source = Source.start if saved.folder is None else Source.checkpoint
+            return Restarted(saved.step, ("actor",), (LostRankError.node,), source)
         return Restarted(self.complete, ("actor",), (LostRankError.node,))
 
 
@@ -187,12 +192,36 @@ def test_without_a_snapshot_the_steps_since_the_checkpoint_are_repeated(
 
 
 def test_without_a_snapshot_and_a_checkpoint_the_run_ends() -> None:
-    steps = Steps(0)
+    steps = Steps(2)
+    for step in (1, 2):
+        steps.models.complete = step
+        steps.run(step)
+    steps.models.complete = None
     with pytest.raises(SnapshotLostError) as failed:
-        steps.run(6)
+        steps.run(3)
     assert str(failed.value) == (
-        "no snapshot is left; there is no checkpoint either, so the run starts over, and loses 6 steps"
+        "no snapshot is left; there is no checkpoint either, so the run starts over, and loses 3 steps"
     )
+
+
+def test_before_the_first_snapshot_is_complete_the_run_returns_to_its_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    steps = Steps(1)
+    steps.models.num_failing = 1
+    steps.recovery.begin()
+    assert steps.models.begun == [0, 0]
+    for step in (1, 2):
+        steps.run(step)
+    assert steps.trained == [1, 2, 1, 2]
+    assert steps.models.begun[2:] == [1, 0, 1, 2]
+    assert "loaded the start of the run, and repeat 1 completed step" in caplog.text
+
+
+def test_a_resumed_run_does_not_return_to_the_start() -> None:
+    steps = Steps(0, last_step=3)
+    with pytest.raises(SnapshotLostError):
+        steps.run(4)
 
 
 def test_a_checkpoint_of_a_later_step_is_not_loaded(tmp_path: Path) -> None:
