@@ -280,6 +280,36 @@ def test_megarl_calls_no_worker_by_a_string() -> None:
     assert calls_by_name('group.execute_all_sync("update")') == ["1: execute_all_sync"]
 
 
+# Module -> why it may read the wall clock, although that of a node may be hours off, or be set meanwhile.
+WALL_CLOCK = {
+    "agents/sandboxes/container": "the age of a container that was never started, on the same machine",
+    "checkpoints/memory_snapshot": "tells two snapshots of a step apart, whichever is later",
+    "cli/inspect/calibrate": "a date to show",
+    "cli/inspect/status": "a time to show; only a process of the same machine counts as gone",
+    "controller/calls": "orders the exceptions of several ranks in a message",
+    "controller/host": "orders the exceptions of several ranks in a message",
+    "controller/inspection": "compares the clocks of the nodes for the doctor",
+    "data/chat_clock": "the driver's date, which all processes put into prompts",
+    "endpoint/openai_chat": "a time to show",
+    "endpoint/openai_responses": "a time to show",
+    "machine/clock": "where spans are on the timeline",
+    "rollout/sglang/in_process": "compared with a time of the same process",
+    "tracking/mlflow_service": "a time to show",
+    "tracking/status": "a time to show",
+    "trainers/monitor": "where a metric is on the timeline",
+}
+READS_WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\(|\bdatetime\.now\(|\bdate\.today\(|\butcnow\(")
+
+
+def test_the_wall_clock_is_read_only_where_a_wrong_one_does_no_harm() -> None:
+    package = ROOT / "megarl"
+    assert {
+        str(file.relative_to(package).with_suffix(""))
+        for file in package.rglob("*.py")
+        if READS_WALL_CLOCK.search(file.read_text(encoding="utf-8"))
+    } == WALL_CLOCK.keys()
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "tests/soak").glob("*.py")), ids=lambda file: file.stem)
 def test_soak_tests_can_be_imported(file: Path) -> None:
     """They run before releases only, and pyrefly does not check tests."""

@@ -26,7 +26,8 @@ class Header(NamedTuple):
         step: The step of the contents.
         index_start: The first byte of the index, which ends the file.
         index_bytes: The size of the index.
-        written_ns: When it was written, which tells files of a step that is repeated apart.
+        written_ns: When it was written, by the clock of the writer. This only tells files of a step that is
+            repeated apart: clocks of nodes may differ.
     """
 
     step: int

@@ -202,11 +202,12 @@ def test_a_copy_that_another_holder_has_already_is_not_written_again(holders: li
 
 
 def test_a_file_that_is_written_again_has_no_copy_yet(holders: list[Any]) -> None:
-    """Even if it is of the same step, because that is repeated after a loss."""
+    """Even if it is of the same step, because that is repeated after a loss, perhaps on a node whose clock is
+    behind."""
     source, buddy, _ = holders
-    write(path_of(source), step=3, written_ns=1)
+    write(path_of(source), step=3, written_ns=9)
     source.copy_to.remote(buddy, ["file"])
-    wait_until_copied(source, written_ns=1)
+    wait_until_copied(source, written_ns=9)
     stopped = psutil.Process(int(path_of(buddy).split("/")[2]))
     stopped.suspend()
     write(path_of(source), step=3, written_ns=2)
