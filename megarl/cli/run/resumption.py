@@ -5,6 +5,7 @@ It loads the state, truncates the run's files, and reports differences, and at t
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +36,8 @@ from megarl.trainers.monitor import Monitor
 from megarl.trainers.recovery import NoRecovery, StepRecovery
 from megarl.trainers.resume import Resume, checkpoint_folder, older_ones
 from megarl.trainers.uploads import Uploads
+
+_log = logging.getLogger(__name__)
 
 
 def is_complete(config: RunConfig, resume: Resume | None) -> bool:
@@ -148,7 +151,12 @@ def _write_layout(config: RunConfig, state: Path) -> None:
         shutil.copytree(state, folder, dirs_exist_ok=True)
         dump_config(config, folder / CONFIG_FILE)
 
-    driver_states(config).write(step_of(state), change)
+    try:
+        driver_states(config).write(step_of(state), change)
+    except OSError as error:
+        _log.warning(
+            "%s: %s; a new driver cannot continue after step %d", error.filename, error, step_of(state)
+        )
 
 
 def open_checkpoints(
