@@ -48,7 +48,9 @@ class DriverStates:
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
         write_files(partial)
-        checksums = {path.name: file_checksum(path) for path in files_of(partial)}
+        # A copy of an earlier state has their file already.
+        files = [path for path in files_of(partial) if path.name != _CHECKSUMS_FILE]
+        checksums = {path.name: file_checksum(path) for path in files}
         (partial / _CHECKSUMS_FILE).write_text(json.dumps(checksums), encoding="utf-8")
 
         # A step that was repeated after a loss has a state already.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megarl.checkpoints.run_folder import step_of
-from megarl.trainers.driver_states import DriverStates
+from megarl.trainers.driver_states import DriverStates, check_state
 
 
 def write(states: DriverStates, *steps: int, text: str = "") -> None:
@@ -31,6 +32,22 @@ def test_a_repeated_step_replaces_its_state(tmp_path: Path) -> None:
     write(states, 1, 2, text="first")
     write(states, 2, text="again")
     assert [(path / "trainer.json").read_text() for path in states.steps()] == ["again", "first"]
+
+
+def test_a_state_that_was_changed_after_it_was_written_is_whole(tmp_path: Path) -> None:
+    """As if a snapshot of another layout had replaced that of the step."""
+    states = DriverStates(tmp_path / "driver")
+    write(states, 1, text="first")
+    (state,) = states.steps()
+
+    def change(folder: Path) -> None:
+        shutil.copytree(state, folder, dirs_exist_ok=True)
+        (folder / "trainer.json").write_text("changed")
+
+    check_state(state)
+    states.write(1, change)
+    check_state(state)
+    assert (state / "trainer.json").read_text() == "changed"
 
 
 def test_a_state_that_is_not_complete_is_not_found(tmp_path: Path) -> None:
