@@ -47,7 +47,8 @@ def _obstacles(proc: Path, is_root: bool) -> Iterator[str]:
             "a seccomp filter of the container (docker and podman: --security-opt seccomp=unconfined; "
             "Kubernetes: seccompProfile.type: Unconfined)"
         )
-    profile = _read(proc / "self/attr/current")
+    # On machines with SELinux, self/attr/current is a label of SELinux.
+    profile = _read(proc / "self/attr/apparmor/current")
     if profile and not profile.startswith("unconfined"):
         yield (
             f"the AppArmor profile {profile} (docker: --security-opt apparmor=unconfined; Kubernetes: "

@@ -26,7 +26,7 @@ MACHINE = """\
         ("sys/kernel/unprivileged_userns_clone", "0\n", "sysctl -w kernel.unprivileged_userns_clone=1"),
         ("sys/kernel/apparmor_restrict_unprivileged_userns", "1\n", "as on Ubuntu 24.04"),
         ("self/status", "Name:\tpython\nSeccomp:\t2\n", "--security-opt seccomp=unconfined"),
-        ("self/attr/current", "docker-default (enforce)\n", "profile docker-default (enforce)"),
+        ("self/attr/apparmor/current", "docker-default (enforce)\n", "profile docker-default (enforce)"),
         ("self/mountinfo", MOUNTS, "/proc/sys is covered"),
     ],
 )
@@ -44,7 +44,8 @@ def test_a_machine_that_allows_namespaces_has_none(tmp_path: Path) -> None:
         "sys/kernel/unprivileged_userns_clone": "1\n",
         "sys/kernel/apparmor_restrict_unprivileged_userns": "1\n",  # does not concern root
         "self/status": "Name:\tpython\nSeccomp:\t0\n",
-        "self/attr/current": "unconfined\n",
+        "self/attr/apparmor/current": "unconfined\n",
+        "self/attr/current": "system_u:system_r:container_t:s0:c1,c2\n",
         "self/mountinfo": MACHINE,
     }.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
