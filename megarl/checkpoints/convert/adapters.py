@@ -122,7 +122,7 @@ def write_peft(
     nbytes = sum(value.nbytes for value in tensors.values())
     with new_folder(folder, nbytes) as unfinished:
         fields = _adapter_fields(source)
-        base = str(fields.get("base_model_name_or_path", source.companions))
+        base = str(fields.get("base_model_name_or_path") or source.companions)  # PEFT may write null
         value_class = REWARD_CLASS if fields.get("task_type") == SEQUENCE_TASK else None
         write_adapter(unfinished, tensors, source.architecture, base, source.head, value_class)
     progress(nbytes, nbytes)

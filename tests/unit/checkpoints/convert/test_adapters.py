@@ -75,6 +75,12 @@ def test_the_adapter_of_a_value_head_names_its_task(
     write_peft(open_adapter_folder(folder, Path(case.base)), tmp_path / "again")
     assert (tmp_path / "again" / CONFIG_FILE).read_text() == (folder / CONFIG_FILE).read_text()
 
+    # PEFT writes null for a base model without a name.
+    config = json.loads((folder / CONFIG_FILE).read_text()) | {"base_model_name_or_path": None}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    write_peft(open_adapter_folder(folder, Path(case.base)), tmp_path / "named")
+    assert (tmp_path / "named" / CONFIG_FILE).read_text() == (tmp_path / "again" / CONFIG_FILE).read_text()
+
 
 def merged_by_command(case: Adapted, adapter: Path | str, folder: Path) -> Path:
     paths = ["--input", str(adapter), "--base", case.base, "--output", str(folder)]
