@@ -46,15 +46,18 @@ from megarl.config.load import load_config
 from megarl.config.roles import role_named
 from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, SamplingConfig
 from megarl.controller.futures import RemoteFuture
+from megarl.controller.restart_budget import RestartBudget
 from megarl.data.loader import BatchLoader
 from megarl.data.tables import RowIdentity
 from megarl.roles import megatron_role
 from megarl.roles.megatron_role import MiniBatchPlan
 from megarl.roles.models import ABSENT, Actor, Critic, Scorer
+from megarl.roles.restarted_group import RestartedGroup
 from megarl.roles.reward import Reward
 from megarl.roles.rollout.rollout import batch_of_samples
 from megarl.roles.rollout.scheduler_state import SchedulerTotals, SpeculativeTotals
 from megarl.roles.start import PPORoles
+from megarl.roles.start_judges import JudgeServers
 from megarl.rollout.interface import Sample, VersionSpan
 from megarl.trainers.monitor import Position
 from megarl.trainers.ppo import PPOTrainer
@@ -259,6 +262,7 @@ def make_trainer(algorithm: str, store: ObjectStore, lengths: np.ndarray) -> PPO
     parallel = ParallelConfig(data_parallel_size=REPLICAS)
     micro_batch = MicroBatchConfig(max_tokens=MICRO_BATCH_TOKENS)
     updates = MiniBatchPlan(updates_per_step=1, epochs_per_batch=1, seed=0)
+    reward: Any = Group(store, "reward")
     roles = PPORoles(
         actor=Actor(
             Group(store, "actor"),  # pyrefly: ignore[bad-argument-type]
@@ -289,7 +293,7 @@ def make_trainer(algorithm: str, store: ObjectStore, lengths: np.ndarray) -> PPO
         if algorithm == "ppo"
         else ABSENT,
         rollout=Generating(store, lengths),  # pyrefly: ignore[bad-argument-type]
-        reward=Reward(Group(store, "reward")),  # pyrefly: ignore[bad-argument-type]
+        reward=Reward(RestartedGroup(reward, RestartBudget(0), JudgeServers({}))),
         weights=Weights(),  # pyrefly: ignore[bad-argument-type]
     )
 

@@ -28,6 +28,7 @@ from megarl.config.schema import (
     PolicyLossKind,
     RolloutCorrectionConfig,
 )
+from megarl.controller.futures import RemoteFuture
 from megarl.machine.errors import RunError
 from megarl.roles.checks import FirstRatioCheck
 from megarl.roles.megatron_role import MegatronRole, MiniBatchPlan, restored_rows
@@ -163,7 +164,7 @@ def test_virtual_stages_get_a_multiple_of_the_pipeline() -> None:
         assert len(part.meta_info[MICRO_BATCHES]) == expected
 
 
-class Done:
+class Done(RemoteFuture[Any]):
     """Call that has completed."""
 
     calls = ()
