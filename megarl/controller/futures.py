@@ -62,18 +62,20 @@ class RemoteFuture[T_co](DataProtoFuture):
 
     @classmethod
     def gather(cls, futures: Sequence[RemoteFuture[Any]], timeout: float | None = None) -> list[Any]:
-        deadline_s = None if timeout is None else time.monotonic() + timeout
+        start_s = time.monotonic()
+        left_s = timeout
         while True:
             # Wait for all calls at once: a failure must not be hidden by an earlier future that still runs.
             calls = [call for future in futures for call in future.calls]
             needed = [call for future in futures for call in future.needed]
-            left_s = None if deadline_s is None else deadline_s - time.monotonic()
             try:
                 wait_for_calls(calls, left_s, needed)
                 break
             except (WorkerError, PhaseTimeoutError) as error:
                 if not any([future.resend(error) for future in futures]):
                     raise
+                if timeout is not None:
+                    left_s = max(0.0, timeout - (time.monotonic() - start_s))
         return [future.get() for future in futures]
 
 
