@@ -224,18 +224,24 @@ class RayResourcePool:
         else:
             return False
 
-        for index, number in zip(indices, chosen, strict=True):
-            remove_placement_group(self._groups[index])
-            node = nodes[number]
-            self._groups[index] = _group_on_node(
-                self.resources_per_process(), self.process_on_nodes[index], node.identity
-            )
-            self._node_ids[index] = self._reserved_on[index] = node.identity
-
-        # The groups are reserved concurrently, so they share one limit.
+        places = {index: nodes[number].identity for index, number in zip(indices, chosen, strict=True)}
+        new = {
+            index: _group_on_node(self.resources_per_process(), self.process_on_nodes[index], node_id)
+            for index, node_id in places.items()
+        }
+        # The groups are reserved concurrently, so they share one limit. The pool keeps its place until they
+        # are: another pool of the run may have taken the node at the same time.
         deadline_s = time.monotonic() + self.wait_limit_s
-        moved = [self._groups[index] for index in indices]
-        return all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in moved)
+        if not all(group.wait(max(0.0, deadline_s - time.monotonic())) for group in new.values()):
+            for group in new.values():
+                remove_placement_group(group)
+            return False
+
+        for index, node_id in places.items():
+            remove_placement_group(self._groups[index])
+            self._groups[index] = new[index]
+            self._node_ids[index] = self._reserved_on[index] = node_id
+        return True
 
     def release(self) -> None:
         """Release the devices. This ends the processes that still use them."""

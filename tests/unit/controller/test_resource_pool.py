@@ -1,7 +1,11 @@
 """Pools: what fits where, and the errors if it does not."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from megarl.controller import resource_pool
 from megarl.controller.node_resources import NodeResources, fits, match
 from megarl.controller.resource_pool import (
     InsufficientResourcesError,
@@ -149,3 +153,44 @@ def test_a_pool_is_reserved_on_the_node_that_it_is_pinned_to(ray_cluster: None) 
     lost.pin(["0f" * 28])
     with pytest.raises(InsufficientResourcesError, match="pool 'lost': 0 GPU, 1 CPU on node 0 of the plan"):
         lost.bundles()
+
+
+class Reservation:
+    """Placement group that is reserved or not, whatever else is."""
+
+    def __init__(self, node_id: str, is_ready: bool) -> None:
+        self.node_id = node_id
+        self._is_ready = is_ready
+
+    def wait(self, timeout: float) -> bool:
+        return self._is_ready
+
+
+def test_a_pool_that_cannot_reserve_its_new_node_stays_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pools of a run may choose the same free node. The one that comes late tries again."""
+    removed: list[str] = []
+    is_ready = {"b": False, "c": True}
+    free = [NodeResources("10.0.0.2", {"CPU": 1}, "b")]
+    gone = [{"NodeID": "a", "NodeManagerAddress": "10.0.0.1", "Alive": False}]
+    replaced: dict[str, Any] = {
+        "ray": SimpleNamespace(nodes=lambda: gone),
+        "free_nodes": lambda: free,
+        "living_nodes": lambda: free,
+        "unused": list,
+        "_group_on_node": lambda share, count, node_id: Reservation(node_id, is_ready[node_id]),
+        "remove_placement_group": lambda group: removed.append(group.node_id),
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(resource_pool, name, value)
+
+    pool: Any = RayResourcePool([1], use_gpu=False, wait_limit_s=0)
+    pool.pin(["a"])
+    pool._groups, pool._reserved_on = [Reservation("a", True)], ["a"]
+    assert pool.move_from_lost_nodes() == pool.move_from_lost_nodes() == {0: "10.0.0.1"}
+    assert removed == ["b", "b"]
+    assert pool.node_ids() == ["a"]
+
+    free[:] = [NodeResources("10.0.0.3", {"CPU": 1}, "c")]
+    assert pool.move_from_lost_nodes() == {}
+    assert removed == ["b", "b", "a"]
+    assert pool.node_ids() == ["c"]
