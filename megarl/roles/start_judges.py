@@ -57,8 +57,10 @@ class JudgeServers:
         new = {
             server: server.call(JudgeWorker.endpoint) for server in self.groups if server not in self._serving
         }
-        self._endpoints |= {server: future.get() for server, future in new.items()}
-        self._serving |= {server: server.call(JudgeWorker.serve) for server in new}
+        # One by one: a server that has started serves on if another one fails.
+        for server, future in new.items():
+            self._endpoints[server] = future.get()
+            self._serving[server] = server.call(JudgeWorker.serve)
         endpoints = {
             name: [self._endpoints[server] for server in servers] for name, servers in self._of_judges.items()
         }
