@@ -3,8 +3,8 @@
     python -m tests.soak.recovery FOLDER                   # all runs: 60 faults, about an hour
     python -m tests.soak.recovery FOLDER ppo-pp2-ahead ... --seed 1
 
-The driver and the engines are on node 0, the trained models on two other nodes, with the reward functions on the first of
-them, and one node is spare. Each layout runs
+The driver, the engines and the reward functions are on node 0, the trained models on two other nodes, and one node is
+spare. If all of them share devices, the reward functions are on a node of the models, too. Each layout runs
 once without faults, and twice with them: five faults, one of each kind, in random phases, on random ranks. Each
 run is a row of FOLDER/rows.jsonl; a row that exists is not run again.
 """
@@ -94,10 +94,7 @@ _PHASES_OF_CRITIC = ("values", "update_critic")
 
 
 def config_of(cell: str, inputs: Path, output_dir: Path) -> PPOConfig:
-    """Configure the run of a cell.
-
-    Its nodes are two with trained models, of which the first also has the reward functions, and one with engines.
-    """
+    """Configure the run of a cell. Its nodes are two with trained models, and one with the rest."""
     algorithm, layout, kind = cell.split("-")
     parallel, devices = _LAYOUTS[layout]
     is_ppo = algorithm == "ppo"
@@ -118,7 +115,8 @@ def config_of(cell: str, inputs: Path, output_dir: Path) -> PPOConfig:
         roles = dict.fromkeys([*roles, "rollout"], "actor")
         pools = {"actor": devices}
     else:
-        roles |= {"rollout": "engines", "reward": "actor"}
+        # Together they need more than a node of the models has, so that no rank is on the driver's node.
+        roles |= dict.fromkeys(("rollout", "reward"), "engines")
         pools["engines"] = [0] * _TRAINERS + [_NUM_REPLICAS]
     return tiny_config(
         inputs,
