@@ -196,6 +196,10 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None, needed: 
             raise first_failure(failures + _late_failures(pending))
         if pending.keys() <= endless.keys():
             return
+        # A call that exceeds the limit of its group ends the group, however short the caller's timeout is.
+        for processes in look_s:
+            own = [call for calls in pending.values() for call in calls if call.processes is processes]
+            look_s[processes] = _check_limit(processes, own, look_s[processes])
         # The caller's timeout ends the wait only; the calls continue.
         if deadline_s is not None and time.monotonic() >= deadline_s:
             waiting = next(iter(pending.values()))[0]
@@ -203,10 +207,6 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None, needed: 
                 f"{waiting.role}.{waiting.method} has not finished after {timeout:g} s (rank "
                 f"{waiting.rank}); it is still running"
             )
-        # A call that exceeds the limit of its group ends the group.
-        for processes in look_s:
-            own = [call for calls in pending.values() for call in calls if call.processes is processes]
-            look_s[processes] = _check_limit(processes, own, look_s[processes])
         # Sleep until the next limit can expire, or the caller's timeout.
         next_look_s = min([*look_s.values(), *([] if deadline_s is None else [deadline_s])])
 
