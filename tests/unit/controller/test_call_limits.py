@@ -64,6 +64,8 @@ def glance(future: RemoteFuture[Any]) -> Any:
     while True:
         try:
             return future.get(1e-4)
+        except PhaseTimeoutError:
+            raise
         except TimeoutError:
             time.sleep(0.05)
 
