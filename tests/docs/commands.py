@@ -405,6 +405,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     'pip install "$(ls dist/megarl-*.whl)[quickstart,sglang-cpu]"': ByHand(),
     "pip install --no-deps 'sglang>=0.5.23,<0.5.24'": ByHand(),
     "python -m tests.soak.experts": ByHand(),
+    "python -m tests.soak.curves --plot docs/learning-curves.svg": ByHand(),
     "python -m tests.soak.curves --sources reward_model": ByHand(),
     "python -m tests.soak.distillation": ByHand(),
     "python -m tests.soak.fp8": ByHand(),

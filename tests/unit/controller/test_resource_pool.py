@@ -169,7 +169,7 @@ class Reservation:
 def test_a_pool_that_cannot_reserve_its_new_node_stays_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pools of a run may choose the same free node. The one that comes late tries again."""
     removed: list[str] = []
-    is_ready = {"b": False, "c": True}
+    is_ready = {"a": True, "b": False, "c": True}
     free = [NodeResources("10.0.0.2", {"CPU": 1}, "b")]
     gone = [{"NodeID": "a", "NodeManagerAddress": "10.0.0.1", "Alive": False}]
     replaced: dict[str, Any] = {
@@ -179,13 +179,15 @@ def test_a_pool_that_cannot_reserve_its_new_node_stays_lost(monkeypatch: pytest.
         "unused": list,
         "_group_on_node": lambda share, count, node_id: Reservation(node_id, is_ready[node_id]),
         "remove_placement_group": lambda group: removed.append(group.node_id),
+        "placement_group_table": lambda group: {"bundles_to_node_id": [group.node_id]},
+        "check_fits": lambda pools: None,
     }
     for name, value in replaced.items():
         monkeypatch.setattr(resource_pool, name, value)
 
-    pool: Any = RayResourcePool([1], use_gpu=False, wait_limit_s=0)
+    pool = RayResourcePool([1], use_gpu=False, wait_limit_s=0)
     pool.pin(["a"])
-    pool._groups, pool._reserved_on = [Reservation("a", True)], ["a"]
+    pool.bundles()
     assert pool.move_from_lost_nodes() == pool.move_from_lost_nodes() == {0: "10.0.0.1"}
     assert removed == ["b", "b"]
     assert pool.node_ids() == ["a"]
