@@ -1,4 +1,4 @@
-"""The tables of docs/verification.md that compare the memory plan with dry runs: one for each run in configs/."""
+"""Tables of docs/verification.md that compare the memory plan with dry runs, one for each run in configs/."""
 
 from __future__ import annotations
 

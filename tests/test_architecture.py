@@ -502,7 +502,7 @@ LONG_BODY = 25  # lines without the docstring
 
 
 def wide_lines(source: str) -> list[int]:
-    """Return the numbers of lines with more than WIDTH columns. The linter accepts them if they have a pragma."""
+    """Return the numbers of lines with more than WIDTH columns, which the linter accepts with a pragma."""
     return [number for number, line in enumerate(source.splitlines(), 1) if len(line) > WIDTH]
 
 

@@ -128,7 +128,7 @@ def number_of(address: str) -> int:
 
 
 def test_a_run_that_loses_its_first_node_ends_like_one_that_does_not(cluster: Cluster) -> None:
-    """The node has a rank of the actor and the reward functions. It is lost twice, and replaced by another one."""
+    """Each time, the lost node has a rank of the actor and the reward functions, and another one replaces it."""
     net, ray, shared = cluster
     driver = Driver(cluster, "first_node")
     scoring = driver.hear()

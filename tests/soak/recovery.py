@@ -3,10 +3,10 @@
     python -m tests.soak.recovery FOLDER                   # all runs: 60 faults, about an hour
     python -m tests.soak.recovery FOLDER ppo-pp2-ahead ... --seed 1
 
-The driver, the engines and the reward functions are on node 0, the trained models on two other nodes, and one node is
-spare. If all of them share devices, the reward functions are on a node of the models, too. Each layout runs
-once without faults, and twice with them: five faults, one of each kind, in random phases, on random ranks. Each
-run is a row of FOLDER/rows.jsonl; a row that exists is not run again.
+The driver, the engines and the reward functions are on node 0, the trained models on two other nodes, and
+one node is spare. If all of them share devices, the reward functions are on a node of the models, too. Each
+layout runs once without faults, and twice with them: five faults, one of each kind, in random phases, on
+random ranks. Each run is a row of FOLDER/rows.jsonl; a row that exists is not run again.
 """
 
 from __future__ import annotations

@@ -202,8 +202,7 @@ def test_a_copy_that_another_holder_has_already_is_not_written_again(holders: li
 
 
 def test_a_file_that_is_written_again_has_no_copy_yet(holders: list[Any]) -> None:
-    """Even if it is of the same step, because that is repeated after a loss, perhaps on a node whose clock is
-    behind."""
+    """The step may be the same: it is repeated after a loss, perhaps on a node whose clock is slow."""
     source, buddy, _ = holders
     write(path_of(source), step=3, written_ns=9)
     source.copy_to.remote(buddy, ["file"])

@@ -332,7 +332,7 @@ def test_losses_and_gradients_are_trls(
 def test_losses_and_gradients_of_experts_are_trls(
     layout: str, rank_pool: RankPool, expert_cases: list[Case], expected_of_experts: list[Result]
 ) -> None:
-    """With the losses of the routers, and with frozen routers."""
+    """The losses include those of the routers; in some cases, routers are frozen."""
     parallel = EXPERT_LAYOUTS[layout]
     ranks = rank_pool.run(
         run_engine,
