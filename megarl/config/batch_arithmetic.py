@@ -159,6 +159,36 @@ def fullest_micro_batch(
     return rows[: whole_units(config, len(rows))]
 
 
+def shares_a_prompt(config: RunConfig, role: ModelRole, rows: Sequence[Row]) -> bool:
+    """Return whether two rows of a micro-batch have their prompt in common."""
+    return rows_of_prompt(config, role) > 1 and len({row.prompt_number for row in rows}) < len(rows)
+
+
+def fullest_with_shared_prompt(
+    config: RunConfig, role: ModelRole, architecture: Architecture, *, trains: bool
+) -> list[Row] | None:
+    """Return a micro-batch as large as the largest one, in which two rows share a prompt.
+
+    The result is None if the largest one already has such rows, or no micro-batch can have them.
+    """
+    rows = fullest_micro_batch(config, role, architecture, trains=trains)
+    room = micro_batch_room(role.micro_batch, role.parallel)
+    together = min(rows_of_prompt(config, role), rows_of_replica(config, role, trains=trains))
+    if together == 1 or shares_a_prompt(config, role, rows):
+        return None
+    # A limit in rows: the same rows, with as few prompts as possible.
+    if room is None:
+        grouped = [row._replace(prompt_number=number // together) for number, row in enumerate(rows)]
+        return grouped if len(rows) > 1 else None
+
+    # A limit in tokens: two responses fill what the prompt leaves.
+    size = role.parallel.context_parallel_size
+    longest = longest_row(config, role, architecture)
+    left = (room - padded_length(longest.prompt, size)) // 2
+    response = min(longest.response, left - left % padded_length(1, size))
+    return [longest._replace(response=response)] * 2 if response > 0 else None
+
+
 def whole_units(config: RunConfig, num_rows: int) -> int:
     """Return how many of `num_rows` rows are in whole units of rows that stay together."""
     return num_rows // config.rows_together * config.rows_together

@@ -63,6 +63,12 @@ EVIDENCE = (
         _ROPE, "_apply_rotary_pos_emb_thd", "for x in sequence_splits", "loops over sequences in Python"
     ),
     MegatronEvidence(
+        "models.common.embeddings.rotary_pos_embedding",
+        "RotaryEmbedding",
+        "@lru_cache(maxsize=32)",
+        "keeps a table of angles for each length",
+    ),
+    MegatronEvidence(
         "pipeline_parallel.schedules",
         "forward_backward_no_pipelining",
         'device="cuda"',

@@ -32,7 +32,7 @@ def set_local_rotation(layers: Iterable[Any], architecture: Architecture, like: 
     def with_local_angles(
         attention: torch.nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the angles, (S, 1, 1, R). The embedding keeps those of each length."""
+        """Replace the angles, (S, 1, 1, R)."""
         packed = options["packed_seq_params"] is not None
         angles = rotation(options["rotary_pos_emb"].shape[0], packed_seq=packed)
         return inputs, options | {"rotary_pos_emb": angles}

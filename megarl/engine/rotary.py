@@ -1,8 +1,8 @@
 """Rotary embedding of packed sequences that replaces Megatron's: one rotation for the whole batch.
 
-It reads nothing from the device. Megatron's version loops over the sequences, whose lengths it reads from the
-device twice for queries and twice for keys, in every layer. Each time the host waits until the device has
-finished all its work.
+The rotation reads nothing from the device. Megatron's version loops over the sequences, whose lengths it
+reads from the device twice for queries and twice for keys, in every layer. Each time the host waits until the
+device has finished all its work.
 """
 
 from __future__ import annotations
@@ -16,18 +16,45 @@ from torch import Tensor
 
 _POSITIONS = "megarl_positions"  # attributes of the tensor of sequence boundaries
 _AXES = "megarl_position_axes"
+_TABLE = "megarl_longest_table"  # an attribute of rotary embeddings
 
 
 def install() -> None:
-    """Make Megatron's layers rotate packed queries and keys with `rotary_packed`. Imports Megatron-Core."""
-    from megatron.core.models.common.embeddings import rope_utils
+    """Replace Megatron's rotation of packed rows, and its tables of angles. Imports Megatron-Core."""
+    from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
 
+    # pyrefly: ignore[bad-assignment]  # Megatron's method is in a cache
+    rotary_pos_embedding.RotaryEmbedding.forward = angles_up_to
     rope_utils._apply_rotary_pos_emb_thd = rotary_packed
 
     if rope_utils.fused_apply_rotary_pos_emb_thd is not None:  # Transformer Engine's
         rope_utils.fused_apply_rotary_pos_emb_thd = partial(
             _fused_or_packed, rope_utils.fused_apply_rotary_pos_emb_thd
         )
+
+
+def angles_up_to(
+    self: Any,
+    max_seq_len: int,
+    offset: int = 0,
+    packed_seq: bool = False,
+    cp_group: torch.distributed.ProcessGroup | None = None,
+) -> Tensor:
+    """Return the angles (max_seq_len, 1, 1, R) of positions. Replaces Megatron's `RotaryEmbedding.forward`.
+
+    Megatron keeps a table for each of the last 32 lengths, 64 MiB each at 128k tokens. This keeps the longest
+    one, of which the others are a part.
+    """
+    group = cp_group or self.cp_group
+    assert offset == 0
+    assert packed_seq or group is None or group.size() == 1, "context-parallel ranks share packed rows only"
+
+    frequencies, table = getattr(self, _TABLE, (None, torch.empty(0)))
+    if frequencies is not self.inv_freq or len(table) < max_seq_len:
+        table = self.get_emb(max_seq_len)
+        setattr(self, _TABLE, (self.inv_freq, table))
+
+    return table[:max_seq_len]
 
 
 def set_positions(cu_seqlens: Tensor, positions: Tensor, axes: Tensor | None = None) -> None:

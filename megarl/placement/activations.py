@@ -14,9 +14,12 @@ from typing import NamedTuple
 from megarl.config.batch_arithmetic import (
     Row,
     fullest_micro_batch,
+    fullest_with_shared_prompt,
+    longest_row,
     micro_batch_tokens,
     rows_of_prompt,
     rows_of_replica,
+    shares_a_prompt,
 )
 from megarl.config.megatron_options import token_multiple
 from megarl.config.memory_sizes import logit_chunk_tokens
@@ -31,6 +34,7 @@ from megarl.placement.expert_activations import layers_of_stage, sparse_layer
 from megarl.placement.fused_layers import (
     WORKSPACE_BYTES,
     LayerKind,
+    always_gathers,
     layer_kind,
     placeholder_elements,
     workspace_bytes,
@@ -97,6 +101,7 @@ def working_memory(
     step: StepMemory,
     *,
     uneven: bool = True,
+    shares: bool = True,
 ) -> WorkingMemory:
     """Return the working memory of a rank.
 
@@ -107,8 +112,11 @@ def working_memory(
         stage: The pipeline stage of the rank.
         step: The temporary memory of the optimizer step.
         uneven: Whether one of the rank's experts receives twice its share of the tokens.
+        shares: Whether two rows of a micro-batch share a prompt, if that takes more memory (see
+            `costs_more_with_shared_prompts`).
     """
-    work = _Work(config, role, architecture, stage, uneven)
+    shares = shares and costs_more_with_shared_prompts(config, role, architecture)
+    work = _Work(config, role, architecture, stage, uneven=uneven, shares=shares)
     trains = role.optim is not None
     stays = work.stays(trains)
 
@@ -126,11 +134,35 @@ def working_memory(
     )
 
 
+def costs_more_with_shared_prompts(config: RunConfig, role: ModelRole, architecture: Architecture) -> bool:
+    """Return whether a micro-batch of the same size takes more memory if two of its rows share a prompt.
+
+    So it is where context-parallel ranks pass keys and values on in a ring, unless rows share a prompt: then
+    each rank gathers those of all ranks. It is False if the largest micro-batch already has such rows.
+    """
+    kind = layer_kind(config)
+    # If the machines decide between the two, the local layers count, which gather in every micro-batch.
+    is_ring = kind is LayerKind.fused and not always_gathers(config, architecture, kind)
+    return (
+        role.parallel.context_parallel_size > 1
+        and is_ring
+        and architecture.latent is None
+        and fullest_with_shared_prompt(config, role, architecture, trains=False) is not None
+    )
+
+
 class _Work:
     """The sizes of one rank, in bytes unless they are described as elements per token."""
 
     def __init__(
-        self, config: RunConfig, role: ModelRole, architecture: Architecture, stage: int, uneven: bool
+        self,
+        config: RunConfig,
+        role: ModelRole,
+        architecture: Architecture,
+        stage: int,
+        *,
+        uneven: bool,
+        shares: bool,
     ) -> None:
         self._config = config
         self._role = role
@@ -154,13 +186,21 @@ class _Work:
         self._modules_again = modules if how is Recompute.selective else ()
 
         self._fullest = {
-            trains: fullest_micro_batch(config, role, architecture, trains=trains) for trains in (False, True)
+            trains: (shares and fullest_with_shared_prompt(config, role, architecture, trains=trains))
+            or fullest_micro_batch(config, role, architecture, trains=trains)
+            for trains in (False, True)
         }
-        self._longest = max(row.tokens for row in self._rows(trains=False))
+        self._longest = longest_row(config, role, architecture).tokens
         self._shares_prompts = rows_of_prompt(config, role) > 1
 
         rows = self._rows(trains=False)
         self._context = parallel.context_parallel_size
+        self._is_fused = layer_kind(config) is LayerKind.fused
+        # Context-parallel ranks gather keys and values, or pass them on in a ring.
+        gathers = shares_a_prompt(config, role, rows) or always_gathers(
+            config, architecture, LayerKind.fused if self._is_fused else LayerKind.local
+        )
+        self._is_ring = self._context > 1 and not gathers
         self._keys_of_token = self._gathered_keys(rows)
         self._widths = widths_of(
             architecture, parallel, self._longest if self.kernels is Kernels.plain else 0
@@ -186,12 +226,15 @@ class _Work:
             )
 
     def _gathered_keys(self, rows: list[Row]) -> float:
-        """Return the number of keys gathered for attention per token of the rank.
+        """Return the number of keys that attention saves per token of the rank.
 
         With attention by matrix products, responses that share a prompt each have its keys in addition to
         their own, and the prompt has them too. With context parallelism, each rank has two chunks of every
-        sequence and gathers all keys before them, plus all keys of a response's prompt.
+        sequence and gathers all keys before them, plus all keys of a response's prompt. In a ring, it saves
+        its own keys.
         """
+        if self._is_ring:
+            return 1.0
         tokens = micro_batch_tokens(rows, self._context)
         prompts = sum(row.prompt for row in rows) * self._shares_prompts
         if self._context > 1:
@@ -247,9 +290,8 @@ class _Work:
     def batch(self, trains: bool) -> int:
         """Return the bytes of all rows of a pass at their maximum length."""
         rows = rows_of_replica(self._config, self._role, trains=trains)
-        longest = max(row.tokens for row in self._rows(trains))
         of_token = _OWN_BATCH_BYTES // self._context + _WHOLE_BATCH_BYTES + self._top_of_batch(trains)
-        return rows * longest * of_token
+        return rows * self._longest * of_token
 
     def stays(self, trains: bool) -> int:
         """Return the bytes that remain allocated between passes.
@@ -468,6 +510,8 @@ class _Work:
 
         # Instead of the rank's own keys and values, those that its queries attend to are saved.
         if self._context > 1 and not again:
+            # What the keys' norm saves: a copy of the keys, or, in local layers, the whole QKV output.
+            normalized += (width.key if self._is_fused else width.query + 2 * width.key) * has_norm
             return 2 * width.query + ceil(2 * self._keys_of_token * width.key) + head_numbers + normalized
         return (
             3 * width.query
@@ -483,6 +527,15 @@ class _Work:
         return max((3 + (self.kernels is Kernels.cpu)) * self._widths.gate, self._sparse.kept)
 
     @property
+    def _saved_by_mlp(self) -> int:
+        """Elements per token that recomputing the MLP saves.
+
+        In Transformer Engine's dense MLPs, the norm before it is a part of the first product.
+        """
+        is_dense = self._architecture.experts is None
+        return self._kept_of_mlp + self._widths.part * (self._is_fused and is_dense)
+
+    @property
     def _mlp_is_computed_again(self) -> bool:
         return RecomputeModule.mlp in self._modules_again
 
@@ -492,7 +545,7 @@ class _Work:
         Counts all layers of all micro-batches in flight. Recomputed layers save only their input. The output,
         which the last norm or the next stage reads, is included.
         """
-        mlp_again = self._kept_of_mlp * self._mlp_is_computed_again
+        mlp_again = self._saved_by_mlp * self._mlp_is_computed_again
         # Megatron recomputes the first layers of a virtual stage. Of several, the fullest one counts.
         chunk = self._layers_again * self._widths.part + max(
             sum(
@@ -514,7 +567,7 @@ class _Work:
         width = self._widths
         # A recomputed layer has its activations again while its gradients are computed.
         all_again = self._layers_again == self._layers
-        again = self._kept_of_mlp if self._mlp_is_computed_again else 0
+        again = self._saved_by_mlp if self._mlp_is_computed_again else 0
         if all_again:
             again = self._kept_of_largest_layer
         if all_again or again:

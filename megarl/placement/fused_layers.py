@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from enum import Enum
 
-from megarl.config.schema import Device, DType, Layers, ParallelConfig, RunConfig
+from megarl.config.layers import trains_adapters
+from megarl.config.schema import CPCommType, Device, DType, Layers, ParallelConfig, RunConfig
 from megarl.models.architecture import Architecture, LatentAttention
+from megarl.placement.windowed_activations import has_own_attention
 
 # The workspace of cuBLAS on Hopper. A grouped product runs on four streams with one each.
 WORKSPACE_BYTES = 32 * 1024**2 + 1024
@@ -27,6 +29,16 @@ def layer_kind(config: RunConfig) -> LayerKind:
         return LayerKind(asked.value)
     on_cpu = config.device is Device.cpu
     return LayerKind.local if on_cpu or config.model.dtype is DType.float32 else LayerKind.either
+
+
+def always_gathers(config: RunConfig, architecture: Architecture, kind: LayerKind) -> bool:
+    """Return whether context-parallel ranks gather keys and values in every micro-batch.
+
+    Otherwise, they gather them where rows share a prompt, and pass them on in a ring elsewhere.
+    """
+    asked = config.engine.cp_comm_type is CPCommType.all_gather
+    is_local = kind is LayerKind.local or trains_adapters(config)
+    return is_local or asked or has_own_attention(architecture)
 
 
 def workspace_bytes(architecture: Architecture) -> int:

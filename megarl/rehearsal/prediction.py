@@ -8,10 +8,12 @@ from typing import NamedTuple
 from megarl.config.roles import ModelRole
 from megarl.config.schema import RunConfig
 from megarl.models.architecture import Architecture
-from megarl.placement.activations import working_memory
+from megarl.placement.activations import costs_more_with_shared_prompts, working_memory
 from megarl.placement.memory import model_state, stage_of, step_memory
 
-UNEVEN = ", uneven"  # suffix of a phase in which one expert has twice its share of the tokens
+# Suffixes of phases.
+UNEVEN = ", uneven"  # one expert has twice its share of the tokens
+SHARED = ", shared prompt"  # two rows of each micro-batch share a prompt
 
 
 class PredictedMemory(NamedTuple):
@@ -42,14 +44,18 @@ def predicted_memory(
     state = model_state(role, architecture, config.model.dtype, stage)
     held = state.total
     step = step_memory(role, architecture, config.model.dtype, stage)
-    work = working_memory(config, role, architecture, stage, step, uneven=False)
+    work = working_memory(config, role, architecture, stage, step, uneven=False, shares=False)
     built = 0 if role.optim is None else max(0, state.parameters - state.optimizer)
     passes = {"score": work.score, "train": work.train, "train again": work.train, "step": work.step}
 
     # Predict the passes with uneven routing as well.
     if architecture.experts:
-        crowded = working_memory(config, role, architecture, stage, step, uneven=True)
+        crowded = working_memory(config, role, architecture, stage, step, uneven=True, shares=False)
         passes |= {f"score{UNEVEN}": crowded.score, f"train{UNEVEN}": crowded.train}
+    # And those with shared prompts, where they cost more.
+    if costs_more_with_shared_prompts(config, role, architecture):
+        sharing = working_memory(config, role, architecture, stage, step, uneven=False, shares=True)
+        passes |= {f"score{SHARED}": sharing.score, f"train{SHARED}": sharing.train}
 
     transient = {"build": built, **passes, "offload": work.stays, "restore": work.stays}
     batches = {

@@ -6,10 +6,11 @@ The process must have loaded the guard (guard.py) and activated the fake device 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megarl.config.batch_arithmetic import fullest_micro_batch
+from megarl.config.batch_arithmetic import fullest_micro_batch, fullest_with_shared_prompt
 from megarl.config.layers import has_transformer_engine_modules
 from megarl.config.load import with_dtype
 from megarl.config.roles import ModelRole, RoleKind, model_roles, needs_sum_pi_squared
@@ -28,11 +29,12 @@ from megarl.engine.offload import StatePart
 from megarl.engine.spec import spec_of
 from megarl.engine.top_tokens import TopK
 from megarl.models.architecture import Architecture
+from megarl.placement.activations import costs_more_with_shared_prompts
 from megarl.rehearsal import delta_kernels, te_signature, te_stub
 from megarl.rehearsal.built import check_engine
 from megarl.rehearsal.device import FakeDevice
 from megarl.rehearsal.ledger import Ledger, place_of
-from megarl.rehearsal.prediction import UNEVEN
+from megarl.rehearsal.prediction import SHARED, UNEVEN
 from megarl.rehearsal.push import push_weights
 from megarl.rehearsal.record import PhaseRecord, RankRecord, RankRequest, RehearsalError
 from megarl.rehearsal.routes import even_routes, uneven_routes
@@ -128,14 +130,34 @@ class _Rehearsal:
         self._architecture = architecture
         self._request = request
         self._ledger = ledger
+        self._shares_prompts = False
         self._device = FakeDevice(ledger)
         if architecture.experts is not None:
             self._device.routes = partial(even_routes, experts=architecture.experts)
             self._device.num_experts = architecture.num_experts
 
-    def _crowd(self) -> None:
+    def _worst_cases(self) -> dict[str, AbstractContextManager[None]]:
+        """Return what makes passes as expensive as they can become, by suffixes of the phases' names."""
+        cases: dict[str, AbstractContextManager[None]] = {}
+        if costs_more_with_shared_prompts(self._config, self._role, self._architecture):
+            cases[SHARED] = self._with_shared_prompts()
+        if self._architecture.experts is not None:
+            cases[UNEVEN] = self._with_uneven_routes()
+        return cases
+
+    @contextmanager
+    def _with_shared_prompts(self) -> Generator[None]:
+        self._shares_prompts = True
+        yield
+        self._shares_prompts = False
+
+    @contextmanager
+    def _with_uneven_routes(self) -> Generator[None]:
         assert self._architecture.experts is not None
+        even = self._device.routes
         self._device.routes = partial(uneven_routes, experts=self._architecture.experts)
+        yield
+        self._device.routes = even
 
     def phases(self) -> Iterator[PhaseRecord]:
         with self._device, _world(self._request.rank, self._role.parallel.world_size):
@@ -146,7 +168,10 @@ class _Rehearsal:
 
         Pipeline stages then receive the shape of its micro-batches.
         """
-        rows = fullest_micro_batch(self._config, self._role, self._architecture, trains=trains)
+        of_role = self._config, self._role, self._architecture
+        rows = fullest_micro_batch(*of_role, trains=trains)
+        if self._shares_prompts:
+            rows = fullest_with_shared_prompt(*of_role, trains=trains) or rows
         parallel = self._role.parallel
         batch = make_rows(
             rows,
@@ -195,8 +220,7 @@ class _Rehearsal:
             if self._request.push
             else None
         )
-        crowd = self._crowd if self._architecture.experts else None
-        yield from run_phases(engine, self._config, self._role, self._batch, end, push, crowd)
+        yield from run_phases(engine, self._config, self._role, self._batch, end, push, self._worst_cases())
 
 
 def run_phases(
@@ -206,7 +230,7 @@ def run_phases(
     batch_of: Callable[[bool], RehearsedBatch],
     end: Callable[[str], PhaseRecord],
     push: Callable[[], None] | None = None,
-    crowd: Callable[[], None] | None = None,
+    worst_cases: Mapping[str, AbstractContextManager[None]] = MappingProxyType({}),
 ) -> Iterator[PhaseRecord]:
     """Run the phases of a step on a built engine, and yield `end` of each phase.
 
@@ -220,7 +244,7 @@ def run_phases(
         batch_of: Returns the batch of a pass, given whether it trains.
         end: Ends a phase of the given name and returns its record.
         push: Runs a weight sync.
-        crowd: Makes the routes to experts uneven, after which the passes are repeated.
+        worst_cases: Contexts in which the passes are repeated, by suffixes of their names.
     """
     from megarl.engine import data_parallel
 
@@ -255,13 +279,13 @@ def run_phases(
             train()
             yield end("train again")
 
-    if crowd is not None:
-        crowd()
-        score()
-        yield end(f"score{UNEVEN}")
-        if trains:
-            train()
-            yield end(f"train{UNEVEN}")
+    for suffix, worst_case in worst_cases.items():
+        with worst_case:
+            score()
+            yield end(f"score{suffix}")
+            if trains:
+                train()
+                yield end(f"train{suffix}")
 
     yield from _offload_phases(engine, end, push)
 

@@ -8,12 +8,11 @@ from math import ceil, lcm
 from typing import NamedTuple
 
 from megarl.config.batch_arithmetic import Row, padded_length, rows_of_prompt
-from megarl.config.layers import trains_adapters
 from megarl.config.megatron_options import token_multiple
 from megarl.config.roles import ModelRole
-from megarl.config.schema import CPCommType, DType, RunConfig
+from megarl.config.schema import DType, RunConfig
 from megarl.models.architecture import Architecture
-from megarl.placement.fused_layers import LayerKind, layer_kind
+from megarl.placement.fused_layers import always_gathers, layer_kind
 from megarl.placement.windowed_activations import has_own_attention
 
 
@@ -138,7 +137,8 @@ def pack(config: RunConfig, role: ModelRole, architecture: Architecture, rows: S
     tokens = (num_tokens + padding) // size
     chosen, scored = _predictors(sequences, size)
     prompts = [_prompt_length(sequence, sequences) for sequence in sequences]
-    exchange = KeyExchange.gather if any(prompts) or _gathers(config, architecture) else KeyExchange.ring
+    gathers = any(prompts) or always_gathers(config, architecture, layer_kind(config))
+    exchange = KeyExchange.gather if gathers else KeyExchange.ring
     # Attention in float32, or with sinks or windows, takes the keys of each response with its prompt's.
     in_pieces = size > 1 or has_own_attention(architecture) or config.model.dtype is DType.float32
     is_ring = size > 1 and exchange is KeyExchange.ring
@@ -171,13 +171,6 @@ def _num_parts(role: ModelRole) -> int:
 
 def _padded(tokens: float, multiple: int) -> int:
     return ceil(tokens / multiple) * multiple
-
-
-def _gathers(config: RunConfig, architecture: Architecture) -> bool:
-    """Return whether context-parallel ranks gather keys and values in any case."""
-    is_local = layer_kind(config) is LayerKind.local or trains_adapters(config)
-    asked = config.engine.cp_comm_type is CPCommType.all_gather
-    return is_local or asked or has_own_attention(architecture)
 
 
 def _prompt_length(sequence: _Sequence, sequences: Sequence[_Sequence]) -> int:

@@ -11,7 +11,9 @@ from megarl.tracking.samples import sample_files
 from tests.integration.tiny_run import Finished
 
 # Metrics of clocks, and of the recovery itself.
-_TIMED = re.compile(r"(timing_s|perf|memory|resharding|recovery)/.*|rollout/replica_\d+/tokens_per_s")
+_TIMED = re.compile(
+    r"(timing_s|perf|memory|resharding|recovery)/.*|rollout/num_restarts|rollout/replica_\d+/tokens_per_s"
+)
 
 
 class Outcome:

@@ -12,14 +12,14 @@ import os
 
 import pytest
 
-from megarl.rehearsal.prediction import UNEVEN
+from megarl.rehearsal.prediction import SHARED, UNEVEN
 from tests.failure_pages import WRITE
 from tests.memory_tables import DOCUMENT, read_tables, write_table
 from tests.unit.rehearsal.memory_cases import CONFIGS, Compared, cases_of, problems_of, rehearse_cases
 
 RUNS = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 _PHASES = ("score", "train", "step")
-_UNEVEN = tuple(f"{name}{UNEVEN}" for name in ("score", "train"))  # of models with experts
+_WORST_CASES = tuple(f"{name}{suffix}" for suffix in (SHARED, UNEVEN) for name in ("score", "train"))
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -37,7 +37,7 @@ def test_the_plan_is_near_and_never_below(run: str) -> None:
 
 def _table(run: str, compared: list[Compared]) -> str:
     unit, size = ("MiB", 2**20) if run.startswith("quickstart") else ("GiB", 2**30)
-    names = [name for name in (*_PHASES, *_UNEVEN) if name in compared[0].plan.peaks]
+    names = [name for name in (*_PHASES, *_WORST_CASES) if name in compared[0].plan.peaks]
     lines = [
         f"| role | stage | recompute | state, {unit} | {' | '.join(f'{name}, {unit}' for name in names)} |",
         f"|---|---|---|{'---|' * (1 + len(names))}",

@@ -12,10 +12,14 @@ from rich.table import Table
 
 from megarl.cli.tables.console import table
 from megarl.machine.wording import counted
-from megarl.rehearsal.prediction import UNEVEN, PredictedMemory
+from megarl.rehearsal.prediction import SHARED, UNEVEN, PredictedMemory
 from megarl.rehearsal.record import RankRecord
 
 _MOST_PLACES = 12  # limit of listed synchronizations of a rank
+_WORST_CASES = {
+    SHARED: "two rows share a prompt, so that context-parallel ranks gather keys and values",
+    UNEVEN: "one expert has twice its share of the tokens",
+}
 
 
 def memory_table(
@@ -46,12 +50,12 @@ def memory_table(
         if device_gb is None
         else f"device memory for tensors: {device_gb:g} GiB"
     )
-    uneven = (
-        "; uneven: one expert has twice its share of the tokens"
-        if any(phase.name.endswith(UNEVEN) for phase in record.phases)
-        else ""
+    explained = "".join(
+        f"; {suffix.removeprefix(', ')}: {meaning}"
+        for suffix, meaning in _WORST_CASES.items()
+        if any(phase.name.endswith(suffix) for phase in record.phases)
     )
-    drawn.caption = f"tensor memory, {counted(num_micro_batches, 'micro-batch')} per pass; {size}{uneven}"
+    drawn.caption = f"tensor memory, {counted(num_micro_batches, 'micro-batch')} per pass; {size}{explained}"
 
     return drawn
 

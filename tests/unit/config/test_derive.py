@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.batch_arithmetic import Row, fullest_micro_batch, room_of_longest_row
+from megarl.config.batch_arithmetic import (
+    Row,
+    fullest_micro_batch,
+    fullest_with_shared_prompt,
+    room_of_longest_row,
+)
 from megarl.config.derive import RoleArithmetic, RunArithmetic, derive
 from megarl.config.load import load_config
 from megarl.config.memory_sizes import most_checkpoints, state_bytes
@@ -127,6 +132,39 @@ def test_pairs_by_hand(tmp_path: Path) -> None:
     assert room_of_longest_row(config, role) == 63
     architecture = read_architectures(config)[0]["actor"]
     assert fullest_micro_batch(config, role, architecture, trains=True) == [Row(1, 31), Row(1, 31)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "largest", "sharing"),
+    [
+        # Two responses fill what a prompt of 16 leaves of 24, 12 on each of two ranks, and 20 tokens.
+        (["actor.micro_batch.max_tokens=24"], [Row(16, 8)], [Row(16, 4)] * 2),
+        (
+            ["actor.micro_batch.max_tokens=12", "actor.parallel.context_parallel_size=2"],
+            [Row(16, 8)],
+            [Row(16, 4)] * 2,
+        ),
+        (["actor.micro_batch.max_tokens=32", "data.max_response_length=16"], [Row(16, 16)], [Row(16, 8)] * 2),
+        # A limit in rows counts rows with different prompts.
+        (
+            ["actor.micro_batch.max_tokens=null", "actor.micro_batch.sequences=3"],
+            [Row(16, 8, 0), Row(16, 8, 1), Row(16, 8, 2)],
+            [Row(16, 8)] * 3,
+        ),
+        (["actor.micro_batch.max_tokens=null", "actor.micro_batch.sequences=1"], [Row(16, 8)], None),
+        # Rows of the largest micro-batch share a prompt already, or no rows do.
+        (["actor.micro_batch.max_tokens=32"], [Row(16, 8), Row(16, 8)], None),
+        (["actor.micro_batch.max_tokens=24", "engine.share_prompts=false"], [Row(16, 8)], None),
+    ],
+)
+def test_the_largest_micro_batch_with_a_shared_prompt(
+    tmp_path: Path, overrides: list[str], largest: list[Row], sharing: list[Row] | None
+) -> None:
+    config = load_config(PPOConfig, write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path)), overrides)
+    role = model_roles(config)[0]
+    architecture = read_architectures(config)[0]["actor"]
+    assert fullest_micro_batch(config, role, architecture, trains=True) == largest
+    assert fullest_with_shared_prompt(config, role, architecture, trains=True) == sharing
 
 
 def test_state_of_a_rank_by_hand(tmp_path: Path) -> None:

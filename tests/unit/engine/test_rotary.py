@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.engine.rotary import rotary_packed
+from megarl.engine.rotary import angles_up_to, rotary_packed
 
 
 def test_nothing_is_asked_of_the_device() -> None:
@@ -62,3 +62,35 @@ def test_neighbors_are_turned_as_halves_of_reordered_heads() -> None:
         rotary_packed(heads, boundaries, frequencies, mla_rotary_interleaved=True),
         rotary_packed(halves, boundaries.clone(), frequencies),
     )
+
+
+class Embedding:
+    """A rotary embedding as Megatron's, which counts the tables that it computes."""
+
+    cp_group = None
+
+    def __init__(self, *frequencies: float) -> None:
+        self.inv_freq = torch.tensor(frequencies)
+        self.lengths: list[int] = []
+
+    def get_emb(self, max_seq_len: int) -> torch.Tensor:
+        self.lengths.append(max_seq_len)
+        return torch.outer(torch.arange(max_seq_len), self.inv_freq).repeat(1, 2)[:, None, None, :]
+
+
+def test_one_table_of_angles_is_kept() -> None:
+    embedding = Embedding(1.0, 0.5)
+    tables = [angles_up_to(embedding, length) for length in (3, 5, 4, 5, 2)]
+    assert embedding.lengths == [3, 5]
+    assert [table.shape for table in tables] == [(length, 1, 1, 4) for length in (3, 5, 4, 5, 2)]
+    for table in tables:
+        expected = torch.tensor([[n, n / 2, n, n / 2] for n in range(len(table))])
+        assert torch.equal(table[:, 0, 0], expected)
+    assert len({table.untyped_storage().data_ptr() for table in tables[1:]}) == 1
+
+
+def test_other_frequencies_have_another_table() -> None:
+    embedding = Embedding(1.0)
+    angles_up_to(embedding, 4)
+    embedding.inv_freq = torch.tensor([3.0])
+    assert angles_up_to(embedding, 2)[:, 0, 0, 0].tolist() == [0, 3]
