@@ -67,8 +67,9 @@ LIMIT_S = 45.0  # of a call whose usual duration is not known yet, after which a
 _SGLANG_LIMIT_S = 150.0  # the same, and also the limit of its start
 END_LIMIT_S = 240.0  # without a completed step, a run counts as hung
 _STEPS_PER_FAULT = 3
-_MOST_AGAIN_S = 6.0  # until another rank is killed
+_MOST_AGAIN_S = 2.0  # until another rank is killed; a recovery takes one to four seconds
 _MOST_DELAY_S = 0.05  # from when a phase is seen to the fault
+_UNDISTURBED_STEPS = 1  # completed after a rank was killed twice, before the next fault
 _NUM_REPLICAS = 2  # so that the node of the engines needs more CPUs than two ranks, and gets no model
 _TRAINERS = 2  # nodes with trained models
 _LAYOUTS = {
@@ -291,7 +292,8 @@ class Struck(NamedTuple):
         step: The step during which it occurred.
         wanted: The phase that was waited for.
         phase: The phase of the struck rank, or that of the driver if the rank was idle.
-        next_s: Seconds until the next step with a recovery was complete; None if the run has ended before.
+        next_s: Seconds until the next step with a recovery was complete; None if the run has ended before, or
+            two ranks were struck.
     """
 
     kind: str
@@ -334,13 +336,16 @@ class Driver:
         self._heard.put("")
 
     def _next(self) -> Any:
-        try:
-            line = self._heard.get(timeout=END_LIMIT_S)
-        except queue.Empty:
-            raise self.stuck() from None
-        if not line:
-            raise RunEndedError(f"ended with status {self._process.wait()}")
-        return json.loads(line)
+        end_s = time.monotonic() + END_LIMIT_S
+        while time.monotonic() < end_s:
+            # Processes of Ray may hold the run's output open after it has ended.
+            has_ended = self._process.poll() is not None
+            with suppress(queue.Empty):
+                if line := self._heard.get(timeout=0 if has_ended else 0.5):
+                    return json.loads(line)
+            if has_ended:
+                raise RunEndedError(f"ended with status {self._process.wait()}")
+        raise self.stuck()
 
     def ranks(self, wanted: Wanted) -> list[RankMoment]:
         """Ask for a moment of the run, and return the ranks when its first step has begun.
@@ -427,6 +432,10 @@ def run(config: PPOConfig, faults: Sequence[Planned], folder: Path, chance: rand
                         driver.reached()
                         choose(ranks, net, (), chance).signal(signal.SIGKILL)
                 next_s = driver.wait(partial(_has_recovered, metrics, before))
+                if fault.again_s is not None:
+                    # The second may be a loss of its own, and time counts from the first.
+                    next_s = None
+                    driver.wait(partial(_has_steps, metrics, num_steps(metrics) + _UNDISTURBED_STEPS))
                 struck.append(
                     Struck(
                         fault.kind if fault.again_s is None else f"{fault.kind} twice",
@@ -443,6 +452,15 @@ def run(config: PPOConfig, faults: Sequence[Planned], folder: Path, chance: rand
         finally:
             driver.kill()
     return struck
+
+
+def num_steps(metrics: Path) -> int:
+    """Return the number of completed steps."""
+    return metrics.read_text().count("\n")
+
+
+def _has_steps(metrics: Path, number: int) -> bool:
+    return num_steps(metrics) >= number
 
 
 def num_recoveries(metrics: Path) -> int:
