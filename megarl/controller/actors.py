@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -179,9 +180,7 @@ class ActorSet:
 
     def errors_of(self, ranks: Sequence[int]) -> dict[int, RayError]:
         """Return Ray's errors of those ranks whose process is gone. Takes at most a few seconds."""
-        asked = {
-            self._handles[rank].activity.options(concurrency_group=_MONITOR).remote(): rank for rank in ranks
-        }
+        asked = {self._ask(rank): rank for rank in ranks}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
         errors = {}
         for reference in answered:
@@ -201,9 +200,7 @@ class ActorSet:
         # Only a later error shows whether the process is gone, so ask until one comes.
         while (left_s := end_s - time.monotonic()) > 0:
             try:
-                ray.get(
-                    self._handles[rank].activity.options(concurrency_group=_MONITOR).remote(), timeout=left_s
-                )
+                ray.get(self._ask(rank), timeout=left_s)
             except ActorUnavailableError:
                 time.sleep(VERDICT_LOOK_S)
             except GetTimeoutError:
@@ -227,13 +224,24 @@ class ActorSet:
 
     def reports(self) -> list[RankReport]:
         """Report what every rank is doing. Takes at most a few seconds, even if ranks hang."""
-        asked = {
-            rank: handle.activity.options(concurrency_group=_MONITOR).remote()
-            for rank, handle in enumerate(self._handles)
-        }
+        asked = {rank: self._ask(rank) for rank in range(self.world_size)}
         # A process that does not answer in time is reported as silent.
         answers = self._silence.wait(asked, ANSWER_S)
         return [self._report(rank, answers.get(rank)) for rank in asked]
+
+    def lost_ranks(self) -> list[RankReport]:
+        """Return the reports of ranks that died, or have not answered for `limits.lost_s`.
+
+        Waits until all others have answered, except those that are still starting.
+        """
+        started = [rank for rank in range(self.world_size) if rank in self.locations]
+        starting = [rank for rank in range(self.world_size) if rank not in self.locations]
+        _, lost = self._silence.ask(started, self._ask, limit_s=ANSWER_S, lost_s=self.limits.lost_s)
+        _, died = self._silence.ask(starting, self._ask, limit_s=ANSWER_S, lost_s=math.inf, waits=False)
+        return [self._report(rank, None) for rank in sorted(lost | died)]
+
+    def _ask(self, rank: int) -> ray.ObjectRef:
+        return self._handles[rank].activity.options(concurrency_group=_MONITOR).remote()
 
     def silent_s(self, rank: int) -> float:
         """Return how long a process has not answered `reports`. 0 before its first call has ended."""

@@ -53,7 +53,12 @@ class GroupLimits:
     @property
     def silence_s(self) -> float:
         """How long a process may not answer while a call takes unusually long."""
-        return self._learned.floor_s if self._learned.factor else math.inf
+        return self.lost_s if self._learned.factor else math.inf
+
+    @property
+    def lost_s(self) -> float:
+        """How long a process may not answer after another process has failed."""
+        return self._learned.floor_s
 
     def limit_s(self, method: str | None) -> float:
         """Return how long a call of this method may run; None: any method."""

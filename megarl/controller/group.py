@@ -272,8 +272,8 @@ class RayWorkerGroup(RoleGroup):
         return list(self._roles)
 
     def lost_ranks(self) -> list[RankReport]:
-        """Return the reports of ranks that do not answer: they died, or hang. Takes at most a few seconds."""
-        return [report for report in self._actors.reports() if report.activity is None]
+        """Return the reports of ranks that died or hang; see ActorSet.lost_ranks."""
+        return self._actors.lost_ranks()
 
     def restart(self) -> None:
         """End all processes and start new ones on the same pool, without waiting for them.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
+
+_AGAIN_S = 0.05  # interval between two questions if errors come at once
 
 
 class ProcessSilence[K]:
@@ -43,6 +45,44 @@ class ProcessSilence[K]:
             self._unanswered[key] = missing if key in answers else [*missing, reference]
 
         return answers
+
+    def ask(
+        self,
+        keys: Iterable[K],
+        question: Callable[[K], ray.ObjectRef],
+        *,
+        limit_s: float,
+        lost_s: float,
+        waits: bool = True,
+    ) -> tuple[dict[K, Any], set[K]]:
+        """Ask processes. Returns the answers, and which processes are lost.
+
+        Args:
+            keys: The processes.
+            question: Sends a question to a process.
+            limit_s: How long answers are awaited before the processes are asked again.
+            lost_s: A process that has not answered for this long is lost, as one that has died.
+            waits: Whether to ask again until each process has answered or is lost. Otherwise, others are left
+                out.
+        """
+        answers: dict[K, Any] = {}
+        lost: set[K] = set()
+        left = list(keys)
+
+        while left:
+            # All that do not answer are awaited together.
+            for key, answer in self.wait({key: question(key) for key in left}, limit_s).items():
+                if isinstance(answer, (ActorDiedError, ActorUnschedulableError)):
+                    lost.add(key)
+                elif not isinstance(answer, RayError):
+                    answers[key] = answer
+            lost |= {key for key in left if self.seconds(key) >= lost_s}
+            if not waits:
+                break
+            if left := [key for key in left if key not in answers and key not in lost]:
+                time.sleep(_AGAIN_S)
+
+        return answers, lost
 
     def seconds(self, key: K) -> float:
         """Return how long a process has not answered: 0 if it has answered the last question.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import ray
 import xxhash
-from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.controller.cluster import is_joined
@@ -391,7 +391,9 @@ class SnapshotMemory:
     def _answers(
         self, holders: Mapping[str, Any], ask: Callable[[str, Any], Any], waits: bool
     ) -> dict[str, Any]:
-        answers, lost = _answers(holders, ask, self._silence, waits)
+        answers, lost = self._silence.ask(
+            holders, lambda node: ask(node, holders[node]), limit_s=ANSWER_S, lost_s=LOST_S, waits=waits
+        )
         self._dead |= lost
         # One that only stopped must not continue to write into the files of others.
         _end(holders[node] for node in lost)
@@ -422,43 +424,15 @@ def steps_left(run: str) -> dict[str, set[int]]:
     holders = holders_of(run)
     for holder in holders.values():
         holder.attend.remote()
-    answers, _ = _answers(holders, lambda _, holder: holder.complete.remote(), ProcessSilence(), waits=True)
+    answers, _ = ProcessSilence[str]().ask(
+        holders, lambda node: holders[node].complete.remote(), limit_s=ANSWER_S, lost_s=LOST_S
+    )
     return _steps(answers)
 
 
 def _end(holders: Iterable[Any]) -> None:
     for holder in holders:
         ray.kill(holder)
-
-
-def _answers(
-    holders: Mapping[str, Any], ask: Callable[[str, Any], Any], silence: ProcessSilence[str], waits: bool
-) -> tuple[dict[str, Any], set[str]]:
-    """Ask holders. Returns the answers by node, and the nodes whose holder is lost.
-
-    Args:
-        holders: The holders by node.
-        ask: Calls a method of the holder of a node.
-        silence: The silence of these holders.
-        waits: Whether to ask again until each has answered or is lost. Otherwise, others are left out.
-    """
-    answers: dict[str, Any] = {}
-    lost: set[str] = set()
-
-    while asked := {node: ask(node, holders[node]) for node in holders.keys() - answers.keys() - lost}:
-        # All that do not answer are awaited together.
-        for node, answer in silence.wait(asked, ANSWER_S).items():
-            if isinstance(answer, (ActorDiedError, ActorUnschedulableError)):
-                lost.add(node)
-            elif not isinstance(answer, RayError):
-                answers[node] = answer
-        lost |= {node for node in asked if silence.seconds(node) >= LOST_S}
-        if not waits:
-            break
-        if asked.keys() - answers.keys() - lost:
-            time.sleep(_LOOK_S)  # an error may come at once
-
-    return answers, lost
 
 
 def _answer(reference: Any, what: str) -> Any:

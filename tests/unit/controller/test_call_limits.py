@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -91,3 +92,21 @@ def test_a_call_without_a_learned_limit_ends_only_if_a_process_does_not_answer(
         pool.release()
 
     assert (raised.value.rank, raised.value.node) == (1, "127.0.0.1")
+
+
+def test_a_rank_that_answers_late_is_not_lost(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors, "ANSWER_S", 0.05)
+    pool = RayResourcePool([1], use_gpu=False, name="late")
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(EchoWorker), role="critic")
+
+    try:
+        group.ready.get()
+        os.kill(group.pids[0], signal.SIGSTOP)
+        late = threading.Timer(0.3, os.kill, (group.pids[0], signal.SIGCONT))
+        late.start()
+        assert group.lost_ranks() == []
+        os.kill(group.pids[0], signal.SIGKILL)
+        assert [report.rank for report in group.lost_ranks()] == [0]
+    finally:
+        group.shutdown()
+        pool.release()

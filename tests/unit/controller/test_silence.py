@@ -73,3 +73,23 @@ def test_an_error_of_ray_is_no_answer(process: Any) -> None:
     assert silence.seconds(0) >= 0.1
     silence.forget(0)
     assert silence.seconds(0) == 0.0
+
+
+def test_processes_are_asked_until_they_answer_or_are_lost(process: Any) -> None:
+    silence = ProcessSilence[int]()
+    num_questions = 0
+
+    def ask(key: int) -> ray.ObjectRef:
+        nonlocal num_questions
+        num_questions += 1
+        return process.answer.remote()
+
+    assert silence.ask([0], ask, limit_s=0.1, lost_s=LIMIT_S, waits=False) == ({}, set())
+    for _ in range(2):
+        process.release.remote()
+    assert silence.ask([0], ask, limit_s=LIMIT_S, lost_s=LIMIT_S) == ({0: "here"}, set())
+    assert num_questions == 2
+    assert silence.ask([0], ask, limit_s=0.01, lost_s=0.5) == ({}, {0})
+    assert num_questions > 3
+    ray.kill(process)
+    assert silence.ask([0], ask, limit_s=LIMIT_S, lost_s=LIMIT_S) == ({}, {0})
