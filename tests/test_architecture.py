@@ -293,7 +293,6 @@ WALL_CLOCK = {
     "endpoint/openai_chat": "a time to show",
     "endpoint/openai_responses": "a time to show",
     "machine/clock": "where spans are on the timeline",
-    "rollout/sglang/in_process": "compared with a time of the same process",
     "tracking/mlflow_service": "a time to show",
     "tracking/status": "a time to show",
     "trainers/monitor": "where a metric is on the timeline",

@@ -5,6 +5,7 @@ Its tokenizer manager runs in our event loop, its schedulers in processes that i
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import multiprocessing
 import time
@@ -21,12 +22,14 @@ from megarl.rollout.sglang.endpoints import ENDPOINTS
 from megarl.rollout.sglang.last_words import LastWords
 
 _END_LIMIT_S = 10.0
+_LOOK_S = 1.0  # interval at which it is looked whether SGLang has received anything
 
 
 class InProcessBackend(Backend):
     def __init__(self, server_args: dict[str, Any]) -> None:
         self._server_args = server_args
         self._children: list[BaseProcess] = []
+        self._progress_s = time.monotonic()  # when the manager received something last
 
     def start(self) -> None:
         environment.prepare_for(self._server_args)
@@ -59,6 +62,7 @@ class InProcessBackend(Backend):
 
     async def open(self) -> None:
         self._manager.auto_create_handle_loop()
+        self._looking = asyncio.create_task(self._look_for_progress())
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -86,8 +90,19 @@ class InProcessBackend(Backend):
         for name in names or ():
             self._manager.abort_request(rid=name)
 
+    async def _look_for_progress(self) -> None:
+        """Record when the manager receives something, until it is canceled."""
+        last = None
+        while True:
+            # SGLang reads the wall clock, which may be set at any time, so only a change of its value counts.
+            received = self._manager.last_receive_tstamp
+            if received != last:
+                last = received
+                self._progress_s = time.monotonic()
+            await asyncio.sleep(_LOOK_S)
+
     async def is_responsive(self, limit_s: float) -> bool:
-        return time.time() - self._manager.last_receive_tstamp < limit_s
+        return time.monotonic() - self._progress_s < limit_s
 
     def dead_process(self) -> str | None:
         for child in self._children:
@@ -102,7 +117,7 @@ class InProcessBackend(Backend):
         return [child.pid for child in self._children if child.pid is not None]
 
     async def close(self) -> None:
-        pass
+        self._looking.cancel()
 
     def stop(self) -> None:
         atexit.unregister(self.stop)

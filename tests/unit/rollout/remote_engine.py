@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -26,6 +27,15 @@ class EngineHolder:
     def call(self, name: str, arguments: Sequence[Any]) -> Any:
         attribute = attrgetter(name)(self._engine)
         return attribute(*arguments) if callable(attribute) else attribute
+
+    def set_wall_clock(self, seconds: float) -> None:
+        """Let SGLang in this process read a wall clock that stands still."""
+        from sglang.srt.managers import tokenizer_manager
+
+        tokenizer_manager.real_time = lambda: seconds
+
+    def is_responsive(self, limit_s: float) -> bool:
+        return asyncio.run(self._engine.backend.is_responsive(limit_s))
 
 
 class RemoteEngine(RolloutEngine):

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import ray
 import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -158,6 +159,12 @@ def test_min_new_tokens_keeps_end_tokens_away(mortal: RemoteEngine) -> None:
     assert {sample.finish_reason for sample in samples} == {"stop", "length"}
     for sample in samples:
         assert not {END_TOKEN, 11} & set(sample.token_ids.tolist()[:-1])
+
+
+def test_the_wall_clock_does_not_decide_whether_it_responds(mortal: RemoteEngine) -> None:
+    ray.get(mortal.actor.set_wall_clock.remote(0.0))
+    mortal.generate([[5, 6]], SamplingParameters(max_new_tokens=2, seed=0))
+    assert ray.get(mortal.actor.is_responsive.remote(60.0))
 
 
 def test_a_killed_scheduler_is_found_at_once(mortal: RemoteEngine) -> None:
