@@ -372,6 +372,11 @@ def judge_roles(config: RunConfig) -> dict[str, ServedJudge]:
     }
 
 
+def is_model_role(name: str) -> bool:
+    """Return whether a role is a model of Megatron, unlike engines, judges' servers, and CPU processes."""
+    return name.startswith(SOURCE_TEACHER) or any(role.name == name for role in ROLES)
+
+
 def role_named(name: str) -> Role:
     """Return the row of a role. All teachers of data sources have the teacher's, with their own names."""
     if not name.startswith(SOURCE_TEACHER):

@@ -25,6 +25,12 @@ class NodeResources(NamedTuple):
     resources: Mapping[str, float]
     identity: str = ""
 
+    def without(self, demand: Mapping[str, float]) -> NodeResources:
+        """Return what is left after some amounts by kind are taken."""
+        return self._replace(
+            resources={kind: amount - demand.get(kind, 0) for kind, amount in self.resources.items()}
+        )
+
 
 def fits(demands: Sequence[Mapping[str, float]], nodes: Sequence[NodeResources]) -> bool:
     """Return whether each demand can be placed on a node; see `match`."""

@@ -6,6 +6,7 @@ Pools that the cluster cannot hold are refused at once.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -38,6 +39,7 @@ _NODE_LABEL = "ray.io/node-id"  # a label that Ray sets on each node
 _SETTLE_S = 5.0  # until resources that were just released appear as free
 NO_EXCEPTIONS: Mapping[str, int] = MappingProxyType({})
 _log = logging.getLogger(__name__)
+_moving = threading.Lock()
 
 
 class InsufficientResourcesError(HintedError, ValueError):
@@ -74,6 +76,7 @@ class RayResourcePool:
         nodes: The numbers of the nodes in the run's plan. Pools of one ResourcePoolManager with the same
             number are on the same node. None: any nodes with free resources.
         excluded: Addresses of nodes that no pool may move to. All pools of a run share this set.
+        before: Pools that take places on other nodes first if they lost nodes, too.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class RayResourcePool:
         gpus_per_process: int = 1,
         nodes: Sequence[int] | None = None,
         excluded: set[str] | None = None,
+        before: Sequence[RayResourcePool] = (),
     ) -> None:
         if not process_on_nodes or min(*process_on_nodes, max_colocate_count, gpus_per_process) < 1:
             raise ValueError(
@@ -102,6 +106,7 @@ class RayResourcePool:
         self.gpus_per_process = gpus_per_process
         self.nodes = None if nodes is None else tuple(nodes)
         self.excluded: set[str] = set() if excluded is None else excluded
+        self._before = tuple(before)
         self._node_ids: list[str] | None = None  # Ray's ids of `nodes`
         self._groups: list[PlacementGroup] = []
         self._reserved_on: list[str] = []  # Ray's ids of the nodes of `_groups`
@@ -189,10 +194,15 @@ class RayResourcePool:
         """
         if not (lost := self.lost_nodes()) or self._node_ids is None:
             return lost
-        living = {node.identity for node in living_nodes()}
-        indices = [index for index, node in enumerate(self._reserved_on) if node not in living]
         # If another run takes the node in the meantime, the ranks stay lost.
-        return {} if self._move(indices) else lost
+        return {} if self._move(self._lost_indices()) else lost
+
+    def _lost_indices(self) -> list[int]:
+        """Return the indices of `process_on_nodes` that have to move, because their node is lost."""
+        if self._node_ids is None:
+            return []
+        living = {node.identity for node in living_nodes()}
+        return [index for index, node in enumerate(self._reserved_on) if node not in living]
 
     def excluded_ranks(self) -> list[int]:
         """Return the ranks on nodes that are excluded."""
@@ -211,20 +221,43 @@ class RayResourcePool:
     def _move(self, indices: Sequence[int]) -> bool:
         """Reserve some of `process_on_nodes` on other nodes. Returns whether it is done."""
         assert self._node_ids is not None
+        # Pools move one after the other, so that each sees what the others have taken.
+        with _moving:
+            places = self._choose(indices, self._left_by_others(free_nodes()))
+            return places is not None and self._move_to(places)
+
+    def _left_by_others(self, nodes: Sequence[NodeResources]) -> list[NodeResources]:
+        """Return what nodes have without the places that the pools before this one will take."""
+        left = {node.identity: node for node in nodes}
+        for pool in self._before:
+            able = dict(left)
+            # One by one: the pool may have to wait for another node, but must not lose the first one.
+            for index in pool._lost_indices():
+                if places := pool._choose([index], list(able.values())):
+                    node = able.pop(places[index])
+                    left[node.identity] = node.without(_demand(pool, pool.process_on_nodes[index]))
+        return list(left.values())
+
+    def _choose(self, indices: Sequence[int], nodes: Sequence[NodeResources]) -> dict[int, str] | None:
+        """Choose a node with free resources for each of these `process_on_nodes`.
+
+        Returns:
+            Ray's id of the node by index. None if not all of them fit.
+        """
+        assert self._node_ids is not None
         spare = [
-            node
-            for node in free_nodes()
-            if node.identity not in self._node_ids and node.node not in self.excluded
+            node for node in nodes if node.identity not in self._node_ids and node.node not in self.excluded
         ]
         demands = [_demand(self, self.process_on_nodes[index]) for index in indices]
         # Unused nodes come first.
-        for nodes in (unused(spare), spare):
-            if (chosen := match(demands, nodes, apart=True)) is not None:
-                break
-        else:
-            return False
+        for some in (unused(spare), spare):
+            if (chosen := match(demands, some, apart=True)) is not None:
+                return {index: some[number].identity for index, number in zip(indices, chosen, strict=True)}
+        return None
 
-        places = {index: nodes[number].identity for index, number in zip(indices, chosen, strict=True)}
+    def _move_to(self, places: Mapping[int, str]) -> bool:
+        """Reserve some of `process_on_nodes` on these nodes. Returns whether it is done."""
+        assert self._node_ids is not None
         new = {
             index: _group_on_node(self.resources_per_process(), self.process_on_nodes[index], node_id)
             for index, node_id in places.items()
@@ -307,7 +340,8 @@ class ResourcePoolManager:
     """The pools of a run, and which role runs on which pool.
 
     Args:
-        resource_pool_spec: The number of processes on each node, by pool.
+        resource_pool_spec: The number of processes on each node, by pool. After the loss of nodes, pools take
+            places on others in this order.
         mapping: The pool of each role.
         use_gpu: Whether processes get GPUs.
         gpus_per_process: The number of GPUs of each process, by pool; 0 for processes without GPUs. Default
@@ -336,8 +370,9 @@ class ResourcePoolManager:
 
         # All pools share this set: a node excluded for one must not be used for another.
         excluded: set[str] = set()
-        self.resource_pools = {
-            name: RayResourcePool(
+        self.resource_pools: dict[str, RayResourcePool] = {}
+        for name, counts in resource_pool_spec.items():
+            self.resource_pools[name] = RayResourcePool(
                 counts,
                 use_gpu and gpus_per_process.get(name, 1) > 0,
                 name,
@@ -345,15 +380,14 @@ class ResourcePoolManager:
                 gpus_per_process=gpus_per_process.get(name, 1) or 1,
                 nodes=nodes.get(name),
                 excluded=excluded,
+                before=tuple(self.resource_pools.values()),
             )
-            for name, counts in resource_pool_spec.items()
-        }
         self._mapping = dict(mapping)
 
     @classmethod
     def of_plan(cls, plan: PlacementPlan, use_gpu: bool) -> ResourcePoolManager:
         return cls(
-            plan.process_on_nodes,
+            {name: plan.process_on_nodes[name] for name in plan.moving_order},
             plan.role_pools,
             use_gpu,
             gpus_per_process=plan.devices_per_process,

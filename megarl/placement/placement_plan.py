@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import batched
 from typing import NamedTuple
 
+from megarl.config.roles import is_model_role
 from megarl.config.schema import PlacementStrategy
 
 
@@ -160,6 +161,25 @@ class PlacementPlan:
     def process_on_nodes(self) -> dict[str, list[int]]:
         """The number of bundles on each of a reservation's nodes, by reservation."""
         return {each.name: each.bundles_on_nodes for each in self.reservations}
+
+    @property
+    def moving_order(self) -> tuple[str, ...]:
+        """The reservations in the order in which they take places on other nodes when theirs are lost.
+
+        Ranks of models come first, because they need the most; then engines and servers of judges; and last
+        processes without devices, which find a place almost anywhere.
+        """
+        roles_of = {
+            each.name: [
+                role for group in self.groups if group.reservation == each.name for role in group.roles
+            ]
+            for each in self.reservations
+        }
+        order = sorted(
+            self.reservations,
+            key=lambda each: (not any(map(is_model_role, roles_of[each.name])), not each.bundles[0].devices),
+        )
+        return tuple(each.name for each in order)
 
     @property
     def nodes(self) -> dict[str, tuple[int, ...]]:

@@ -421,14 +421,7 @@ def run_pairs(config: PreferenceConfig) -> Finished:
 
 @contextmanager
 def placed_pools(config: RunConfig) -> Iterator[ResourcePoolManager]:
-    plan = plan_placement(config)
-    pools = ResourcePoolManager(
-        plan.process_on_nodes,
-        plan.role_pools,
-        use_gpu=False,
-        max_colocate_counts=plan.colocate_counts,
-        nodes=plan.nodes,
-    )
+    pools = ResourcePoolManager.of_plan(plan_placement(config), use_gpu=False)
 
     try:
         pools.create_resource_pool()

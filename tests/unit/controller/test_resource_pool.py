@@ -1,5 +1,6 @@
 """Pools: what fits where, and the errors if it does not."""
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,6 +156,9 @@ def test_a_pool_is_reserved_on_the_node_that_it_is_pinned_to(ray_cluster: None) 
         lost.bundles()
 
 
+IN_USE = "in use"
+
+
 class Reservation:
     """Placement group that is reserved or not, whatever else is."""
 
@@ -166,17 +170,25 @@ class Reservation:
         return self._is_ready
 
 
-def test_a_pool_that_cannot_reserve_its_new_node_stays_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two pools of a run may choose the same free node. The one that comes late tries again."""
-    removed: list[str] = []
-    is_ready = {"a": True, "b": False, "c": True}
-    free = [NodeResources("10.0.0.2", {"CPU": 1}, "b")]
+def use_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+    free: list[NodeResources],
+    is_ready: Mapping[str, bool],
+    removed: list[str],
+) -> None:
+    """Let pools see a cluster that has lost node `a` and has these others.
+
+    Args:
+        free: What is free on each of the others. Nothing runs there, except on the one named IN_USE.
+        is_ready: Whether something can be reserved, by node.
+        removed: Gets the nodes of reservations that are removed.
+    """
     gone = [{"NodeID": "a", "NodeManagerAddress": "10.0.0.1", "Alive": False}]
     replaced: dict[str, Any] = {
         "ray": SimpleNamespace(nodes=lambda: gone),
-        "free_nodes": lambda: free,
-        "living_nodes": lambda: free,
-        "unused": list,
+        "free_nodes": lambda: list(free),
+        "living_nodes": lambda: list(free),
+        "unused": lambda nodes: [node for node in nodes if node in free and node.identity != IN_USE],
         "_group_on_node": lambda share, count, node_id: Reservation(node_id, is_ready[node_id]),
         "remove_placement_group": lambda group: removed.append(group.node_id),
         "placement_group_table": lambda group: {"bundles_to_node_id": [group.node_id]},
@@ -185,6 +197,12 @@ def test_a_pool_that_cannot_reserve_its_new_node_stays_lost(monkeypatch: pytest.
     for name, value in replaced.items():
         monkeypatch.setattr(resource_pool, name, value)
 
+
+def test_a_pool_that_cannot_reserve_its_new_node_stays_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pools of a run may choose the same free node. The one that comes late tries again."""
+    removed: list[str] = []
+    free = [NodeResources("10.0.0.2", {"CPU": 1}, "b")]
+    use_cluster(monkeypatch, free, is_ready={"a": True, "b": False, "c": True}, removed=removed)
     pool = RayResourcePool([1], use_gpu=False, wait_limit_s=0)
     pool.pin(["a"])
     pool.bundles()
@@ -196,3 +214,26 @@ def test_a_pool_that_cannot_reserve_its_new_node_stays_lost(monkeypatch: pytest.
     assert pool.move_from_lost_nodes() == {}
     assert removed == ["b", "b", "a"]
     assert pool.node_ids() == ["c"]
+
+
+def test_ranks_take_the_places_on_other_nodes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the reward process moves first, and prefers an unused node."""
+    free = [NodeResources("10.0.0.2", {"CPU": 2}, "b"), NodeResources("10.0.0.3", {"CPU": 1}, IN_USE)]
+    use_cluster(monkeypatch, free, is_ready=dict.fromkeys(["a", "b", IN_USE], True), removed=[])
+    manager = ResourcePoolManager(
+        {"actor": [2], "reward": [1], "environment": [1]},
+        {},
+        use_gpu=False,
+        nodes=dict.fromkeys(["actor", "reward", "environment"], [0]),
+    )
+    actor, reward, environment = manager.resource_pools.values()
+    for pool in (actor, reward, environment):
+        pool.pin(["a"])
+        pool.bundles()
+
+    assert reward.move_from_lost_nodes() == {}
+    assert reward.node_ids() == [IN_USE]
+    free[1] = free[1].without({"CPU": 1})
+    assert environment.move_from_lost_nodes() == {0: "10.0.0.1"}
+    assert actor.move_from_lost_nodes() == {}
+    assert actor.node_ids() == ["b", "b"]

@@ -71,6 +71,7 @@ def test_split_collocate_on_one_node() -> None:
     assert plan.pools == {"actor": 2, "critic": 1, "rollout": 1}
     assert (plan.devices_per_node, plan.num_devices, plan.num_processes) == (4, 4, 5)
     assert plan.process_on_nodes == {"actor": [2], "critic": [1], "reward": [1], "rollout": [1]}
+    assert plan.moving_order == ("actor", "critic", "rollout", "reward")
     assert plan.role_pools == {
         "actor": "actor",
         "reference": "actor",
@@ -425,6 +426,7 @@ def test_a_judge_that_the_run_serves_has_devices_of_its_own(strategy: PlacementS
     assert [len(process.devices) for process in judge.processes] == [2, 2]
     assert plan.on_same_devices("judge_own") == ()
     assert plan.pools == plan_placement(plain).pools | {"judge_own": 4}
+    assert plan.moving_order[-2:] == ("judge_own", "reward")
 
 
 def test_the_pool_of_a_judge_is_not_shared() -> None:
