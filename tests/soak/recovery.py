@@ -1,6 +1,6 @@
 """Strike reinforcement learning runs with random faults: each must end bitwise like one that lost nothing.
 
-    python -m tests.soak.recovery FOLDER                   # all runs: 60 faults, about an hour
+    python -m tests.soak.recovery FOLDER                   # all runs: 65 faults and 39 pairs, about 45 min
     python -m tests.soak.recovery FOLDER ppo-pp2-ahead ... --seed 1
 
 The driver, the engines and the reward functions are on node 0, the trained models on two other nodes, and
