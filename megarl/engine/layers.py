@@ -162,15 +162,14 @@ class AttentionCore(torch.nn.Module):
         # With context parallelism, this rank's queries see the keys and values of all ranks.
         if self.context is not None:
             key, value = whole_keys(key, value, self.context)
-            if on_cuda and query.dtype != torch.float32:
-                return attend_pieces(query, key, value, packed_seq_params, self.softmax_scale)
-            return self.attend_packed(query, key, value, attention_plan(packed_seq_params))
 
         # One masked call for float32 on CUDA, and on a CPU if no whole block of keys could be skipped.
         by_mask = query.dtype == torch.float32 if on_cuda else packed_seq_params.max_seqlen_kv <= KEY_BLOCK
         if packed_seq_params.shared is not None and not by_mask:
             return attend_shared(query, key, value, packed_seq_params.shared, self.softmax_scale)
         if on_cuda and query.dtype != torch.float32:
+            if self.context is not None:
+                return attend_pieces(query, key, value, packed_seq_params, self.softmax_scale)
             return self.attend_varlen(query, key, value, packed_seq_params)
 
         return self.attend_packed(query, key, value, attention_plan(packed_seq_params))
@@ -274,7 +273,7 @@ def whole_keys(key: Tensor, value: Tensor, context: dist.ProcessGroup) -> tuple[
 def attend_pieces(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, scale: float | None
 ) -> Tensor:
-    """Attend with context parallelism, on CUDA in 16-bit dtypes.
+    """Attend with context parallelism and without shared prompts, on CUDA in 16-bit dtypes.
 
     Args:
         query: This rank's queries, (T / C, heads, D).
@@ -353,10 +352,9 @@ def sharing_prompts(attention: type) -> Any:
             # `context` has them.
             if packed_seq_params is not None and (packed_seq_params.shares_prompts or self.gathers):
                 if self.context is not None:
-                    return attend_pieces(
-                        query, *whole_keys(key, value, self.context), packed_seq_params, self.own_scale
-                    )
-                assert packed_seq_params.shared is not None
+                    key, value = whole_keys(key, value, self.context)
+                if packed_seq_params.shared is None:
+                    return attend_pieces(query, key, value, packed_seq_params, self.own_scale)
                 return attend_shared(query, key, value, packed_seq_params.shared, self.own_scale)
             return super().forward(
                 query, key, value, *arguments, packed_seq_params=packed_seq_params, **options

@@ -72,8 +72,8 @@ class PackedRows(PackedSeqParams):
         ]
         self.pieces = pieces(self.lengths, prompts, place)
 
-        # With context parallelism, ranks attend in pieces instead, whose keys include the prompt's.
-        self.shared = shared_prompts(lengths, prompt_of, device) if place.size == 1 else None
+        key_order = None if place.size == 1 else whole_order(self.lengths, place.size)
+        self.shared = shared_prompts(self.pieces, key_order, device)
         longest = max(self.lengths)
 
         # The largest position, since a response continues where its prompt ends.

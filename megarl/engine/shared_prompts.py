@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megarl.engine.context import QueryPiece
 from megarl.engine.platform import to_device
 
 _NO_DROPOUT = 0.0
@@ -43,56 +44,59 @@ class Sequences(NamedTuple):
 class PromptSharing(NamedTuple):
     """The sequences of a packed batch that continue others. Made on the host.
 
+    With context parallelism, a rank has queries in pieces, and the keys of all ranks.
+
     Attributes:
-        own: Every sequence over itself.
+        own: Every sequence over itself; of a piece, over its sequence up to the piece's end.
         over_prompts: For each shared prompt, all its responses over it.
+        own_keys: (K,) indices of the keys of `own`, on the device; None if these are all keys in their order.
         responses: (N,) indices of the responses' tokens, on the device, in the order of `over_prompts`.
-        prompts: (M,) indices of the prompts' tokens, on the device, in the order of `over_prompts`.
-        prompt_of: For each sequence, the number of the one that it continues, or None.
+        prompts: (M,) indices of the prompts' keys, on the device, in the order of `over_prompts`.
     """
 
     own: Sequences
     over_prompts: Sequences
+    own_keys: Tensor | None
     responses: Tensor
     prompts: Tensor
-    prompt_of: list[int | None]
 
 
 def shared_prompts(
-    lengths: Sequence[int], prompt_of: Sequence[int | None], device: torch.device
+    pieces: Sequence[QueryPiece], key_order: Tensor | None, device: torch.device
 ) -> PromptSharing | None:
     """Describe the shared prompts of a batch; None if no sequence continues another.
 
     Args:
-        lengths: The lengths of the sequences. Those that continue one must directly follow it.
-        prompt_of: For each sequence, the number of the one that it continues, or None.
+        pieces: The pieces of this rank; without context parallelism, whole sequences.
+        key_order: (T,) the position of each token of the batch among the keys of all ranks. None if a rank
+            has all tokens.
         device: The device.
     """
-    followers: dict[int, list[int]] = {}
-    for sequence, prompt in enumerate(prompt_of):
-        if prompt is not None:
-            followers.setdefault(prompt, []).append(sequence)
-
+    followers: dict[range, list[QueryPiece]] = {}
+    for piece in pieces:
+        if piece.prompt:
+            followers.setdefault(piece.prompt, []).append(piece)
     if not followers:
         return None
-    starts = [0, *accumulate(lengths)]
 
-    def tokens(sequences: Sequence[int]) -> Tensor:
-        return to_device(
-            torch.cat([torch.arange(starts[each], starts[each + 1]) for each in sequences]), device
-        )
+    def keys(seen: Sequence[range]) -> Tensor:
+        positions = torch.cat([torch.arange(each.start, each.stop) for each in seen])
+        return to_device(positions if key_order is None else key_order[positions], device)
+
+    responses = [piece for each in followers.values() for piece in each]
+    tokens = [torch.arange(piece.start, piece.start + piece.length) for piece in responses]
 
     # All responses to a prompt are one sequence of queries: each sees the whole prompt, without a mask.
     return PromptSharing(
-        own=_sequences(list(lengths), list(lengths), device),
+        own=_sequences([piece.length for piece in pieces], [len(piece.own) for piece in pieces], device),
         over_prompts=_sequences(
-            [sum(lengths[each] for each in responses) for responses in followers.values()],
-            [lengths[each] for each in followers],
+            [sum(piece.length for piece in each) for each in followers.values()],
+            list(map(len, followers)),
             device,
         ),
-        responses=tokens([each for responses in followers.values() for each in responses]),
-        prompts=tokens(list(followers)),
-        prompt_of=list(prompt_of),
+        own_keys=None if key_order is None else keys([piece.own for piece in pieces]),
+        responses=to_device(torch.cat(tokens), device),
+        prompts=keys(list(followers)),
     )
 
 
@@ -109,8 +113,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, shared: PromptSharing, sca
 
     Args:
         query: (T, heads, D).
-        key: (T, groups, D).
-        value: (T, groups, D).
+        key: (T, groups, D); with context parallelism those of all ranks, as `whole_keys` returns them.
+        value: (T, groups, D), as `key`.
         shared: The shared prompts.
         scale: The softmax scale.
 
@@ -142,10 +146,12 @@ class _Attention(torch.autograd.Function):
         kernel = kernel_for(query)
 
         # Every sequence attends to itself, then all responses attend to their prompts.
-        output, log_sum, own_state = kernel.forward(query, key, value, shared.own, True, scale)
+        output, log_sum, own_state = kernel.forward(
+            query, *_chosen(key, value, shared.own_keys), shared.own, True, scale
+        )
         chosen = query.index_select(0, shared.responses)
         over_prompt = kernel.forward(
-            chosen, *_of_prompts(key, value, shared), shared.over_prompts, False, scale
+            chosen, *_chosen(key, value, shared.prompts), shared.over_prompts, False, scale
         )
 
         # Each result is weighted by its share of the softmax's sum, which follows from the log-sum-exps.
@@ -174,7 +180,14 @@ class _Attention(torch.autograd.Function):
 
         # The gradients of every sequence's attention to itself.
         own = AttentionResult(output, log_sum, own_state)
-        gradients = kernel.backward(gradient, query, key, value, own, shared.own, True, ctx.scale)
+        own_keys = _chosen(key, value, shared.own_keys)
+        gradients = kernel.backward(gradient, query, *own_keys, own, shared.own, True, ctx.scale)
+        if shared.own_keys is not None:
+            # Several pieces see the same key.
+            summed = (
+                torch.zeros_like(key).index_add_(0, shared.own_keys, share) for share in gradients[1:]
+            )
+            gradients = gradients[0], *summed
 
         # The gradients of the responses' attention to their prompts.
         responses = (
@@ -184,7 +197,7 @@ class _Attention(torch.autograd.Function):
         of_prompts = kernel.backward(
             chosen_gradient,
             chosen,
-            *_of_prompts(key, value, shared),
+            *_chosen(key, value, shared.prompts),
             AttentionResult(whole, whole_log_sum, prompt_state),
             shared.over_prompts,
             False,
@@ -200,8 +213,9 @@ class _Attention(torch.autograd.Function):
         return *gradients, None, None
 
 
-def _of_prompts(key: Tensor, value: Tensor, shared: PromptSharing) -> tuple[Tensor, Tensor]:
-    return key.index_select(0, shared.prompts), value.index_select(0, shared.prompts)
+def _chosen(key: Tensor, value: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the keys and values at the given places; all of them if `at` is None."""
+    return (key, value) if at is None else (key.index_select(0, at), value.index_select(0, at))
 
 
 class VarlenKernel:

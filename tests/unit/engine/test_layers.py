@@ -315,11 +315,12 @@ def attend_among_ranks(
 ) -> Attended:
     """Run in one process: return what each of three context-parallel ranks computes for its own queries.
 
-    `varlen`: as on CUDA, except for the kernel.
+    `varlen`: as on CUDA, except for the kernels.
     """
     from megarl.engine import platform
 
     platform.activate(Device.cpu)
+    from megarl.engine import layers, shared_prompts
     from megarl.engine.context import ContextParallelRank, own_tokens
     from megarl.engine.layers import AttentionCore, attend_pieces
     from megarl.engine.packed_rows import PackedRows, attention_plan
@@ -341,15 +342,30 @@ def attend_among_ranks(
     key, value = (tensor[torch.cat(owned)] for tensor in (key, value))
     whole = torch.zeros(sum(padded), heads.weight.shape[1])
 
-    with mock.patch.object(varlen, "varlen_attn", slow_varlen_attn):
+    core.context = "ranks"  # type: ignore[assignment]
+    operators = SlowFlashOperators()
+    kernel = shared_prompts.VarlenKernel if way == "varlen" else shared_prompts.kernel_for(query)
+
+    with (
+        mock.patch.object(varlen, "varlen_attn", slow_varlen_attn),
+        mock.patch.object(torch.ops.aten, "_flash_attention_forward", operators.forward),
+        mock.patch.object(torch.ops.aten, "_flash_attention_backward", operators.backward),
+        mock.patch.object(shared_prompts, "kernel_for", return_value=kernel),
+        mock.patch.object(layers, "whole_keys", lambda key, value, context: (key, value)),
+    ):
         for packed, own in zip(ranks, owned, strict=True):
-            if way == "varlen":
+            if way == "cpu":
+                packed.max_seqlen_kv = max(packed.max_seqlen_kv, layers.KEY_BLOCK + 1)
+                mixed = core(query[own], key, value, packed_seq_params=packed)
+            elif way == "mask":
+                mixed = core.attend_packed(query[own], key, value, attention_plan(packed))
+            elif packed.shared is None:
                 mixed = attend_pieces(query[own], key, value, packed, scale)
             else:
-                mixed = core.attend_packed(query[own], key, value, attention_plan(packed))
+                mixed = shared_prompts.attend(query[own], key, value, packed.shared, scale)
             whole = whole.index_copy(0, own, mixed)
+        (whole[real] * heads.weight).sum().backward()
 
-    (whole[real] * heads.weight).sum().backward()
     return Attended(whole[real].detach(), *(tensor.grad for tensor in given))
 
 
@@ -377,7 +393,7 @@ def test_responses_attend_to_the_prompt_they_share(
 
 
 @pytest.mark.parametrize(("lengths", "prompt_of"), [*SHARING, (UNEVEN, [None] * len(UNEVEN))])
-@pytest.mark.parametrize("way", ["mask", "varlen"])
+@pytest.mark.parametrize("way", ["cpu", "mask", "varlen"])
 def test_ranks_that_share_rows_attend_to_all_that_stands_before(
     lengths: list[int], prompt_of: list[int | None], way: str, rank_pool: RankPool
 ) -> None:
@@ -430,6 +446,7 @@ def attentions_of_context_parallel_rows(prompt_of: list[int | None], cp_comm_typ
     with (
         mock.patch.object(layers, "whole_keys", gathers),
         mock.patch.object(layers, "attend_pieces", lambda query, *rest: query),
+        mock.patch.object(layers, "attend_shared", lambda query, *rest: query),
     ):
         attention.forward(*heads[:3], packed_seq_params=rows)
     return found
