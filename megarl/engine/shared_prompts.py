@@ -184,9 +184,7 @@ class _Attention(torch.autograd.Function):
         gradients = kernel.backward(gradient, query, *own_keys, own, shared.own, True, ctx.scale)
         if shared.own_keys is not None:
             # Several pieces see the same key.
-            summed = (
-                torch.zeros_like(key).index_add_(0, shared.own_keys, share) for share in gradients[1:]
-            )
+            summed = (torch.zeros_like(key).index_add_(0, shared.own_keys, share) for share in gradients[1:])
             gradients = gradients[0], *summed
 
         # The gradients of the responses' attention to their prompts.

@@ -101,7 +101,7 @@ def working_memory(
     step: StepMemory,
     *,
     uneven: bool = True,
-    shares: bool = True,
+    shares: bool | None = None,
 ) -> WorkingMemory:
     """Return the working memory of a rank.
 
@@ -112,10 +112,27 @@ def working_memory(
         stage: The pipeline stage of the rank.
         step: The temporary memory of the optimizer step.
         uneven: Whether one of the rank's experts receives twice its share of the tokens.
-        shares: Whether two rows of a micro-batch share a prompt, if that takes more memory (see
-            `costs_more_with_shared_prompts`).
+        shares: Whether two rows of the largest micro-batch share a prompt, where that is another way through
+            attention (see `sharing_is_another_way`). By default, the peaks are the larger ones of both.
     """
-    shares = shares and costs_more_with_shared_prompts(config, role, architecture)
+    both = (False, True) if sharing_is_another_way(config, role, architecture) else (False,)
+    found = [
+        _of_micro_batch(config, role, architecture, stage, step, uneven=uneven, shares=each)
+        for each in (both if shares is None else (shares,))
+    ]
+    return found[0]._replace(score=max(work.score for work in found), train=max(work.train for work in found))
+
+
+def _of_micro_batch(
+    config: RunConfig,
+    role: ModelRole,
+    architecture: Architecture,
+    stage: int,
+    step: StepMemory,
+    *,
+    uneven: bool,
+    shares: bool,
+) -> WorkingMemory:
     work = _Work(config, role, architecture, stage, uneven=uneven, shares=shares)
     trains = role.optim is not None
     stays = work.stays(trains)
@@ -134,19 +151,17 @@ def working_memory(
     )
 
 
-def costs_more_with_shared_prompts(config: RunConfig, role: ModelRole, architecture: Architecture) -> bool:
-    """Return whether a micro-batch of the same size takes more memory if two of its rows share a prompt.
+def sharing_is_another_way(config: RunConfig, role: ModelRole, architecture: Architecture) -> bool:
+    """Return whether a micro-batch whose rows share a prompt has another peak than the largest one.
 
-    So it is where context-parallel ranks pass keys and values on in a ring, unless rows share a prompt: then
-    each rank gathers those of all ranks. It is False if the largest micro-batch already has such rows.
+    So it is with context parallelism: where rows share a prompt, ranks gather keys and values, which they
+    otherwise pass on in a ring or copy for each chunk. It is False if rows of the largest micro-batch share
+    a prompt.
     """
-    kind = layer_kind(config)
-    # If the machines decide between the two, the local layers count, which gather in every micro-batch.
-    is_ring = kind is LayerKind.fused and not always_gathers(config, architecture, kind)
     return (
         role.parallel.context_parallel_size > 1
-        and is_ring
-        and architecture.latent is None
+        and kernels_of(config) is Kernels.flash
+        and not has_own_attention(architecture)
         and fullest_with_shared_prompt(config, role, architecture, trains=False) is not None
     )
 
@@ -196,12 +211,16 @@ class _Work:
         rows = self._rows(trains=False)
         self._context = parallel.context_parallel_size
         self._is_fused = layer_kind(config) is LayerKind.fused
-        # Context-parallel ranks gather keys and values, or pass them on in a ring.
-        gathers = shares_a_prompt(config, role, rows) or always_gathers(
-            config, architecture, LayerKind.fused if self._is_fused else LayerKind.local
-        )
+        # Whether rows of this micro-batch share a prompt without copies of it, and whether context-parallel
+        # ranks pass keys and values on in a ring.
+        kind = LayerKind.fused if self._is_fused else LayerKind.local
+        has_pieces = self.kernels is not Kernels.flash or has_own_attention(architecture)
+        self._is_shared = shares_a_prompt(config, role, rows) and not has_pieces
+        gathers = self._is_shared or has_pieces or always_gathers(config, architecture, kind)
         self._is_ring = self._context > 1 and not gathers
-        self._keys_of_token = self._gathered_keys(rows)
+        self._keys_of_token = self._saved_keys(rows, has_pieces)
+        prompts = {row.prompt_number: row.prompt for row in rows}
+        self._prompt_keys = sum(prompts.values()) * self._context / micro_batch_tokens(rows, self._context)
         self._widths = widths_of(
             architecture, parallel, self._longest if self.kernels is Kernels.plain else 0
         )
@@ -225,22 +244,27 @@ class _Work:
                 context=self._context,
             )
 
-    def _gathered_keys(self, rows: list[Row]) -> float:
+    def _saved_keys(self, rows: list[Row], has_pieces: bool) -> float:
         """Return the number of keys that attention saves per token of the rank.
 
-        With attention by matrix products, responses that share a prompt each have its keys in addition to
-        their own, and the prompt has them too. With context parallelism, each rank has two chunks of every
-        sequence and gathers all keys before them, plus all keys of a response's prompt. In a ring, it saves
-        its own keys.
+        In pieces, responses that share a prompt each have its keys in addition to their own, and the prompt
+        has them too. With context parallelism, each rank has two chunks of every sequence, with all keys
+        before them; if rows share a prompt, one copy of all keys; and in a ring, its own keys.
         """
+        tokens = micro_batch_tokens(rows, self._context)
+        prompts = sum(row.prompt for row in rows) * self._shares_prompts * has_pieces
+        if self._context == 1:
+            return (tokens + prompts) / tokens
         if self._is_ring:
             return 1.0
-        tokens = micro_batch_tokens(rows, self._context)
-        prompts = sum(row.prompt for row in rows) * self._shares_prompts
-        if self._context > 1:
-            return (tokens * (2 * self._context + 1) / 2 + 2 * prompts * self._context) / tokens
+        if self._is_shared:
+            return float(self._context)
+        return self._keys_before + 2 * prompts * self._context / tokens
 
-        return (tokens + prompts) / tokens
+    @property
+    def _keys_before(self) -> float:
+        """The keys up to each chunk of a context-parallel rank, per token of the rank."""
+        return (2 * self._context + 1) / 2
 
     def _tokens_with_prompts(self, rows: list[Row]) -> float:
         """Return the tokens of all rows, each with its own prompt, per token of the micro-batch."""
@@ -386,11 +410,14 @@ class _Work:
 
         With context parallelism: queries and outputs, and the keys and values of all ranks as received and as
         each part sees them. With shared prompts: queries, attention outputs, and their combination, weighted
-        in float32.
+        in float32; and prompts' keys and values.
         """
         width = self._widths
         if self._own_attention is not None:
             return self._own_attention.scoring
+        if self._context > 1 and self._is_shared:
+            keys = 1 + self._context + self._keys_before + self._prompt_keys
+            return 9 * width.query + ceil(2 * width.key * keys)
         if self._context > 1:
             return 2 * width.query + ceil(2 * width.key * (1 + self._context + self._keys_of_token))
         return (9 * width.query + 2 * width.key) * self._shares_prompts
@@ -622,8 +649,11 @@ class _Work:
         width = self._widths
         if self._own_attention is not None:
             return self._own_attention.backward
+        again = RecomputeModule.core_attn in self._modules_again  # gathers keys and values again
+        if self._context > 1 and self._is_shared:
+            gathered = (2 + again) * self._context + 2 * self._keys_before + 2 * self._prompt_keys
+            return (6 + again) * width.query + ceil(2 * width.key * gathered)
         if self._context > 1:
-            again = RecomputeModule.core_attn in self._modules_again  # gathers keys and values again
             gathered = (2 + again) * self._context + (1 + again) * self._keys_of_token
             return (2 + again) * width.query + ceil(2 * width.key * gathered)
 

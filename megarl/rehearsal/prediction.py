@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megarl.config.roles import ModelRole
 from megarl.config.schema import RunConfig
 from megarl.models.architecture import Architecture
-from megarl.placement.activations import costs_more_with_shared_prompts, working_memory
+from megarl.placement.activations import sharing_is_another_way, working_memory
 from megarl.placement.memory import model_state, stage_of, step_memory
 
 # Suffixes of phases.
@@ -52,8 +52,8 @@ def predicted_memory(
     if architecture.experts:
         crowded = working_memory(config, role, architecture, stage, step, uneven=True, shares=False)
         passes |= {f"score{UNEVEN}": crowded.score, f"train{UNEVEN}": crowded.train}
-    # And those with shared prompts, where they cost more.
-    if costs_more_with_shared_prompts(config, role, architecture):
+    # And those with shared prompts.
+    if sharing_is_another_way(config, role, architecture):
         sharing = working_memory(config, role, architecture, stage, step, uneven=False, shares=True)
         passes |= {f"score{SHARED}": sharing.score, f"train{SHARED}": sharing.train}
 

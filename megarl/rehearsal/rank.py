@@ -29,7 +29,7 @@ from megarl.engine.offload import StatePart
 from megarl.engine.spec import spec_of
 from megarl.engine.top_tokens import TopK
 from megarl.models.architecture import Architecture
-from megarl.placement.activations import costs_more_with_shared_prompts
+from megarl.placement.activations import sharing_is_another_way
 from megarl.rehearsal import delta_kernels, te_signature, te_stub
 from megarl.rehearsal.built import check_engine
 from megarl.rehearsal.device import FakeDevice
@@ -139,7 +139,7 @@ class _Rehearsal:
     def _worst_cases(self) -> dict[str, AbstractContextManager[None]]:
         """Return what makes passes as expensive as they can become, by suffixes of the phases' names."""
         cases: dict[str, AbstractContextManager[None]] = {}
-        if costs_more_with_shared_prompts(self._config, self._role, self._architecture):
+        if sharing_is_another_way(self._config, self._role, self._architecture):
             cases[SHARED] = self._with_shared_prompts()
         if self._architecture.experts is not None:
             cases[UNEVEN] = self._with_uneven_routes()

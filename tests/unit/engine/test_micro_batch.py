@@ -71,7 +71,7 @@ def make(
     if made.packed is not None:
         plain["boundaries"] = made.packed.cu_seqlens_q.tolist()
         plain["longest"] = made.packed.max_seqlen_kv
-        plain["prompt_of"] = made.packed.shared and made.packed.shared.prompt_of
+        plain["prompts"] = list(map(list, made.packed.prompts))
         plain["predicting"] = None if made.packed.predicting is None else made.packed.predicting.tolist()
 
     plain["rows"] = {key: value.tolist() for key, value in made.rows.items()}
@@ -185,7 +185,7 @@ def test_rows_of_one_prompt_share_it(rank_pool: RankPool) -> None:
     assert got["positions"] == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 2, 3, 0, 0, 0]]
     assert got["counts"] == [[2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0]]  # the loss reads nothing in row 3
     assert got["boundaries"] == [0, 2, 4, 7, 11, 14]
-    assert got["prompt_of"] == [None, 0, 0, None, None]
+    assert got["prompts"] == [[], [0, 1], [0, 1], [], []]
     assert got["longest"] == 5  # for RoPE: the last of row 2
     assert got["predictors"] == [1, 2, 9, 1, 4, 5]  # the prompt's last token predicts both first ones
     assert got["targets"] == [7, 8, 4, 4, 3, 2]
