@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -272,6 +273,16 @@ class SlowFlashOperators:
             yield slice(q0, q1), slice(k0, k1), scores, heads[1]
 
 
+@contextmanager
+def slow_flash_attention() -> Iterator[None]:
+    operators = SlowFlashOperators()
+    with (
+        mock.patch.object(torch.ops.aten, "_flash_attention_forward", operators.forward),
+        mock.patch.object(torch.ops.aten, "_flash_attention_backward", operators.backward),
+    ):
+        yield
+
+
 def attend_sharing(
     heads: Heads, lengths: list[int], prompt_of: list[int | None], scale: float, way: str
 ) -> Attended:
@@ -298,10 +309,8 @@ def attend_sharing(
         mixed = core.attend_packed(query, key, value, attention_plan(packed))
         (mixed * heads.weight).sum().backward()
     else:
-        operators = SlowFlashOperators()
         with (
-            mock.patch.object(torch.ops.aten, "_flash_attention_forward", operators.forward),
-            mock.patch.object(torch.ops.aten, "_flash_attention_backward", operators.backward),
+            slow_flash_attention(),
             mock.patch.object(shared_prompts, "kernel_for", return_value=shared_prompts.VarlenKernel),
         ):
             mixed = shared_prompts.attend(query, key, value, packed.shared, scale)
@@ -343,13 +352,11 @@ def attend_among_ranks(
     whole = torch.zeros(sum(padded), heads.weight.shape[1])
 
     core.context = "ranks"  # type: ignore[assignment]
-    operators = SlowFlashOperators()
     kernel = shared_prompts.VarlenKernel if way == "varlen" else shared_prompts.kernel_for(query)
 
     with (
         mock.patch.object(varlen, "varlen_attn", slow_varlen_attn),
-        mock.patch.object(torch.ops.aten, "_flash_attention_forward", operators.forward),
-        mock.patch.object(torch.ops.aten, "_flash_attention_backward", operators.backward),
+        slow_flash_attention(),
         mock.patch.object(shared_prompts, "kernel_for", return_value=kernel),
         mock.patch.object(layers, "whole_keys", lambda key, value, context: (key, value)),
     ):

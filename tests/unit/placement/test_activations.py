@@ -156,33 +156,38 @@ def test_fused_layers_keep_a_workspace_and_a_tensor_of_each_shape() -> None:
     assert (either.stays, either.step - either.stays) == (fused.stays, local.step - local.stays)
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_context_parallel_ranks_keep_their_own_keys_in_a_ring(is_shared: bool) -> None:
+def test_keys_that_context_parallel_ranks_keep() -> None:
     """Qwen3-8B with rows of 128k tokens on 2 x 8 ranks, 16,384 tokens each.
 
-    Two rows of half the length share a prompt of 2,048 tokens. A rank has two of 16 chunks of each sequence,
-    and keeps the keys before these in 36 layers, 8.5 for each of its tokens; and each response's prompt twice.
+    In a ring, a rank keeps its own keys; if two rows share a prompt, those of all ranks; and otherwise those
+    up to each of its two of 16 chunks, 8.5 for each of its tokens.
     """
     run = load_config(PPOConfig, str(CONFIGS_DIR / "qwen3_8b_grpo_128k.yaml"), ["actor.recompute=none"])
     architecture = read_architecture(str(CONFIGS_DIR / "models" / "Qwen3-8B-128k"))
     actor = model_roles(run)[0]
     step = step_memory(actor, architecture, run.model.dtype, 0)
+    tokens, query, key = 16384, 16 * 128, 4 * 128
 
-    def activations(kind: Layers, exchange: CPCommType = CPCommType.auto) -> int:
+    def train(kind: Layers, exchange: CPCommType = CPCommType.auto, shares: bool | None = False) -> int:
         engine = replace(run.engine, layers=kind, cp_comm_type=exchange)
-        work = working_memory(replace(run, engine=engine), actor, architecture, 0, step, shares=is_shared)
+        work = working_memory(replace(run, engine=engine), actor, architecture, 0, step, shares=shares)
         return work.train - work.stays
 
-    ring = activations(Layers.transformer_engine)
-    gathered = activations(Layers.transformer_engine, CPCommType.all_gather)
-    tokens, key, prompt = 16384, 4 * 128, 2048
-    keys = 8.5 * tokens + 2 * prompt * (2 if is_shared else 1)
-    if not is_shared:
-        assert gathered - ring == 36 * 2 * key * (keys - tokens) * 2
+    ring = train(Layers.transformer_engine)
+    for saved, others in (
+        (8.5, train(Layers.transformer_engine, CPCommType.all_gather)),
+        (8, train(Layers.transformer_engine, shares=True)),
+        (8, train(Layers.transformer_engine, CPCommType.all_gather, shares=True)),
+    ):
+        assert others - ring == 36 * 2 * key * (saved - 1) * tokens * 2
+
+    # By default, the larger peak counts.
+    assert train(Layers.transformer_engine, shares=None) == train(Layers.transformer_engine, shares=True)
+    gathered = train(Layers.transformer_engine, CPCommType.all_gather)
+    assert train(Layers.transformer_engine, CPCommType.all_gather, shares=None) == gathered
 
     # The norm of the keys keeps a copy of them, or the projection that they are a part of.
-    query = 16 * 128
-    assert activations(Layers.local) - gathered == 36 * tokens * (query + key) * 2
+    assert train(Layers.local) - gathered == 36 * tokens * (query + key) * 2
 
 
 def test_gradients_that_tensor_parallel_ranks_sum_are_copied_after_the_last_micro_batch() -> None:
