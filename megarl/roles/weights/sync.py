@@ -235,17 +235,7 @@ class WeightSync:
         Adds lost replicas to `lost`. Raises the errors of `push`.
         """
         # Start both sides before waiting for either: each waits for the other.
-        receiving = {
-            number: replica.call_rank(
-                0,
-                RolloutWorker.receive_weights,
-                self._source.manifest,
-                version,
-                self._session.name(number),
-                first_round,
-            )
-            for number, replica in replicas.items()
-        }
+        receiving = self._start_receiving(replicas, version, first_round)
         sending = {
             rank: self._source.group.call_rank(
                 rank, WeightExport.send_weights, list(replicas), (), True, first_round
@@ -274,20 +264,29 @@ class WeightSync:
                 for rank in range(len(self._source.group.mesh))
             ]
             reports = gather(*writing)
-            receiving = {
-                number: replica.call_rank(
-                    0,
-                    RolloutWorker.receive_weights,
-                    self._source.manifest,
-                    version,
-                    self._session.name(number),
-                    0,
-                    str(folder),
-                )
-                for number, replica in replicas.items()
-            }
-            results_of(receiving, lost, is_lost)
+            results_of(self._start_receiving(replicas, version, folder=folder), lost, is_lost)
             return reports
+
+    def _start_receiving(
+        self,
+        replicas: Mapping[int, RoleGroup],
+        version: int,
+        first_round: int = 0,
+        folder: Path | None = None,
+    ) -> dict[int, WorkerFuture[None]]:
+        """Let joined replicas receive the weights, from `folder` if the transport is a folder."""
+        return {
+            number: replica.call_rank(
+                0,
+                RolloutWorker.receive_weights,
+                self._source.manifest,
+                version,
+                self._session.name(number),
+                first_round,
+                None if folder is None else str(folder),
+            )
+            for number, replica in replicas.items()
+        }
 
     @contextmanager
     def _scratch_folder(self, version: int) -> Generator[Path]:

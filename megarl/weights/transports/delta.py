@@ -21,8 +21,8 @@ from megarl.weights.p2p import P2PAddress, P2PGroup
 from megarl.weights.schedule import PeerTransfers, ScheduleKey, TransferSchedule
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transfer import Channel, Transfer
-from megarl.weights.transports.group import GroupSender
-from megarl.weights.transports.interface import DestinationViews, Opened, Receiver, SentShards
+from megarl.weights.transports.group import GroupReceiver, GroupSender
+from megarl.weights.transports.interface import DestinationViews, Opened, SentShards
 
 _HEADER_BYTES = 16
 
@@ -202,29 +202,9 @@ class _PatchSends(Transfer):
                 self._exchange(channel, sends, [], number)
 
 
-class DeltaReceiver(Receiver):
-    def __init__(self, place: DeltaEndpoint, device: torch.device) -> None:
-        self._device = device
-        self._p2p = P2PGroup.join(place.address, place.rank, device)
-        self._transfer: _PatchReceives | None = None
-
-    def receive(self, destinations: DestinationViews) -> bool:
-        if self._transfer is None:
-            self._transfer = _PatchReceives(Channel(self._p2p, PeerTransfers({})), destinations, self._device)
-        if not self._transfer.run():
-            return False
-        self._transfer = None
-        return True
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._transfer is not None
-
-    def close(self) -> None:
-        if self._transfer is None:
-            self._p2p.close()
-        else:
-            self._p2p.abort()
+class DeltaReceiver(GroupReceiver):
+    def _new_transfer(self, destinations: DestinationViews) -> Transfer:
+        return _PatchReceives(Channel(self._p2p, PeerTransfers({})), destinations, self._device)
 
 
 class _Source:

@@ -14,14 +14,14 @@ from megarl.weights.execution import PipelinedTransfer, ReceiveBuffer
 from megarl.weights.p2p import P2PAddress, P2PGroup
 from megarl.weights.plan import TransferPlan
 from megarl.weights.schedule import Part, PeerTransfers, TransferSchedule
-from megarl.weights.transfer import Channel
+from megarl.weights.transfer import Channel, Transfer
 from megarl.weights.transports.interface import (
     DestinationViews,
     Opened,
     PackBuffers,
-    Receiver,
     Sender,
     SentShards,
+    TransferReceiver,
 )
 
 
@@ -133,34 +133,24 @@ class GroupSender(Sender):
         self._channels = {}
 
 
-class GroupReceiver(Receiver):
+class GroupReceiver(TransferReceiver):
     def __init__(self, place: GroupEndpoint, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self._p2p = P2PGroup.join(place.address, place.rank, device)
-        self._transfer: PipelinedTransfer | None = None
 
-    def receive(self, destinations: DestinationViews) -> bool:
-        if self._transfer is None:
-            receive_buffer = _GroupReceiveBuffer(destinations, self._device)
-            # An engine rank sends nothing, so there is nothing to pack.
-            nothing = torch.empty(2, 0, device=self._device)
-            channel = Channel(self._p2p, PeerTransfers({}), receives=True)
-            self._transfer = PipelinedTransfer(
-                [channel],
-                destinations.sources.num_rounds,
-                nothing,
-                receive_buffer=receive_buffer,
-                yields_regularly=True,
-            )
-
-        if not self._transfer.run():
-            return False
-        self._transfer = None
-        return True
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._transfer is not None
+    def _new_transfer(self, destinations: DestinationViews) -> Transfer:
+        receive_buffer = _GroupReceiveBuffer(destinations, self._device)
+        # An engine rank sends nothing, so there is nothing to pack.
+        nothing = torch.empty(2, 0, device=self._device)
+        channel = Channel(self._p2p, PeerTransfers({}), receives=True)
+        return PipelinedTransfer(
+            [channel],
+            destinations.sources.num_rounds,
+            nothing,
+            receive_buffer=receive_buffer,
+            yields_regularly=True,
+        )
 
     def close(self) -> None:
         if self._transfer is None:

@@ -245,6 +245,29 @@ class Receiver(ABC):
         """Disconnect from the trainer, even in the middle of a pass."""
 
 
+class TransferReceiver(Receiver):
+    """A receiver that receives each pass with a `Transfer`, which may take several calls."""
+
+    def __init__(self) -> None:
+        self._transfer: Transfer | None = None
+
+    @abstractmethod
+    def _new_transfer(self, destinations: DestinationViews) -> Transfer:
+        """Return the transfer of a new pass."""
+
+    def receive(self, destinations: DestinationViews) -> bool:
+        if self._transfer is None:
+            self._transfer = self._new_transfer(destinations)
+        if not self._transfer.run():
+            return False
+        self._transfer = None
+        return True
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._transfer is not None
+
+
 def _check(sources: PeerTransfers, needed: Mapping[str, Sequence[TensorSlice]]) -> None:
     """Check that the rounds deliver each needed element exactly once."""
     coming: dict[str, list[TensorSlice]] = defaultdict(list)

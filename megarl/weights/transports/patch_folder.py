@@ -24,7 +24,13 @@ from megarl.weights.schedule import ScheduleKey, TransferSchedule
 from megarl.weights.tensors import WeightTransferError
 from megarl.weights.transfer import Transfer
 from megarl.weights.transports.delta import PatchStream, PatchStreams
-from megarl.weights.transports.interface import DestinationViews, Opened, Receiver, Sender, SentShards
+from megarl.weights.transports.interface import (
+    DestinationViews,
+    Opened,
+    Sender,
+    SentShards,
+    TransferReceiver,
+)
 
 _HEADER = struct.Struct("<qqI")  # bytes, patches, CRC-32 of the bytes
 
@@ -128,7 +134,7 @@ class _PatchWrites(Transfer):
                 self.sent_bytes = (self.sent_bytes or 0) + len(header) + content.nbytes
 
 
-class PatchFolderReceiver(Receiver):
+class PatchFolderReceiver(TransferReceiver):
     """Reads the files for one engine rank.
 
     Attributes:
@@ -136,42 +142,41 @@ class PatchFolderReceiver(Receiver):
     """
 
     def __init__(self, place: PatchFolderEndpoint, device: torch.device) -> None:
+        super().__init__()
         self._place = place
         self._device = device
-        self._transfer: _PatchReads | None = None
+        self._open_files = ExitStack()
         self.folder = Path()
 
-    def receive(self, destinations: DestinationViews) -> bool:
-        if self._transfer is None:
-            self._transfer = _PatchReads(self.folder, self._place.rank, destinations, self._device)
-        if not self._transfer.run():
-            return False
-        self._transfer = None
-        return True
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._transfer is not None
+    def _new_transfer(self, destinations: DestinationViews) -> Transfer:
+        return _PatchReads(self.folder, self._place.rank, destinations, self._device, self._open_files)
 
     def close(self) -> None:
-        if self._transfer is not None:
-            self._transfer.close()
-            self._transfer = None
+        self._open_files.close()
+        self._transfer = None
 
 
 class _PatchReads(Transfer):
-    """Reads and applies the files of one pass."""
+    """Reads and applies the files of one pass.
 
-    def __init__(self, folder: Path, rank: int, destinations: DestinationViews, device: torch.device) -> None:
+    Args:
+        open_files: Closes the files when the pass ends, or earlier if the receiver is closed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        destinations: DestinationViews,
+        device: torch.device,
+        open_files: ExitStack,
+    ) -> None:
         super().__init__([], device, yields_regularly=True)
         self._folder = folder
         self._rank = rank
         self._destinations = destinations
         self._device = device
-        self._open_files = ExitStack()
-
-    def close(self) -> None:
-        self._open_files.close()
+        self._open_files = open_files
 
     def _work(self) -> Iterator[None]:
         with self._open_files:
