@@ -66,11 +66,13 @@ class ConfigReader:
         fields: The object as it is in the file.
         problems: One line for each field that megarl cannot honor.
         seen: The fields that were read. The remaining ones are unknown.
+        invalid: The numbers that could not be read. Their problems are listed, and 1 takes their place.
     """
 
     fields: dict[str, Any]
     problems: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
+    invalid: set[str] = field(default_factory=set)
 
     def take(self, name: str) -> Any:
         self.seen.add(name)
@@ -91,16 +93,18 @@ class ConfigReader:
         # The range check also rejects NaN.
         is_number = isinstance(value, int | kind) and not isinstance(value, bool)
         if value is None:
-            self.problems.append(f"field {name!r} is missing")
+            problem = f"field {name!r} is missing"
         elif not is_number or not 0 < value < math.inf:
             noun = "integer" if kind is int else "number"
-            self.problems.append(f"field {name!r} is {value!r}, but must be a positive {noun}")
+            problem = f"field {name!r} is {value!r}, but must be a positive {noun}"
         elif value > at_most:
             problem = f"field {name!r} is {value!r}, which no model has; it must be at most {at_most:g}"
-            self.problems.append(problem)
         else:
             return kind(value)
 
+        # A field that is read twice has one problem.
+        self.conflict(problem, name)
+        self.invalid.add(name)
         return kind(1)  # arbitrary: the problem is raised before an Architecture is created
 
     def count(self, name: str, default: int) -> int:
@@ -129,6 +133,14 @@ class ConfigReader:
     def refuse(self, name: str, reason: str) -> None:
         """Add the problem that the value of a field is not supported."""
         self.problems.append(f"field {name!r} is {self.fields[name]!r}; {reason}")
+
+    def conflict(self, problem: str, *names: str) -> None:
+        """Add a problem of fields that do not fit together.
+
+        The problem is left out if one of the fields is an invalid number, which has a problem of its own.
+        """
+        if self.invalid.isdisjoint(names):
+            self.problems.append(problem)
 
     def check_neutral(self) -> None:
         """Refuse each field that would change the forward pass, unless the family has read it."""

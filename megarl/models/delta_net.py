@@ -119,7 +119,11 @@ def read_delta_net(reader: ConfigReader, num_hidden_layers: int) -> DeltaNet:
     num_value_heads = reader.number("linear_num_value_heads", int, 32)
     if num_value_heads % num_key_heads:
         needed = f"a multiple of 'linear_num_key_heads' {num_key_heads}"
-        reader.problems.append(f"'linear_num_value_heads' is {num_value_heads}, but must be {needed}")
+        reader.conflict(
+            f"'linear_num_value_heads' is {num_value_heads}, but must be {needed}",
+            "linear_num_value_heads",
+            "linear_num_key_heads",
+        )
 
     return DeltaNet(
         num_key_heads=num_key_heads,
@@ -141,11 +145,12 @@ def _read_layers(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...
     is_list = isinstance(kinds, list) and len(kinds) == num_hidden_layers
     if not is_list or not all(kind in (_LINEAR, _FULL) for kind in kinds):
         needed = f"must name {_LINEAR} or {_FULL} for each of {num_hidden_layers} layers"
-        reader.problems.append(f"field 'layer_types' is {kinds!r}, but {needed}")
+        reader.conflict(f"field 'layer_types' is {kinds!r}, but {needed}", "num_hidden_layers")
         return ()
     if len(set(kinds)) == 1 and num_hidden_layers > 1:
-        reader.problems.append(
-            f"field 'layer_types' has {kinds[0]} only; models of this family have layers of both kinds"
+        reader.conflict(
+            f"field 'layer_types' has {kinds[0]} only; models of this family have layers of both kinds",
+            "full_attention_interval",
         )
 
     return tuple(number for number, kind in enumerate(kinds) if kind == _LINEAR)

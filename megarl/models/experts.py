@@ -118,12 +118,7 @@ def read_sigmoid_experts(reader: ConfigReader, num_hidden_layers: int) -> Expert
     norm_topk_prob = reader.take("norm_topk_prob") in (None, True)
     intermediate_size = reader.number("moe_intermediate_size", int)
 
-    # A number that could not be read is 1 here, and its problem has already been reported.
-    if chosen > num_experts > 1:
-        reader.problems.append(
-            f"'num_experts_per_tok' {chosen} is greater than 'n_routed_experts' {num_experts}"
-        )
-
+    _check_num_chosen(reader, chosen, "n_routed_experts", num_experts)
     check_router_gradient(reader, chosen, norm_topk_prob)
     if not norm_topk_prob and chosen > 1:
         reader.refuse("norm_topk_prob", "only true is supported with sigmoid scores")
@@ -145,9 +140,11 @@ def read_sigmoid_experts(reader: ConfigReader, num_hidden_layers: int) -> Expert
 def _layers_after_dense(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
     """Return the layers with experts: all but the first `first_k_dense_replace`."""
     num_dense = reader.count("first_k_dense_replace", 1)
-    if num_dense >= num_hidden_layers > 1:
-        reader.problems.append(
-            f"'first_k_dense_replace' is {num_dense}: none of {num_hidden_layers} layers has experts"
+    if num_dense >= num_hidden_layers:
+        reader.conflict(
+            f"'first_k_dense_replace' is {num_dense}: none of {num_hidden_layers} layers has experts",
+            "first_k_dense_replace",
+            "num_hidden_layers",
         )
     return tuple(range(num_dense, num_hidden_layers))
 
@@ -160,18 +157,19 @@ def _read_groups(reader: ConfigReader, num_experts: int, chosen: int) -> ExpertG
     """
     num_groups = reader.number("n_group", int, 1)
     num_selected = reader.number("topk_group", int, 1)
+    names = ("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group")
     said = f"'n_group' {num_groups} and 'topk_group' {num_selected}"
 
     if num_experts % num_groups or num_selected > num_groups:
-        reader.problems.append(f"{said} do not fit {num_experts} experts")
+        reader.conflict(f"{said} do not fit {num_experts} experts", *names)
         return None
     if num_selected == num_groups:
         return None
     if num_experts // num_groups < 2 or chosen > num_selected * (num_experts // num_groups):
-        reader.problems.append(f"{said} leave too few of {num_experts} experts to select {chosen}")
+        reader.conflict(f"{said} leave too few of {num_experts} experts to select {chosen}", *names)
     if chosen // num_selected != 2:
         needed = "twice 'topk_group' (or one more)"
-        reader.problems.append(f"{said} with 'num_experts_per_tok' {chosen}: only {needed} is supported")
+        reader.conflict(f"{said} with 'num_experts_per_tok' {chosen}: only {needed} is supported", *names)
 
     return ExpertGroups(num_groups=num_groups, num_selected=num_selected)
 
@@ -192,19 +190,25 @@ def read_num_experts(reader: ConfigReader) -> tuple[int, int]:
     num_experts = reader.number(name, int)
     chosen = reader.number("num_experts_per_tok", int)
 
-    # A number that could not be read is 1 here, and its problem has already been reported.
-    if chosen > num_experts > 1:
-        reader.problems.append(f"'num_experts_per_tok' {chosen} is greater than '{name}' {num_experts}")
-
+    _check_num_chosen(reader, chosen, name, num_experts)
     return num_experts, chosen
+
+
+def _check_num_chosen(reader: ConfigReader, chosen: int, name: str, num_experts: int) -> None:
+    """Refuse a router that selects more experts than there are. `name` is the field of their number."""
+    if chosen > num_experts:
+        problem = f"'num_experts_per_tok' {chosen} is greater than {name!r} {num_experts}"
+        reader.conflict(problem, "num_experts_per_tok", name)
 
 
 def check_router_gradient(reader: ConfigReader, num_experts_per_tok: int, norm_topk_prob: bool) -> None:
     """Refuse a router that selects one expert with normalized weights, because that weight is always one."""
     if num_experts_per_tok == 1 and norm_topk_prob:
         consequence = "the router would have no gradient"
-        reader.problems.append(
-            f"'num_experts_per_tok' is 1 and 'norm_topk_prob' normalizes the weights: {consequence}"
+        reader.conflict(
+            f"'num_experts_per_tok' is 1 and 'norm_topk_prob' normalizes the weights: {consequence}",
+            "num_experts_per_tok",
+            "experts_per_token",
         )
 
 

@@ -104,12 +104,16 @@ def _read_packing(reader: ConfigReader) -> bool:
 
 def _read_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
     num_experts = reader.number("num_local_experts", int)
-    older = reader.take("experts_per_token")
+    older = reader.number("experts_per_token", int, None)
     num_experts_per_tok = reader.number("num_experts_per_tok", int, older or 4)
     check_router_gradient(reader, num_experts_per_tok, norm_topk_prob=True)
 
     if older not in (None, num_experts_per_tok):
-        reader.refuse("experts_per_token", f"'num_experts_per_tok' is {num_experts_per_tok}; keep one")
+        reader.conflict(
+            f"field 'experts_per_token' is {older}; 'num_experts_per_tok' is {num_experts_per_tok}; keep one",
+            "experts_per_token",
+            "num_experts_per_tok",
+        )
 
     return Experts(
         num_experts=num_experts,

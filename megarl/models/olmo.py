@@ -43,15 +43,6 @@ def _read_olmo2(reader: ConfigReader) -> Architecture:
 
 
 def _read_olmo3(reader: ConfigReader) -> Architecture:
-    # transformers gives the field of v4 to layers with full attention only.
-    theta = reader.fields.get("rope_theta")
-    if theta not in (None, _OLMO3_THETA) and not isinstance(reader.fields.get("rope_parameters"), dict):
-        reader.refuse(
-            "rope_theta",
-            f"transformers would use it in layers with full attention and {_OLMO3_THETA:g} in the others; "
-            "give both in 'rope_parameters'",
-        )
-
     architecture = read_trunk(
         reader,
         qk_norm=True,
@@ -60,6 +51,14 @@ def _read_olmo3(reader: ConfigReader) -> Architecture:
         read_windows=_read_windows,
         local_rope=LocalRopeDefaults(_OLMO3_THETA, field=None),
     )
+    # transformers gives the field of v4 to layers with full attention only.
+    theta = reader.fields.get("rope_theta")
+    if theta not in (None, _OLMO3_THETA) and not isinstance(reader.fields.get("rope_parameters"), dict):
+        reader.conflict(
+            f"field 'rope_theta' is {theta!r}; transformers would use it in layers with full attention and "
+            f"{_OLMO3_THETA:g} in the others; give both in 'rope_parameters'",
+            "rope_theta",
+        )
     return _with_norms(architecture)
 
 

@@ -56,6 +56,8 @@ def read_rope(
         default_partial_rotary_factor: The rotated fraction of a head if the field is missing; None if the
             family always rotates whole heads.
     """
+    outer = {field: reader.take(field) for field in ("rope_theta", "partial_rotary_factor")}
+
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(reader.take(name), dict | None):
             reader.problems.append(f"field {name!r} is {reader.fields[name]!r}, but must be an object")
@@ -71,7 +73,6 @@ def read_rope(
         reader.problems.append(f"{both} are both given and differ; keep one")
 
     # A separate reader collects these problems, so that they can name the object that contains the field.
-    outer = {field: reader.take(field) for field in ("rope_theta", "partial_rotary_factor")}
     rope = ConfigReader(outer | (reader.fields.get(name) or {}))
     scaling = _read_scaling(rope, max_position_embeddings)
     theta = rope.number("rope_theta", float, default_theta)
@@ -81,11 +82,12 @@ def read_rope(
     for field, value in outer.items():
         if value is not None and value != rope.fields[field]:
             differing = f"{rope.fields[field]!r} here and {value!r} at the top"
-            rope.problems.append(f"field {field!r} is {differing}; keep one")
+            rope.conflict(f"field {field!r} is {differing}; keep one", field)
 
     # The message names the object, unless the field is at the top level.
     is_nested = name in reader.fields
     reader.problems.extend(f"{name}: {problem}" if is_nested else problem for problem in rope.problems)
+    reader.invalid |= {field for field in rope.invalid if outer.get(field) is not None}
 
     return Rope(theta, scaling, rotated)
 
@@ -184,9 +186,13 @@ def _read_llama3(rope: ConfigReader, max_position_embeddings: int) -> Llama3Scal
         original_max_position_embeddings=original,
     )
 
-    if not rope.problems and scaling.high_freq_factor <= scaling.low_freq_factor:
-        low = f"'low_freq_factor' {scaling.low_freq_factor}"
-        rope.problems.append(f"'high_freq_factor' {scaling.high_freq_factor} must be above {low}")
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        rope.conflict(
+            f"'high_freq_factor' {scaling.high_freq_factor} must be above "
+            f"'low_freq_factor' {scaling.low_freq_factor}",
+            "high_freq_factor",
+            "low_freq_factor",
+        )
 
     return scaling
 
@@ -210,9 +216,12 @@ def _read_yarn(rope: ConfigReader, max_position_embeddings: int) -> YarnScaling:
     )
 
     # Kimi-K2 has the same number twice.
-    if not rope.problems and scaling.beta_fast < scaling.beta_slow:
-        slow = f"'beta_slow' {scaling.beta_slow}"
-        rope.problems.append(f"'beta_fast' {scaling.beta_fast} must be at least {slow}")
+    if scaling.beta_fast < scaling.beta_slow:
+        rope.conflict(
+            f"'beta_fast' {scaling.beta_fast} must be at least 'beta_slow' {scaling.beta_slow}",
+            "beta_fast",
+            "beta_slow",
+        )
 
     return scaling
 

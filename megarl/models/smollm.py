@@ -31,7 +31,7 @@ def _read_layers_without_rope(reader: ConfigReader, num_hidden_layers: int) -> t
 
     if not isinstance(marks, list) or len(marks) != num_hidden_layers or set(marks) - {0, 1}:
         needed = f"must have 0 or 1 for each of {num_hidden_layers} layers"
-        reader.problems.append(f"field 'no_rope_layers' is {marks!r}, but {needed}")
+        reader.conflict(f"field 'no_rope_layers' is {marks!r}, but {needed}", "num_hidden_layers")
         return ()
 
     return tuple(layer for layer, rotates in enumerate(marks) if not rotates)

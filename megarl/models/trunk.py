@@ -317,15 +317,24 @@ def _read_heads(
     of_heads = f"a multiple of 'num_attention_heads' {num_attention_heads}"
     is_derived = reader.fields.get("head_dim") is None and default_head_dim is None
     if is_derived and hidden_size % num_attention_heads:
-        reader.problems.append(f"'hidden_size' {hidden_size} is not {of_heads}, and 'head_dim' is missing")
+        reader.conflict(
+            f"'hidden_size' {hidden_size} is not {of_heads}, and 'head_dim' is missing",
+            "hidden_size",
+            "num_attention_heads",
+        )
+    elif head_dim % 2:
+        reader.conflict(
+            f"'head_dim' is {head_dim}; rotary embeddings rotate pairs, so it must be even",
+            "head_dim",
+            *(("hidden_size", "num_attention_heads") if is_derived else ()),
+        )
 
     if num_attention_heads % num_key_value_heads:
         of_groups = f"a multiple of 'num_key_value_heads' {num_key_value_heads}"
-        reader.problems.append(f"'num_attention_heads' {num_attention_heads} is not {of_groups}")
-
-    if head_dim % 2:
-        reader.problems.append(
-            f"'head_dim' is {head_dim}; rotary embeddings rotate pairs, so it must be even"
+        reader.conflict(
+            f"'num_attention_heads' {num_attention_heads} is not {of_groups}",
+            "num_attention_heads",
+            "num_key_value_heads",
         )
 
     return _Heads(num_attention_heads, num_key_value_heads, head_dim)
@@ -340,7 +349,11 @@ def _read_heads_of_latent(reader: ConfigReader, latent: LatentAttention) -> _Hea
         needed = (
             f"'num_attention_heads' {num_attention_heads}, because every head has its own keys and values"
         )
-        reader.problems.append(f"'num_key_value_heads' is {num_key_value_heads}, but must equal {needed}")
+        reader.conflict(
+            f"'num_key_value_heads' is {num_key_value_heads}, but must equal {needed}",
+            "num_key_value_heads",
+            "num_attention_heads",
+        )
 
     head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
     return _Heads(num_attention_heads, num_attention_heads, head_dim)

@@ -33,7 +33,7 @@ def read_windows(
 
     if not isinstance(kinds, list) or len(kinds) != num_hidden_layers or set(kinds) - {_WINDOWED, _FULL}:
         needed = f"must name {_WINDOWED} or {_FULL} for each of {num_hidden_layers} layers"
-        reader.problems.append(f"field 'layer_types' is {kinds!r}, but {needed}")
+        reader.conflict(f"field 'layer_types' is {kinds!r}, but {needed}", "num_hidden_layers")
         return ()
 
     return tuple(window if kind == _WINDOWED else 0 for kind in kinds)
@@ -61,7 +61,7 @@ def check_sliding_window(
     if layer_types is not None:
         if not isinstance(layer_types, list) or len(layer_types) != num_hidden_layers:
             needed = f"must name one type for each of {num_hidden_layers} layers"
-            reader.problems.append(f"field 'layer_types' is {layer_types!r}, but {needed}")
+            reader.conflict(f"field 'layer_types' is {layer_types!r}, but {needed}", "num_hidden_layers")
         elif other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
             named = ", ".join(other)
             reader.problems.append(f"field 'layer_types' has {named}; only full_attention is supported")
@@ -71,8 +71,10 @@ def check_sliding_window(
         # A dense model is unaffected if its windowed layers would begin after the last layer.
         if isinstance(first_windowed, int) and first_windowed >= num_hidden_layers and not has_experts:
             return
-        reader.problems.append(
+        reader.conflict(
             f"field 'use_sliding_window' is {json.dumps(switch)} with 'sliding_window' {json.dumps(window)} "
             f"and 'max_window_layers' {json.dumps(first_windowed)}: not all of {num_hidden_layers} layers "
-            "would see every token; only full attention is supported"
+            "would see every token; only full attention is supported",
+            "num_hidden_layers",
+            "max_position_embeddings",
         )

@@ -7,6 +7,7 @@ test checks.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,15 @@ BOOKKEEPING = {"architectures", "bos_token_id", "eos_token_id", "hidden_act", "m
 def written(folder: Path, fields: dict[str, Any]) -> str:
     (folder / "config.json").write_text(json.dumps(fields))
     return str(folder)
+
+
+def problems_of(folder: Path, fields: dict[str, Any]) -> Sequence[str]:
+    """Return what is refused in a `config.json` with these fields."""
+    try:
+        read_architecture(written(folder, fields))
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -108,6 +118,25 @@ def test_a_field_that_means_nothing_is_refused_by_name(tmp_path: Path, model_typ
     with pytest.raises(ConfigError) as refusal:
         read_architecture(path)
     assert any(f"'{name}'" in problem and "many" in problem for problem in refusal.value.problems)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["gemma3_text", "glm4_moe", "gpt_oss", "mixtral", "olmo3", "qwen3_next", "smollm3"]
+)
+def test_an_invalid_number_is_one_error(tmp_path: Path, model_type: str) -> None:
+    """Other fields, such as `layer_types`, are not compared with a number that could not be read."""
+    example_config(model_type).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+
+    for name, value in fields.items():
+        if type(value) in (int, float):
+            for invalid in (-1, 0, "x", None):
+                problems = problems_of(tmp_path, fields | {name: invalid})
+                assert len(problems) <= 1, (name, invalid)
+
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        (problem,) = problems_of(tmp_path, fields | {name: -1})
+        assert problem == f"field {name!r} is -1, but must be a positive integer"
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
