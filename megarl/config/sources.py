@@ -311,9 +311,21 @@ def _parse_yaml(text: str, name: str) -> object:
 
     A command reads a file several times, for its kind and for its values, and the parser is slow.
     """
+    # OmegaConf would take a single word for a key, and refuses a number with another exception.
+    if not _is_mapping(_NamedText(text, name)):
+        return None
     loaded = OmegaConf.load(_NamedText(text, name))
     # Interpolations stay unresolved until all layers are merged.
     return OmegaConf.to_container(loaded) if isinstance(loaded, DictConfig) else None
+
+
+def _is_mapping(text: _NamedText) -> bool:
+    """Return whether a YAML text is a mapping or empty. Reads only its beginning."""
+    events = yaml.parse(text, Loader=yaml.SafeLoader)
+    root = next((event for event in events if isinstance(event, yaml.NodeEvent)), None)
+    if isinstance(root, yaml.ScalarEvent):
+        return not root.value  # nothing after `---`
+    return root is None or isinstance(root, yaml.MappingStartEvent)
 
 
 def in_one_line(error: Exception) -> str:

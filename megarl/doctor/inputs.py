@@ -294,10 +294,29 @@ def data(
                     doubtful(DATA, message, "remove them from the text if they are not intended", file=file)
                 )
 
+    if not {"data.train_files", "data.val_files"} & set(skipped):
+        results += judge_held_out(config)
+
     # The total is only known if every training file could be read.
     if "data.train_files" not in skipped and len(counts) == len(set(config.data.train_files)):
         results += judge_count(config, counts)
     return results
+
+
+def judge_held_out(config: Config) -> Iterator[CheckResult]:
+    """Warn about validation files that are training files too, under the same or another name."""
+    trained = {os.path.realpath(file): file for file in config.data.train_files}
+    for file in dict.fromkeys(config.data.val_files):
+        same = trained.get(os.path.realpath(file))
+        if same is not None:
+            name = "" if same == file else f", as {same}"
+            yield doubtful(
+                DATA,
+                f"data.val_files: {file} is also in data.train_files{name}, so validation does not measure "
+                "how the model answers prompts that it was not trained on",
+                "move some rows to a file of their own, and name that file",
+                file=file,
+            )
 
 
 def judge_count(config: Config, counts: Sequence[int | None]) -> Iterator[CheckResult]:

@@ -36,7 +36,7 @@ from megarl.rewards.process import FIX_THE_FUNCTION, Outcome, RewardFunctionErro
 START_TIME_LIMIT_S = 120.0  # for a reward file's imports
 _LOOK_S = 0.2
 MAX_POOL_RESTARTS = 3  # in a row without a scored sample in between
-NUM_SHOWN_ERRORS = 5
+NUM_SHOWN_MESSAGES = 5
 Result = TypeVar("Result")
 _ALWAYS_GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", OWNER)
 
@@ -443,10 +443,20 @@ class RewardScorer:
         )
 
     def _too_many(self, errors: Sequence[ScoreError], num_requests: int) -> str:
-        shown = "\n".join(f"  {error}" for error in errors[:NUM_SHOWN_ERRORS])
+        # A function usually fails for one reason, which is shown once.
+        by_message: dict[str, list[ScoreError]] = {}
+        for error in errors:
+            by_message.setdefault(error.message, []).append(error)
+        shown = "\n".join(map(_shown, list(by_message.values())[:NUM_SHOWN_MESSAGES]))
         sources = [*(["reward function"] if self._functions else []), *(["judge"] if self._judges else [])]
         return (
             f"scoring failed for at least {len(errors)} of {num_requests} samples, more than "
             f"reward.max_error_rate={self._max_error_rate:g} allows:\n{shown}\n"
             f"Fix the {' or '.join(sources)}, or raise reward.max_error_rate to score such samples as 0"
         )
+
+
+def _shown(errors: Sequence[ScoreError]) -> str:
+    """Return a line for samples that failed with the same message."""
+    how_many = f"{len(errors)} samples, such as " if len(errors) > 1 else ""
+    return f"  {how_many}{errors[0]}"

@@ -327,7 +327,7 @@ def _adapter_problems(
         )
         return problems
 
-    was = adapter_tensors(replace(before, lora=replace(stored, rank=now.lora.rank)), head)
+    was = adapter_tensors(replace(before, lora=stored), head)
     if was.keys() != adapter_tensors(now, head).keys():
         named = ", ".join(stored.targets)
         problems.append(

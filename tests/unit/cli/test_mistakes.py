@@ -195,6 +195,8 @@ MISTAKES: dict[str, Mistake] = {
     "a folder as configuration": Mistake("is a folder; give a YAML file", file="policy", fast=True),
     "a configuration that is not there": Mistake("there is no such file", file="mine.yaml", fast=True),
     "a tab": Mistake("is not YAML", prepare=config_file("model:\n\tpath: policy\n"), fast=True),
+    "a word": Mistake("must contain a mapping of sections", prepare=config_file("model\n"), fast=True),
+    "a number": Mistake("must contain a mapping of sections", prepare=config_file("7\n"), fast=True),
     "a list": Mistake("must contain a mapping of sections", prepare=config_file("- model\n"), fast=True),
     "a file without a model": Mistake(
         "model.path: is required",

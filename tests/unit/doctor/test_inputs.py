@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +59,20 @@ def test_rows_that_spell_special_tokens_are_said(config: PPOConfig, tmp_path: Pa
         (Status.warning, "b.parquet"),
     ]
     assert "1 of 2 rows contain special tokens such as '<|end|>'" in results[2].message
+
+
+def test_a_validation_file_that_is_trained_is_a_warning(config: PPOConfig, tmp_path: Path) -> None:
+    trained = write(tmp_path / "trained.parquet", [prompt_row("a")])
+    held_out = write(tmp_path / "held_out.parquet", [prompt_row("b")])
+    link = tmp_path / "link.parquet"
+    link.symlink_to(trained)
+    around = os.path.relpath(trained)
+
+    data = DataConfig(train_files=[str(trained)], val_files=[str(held_out), str(link), around])
+    results = list(inputs.judge_held_out(replace(config, data=data)))
+    assert [result.status for result in results] == [Status.warning] * 2
+    assert f"{link} is also in data.train_files, as {trained}" in results[0].message
+    assert f"{around} is also in data.train_files, as {trained}" in results[1].message
 
 
 GAME = """

@@ -93,16 +93,19 @@ def test_what_a_sample_that_takes_too_long_has_started_ends_with_it(scorer, tmp_
     assert wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
-def test_the_run_stops_above_the_error_rate_and_shows_the_first_failures():
+def test_the_run_stops_above_the_error_rate_and_shows_each_reason_once():
     with RewardScorer([COMPUTE_SCORE], time_limit_s=5.0, max_error_rate=0.25, num_processes=1) as scorer:
         assert len(scorer.score(requests("raise", "right", "right", "right")).errors) == 1
         with pytest.raises(RewardError) as caught:
             # 3 of 9 exceed a quarter, so the sleeping samples are not awaited
-            scorer.score(requests("raise", "right", "nan", "text", *["sleep"] * 5))
-        text = str(caught.value)
-        assert "failed for at least 3 of 9 samples, more than reward.max_error_rate=0.25 allows" in text
-        assert "sample 0 (uid u0): compute_score raised ZeroDivisionError" in text
-        assert "sample 2 (uid u2): compute_score returned the float nan" in text
+            scorer.score(requests("raise", "right", "nan", "raise", *["sleep"] * 5))
+        title, *reasons, _ = str(caught.value).splitlines()
+        assert "failed for at least 3 of 9 samples, more than reward.max_error_rate=0.25 allows" in title
+        assert reasons[0].startswith(
+            "  2 samples, such as sample 0 (uid u0): compute_score raised ZeroDivisionError"
+        )
+        assert reasons[1].startswith("  sample 2 (uid u2): compute_score returned the float nan")
+        assert len(reasons) == 2
         assert scorer.score(requests("right")).scores == [1.0]  # the scorer can be used again
 
 
