@@ -282,7 +282,9 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     'megarl generate RUN_DIR "Guess." --agent RUN_DIR/config.yaml': InTest(
         f"{_EPISODES}::test_a_run_with_an_agent_is_checked_with_its_tools_and_template", ('"--agent"',)
     ),
-    "megarl generate HF_DIR": InTest(f"{_GENERATE}::test_a_chat_goes_on", ("isatty",)),
+    "megarl generate HF_DIR": InTest(
+        f"{_GENERATE}::test_a_chat_keeps_earlier_turns_until_an_empty_line", ("isatty",)
+    ),
     "megarl report outputs/quickstart": Executed(),
     "megarl report outputs/quickstart outputs/grpo --output outputs/report.html": Executed(
         given=(("outputs/grpo", "outputs/quickstart/sft"),)  # another run that is there

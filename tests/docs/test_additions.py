@@ -195,7 +195,7 @@ _TESTS_OF_FAMILY = (
     "tests/unit/models/test_families.py",
     "tests/unit/models/test_counts.py",
     "tests/unit/engine/test_parity.py::test_engine_gives_what_hugging_face_gives",
-    "tests/unit/checkpoints/convert/test_writers.py::test_there_and_back_is_the_same_to_the_bit",
+    "tests/unit/checkpoints/convert/test_writers.py::test_conversion_to_megatron_and_back_is_bitwise_identical",
 )
 # Runs tests, then pushes weights of the family into a rollout engine, and generates with both.
 _TEST_AND_PUSH = """

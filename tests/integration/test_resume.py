@@ -116,7 +116,7 @@ def test_a_template_that_reads_the_clock_is_told_one_time_however_often_a_run_is
     assert states[0]["tokens"] is None
 
 
-def test_a_cold_start_from_the_weights_is_another_run(
+def test_a_run_that_starts_from_a_checkpoints_weights_differs_in_its_second_step(
     ray_cluster: None, straight: Outcome, straight_run: Run, tmp_path: Path
 ) -> None:
     """The same weights and data give the same loss; with new moments and a new schedule, the next step

@@ -200,7 +200,7 @@ def test_a_replica_that_was_ended_because_it_hung_in_a_push_is_replaced(
     assert attempts == [[0, 1], [0]]
 
 
-def test_a_failure_that_no_restart_can_mend_is_raised(start: StartFake) -> None:
+def test_a_failure_that_a_restart_cannot_fix_is_raised(start: StartFake) -> None:
     rollout = start(Misdeed("collect", 2, What.raise_error))
     with pytest.raises(WorkerError, match="KeyError: 'no such layer'"):
         rollout.generate(prompts(), SAMPLING, step=1)
@@ -243,7 +243,7 @@ def test_a_sample_that_never_comes_is_asked_for_again(start: StartFake, undistur
     assert rollout.drain_metrics()["rollout/num_resent"] == 1
 
 
-def test_a_stream_gives_samples_as_they_finish_and_can_be_given_up(start: StartFake, tmp_path: Path) -> None:
+def test_a_stream_yields_samples_as_they_finish_and_can_be_closed(start: StartFake, tmp_path: Path) -> None:
     rollout = start(Misdeed("collect", 4, What.kill_process))
     requests = [
         GenerationRequest(100 + number, [number % 40], SamplingParameters(max_new_tokens=4, seed=number))

@@ -131,7 +131,7 @@ def test_delays_apply_in_their_direction(net: Network) -> None:
     assert 0.05 <= round_trip_s(net, 0, 1) < float("inf")
 
 
-def test_a_share_of_frames_is_lost(net: Network, shared: Path) -> None:
+def test_a_lossy_link_drops_its_share_of_frames(net: Network, shared: Path) -> None:
     round_trip_s(net, 0, 2)
     net.set_links([Link(0, 2, loss=0.3)])
     net.nodes[0].run([sys.executable, "-c", SEND_MANY, net.nodes[2].address], own_environment())

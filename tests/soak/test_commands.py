@@ -15,7 +15,7 @@ from tests.docs.pages import ROOT
     "modules",
     [("placements", "experts"), ("memory",), ("shapes",), ("fp8",), ("distillation",), ("calibration",)],
 )
-def test_they_end_well(modules: tuple[str, ...]) -> None:
+def test_soak_programs_end_without_an_error(modules: tuple[str, ...]) -> None:
     """Covers every placement with SGLang, a model with experts that learns, freed memory compared with the
     plan, a vision-language model that learns, a run with an engine in FP8 that learns, a
     student that reaches its teacher, and the calibration of this machine."""

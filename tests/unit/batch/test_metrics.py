@@ -70,7 +70,7 @@ def test_a_mean_weighs_parts_by_their_counts_and_updates_alike() -> None:
     assert over_updates([update, merge_metrics([{"x": ones}])]) == {"x": (15 / 4 + 1) / 2}
 
 
-def test_what_no_token_speaks_for_is_no_metric() -> None:
+def test_metrics_without_tokens_are_left_out() -> None:
     nothing = merge_metrics([micro_batch_metrics([], 1), micro_batch_metrics([], 1)])
     assert values_of(nothing) == over_updates([nothing, nothing]) == {"sum": 0.0}  # the sum of nothing is 0
     assert over_updates([nothing, merge_metrics([{"sum": Metric.sum(4.0)}])]) == {"sum": 2.0}
@@ -100,12 +100,12 @@ def test_a_nan_is_not_lost(kind: str, place: int) -> None:
     assert math.isnan(over_updates(by_update)["x"])
 
 
-def test_what_is_infinite_is_not_lost() -> None:
+def test_infinite_metrics_are_kept() -> None:
     assert values_of(merge_metrics(parts_of("max", [1.0, math.inf]))) == {"x": math.inf}
     assert values_of(merge_metrics(parts_of("sum", [1.0, math.inf]))) == {"x": math.inf}
 
 
-def test_what_is_the_same_everywhere_must_be() -> None:
+def test_a_metric_that_must_be_equal_in_all_parts_is_checked() -> None:
     assert values_of(merge_metrics(parts_of("same", [0.1, 0.1 * (1 + 1e-9)]))) == {"x": 0.1}
     assert math.isnan(values_of(merge_metrics(parts_of("same", [NAN, NAN])))["x"])
     for numbers in ([0.1, 0.2], [0.1, NAN], [0.0, 1e-3]):

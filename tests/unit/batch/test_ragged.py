@@ -185,7 +185,7 @@ def test_padded_views_have_the_documented_shapes_and_dtypes() -> None:
         tensors["log_probs"]
 
 
-def test_what_is_padded_cannot_be_written_in_vain() -> None:
+def test_writing_to_a_padded_copy_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
         tokens().tensors["values"][0, 0] = 1.0
     tokens().tensors["score"][0] = 1.0  # stored as a tensor, so it can be written

@@ -98,7 +98,7 @@ def test_prompts_of_the_input(
     assert "no prompt is given, and standard input is empty" in capsys.readouterr().err
 
 
-def test_a_chat_goes_on(
+def test_a_chat_keeps_earlier_turns_until_an_empty_line(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second answer follows the first; an empty line forgets both."""

@@ -93,7 +93,7 @@ def test_overrides_may_be_written_as_options(
         ([], []),
     ],
 )
-def test_what_is_typed_comes_into_the_order_of_argparse(typed: list[str], ordered: list[str]) -> None:
+def test_arguments_are_reordered_for_argparse(typed: list[str], ordered: list[str]) -> None:
     assert in_argparse_order(typed, commands_of(build_parser())) == ordered
 
 
@@ -112,7 +112,7 @@ def _fail(error: BaseException) -> Callable[..., int]:
     return run
 
 
-def test_what_the_user_can_mend_is_status_2(
+def test_errors_that_the_user_can_fix_have_status_2(
     command: Callable[[str, Callable[..., int]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     command("train", _fail(ConfigError("x.yaml", ["trainer.seed: is wrong"])))

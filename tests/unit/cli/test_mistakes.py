@@ -435,7 +435,7 @@ def test_a_mistake_is_one_error_with_what_to_change(
     assert not (folder / "out").exists()
 
 
-def test_there_are_sixty() -> None:
+def test_the_table_has_sixty_mistakes() -> None:
     assert len(MISTAKES) >= 60
 
 

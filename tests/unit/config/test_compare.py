@@ -47,6 +47,6 @@ def test_keys_of_another_version_are_differences_too(config: PPOConfig, tmp_path
     ]
 
 
-def test_what_is_fixed_exists() -> None:
+def test_fixed_keys_exist_in_a_schema() -> None:
     known = {leaf.key for schema in SCHEMAS.values() for leaf in leaves(schema())}
     assert set(FIXED) <= known

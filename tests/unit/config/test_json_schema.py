@@ -136,7 +136,7 @@ def test_a_preset_or_another_file_may_be_named() -> None:
     assert refused("sft", NEEDED[SFTConfig] | {"algorithm": "grpo"}) == {""}
 
 
-def test_what_must_be_given_is_missed_unless_a_base_may_have_it() -> None:
+def test_required_keys_may_come_from_a_base() -> None:
     assert refused("ppo", {}) == {""}
     assert refused("ppo", {"model": {"dtype": "auto"}, "data": {"train_files": ["a.parquet"]}}) == {"model"}
     assert refused("sft", {"model": {"path": "m"}, "data": {"max_length": 7}}) == {"data"}
@@ -285,7 +285,7 @@ def test_types_are_those_of_the_loader(schema: type[PPOConfig] | type[SFTConfig]
         ("device", "gpu"),
     ],
 )
-def test_a_slip_is_refused_by_both(key: str, value: object) -> None:
+def test_loader_and_schema_refuse_the_same_values(key: str, value: object) -> None:
     given = with_values(PPOConfig, {key: value})
     reading = read_config(PPOConfig, given)
     assert reading.problems or any(key in violation.keys for violation in validate(reading.config))
@@ -310,7 +310,7 @@ def test_a_slip_is_refused_by_both(key: str, value: object) -> None:
         ("agent.parser", "llama3"),
     ],
 )
-def test_a_good_value_is_taken_by_both(key: str, value: object) -> None:
+def test_loader_and_schema_accept_the_same_values(key: str, value: object) -> None:
     given = with_values(PPOConfig, {key: value})
     assert read_config(PPOConfig, given).required()
     assert refused("ppo", given) == set()

@@ -42,7 +42,7 @@ def names(ranges: dict[str, str]) -> set[str]:
     return {canonicalize_name(Requirement(name).name) for name in ranges}
 
 
-def test_what_is_coupled_is_in_the_lock() -> None:
+def test_coupled_packages_are_in_the_lock() -> None:
     assert set(COUPLED) <= {*REQUIRED, *SGLANG}
     assert {name for names in COUPLED.values() for name in names} <= set(locked())
 

@@ -103,7 +103,7 @@ def test_a_part_has_several_bundles_in_the_order_of_the_whole() -> None:
     )
 
 
-def test_what_others_hold_is_waited_for_and_then_named(ray_cluster: None) -> None:
+def test_a_pool_waits_for_devices_in_use_and_then_names_their_holder(ray_cluster: None) -> None:
     holder = ResourcePoolManager({"held": [12]}, {"actor": "held"}, use_gpu=False)
     holder.create_resource_pool()
     pool = holder.get_resource_pool("actor")

@@ -138,7 +138,7 @@ def test_what_can_be_done_about_it(tmp_path: Path, family: str, field: str, said
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_what_says_nothing_is_taken(tmp_path: Path, family: str) -> None:
+def test_message_fields_without_text_are_accepted(tmp_path: Path, family: str) -> None:
     tokenizer = tokenizer_of(*TEMPLATES[family])
     more = {
         "reasoning": " ",

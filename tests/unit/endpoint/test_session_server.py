@@ -181,7 +181,7 @@ time.sleep(60)
     assert not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def test_a_client_that_gives_up_its_request_is_a_disconnected_one() -> None:
+def test_a_client_that_abandons_its_request_counts_as_disconnected() -> None:
     program = """
 try:
     ask(timeout=0.3)

@@ -235,7 +235,9 @@ def test_a_vocabulary_that_is_padded_to_another_size(rank_pool: RankPool, tmp_pa
     assert same([back[0].after.state], [want[0].after.state])
 
 
-def test_everything_away(rank_pool: RankPool, folders: dict[str, str], tmp_path: Path) -> None:
+def test_offloaded_state_is_saved_and_stays_offloaded(
+    rank_pool: RankPool, folders: dict[str, str], tmp_path: Path
+) -> None:
     """Offloaded state is saved like other state, and stays offloaded after a save and after a load."""
     for layout, dtype in (("DP2", torch.bfloat16), ("TP1", torch.float32)):
         settings = Settings(LAYOUTS[layout], folders["qwen2"], dtype=dtype)

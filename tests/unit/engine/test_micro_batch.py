@@ -118,7 +118,7 @@ def test_ranks_that_share_rows(rank_pool: RankPool) -> None:
     assert inner["rows"] == outer["rows"]
 
 
-def test_what_pads_the_parts_of_ranks_that_share_rows(rank_pool: RankPool) -> None:
+def test_parts_of_context_parallel_ranks_are_padded(rank_pool: RankPool) -> None:
     """Each row is padded to 6 tokens, and the batch to 18, so that each of three ranks has a multiple of 3."""
     third = made(rank_pool, rows=[0, 1], packing=True, place=(3, 0), cut=(3, 0))
     assert third["boundaries"] == [0, 6, 12, 18]

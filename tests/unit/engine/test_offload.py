@@ -278,7 +278,7 @@ def use_what_is_away(folder: str) -> list[str]:
     return said
 
 
-def test_what_is_away_is_never_used(rank_pool: RankPool, folders: dict[str, str]) -> None:
+def test_offloaded_state_is_never_used(rank_pool: RankPool, folders: dict[str, str]) -> None:
     assert rank_pool.run(use_what_is_away, world_size=1, folder=folders["qwen2"])[0] == [
         "the engine cannot score: parameters offloaded; restore the offloaded state first",
         "the engine cannot return its parameters: parameters offloaded; restore the offloaded state first",

@@ -10,9 +10,7 @@ from megarl.machine.clock import Began
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
-def test_what_passed_is_not_what_the_clock_of_the_day_says(
-    jump_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elapsed_time_does_not_follow_the_wall_clock(jump_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     began = Began()
     of_day = time.time
     monkeypatch.setattr(time, "time", lambda: of_day() + jump_s)

@@ -136,7 +136,9 @@ def test_an_error_leaves_the_old_one(folder: Path) -> None:
         ("2", "new", "new"),
     ],
 )
-def test_a_kill(folder: Path, moment: str, found: str | None, recovered: str) -> None:
+def test_a_kill_leaves_the_old_folder_or_the_new_one(
+    folder: Path, moment: str, found: str | None, recovered: str
+) -> None:
     assert start(folder, moment).wait(60) == -signal.SIGKILL
     assert ((folder / "content").read_text() if folder.exists() else None) == found
 

@@ -67,7 +67,7 @@ def test_a_bare_process_has_the_variables_that_it_is_given_and_finds_no_other(
     assert {"NAMED=it's $HOME", "PATH=/usr/bin"} <= set(kernels)
 
 
-def test_what_begins_afterwards_begins_as_ever() -> None:
+def test_a_bare_context_changes_no_other_process_and_leaves_no_file() -> None:
     bare = BareContext({})
     looked(bare)
     assert "PATH" in looked(FreshContext())[1]

@@ -138,7 +138,7 @@ def test_stages_hold_the_whole_model(tied: bool) -> None:
     )
 
 
-def test_what_is_in_memory_in_each_phase_where_nobody_takes_turns() -> None:
+def test_without_time_sharing_each_phase_has_the_state_of_its_pool() -> None:
     devices = memory(PlacementStrategy.stand_alone)
     assert [device.pool for device in devices] == ["actor"] * 4 + ["reference"] * 4 + ["critic"] * 4 + [
         "rollout"
@@ -204,7 +204,7 @@ def test_fully_collocated_roles_are_in_memory_only_in_their_phases() -> None:
     assert phases["update_actor"]["actor"].optimizer == pytest.approx(12 * SIZE / 4, rel=1e-3)
 
 
-def test_what_leaves_a_gpu_is_pinned_in_the_hosts_memory() -> None:
+def test_offloaded_state_is_pinned_in_host_memory() -> None:
     """12 bytes per element of optimizer state and 2 of weights; gradients and engines are dropped."""
     fully = memory(PlacementStrategy.fully_collocate)[0].pinned
     assert fully["actor"] == pytest.approx(14 * SIZE / 4, rel=1e-3)

@@ -103,7 +103,7 @@ def test_a_folder_is_refused_where_engines_have_a_draft_model(transport: Transpo
         (HYBRID, 3, GROUP, "; use device or folder, or auto"),
     ],
 )
-def test_a_way_that_does_not_exist(
+def test_an_impossible_transport_is_refused(
     strategy: PlacementStrategy, num_nodes: int, transport: Transport, said: str
 ) -> None:
     run = config(strategy, num_nodes, transport)

@@ -126,6 +126,6 @@ def test_messages_stand_in_the_row_of_their_groups_collectives() -> None:
     assert deadlock([sum_first, message_first]) is not None
 
 
-def test_who_was_not_rehearsed_comes() -> None:
+def test_ranks_that_were_not_simulated_reach_every_collective() -> None:
     assert deadlock([rank(0, call(A), call(B), call(("P", (0, 7)), "send"))]) is None
     assert deadlock([rank(0, call(A)), rank(5)]) is None

@@ -77,7 +77,7 @@ def test_what_a_sample_may_not_do_is_its_error(scorer, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["answers.json"]
 
 
-def test_what_its_program_says_itself_is_looked_at(scorer):
+def test_a_forged_result_of_a_program_is_checked_like_any_other(scorer):
     """A program can forge the score of its own sample, because it runs in the process that scores it, but
     nothing else."""
     say = (

@@ -350,7 +350,7 @@ def test_a_replica_restarted_in_generation_is_admitted_at_once_on_devices_of_its
 
 
 @pytest.mark.parametrize("generated", [True, False])
-def test_weights_are_there_to_be_saved_whoever_has_the_turn(generated: bool) -> None:
+def test_weights_are_restored_to_be_saved_during_generation(generated: bool) -> None:
     world = World()
     world.send()
     if not generated:

@@ -99,7 +99,7 @@ def test_weights_arrive_whole_from_any_pieces(ready: Subject) -> None:
         assert tokens(after) != tokens(before)
 
 
-def test_a_folder_carries_the_same_weights(ready: Subject) -> None:
+def test_weights_from_a_folder_equal_those_of_the_model(ready: Subject) -> None:
     ready.engine.begin_weight_update(ready.manifest)
     load_folder(ready.engine, *halves(ready.weights(4)))
     ready.engine.end_weight_update(2)
@@ -203,7 +203,7 @@ def test_prompts_that_cannot_be_continued_are_refused_with_all_beside_them(ready
     assert ready.engine.generate([], greedy()) == []
 
 
-def test_what_is_given_up_does_not_come_back(ready: Subject) -> None:
+def test_aborted_requests_return_no_samples(ready: Subject) -> None:
     ready.engine.submit(plan_requests(PROMPTS, greedy(40)))
     ready.engine.abort()
     assert ready.engine.collect(0.2) == []
@@ -252,7 +252,7 @@ def test_asleep_it_refuses_and_the_next_update_wakes_it_up_to_the_same(
     assert tokens(engine.generate(PROMPTS, greedy())) == tokens(before)
 
 
-def test_asleep_it_holds_none_of_the_requests_that_were_on_their_way(ready: Subject) -> None:
+def test_a_sleeping_engine_keeps_no_request_that_was_in_flight(ready: Subject) -> None:
     """A request that arrives after all have been aborted would run without weights."""
     for delay_ms in range(0, 12, 2):
         ready.engine.submit(plan_requests(PROMPTS * 6, greedy(40)))

@@ -210,7 +210,9 @@ def test_no_token_ends_a_sample_before_the_minimum(model: PreTrainedModel, engin
         assert torch.allclose(torch.tensor(sample.log_probs), expected, atol=1e-5)
 
 
-def test_a_folder_carries_the_same_weights(model: PreTrainedModel, engine: HFEngine, tmp_path: Path) -> None:
+def test_weights_are_read_from_a_folder_with_several_files(
+    model: PreTrainedModel, engine: HFEngine, tmp_path: Path
+) -> None:
     other = random_model(seed=5)
     other.save_pretrained(tmp_path / "other", max_shard_size="20KB")
     assert len(list((tmp_path / "other").glob("*.safetensors"))) > 1

@@ -38,7 +38,7 @@ def test_an_even_share_at_the_start() -> None:
     }
 
 
-def test_what_goes_on_is_dealt_before_all_others_and_to_its_own_replica_where_that_has_room() -> None:
+def test_continued_requests_go_first_and_to_their_replica_if_it_has_room() -> None:
     requests = queue(2, num_replicas=2, max_concurrency=3)
     requests.add(named(2), first=True)
     requests.add(named(3, 4, 5, 6), prefer=1)

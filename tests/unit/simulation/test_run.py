@@ -236,7 +236,7 @@ def test_too_many_prompts_that_are_given_up_end_the_run_with_their_causes(
         Simulation(replace(one, max_error_rate=0.4)).run()
 
 
-def test_who_would_wait_for_ever_is_told() -> None:
+def test_a_wait_for_a_step_that_never_comes_is_refused() -> None:
     one = Script(lengths=[[3]] * 4, prompts_per_step=2, total_steps=2, num_engines=1)
     simulation = Simulation(one)
     simulation.run()

@@ -49,7 +49,7 @@ def test_phases_are_known_by_calls_that_workers_have(role: str, call: str) -> No
 
 
 @pytest.mark.parametrize("role", ["reward", "reward_model", "actor", "reference", "critic"])
-def test_what_such_a_worker_computes_is_of_a_phase(role: str) -> None:
+def test_every_worker_call_belongs_to_a_phase(role: str) -> None:
     """Otherwise it would be in no timing, and would compute with the threads of the previous phase."""
     own = vars(WORKERS[role]).keys() & registered_methods(WORKERS[role])
     assert {(role, call) for call in own} <= phases_by_call().keys()

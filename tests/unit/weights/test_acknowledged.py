@@ -90,7 +90,7 @@ def test_many_chunks_are_spread_over_messages(monkeypatch: pytest.MonkeyPatch) -
     assert model.transfer(0) == [3 * 8, 8]
 
 
-def test_who_has_the_copy() -> None:
+def test_replicas_with_the_current_copy_are_listed() -> None:
     model = Model()
     model.transfer(0, 1)
     assert model.weights.holders == {0, 1}

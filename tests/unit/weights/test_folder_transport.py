@@ -101,7 +101,7 @@ def fail_on(failing: int, export: Export, folder: Path, again: Path) -> str:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_who_cannot_write_takes_what_others_send_and_says_which_file(
+def test_a_rank_that_cannot_write_names_the_file_and_receives_the_rest(
     rank_pool, tmp_path: Path, failing: int
 ) -> None:
     """The first and last of eight files, written round-robin by ranks 0 and 1, are too large."""
@@ -146,7 +146,9 @@ def opened_below(folder: Path) -> list[str]:
     return [target.name for target in targets if target.is_relative_to(folder)]
 
 
-def test_who_is_slow_gives_the_word_back_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_send_returns_to_the_caller_and_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(folder_transport, "PATIENCE_S", 0.0)
     export = Export(Cut(), "qwen2", True, 700)
     end = FolderSender(None, 0, export.plan().of_rank(0), tmp_path)

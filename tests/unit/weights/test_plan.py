@@ -94,7 +94,7 @@ def test_any_cut_to_any_other(message_numel: int) -> None:
         assert plan.num_rounds >= ceil(max(numel_of(slices) for slices in needed) / message_numel)
 
 
-def test_who_is_nearest_sends() -> None:
+def test_the_nearest_holder_sends() -> None:
     """One copy is on the target's device, one on its node, two elsewhere."""
     sources = [rank(number, WHOLE) for number in (1, 0, 9, 17)]
     assert set(plan_transfer(SHAPES, sources, [rank(0, WHOLE)], 1000).schedules) == {(1, 0)}

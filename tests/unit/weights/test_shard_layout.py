@@ -112,7 +112,7 @@ def test_interleaved_stages() -> None:
     ]
 
 
-def test_experts_are_dealt_over_all_ranks_of_a_stage_by_hand() -> None:
+def test_experts_are_distributed_over_all_ranks_of_a_stage_by_hand() -> None:
     """TP 2 x DP 2 x PP 2, experts over EP 2 x ETP 2.
 
     The four ranks of a stage, in two replicas, hold each half of each expert once.

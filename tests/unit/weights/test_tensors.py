@@ -47,7 +47,7 @@ def test_a_complete_load_in_any_order_passes() -> None:
         ([(ChunkMeta("a", 5, 2), torch.float32)], r"'a': elements 5..7 lie outside shape \(2, 3\)"),
     ],
 )
-def test_what_is_wrong_is_named(chunks: list[Arrival], message: str) -> None:
+def test_wrong_chunks_of_a_tensor_are_named(chunks: list[Arrival], message: str) -> None:
     with pytest.raises(WeightTransferError, match=message):
         close_after(*chunks)
 

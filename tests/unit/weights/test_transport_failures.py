@@ -258,7 +258,9 @@ KILLS = list(product(("device", "group"), ("gloo", "nccl_semantics"), (signal.SI
     ids=lambda value: value.name if isinstance(value, signal.Signals) else "-".join(value),
 )
 @pytest.mark.parametrize("seed", range(int(os.environ.get("MEGARL_SOAK", "1"))))  # tests/soak asks for more
-def test_who_dies_or_hangs_takes_nobody_along(world: World, number: signal.Signals, seed: int) -> None:
+def test_an_engine_that_dies_or_hangs_is_the_only_one_lost(
+    world: World, number: signal.Signals, seed: int
+) -> None:
     chance = random.Random(f"{seed} {number} {world.case.transport} {world.case.backend}")
     for replica in (0, 1):
         world.join(replica)

@@ -102,7 +102,7 @@ def test_a_prompt_is_counted_with_a_row_that_is(spec: ModelSpec) -> None:
     assert found == pytest.approx({f"perf/{key}/actor": value / 8.0 for key, value in expected.items()})
 
 
-def test_what_fills_a_micro_batch_is_no_work(spec: ModelSpec) -> None:
+def test_filler_rows_count_as_no_work(spec: ModelSpec) -> None:
     found = values_of(merge_metrics([speed_metrics(spec, part_of(ROWS, filler=1), 2.0, "critic", None)]))
     rows = [ROWS[0], ROWS[2]]
     assert found["perf/tflops/critic"] == pytest.approx(training_flops(spec.architecture, rows) / 1e12 / 8.0)

@@ -86,7 +86,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
-def test_there_and_back_is_the_same_to_the_bit(family: str, tied: bool, tmp_path: Path) -> None:
+def test_conversion_to_megatron_and_back_is_bitwise_identical(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
     """The vocabulary has 199 rows. Items and files are small, so that tensors are split."""
     model = cast(random_model(family, tied=tied), torch.bfloat16 if tied else torch.float32)
     source = open_model(save(model, tmp_path / "hf"))

@@ -80,7 +80,7 @@ def test_of_replicas_that_are_up_at_the_same_time_only_those_with_room_are_admit
     assert (readmitted, scene.engines.starting) == ([0], {1})
 
 
-def test_what_is_added_meanwhile_does_not_wait_behind_a_call() -> None:
+def test_requests_added_during_a_call_do_not_wait_for_it() -> None:
     scene = Scene(2)
     scene.add(100, 101)
     scene.scheduler.poll(wait_s=1.0)
@@ -93,7 +93,7 @@ def test_what_is_added_meanwhile_does_not_wait_behind_a_call() -> None:
     assert starts == [(0.0, [100]), (0.0, [101]), (1.0, [50]), (1.0, [60]), (51.0, [40])]
 
 
-def test_what_is_taken_back_is_not_delivered_and_makes_room() -> None:
+def test_cancelled_requests_are_not_delivered_and_free_their_slots() -> None:
     scene = Scene(1)
     numbers = scene.add(100, 20, 30)
     scene.scheduler.poll(wait_s=1.0)
@@ -131,7 +131,7 @@ def test_a_sample_that_cannot_be_written_ends_the_run_or_is_given_up() -> None:
         scene.run()
 
 
-def test_who_holds_it_finds_no_call_under_way_and_nothing_is_lost() -> None:
+def test_a_paused_scheduler_has_no_call_in_progress_and_loses_no_request() -> None:
     scene = Scene(2)
     scene.add(20, 30, 40)
     scene.scheduler.poll(wait_s=2.0)

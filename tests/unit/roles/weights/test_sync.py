@@ -214,7 +214,9 @@ def test_two_trainers_cannot_have_an_engine_at_once(
     second.close()
 
 
-def test_a_lie_is_named(trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path) -> None:
+def test_an_engine_with_other_weights_is_named_with_the_tensor(
+    trainer: Trainer, folders: Folders, replicas_of, tmp_path: Path
+) -> None:
     replicas = replicas_of(partial(faulty_engine, str(folders.initial), None, True), 1)
     first = trainer.sync(Transport.device, tmp_path, Verify.first, num_replicas=1)
 
