@@ -24,11 +24,11 @@ _HEAD = """# Model families
 This page lists the model families that megarl trains, what each of them supports, and published models whose
 parameters, memory and FLOPs `megarl check` and `megarl plan` compute without their weights.
 
-A family is all models of one `model_type` in `config.json`. Every family is tested on a CPU in the same way:
-outputs, all gradients and an optimizer step are [compared with
+A family consists of all models with the same `model_type` in `config.json`. Every family is tested on a CPU in
+the same way: outputs, all gradients and an optimizer step are [compared with
 transformers](verification.md#model-families-compared-with-hugging-face) in float32 and in several layouts; a
-folder is converted to Megatron's format and back bitwise; every tensor is found in SGLang's own class; and
-parameter counts are those of transformers. [How to add a family](architecture.md#a-model-family) shows one as
+folder is converted to Megatron's format and back bitwise; every tensor is found in SGLang's class, if it has
+one; and parameter counts are those of transformers. [How to add a family](architecture.md#a-model-family) shows one as
 an example.
 """
 
@@ -39,7 +39,8 @@ _COMMON = """## What all families support
   parallelism](long_context.md). Models with experts also have expert and expert-tensor parallelism, and need
   sequence parallelism with tensor parallelism ([mixture of experts](moe.md)).
 - **Rows**: packed or padded, and shared prompts. Rows may be as long as `max_position_embeddings`.
-- **Rollout**: SGLang, on GPUs and on a CPU. The `hf` engine generates with models without experts.
+- **Rollout**: SGLang on GPUs and on a CPU, except as the table says. The engine `hf` generates with models
+  without experts.
 - **[RoPE scaling](long_context.md#longer-than-the-model-was-trained-for)**: `linear`, `llama3` and `yarn`, in
   the forms of transformers v4 and v5.
 
@@ -48,7 +49,7 @@ A field of `config.json` that megarl does not know, or whose value it does not s
 
 _REFUSED = """## Refused by name
 
-These families are refused with what is missing. Any other `model_type` is refused with the supported ones.
+For these families, the error names what is missing. For any other `model_type`, it lists the supported families.
 """
 
 
