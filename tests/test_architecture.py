@@ -350,7 +350,7 @@ def family_names(source: str) -> list[str]:
 
 
 def is_model_type(node: ast.expr) -> bool:
-    """Return whether an expression is `x.model_type`, `x["model_type"]`, `x.get("model_type")` or a variable `model_type`."""
+    """Return whether an expression reads `model_type`: as an attribute, an item, by `get` or as a variable."""
     if isinstance(node, ast.Subscript):
         return isinstance(node.slice, ast.Constant) and node.slice.value == "model_type"
     if isinstance(node, ast.Call):

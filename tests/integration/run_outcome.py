@@ -1,4 +1,4 @@
-"""What a run computes, for bitwise comparisons: metrics, samples, weights, and the state in its last checkpoint."""
+"""Outcome of a run for bitwise comparisons: metrics, samples, weights, and the state in its last checkpoint."""
 
 from __future__ import annotations
 

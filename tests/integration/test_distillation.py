@@ -1,7 +1,8 @@
 """Test on-policy distillation.
 
 The gradient of an update, from the teacher's forward pass to the student's backward pass, is that of a float64
-reference in every kind of layout. A student of another size than its teacher trains."""
+reference in every kind of layout. A student of another size than its teacher trains.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Test a run on real Ray whose agent is a program: it calls the model with the OpenAI SDK, compacts its history,
-and fails now and then."""
+"""Test a run on real Ray whose agent is a program with the OpenAI SDK.
+
+The program compacts its history, and some of its episodes fail.
+"""
 
 from __future__ import annotations
 

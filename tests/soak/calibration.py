@@ -1,7 +1,7 @@
 """Calibrate this machine with SGLang: `python -m tests.soak.calibration`.
 
-The script runs `megarl calibrate` on the quickstart's model, prints its tables, and reads the file. Exits with
-status 1 if the decode steps were not measured, or if a larger batch does not generate faster.
+The script runs `megarl calibrate` on the quickstart's model, prints its tables, and reads the file. It exits
+with status 1 if the decode steps were not measured, or if a larger batch does not generate faster.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Build a Dockerfile's image without Docker: every instruction runs in a root file system, in a chroot.
 
-The base image is Debian with the running Python in /usr/local, in place of python:3.12-slim-bookworm. Stages are
-overlays over it, as in Docker. This needs root, debootstrap and overlay mounts. Each command has a mount
+The base image is Debian with the running Python in /usr/local, instead of python:3.12-slim-bookworm. Stages
+are overlays over it, as in Docker. This needs root, debootstrap and overlay mounts. Each command has a mount
 namespace of its own, so that nothing stays mounted if a test is killed.
 """
 

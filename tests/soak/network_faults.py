@@ -5,9 +5,9 @@
     python -m tests.soak.network_faults --no-spare power_off    # continues with one replica, equal up to rounding
 
 The driver is on node 0, two replicas of the actor are on two of the other three nodes, and one is spare. With
---recovery the run recovers in place (`recovery.enabled`). A run that a fault ends is started again with the same
-command. In each case the trained weights must be those of the undisturbed run, bitwise. tests/soak/recovery.py has
-random faults of reinforcement learning.
+--recovery the run recovers in place (`recovery.enabled`). A run that a fault ends is started again with the
+same command. In each case the trained weights must be bitwise identical to those of the undisturbed run.
+tests/soak/recovery.py has random faults of reinforcement learning.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _trainers(net: Network) -> tuple[int, int]:
 
 
 def _are_equal(weights: bytes, wanted: bytes, tolerance: float) -> bool:
-    """Return whether two files of weights are equal bitwise, or within a tolerance relative to each tensor."""
+    """Return whether two files of weights are equal bitwise or within a relative tolerance per tensor."""
     if weights == wanted or not tolerance:
         return weights == wanted
     of_run, undisturbed = safetensors.torch.load(weights), safetensors.torch.load(wanted)

@@ -1,8 +1,8 @@
 """Test the CUDA image, built by docker/Dockerfile's own steps from the package index and Debian alone.
 
-The only difference from a build with Docker is the base image (chroot_image.py), and that Transformer Engine's part
-for torch is compiled without optimization and with one precompiled header: a quarter of an hour instead of hours on
-two cores. No GPU is needed, and no kernel runs.
+A build with Docker differs in two ways: it has another base image (chroot_image.py), and it compiles Transformer
+Engine's part for torch with optimization and without a precompiled header, which takes hours on two cores
+instead of a quarter of an hour. No GPU is needed, and no kernel runs.
 """
 
 from __future__ import annotations

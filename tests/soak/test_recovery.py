@@ -1,4 +1,4 @@
-"""Test runs that lose ranks and nodes at random moments, in several layouts, synchronous and with generation ahead."""
+"""Test runs that lose ranks and nodes at random moments, in several layouts, synchronous and asynchronous."""
 
 from __future__ import annotations
 

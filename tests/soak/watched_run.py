@@ -1,9 +1,10 @@
-"""Driver of a reinforcement learning run that says where it is.
+"""Driver of a reinforcement learning run that reports its progress on request.
 
     python -m tests.soak.watched_run CONFIG
 
-It trains like `megarl train`. Each line of standard input asks for a moment (Wanted). The answers are two lines of
-JSON (Moment): the ranks when its first step has begun, and where they are when the moment has come. SIGUSR1 writes the stacks of all threads to standard error.
+It trains like `megarl train`. Each line of standard input asks for a moment (Wanted). The answers are two lines
+of JSON (Moment): the ranks when its first step has begun, and where they are when the moment has come. SIGUSR1
+writes the stacks of all threads to standard error.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Watch:
         return step is not None and step >= number
 
     def _reached(self, wanted: Wanted) -> Moment:
-        """Wait for a moment. Ranks are asked only for their own phases, as that takes longer than some phases."""
+        """Wait for a moment. Ranks are asked for their own phases only, because asking is slow."""
         is_of_rank = wanted.phase not in _PHASES_OF_DRIVER
         while True:
             now = self._now(with_ranks=is_of_rank)

@@ -75,8 +75,7 @@ def coalesced_collectives(group: dist.ProcessGroup) -> list[Any]:
 
 
 def transfers(group: dist.ProcessGroup) -> list[Any]:
-    """In a rank: what both neighbors send at once, receives first; and what comes along the line of
-    ranks."""
+    """Exchange tensors with both neighbors at once, and pass one along the line of ranks. Runs in a rank."""
     rank = dist.get_rank(group)
     mine = torch.arange(2.0) + dist.get_rank()
     neighbors = [dist.get_global_rank(group, (rank + step) % 3) for step in (1, -1)]

@@ -95,8 +95,11 @@ def exchange(group: NcclSemantics, tensor: Tensor) -> Any:
 
 
 def coalesced_transfers() -> tuple[bool, float]:
-    """In a rank: did the first coalesced transfer of ranks 0 and 1 block before rank 2 came? What was
-    received."""
+    """Exchange coalesced tensors between ranks 0 and 1, and later with rank 2. Runs in a rank.
+
+    Returns:
+        Whether the first exchange blocked before rank 2 joined, and what was received.
+    """
     group = make_group("coalesced")
     rank = dist.get_rank()
     call = InThread(lambda: exchange(group, torch.full((2,), float(rank)))) if rank < 2 else None
@@ -120,8 +123,12 @@ def test_coalesced_transfers_of_two_ranks_need_the_communicator_of_all(rank_pool
 
 
 def single_transfers() -> tuple[bool, float, int, int]:
-    """In a rank: does a send of rank 0 block before rank 1 receives? What was received, pair communicators,
-    live ones."""
+    """Send a tensor from rank 0 to rank 1. Runs in a rank.
+
+    Returns:
+        Whether the send blocked before rank 1 received, what was received, and the numbers of communicators
+        of pairs and of live communicators.
+    """
     group = make_group("single")
     rank = dist.get_rank()
     tensor = torch.full((3,), float(rank))
@@ -152,8 +159,11 @@ def test_a_single_transfer_makes_a_communicator_of_its_pair_and_waits_for_the_pe
 
 
 def eager_transfers() -> tuple[list[float], int, int]:
-    """In a rank: what a ring of single transfers brings; pair communicators, live ones before and after the
-    shutdown."""
+    """Send a tensor to the other rank and back after an eager connect. Runs in a rank.
+
+    Returns:
+        What was received, and the numbers of communicators of pairs and of live communicators.
+    """
     group = make_group("eager")
     rank = dist.get_rank()
     group.eager_connect_single_device(CPU)
@@ -180,8 +190,11 @@ def test_after_an_eager_connect_single_transfers_use_the_communicator_of_all(ran
 
 
 def connect_alone() -> str:
-    """In a rank: what it is told when it connects and the other does not, each in its turn. After that both
-    can."""
+    """Connect one rank at a time, and then both. Runs in a rank.
+
+    Returns:
+        The error of the rank that connected alone.
+    """
     group = make_group("alone", limit=timedelta(seconds=A_WHILE_S))
     message = ""
 
@@ -206,8 +219,11 @@ def test_an_eager_connect_ends_with_the_limit_of_the_group(rank_pool: RankPool) 
 
 
 def abort_while_made() -> tuple[bool, str]:
-    """In rank 0: does its first operation still block when the group is aborted? How it ends when the peer
-    comes after all."""
+    """Abort the group while rank 0 waits in its first operation, and let the peer join afterwards.
+
+    Returns:
+        In rank 0, whether the operation still blocked after the abort, and how it ended.
+    """
     group = make_group("aborted while made")
     if dist.get_rank() == 1:
         dist.barrier()
@@ -279,8 +295,11 @@ def test_two_ranks_on_one_device_are_refused(
 
 
 def two_sources() -> tuple[list[bool], list[float]]:
-    """In rank 0: which of two receives have ended while the source of the first one has not sent, and after;
-    what came."""
+    """Receive from two ranks, of which the first one sends late.
+
+    Returns:
+        In rank 0, which receives had ended before and after the first source sent, and what was received.
+    """
     group = make_group("order")
     rank = dist.get_rank()
     group.eager_connect_single_device(CPU)
