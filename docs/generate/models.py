@@ -39,8 +39,8 @@ _COMMON = """## What all families support
   parallelism](long_context.md). Models with experts also have expert and expert-tensor parallelism, and need
   sequence parallelism with tensor parallelism ([mixture of experts](moe.md)).
 - **Rows**: packed or padded, and shared prompts. Rows may be as long as `max_position_embeddings`.
-- **Rollout**: SGLang on GPUs and on a CPU, except as the table says. The engine `hf` generates with models
-  without experts.
+- **Rollout**: SGLang on GPUs and on a CPU, with the exceptions in the table. The engine `hf` generates with
+  models without experts.
 - **[RoPE scaling](long_context.md#longer-than-the-model-was-trained-for)**: `linear`, `llama3` and `yarn`, in
   the forms of transformers v4 and v5.
 
