@@ -179,9 +179,10 @@ def _adapt_tensors() -> None:
 
     made = torch.tensor
 
-    def tensor(data: Any, **options: Any) -> torch.Tensor:
+    def tensor(data: Any, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         """Read tensors inside a list here: torch would read them where no dispatch mode sees it."""
-        return made(_read(data) if isinstance(data, list | tuple) else data, **options)
+        found = made(_read(data) if isinstance(data, list | tuple) else data, **options)
+        return found.pin_memory() if pin_memory else found
 
     def read(tensor: torch.Tensor) -> Any:
         """Read a tensor in one copy. torch's own function for fake tensors reads each element."""

@@ -10,7 +10,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megarl.config.schema import ParallelConfig
-from megarl.models.architecture import Architecture, Experts
+from megarl.models.architecture import Activation, Architecture, Experts
 
 
 class SparseLayer(NamedTuple):
@@ -72,7 +72,11 @@ def sparse_layer(
     # Tokens as sent and as received, expert outputs, and their combination. Parts of a sharded expert are
     # summed in float32.
     transient = (sent + come + 2 * met) * hidden + (2 * met + come) * hidden * number * (cut > 1)
-    return SparseLayer(ceil(kept), ceil(transient), ceil(transient + routing + met * hidden))
+    # The backward pass of the activation multiplies by the tokens' weights in float32: gradients of the product
+    # and of gate and up, and two temporaries, next to the gradients of the expert's output and of the product.
+    inner = experts.intermediate_size / cut
+    backward = met * (hidden + inner * (1 + 5 * number)) * (architecture.activation is Activation.silu)
+    return SparseLayer(ceil(kept), ceil(max(transient, backward)), ceil(transient + routing + met * hidden))
 
 
 def layers_of_stage(architecture: Architecture, parallel: ParallelConfig, stage: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""MoE models: two ranks of a small layout, and one of Qwen3-30B-A3B with two layers against the plan.
+"""MoE models: two ranks of a small layout, and ranks of published models with two layers against the plan.
 
 tests/soak/test_rehearsed_memory.py covers all layers, with the recomputation of the runs in configs/.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from megarl.config.roles import model_roles
-from megarl.config.schema import ParallelConfig, PPOConfig
+from megarl.config.schema import Layers, ParallelConfig, PPOConfig, Recompute
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.models.families import read_architecture
 from megarl.rehearsal.prediction import predicted_memory
@@ -39,19 +40,40 @@ SMALL = ParallelConfig(
     expert_parallel_size=2,
     expert_tensor_parallel_size=1,
 )
+LATENT = replace(
+    SMALL, tensor_parallel_size=4, context_parallel_size=2, data_parallel_size=4, expert_parallel_size=8
+)
 LARGE = replace(SMALL, tensor_parallel_size=4, data_parallel_size=8, expert_parallel_size=32)
 MICRO_BATCHES = 2
 LAYERS = 2
 HIDDEN = 64
 
 
+def published(name: str) -> dict[str, Any]:
+    values = json.loads((CONFIGS_DIR / "models" / name / "config.json").read_text())
+    return {key: value for key, value in values.items() if key != "auto_map"}  # code of the folder
+
+
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PPOConfig]:
     root = tmp_path_factory.mktemp("models")
-    published = json.loads((CONFIGS_DIR / "models" / "Qwen3-30B-A3B" / "config.json").read_text())
-    large = save_config(root / "large", published | {"num_hidden_layers": 2})
+    large, latent = (
+        save_config(root / name, published(name) | {"num_hidden_layers": LAYERS})
+        for name in ("Qwen3-30B-A3B", "Moonlight-16B-A3B-Instruct")
+    )
 
+    # Latent attention in a ring of context-parallel ranks, and with shared prompts.
+    run = ppo(
+        latent,
+        LATENT,
+        prompt=1024,
+        response=7168,
+        max_tokens=4096,
+        recompute=Recompute.full,
+        layers=Layers.transformer_engine,
+    )
     return {
+        "latent": replace(run, rollout=replace(run.rollout, n=2)),
         "small": ppo(save_config(root / "small", TINY | EXPERTS), SMALL),
         "large": ppo(large, LARGE, prompt=8192, response=1024, max_tokens=18432),
     }
@@ -59,7 +81,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PPOConfig]:
 
 @pytest.fixture(scope="module")
 def records(configs: dict[str, PPOConfig]) -> dict[str, list[RankRecord]]:
-    ranks = {"small": [0, 1], "large": [0]}
+    ranks = {"small": [0, 1], "large": [0], "latent": [0]}
     found = list(rehearse_ranks((each for name in ranks for each in requests(configs[name], ranks[name])), 1))
     return {name: [found.pop(0) for _ in some] for name, some in ranks.items()}
 
@@ -93,11 +115,17 @@ def test_tokens_go_to_experts_and_come_back(records: dict[str, list[RankRecord]]
             assert sum(numbers) == sent
 
 
+@pytest.mark.parametrize(
+    ("name", "worst_cases"), [("large", ["uneven"]), ("latent", ["shared prompt", "uneven"])]
+)
 def test_the_plan_of_memory_is_near_and_never_below(
-    records: dict[str, list[RankRecord]], configs: dict[str, PPOConfig]
+    name: str, worst_cases: list[str], records: dict[str, list[RankRecord]], configs: dict[str, PPOConfig]
 ) -> None:
-    config = configs["large"]
+    config = configs[name]
     (role,) = [role for role in model_roles(config) if role.name == "actor"]
     plan = predicted_memory(config, role, read_architecture(config.model.path), 0)
-    assert {"score, uneven", "train, uneven"} < plan.peaks.keys()
-    assert beyond_bounds(records["large"][0], plan) == []
+    (record,) = records[name]
+    passes = {phase.name for phase in record.phases if ", " in phase.name}
+    assert passes == {f"{each}, {case}" for each in ("score", "train") for case in worst_cases}
+    assert passes < plan.peaks.keys()
+    assert beyond_bounds(record, plan) == []
