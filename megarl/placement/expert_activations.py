@@ -72,7 +72,7 @@ def sparse_layer(
     # Tokens as sent and as received, expert outputs, and their combination. Parts of a sharded expert are
     # summed in float32.
     transient = (sent + come + 2 * met) * hidden + (2 * met + come) * hidden * number * (cut > 1)
-    # The backward pass of the activation multiplies by the tokens' weights in float32. It has gradients of the
+    # The activation's backward pass multiplies by the tokens' weights in float32. It has gradients of the
     # product and of gate and up, two temporaries, and the gradients of the expert's output and the product.
     inner = experts.intermediate_size / cut
     backward = met * (hidden + inner * (1 + 5 * number)) * (architecture.activation is Activation.silu)
