@@ -184,7 +184,7 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None, needed: 
         raise first_failure(failures)
     pending = _pending(everything)
     look_s = dict.fromkeys((call.processes for calls in pending.values() for call in calls), 0.0)
-    endless = _pending(needed)
+    endless = _pending(list(dict.fromkeys(needed)))  # several futures may need the same processes
     pending |= endless
     if pending and (daemon := ended_daemon()):
         raise RayEndedError(daemon)  # Ray itself reports this after a minute, or never
@@ -193,7 +193,8 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None, needed: 
     while pending:
         # The first observed failure is often a consequence of another one that is still on its way.
         if failures := _collect_ended(pending, next_look_s - time.monotonic(), _GATHER_S):
-            raise first_failure(failures + _late_failures(pending))
+            peers = {reference: calls for reference, calls in pending.items() if reference not in endless}
+            raise first_failure(failures + _late_failures(peers))
         if pending.keys() <= endless.keys():
             return
         # A call that exceeds the limit of its group ends the group, however short the caller's timeout is.

@@ -12,6 +12,7 @@ import pytest
 
 from megarl.batch.data_proto import DataProto
 from megarl.config.schema import JudgeConfig, JudgeParseConfig, RewardConfig, RewardFunctionConfig
+from megarl.controller import futures
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.group import RayWorkerGroup
 from megarl.controller.resource_pool import RayResourcePool
@@ -58,7 +59,9 @@ class StubJudge(JudgeWorker):
         return JudgeEndpoint(self._server.url)
 
 
-def test_scores_survive_their_process_and_the_server_of_a_judge(tmp_path: Path) -> None:
+def test_scores_survive_their_process_and_the_server_of_a_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_policy(tmp_path / "policy")
     (tmp_path / "judge.jinja").write_text("{{ solution }}")
     (tmp_path / "reward.py").write_text(FUNCTION)
@@ -101,7 +104,8 @@ def test_scores_survive_their_process_and_the_server_of_a_judge(tmp_path: Path) 
         scored = reward.finish(two_answers()).get()
         assert scored.non_tensor_batch["score"].tolist() == [8, 7]
 
-        # No restart is left.
+        # No restart is left. The judge serves on, so its call is not awaited.
+        monkeypatch.setattr(futures, "GRACE_S", 600.0)
         os.kill(group.pids[0], signal.SIGKILL)
         with pytest.raises(ProcessLimitError, match="1 restarts of this process are used up"):
             reward.score(DataProto.concat([twelve, seven])).get()
