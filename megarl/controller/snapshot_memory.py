@@ -108,7 +108,7 @@ class SnapshotHolder:
     def copy_to(self, buddy: Any, names: Sequence[str]) -> None:
         """Copy these files to another holder, now and whenever one of them is complete again, in a thread.
 
-        Files that were copied before are not copied any longer.
+        Files that were copied before are not copied any longer. Without files, `buddy` is None.
         """
         with self._lock:
             self._copied = {}
@@ -203,6 +203,9 @@ class SnapshotMemory:
         self._holders = {node: living.pop(node, None) or self._start(node) for node in nodes}
         self._left = living
         self._is_settled = False
+        # A late copy from a node without ranks would replace one that a rank's new node has made.
+        for holder in living.values():
+            holder.copy_to.remote(None, [])
 
         # Each node's files are copied to the next node.
         for node, buddy in zip(nodes, [*nodes[1:], *nodes[:1]], strict=True):

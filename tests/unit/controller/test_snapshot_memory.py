@@ -78,10 +78,18 @@ def test_the_next_driver_of_the_run_finds_the_files(joined: None, tmp_path: Path
 
 def test_a_holder_on_a_node_without_ranks_is_read_and_then_released(joined: None, tmp_path: Path) -> None:
     (node,) = (each.identity for each in living_nodes())
-    memory = SnapshotMemory(run_name(tmp_path), {"actor-0-0": node})
+    run = run_name(tmp_path)
+    memory = SnapshotMemory(run, {"actor-0-0": node})
     write(memory.paths()["actor-0-0"], step=3)
+    holder, buddy = holders_of(run)[node], ray.remote(SnapshotHolder).options(num_cpus=0).remote(None)
+    holder.copy_to.remote(buddy, ["actor-0-0"])
+    while "actor-0-0" not in ray.get(holder.copied.remote()):
+        time.sleep(0.02)
+
     memory.place({})
     assert memory.steps() == {"actor-0-0": {3}}
+    # A copy would replace the one that the new node of the rank makes.
+    assert ray.get(holder.copied.remote()) == {}
     memory.settle()
     assert memory.steps() == {}
     memory.close()
