@@ -75,13 +75,13 @@ class JudgeServer:
 
 
 @contextlib.contextmanager
-def serve_judge() -> Iterator[JudgeServer]:
+def serve_judge(host: str = "127.0.0.1") -> Iterator[JudgeServer]:
     judge = JudgeServer()
     app = FastAPI()
     app.add_api_route("/v1/chat/completions", judge.answer, methods=["POST"], response_model=None)
 
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        judge.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+    with socket.create_server((host, 0)) as listening:
+        judge.url = f"http://{host}:{listening.getsockname()[1]}/v1"
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()

@@ -7,12 +7,13 @@ import re
 
 from safetensors.torch import load_file
 
-from megarl.tracking.samples import sample_files
+from megarl.tracking.samples import read_samples, sample_files
 from tests.integration.tiny_run import Finished
 
 # Metrics of clocks, and of the recovery itself.
 _TIMED = re.compile(
-    r"(timing_s|perf|memory|resharding|recovery)/.*|rollout/num_restarts|rollout/replica_\d+/tokens_per_s"
+    r"(timing_s|perf|memory|resharding|recovery)/.*|(rollout|agent)/num_restarts"
+    r"|rollout/replica_\d+/tokens_per_s|agent/(tool_s/mean|waiting_share)|.*/judge/\w+/latency_s/\w+"
 )
 
 
@@ -25,7 +26,11 @@ class Outcome:
             {name: value for name, value in line.items() if not _TIMED.fullmatch(name)}
             for line in finished.metrics
         ]
-        self.samples = {step: path.read_bytes() for step, path in sample_files(folder).items()}
+        # The numbers of a judge have its latency; the others are in the metrics, too.
+        self.samples = {
+            step: repr(read_samples(path).rows.drop_columns("reward_numbers").to_pylist())
+            for step, path in sample_files(folder).items()
+        }
         self.weights = {
             name: tensor.tolist()
             for file in sorted(finished.policy.glob("*.safetensors"))

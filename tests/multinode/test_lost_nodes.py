@@ -164,6 +164,30 @@ def test_a_run_that_loses_its_first_node_ends_like_one_that_does_not(cluster: Cl
     assert messages.count("the process of the role reward is restarted") == 2
 
 
+def test_environments_and_judges_move_to_other_nodes(cluster: Cluster) -> None:
+    """The lost node has them and the reward functions, and both are answering. Models are on another one."""
+    net, ray, shared = cluster
+    driver = Driver(cluster, "moved_processes")
+    before = driver.hear()["nodes"]
+    lost = before["environment"]
+    assert {role for role, node in before.items() if node == lost} == {
+        "environment",
+        "judge_length",
+        "reward",
+    }
+    while not (shared / "moved" / "judging").exists():
+        time.sleep(0.01)
+    net.nodes[number_of(lost)].kill_all("raylet")
+
+    after = driver.hear()["nodes"]
+    found = driver.hear()
+    driver.end()
+    ray.start(number_of(lost))
+    assert found["difference"] == []
+    assert lost not in after.values()
+    assert after["actor"] == before["actor"]
+
+
 def test_processes_are_on_the_nodes_of_the_plan(told: dict[str, dict[str, Any]]) -> None:
     places = told["places"]
     assert places["replicas"][0] == places["actor"]
