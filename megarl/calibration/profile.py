@@ -61,31 +61,7 @@ def calibrate(
         date: Today.
     """
     is_known = is_cuda and describes(base, ranks[0].device)
-    storage_gb_s = ranks[0].storage_gb_s
-    assert storage_gb_s is not None, "rank 0 measures the storage"
-    values: dict[str, float] = {
-        "memory_gb": median(rank.memory_bytes for rank in ranks) / _GIB,
-        "devices_per_node": len(ranks),
-        "host_gb_s": median(rank.host_gb_s for rank in ranks),
-        "host_memory_gb": host_memory_bytes / _GIB,
-        "storage_gb_s": storage_gb_s,
-        **_peaks(base, ranks, is_known),
-        **_share(
-            "memory_gb_s", "efficiency.memory", base, median(rank.memory_gb_s for rank in ranks), is_known
-        ),
-        **_links(base, ranks, is_known),
-    }
-
-    memory_gb_s = values["memory_gb_s"] * values["efficiency.memory"]
-    peak = values[f"peak_tflops.{dtype.value}"]
-    values["efficiency.gemm"] = median(product_efficiency(rank.products, peak, memory_gb_s) for rank in ranks)
-    # Measured peaks are those of matrix products, which attention may exceed.
-    values["efficiency.attention"] = min(1.0, median(rank.attention_tflops for rank in ranks) / peak)
-
-    if all(rank.layers for rank in ranks):
-        values["efficiency.training_layer_us"] = median(training_layer_us(rank.layers) for rank in ranks)
-    if decoding.problem is None:
-        values["efficiency.decode_layer_us"] = decode_layer_us(decoding, memory_gb_s)
+    values = _values(base, ranks, decoding, is_known, dtype, host_memory_bytes)
 
     # A value that equals the data sheet's was taken from there.
     measured = tuple(
@@ -111,6 +87,43 @@ def calibrate(
         measured,
         _notes(ranks, decoding),
     )
+
+
+def _values(
+    base: DeviceProfile,
+    ranks: Sequence[RankMeasurements],
+    decoding: DecodeSweep,
+    is_known: bool,
+    dtype: DType,
+    host_memory_bytes: int,
+) -> dict[str, float]:
+    """Return the values of a device file by their dotted keys. `is_known` if `base` is this device's."""
+    storage_gb_s = ranks[0].storage_gb_s
+    assert storage_gb_s is not None, "rank 0 measures the storage"
+    values: dict[str, float] = {
+        "memory_gb": median(rank.memory_bytes for rank in ranks) / _GIB,
+        "devices_per_node": len(ranks),
+        "host_gb_s": median(rank.host_gb_s for rank in ranks),
+        "host_memory_gb": host_memory_bytes / _GIB,
+        "storage_gb_s": storage_gb_s,
+        **_peaks(base, ranks, is_known),
+        **_share(
+            "memory_gb_s", "efficiency.memory", base, median(rank.memory_gb_s for rank in ranks), is_known
+        ),
+        **_links(base, ranks, is_known),
+    }
+
+    memory_gb_s = values["memory_gb_s"] * values["efficiency.memory"]
+    peak = values[f"peak_tflops.{dtype.value}"]
+    values["efficiency.gemm"] = median(product_efficiency(rank.products, peak, memory_gb_s) for rank in ranks)
+    # Measured peaks are those of matrix products, which attention may exceed.
+    values["efficiency.attention"] = min(1.0, median(rank.attention_tflops for rank in ranks) / peak)
+
+    if all(rank.layers for rank in ranks):
+        values["efficiency.training_layer_us"] = median(training_layer_us(rank.layers) for rank in ranks)
+    if decoding.problem is None:
+        values["efficiency.decode_layer_us"] = decode_layer_us(decoding, memory_gb_s)
+    return values
 
 
 def describes(profile: DeviceProfile, device: str) -> bool:

@@ -181,12 +181,14 @@ def plan_micro_batches(
     """Plan the micro-batches of rows over data-parallel ranks. The plan is deterministic.
 
     Args:
-        lengths: The tokens of each row. dp_size: Number of data-parallel ranks. Each may be several
-        context-parallel ranks that share its rows. sequences: Limit of a micro-batch in rows. Exactly one of
-        `sequences` and `max_tokens` is given. max_tokens: Limit of a micro-batch in tokens per rank.
+        lengths: The tokens of each row.
+        dp_size: The number of data-parallel ranks.
+        sequences: The limit of a micro-batch in rows. Exactly one of `sequences` and `max_tokens` is given.
+        max_tokens: The limit of a micro-batch in tokens per rank.
         multiple_of: The number of micro-batches of a rank is a multiple of this (an interleaved pipeline
-        needs
-            a multiple of its stages).
+            needs a multiple of its stages).
+        context_parallel_size: The number of context-parallel ranks that share the rows of a data-parallel
+            rank.
         prompts: The prompt of each row, if the rows of a micro-batch share the tokens of their prompt. Rows
             with the same prompt stay together as long as ranks have about the same work and micro-batches
             have room; otherwise they are distributed.

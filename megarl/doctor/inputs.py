@@ -100,6 +100,17 @@ def findings(
     # Check each weight folder once, because several roles may share it.
     for role in (each for each in _distinct_models(config, architectures) if has_weights(each.path)):
         yield judge_model(Path(role.path), role.path_key, architectures[role.name], role)
+    yield from _text_findings(config, architectures, skipped, num_rows)
+    if config.placement.device_profile is not None and "placement.device_profile" not in skipped:
+        yield judge_device(config)
+    if isinstance(config, PPOConfig):
+        yield from _scoring_findings(config, skipped, num_rows)
+
+
+def _text_findings(
+    config: Config, architectures: Mapping[str, Architecture], skipped: Collection[str], num_rows: int
+) -> Iterator[CheckResult]:
+    """Check the tokenizers, and what is rendered with the policy's: the agent and the data."""
     policy: PreTrainedTokenizerBase | None = None
     for role in model_roles(config):
         if (
@@ -137,12 +148,9 @@ def findings(
                     continue
             yield from data(config, tokenizer, skipped, num_rows, tools)
 
-    if config.placement.device_profile is not None and "placement.device_profile" not in skipped:
-        yield judge_device(config)
 
-    # Only reinforcement learning has rewards and algorithms.
-    if not isinstance(config, PPOConfig):
-        return
+def _scoring_findings(config: PPOConfig, skipped: Collection[str], num_rows: int) -> Iterator[CheckResult]:
+    """Check rewards, judges, the functions of the algorithm, teachers and the curriculum."""
     if config.reward.functions and not any(key.startswith("reward.functions") for key in skipped):
         truths = choose_truths(config.data, skipped, MOST_TRUTHS if num_rows > 1 else 1)
         results, keys = judge_rewards(config.reward, truths.rows)

@@ -78,18 +78,45 @@ def block_spec(
         layers: The implementation.
         chunk: The virtual pipeline stage, None if there is only one.
     """
-    make = _transformer_engine_layer if layers is Layers.transformer_engine else _local_layer
-    norm = _transformer_engine().layer_norm() if layers is Layers.transformer_engine else RMSNorm
-
-    sparse_layers = architecture.sparse_layers
     if architecture.linear_bias and layers is Layers.transformer_engine:
         raise ValueError(
             f"engine.layers=transformer_engine, but the experts of {architecture.model_type} have biases, "
             "which megarl supports with local layers only: set engine.layers=local"
         )
 
-    # One spec for each kind of layer that occurs: dense, and sparse if the model has experts; with attention,
-    # and with a gated delta net if the model has one.
+    norm = _transformer_engine().layer_norm() if layers is Layers.transformer_engine else RMSNorm
+    kinds = _layer_kinds(config, architecture, layers, norm)
+
+    # The layers of this chunk, by their numbers in the whole model.
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    held = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
+    sparse_layers = architecture.sparse_layers
+    layer_specs = [kinds[layer in sparse_layers, layer in architecture.delta_layers] for layer in held]
+
+    # The first layers add features of images to their outputs, which the first stage has.
+    num_deepstack = len(architecture.vision.deepstack_blocks) if architecture.vision else 0
+    if num_deepstack and first == 0 and len(held) < num_deepstack:
+        raise ValueError(
+            f"the first (virtual) pipeline stage has {len(held)} layers, but features of images are added to "
+            f"the first {num_deepstack}: use fewer pipeline stages or virtual stages"
+        )
+    for place, layer in enumerate(held):
+        if layer < num_deepstack:
+            layer_specs[place] = replace(layer_specs[place], module=DeepstackLayer)
+
+    # After the last attention, only tokens that predict another one are needed.
+    if config.num_layers - 1 in held and ends_with_predictors(sparse_layers):
+        layer_specs[-1] = replace(layer_specs[-1], module=LogitLayer)
+
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)
+
+
+def _layer_kinds(
+    config: TransformerConfig, architecture: Architecture, layers: Layers, norm: Any
+) -> dict[tuple[bool, bool], ModuleSpec]:
+    """Return a spec for each kind of layer that occurs, by whether it is sparse and has a gated delta net."""
+    make = _transformer_engine_layer if layers is Layers.transformer_engine else _local_layer
+    sparse_layers = architecture.sparse_layers
     kinds = {
         (is_sparse, is_delta): make(config, is_sparse)
         for is_sparse in ((False, True) if sparse_layers else (False,))
@@ -119,27 +146,7 @@ def block_spec(
             if is_sparse:
                 submodules_of(kind).mlp.keywords["submodules"].router = router  # a functools.partial
 
-    # The layers of this chunk, by their numbers in the whole model.
-    first = get_transformer_layer_offset(config, vp_stage=chunk)
-    held = range(first, first + get_num_layers_to_build(config, vp_stage=chunk))
-    layer_specs = [kinds[layer in sparse_layers, layer in architecture.delta_layers] for layer in held]
-
-    # The first layers add features of images to their outputs, which the first stage has.
-    num_deepstack = len(architecture.vision.deepstack_blocks) if architecture.vision else 0
-    if num_deepstack and first == 0 and len(held) < num_deepstack:
-        raise ValueError(
-            f"the first (virtual) pipeline stage has {len(held)} layers, but features of images are added to "
-            f"the first {num_deepstack}: use fewer pipeline stages or virtual stages"
-        )
-    for place, layer in enumerate(held):
-        if layer < num_deepstack:
-            layer_specs[place] = replace(layer_specs[place], module=DeepstackLayer)
-
-    # After the last attention, only tokens that predict another one are needed.
-    if config.num_layers - 1 in held and ends_with_predictors(sparse_layers):
-        layer_specs[-1] = replace(layer_specs[-1], module=LogitLayer)
-
-    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)
+    return kinds
 
 
 def _column_parallel_linear(layers: Layers) -> type:

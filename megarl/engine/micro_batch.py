@@ -170,12 +170,7 @@ def make_micro_batch(
 
     columns = {key: column.select(torch.as_tensor(rows)) for key, column in batch.items()}
     _check_rows(columns, rows)
-    prompts, responses, response_mask = (columns[key] for key in MODEL_KEYS)
-
-    # Each row is its prompt and its response; the model takes ids in int64.
-    ids = torch.cat([part for row in zip(prompts.each(), responses.each(), strict=True) for part in row])
-    is_read = torch.tensor([bool(mask.any()) for mask in response_mask.each()])
-    real = ConcatenatedRows.of(prompts.lengths, responses.lengths, ids.long(), is_read)
+    real = _concatenated(columns)
     row_places = image_places(columns)
     if row_places is not None and vision is None:
         raise ValueError("the batch has images, but the model has no vision tower")
@@ -185,7 +180,6 @@ def make_micro_batch(
         else padded_inputs(real, cut)
     )
     positions = to_device(inputs.positions, device)
-    predictors = inputs.predictors
 
     # The rotary embedding would count from 0 in every sequence, which is wrong for shared or split rows.
     images = None
@@ -197,16 +191,17 @@ def make_micro_batch(
     elif inputs.packed is not None and inputs.packed.needs_positions:
         set_positions(inputs.packed.cu_seqlens_q, positions[0])
 
-    # From here on, predictors are counted among the tokens that the last layer keeps.
+    # Predictors are counted among the tokens that the last layer keeps.
+    predictors = inputs.predictors
     if inputs.packed is not None and ends_with_predictors:
         chosen, predictors = logit_positions(predictors, inputs.tokens.numel(), cut)
         inputs.packed.predicting = to_device(chosen, device)
 
     # Indices of the response tokens among each other, and in tensors that are padded for the loss.
+    responses = columns["responses"]
     num_rows, response_length = responses.shape
     cells = real.response_row * response_length + real.response_offset
-    targets = responses.flat()[inputs.scored].long()
-    top_ids, of_top = _top_tokens(columns, inputs.scored, cells)
+    top_ids = _top_ids(columns, inputs.scored)
 
     return MicroBatch(
         tokens=to_device(inputs.tokens, device),
@@ -216,15 +211,10 @@ def make_micro_batch(
         num_counted=int(inputs.counts.sum()),
         places=inputs.places,
         predictors=to_device(predictors, device),
-        targets=to_device(targets, device),
+        targets=to_device(responses.flat()[inputs.scored].long(), device),
         scored=to_device(inputs.scored, device),
         cells=to_device(cells, device),
-        rows={
-            key: to_device(column.padded(), device)
-            for key, column in columns.items()
-            if key not in _NOT_FOR_THE_LOSS
-        }
-        | {key: to_device(values, device) for key, values in of_top.items()},
+        rows={key: to_device(values, device) for key, values in _loss_columns(columns, cells).items()},
         shape=(num_rows, response_length),
         row_numbers=tuple(rows),
         token_predictors=to_device(inputs.predictors, device),
@@ -233,21 +223,32 @@ def make_micro_batch(
     )
 
 
-def _top_tokens(
-    columns: Mapping[str, RaggedTensor], scored: Tensor, cells: Tensor
-) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """Return the ids (N, k) int32 of the teacher's tokens, and their log-probs padded to (b, R, k + 1).
+def _concatenated(columns: Mapping[str, RaggedTensor]) -> ConcatenatedRows:
+    """Concatenate the rows, each of which is a prompt and its response."""
+    prompts, responses, response_mask = (columns[key] for key in MODEL_KEYS)
+    ids = torch.cat([part for row in zip(prompts.each(), responses.each(), strict=True) for part in row])
+    is_read = torch.tensor([bool(mask.any()) for mask in response_mask.each()])
+    # The model takes ids in int64.
+    return ConcatenatedRows.of(prompts.lengths, responses.lengths, ids.long(), is_read)
 
-    The ids are those at this rank's response tokens. There are none, and no log-probs, in most batches.
-    """
+
+def _loss_columns(columns: Mapping[str, RaggedTensor], cells: Tensor) -> dict[str, Tensor]:
+    """Return the columns for the loss, padded to (b, R), and the teacher's log-probs to (b, R, k + 1)."""
+    padded = {key: column.padded() for key, column in columns.items() if key not in _NOT_FOR_THE_LOSS}
+    if TEACHER_TOP_IDS in columns:
+        num_rows, length = columns["responses"].shape
+        num_values = values_per_token(columns) + 1
+        log_probs = columns[TEACHER_TOP_LOG_PROBS].flat().view(-1, num_values)
+        slots = log_probs.new_zeros(num_rows * length, num_values).index_copy(0, cells, log_probs)
+        padded[TEACHER_TOP_LOG_PROBS] = slots.view(num_rows, length, num_values)
+    return padded
+
+
+def _top_ids(columns: Mapping[str, RaggedTensor], scored: Tensor) -> Tensor | None:
+    """Return the ids (N, k) int32 of the teacher's tokens at this rank's response tokens, if it has any."""
     if TEACHER_TOP_IDS not in columns:
-        return None, {}
-    num_rows, length = columns["responses"].shape
-    k = values_per_token(columns)
-    ids = columns[TEACHER_TOP_IDS].flat().view(-1, k)
-    log_probs = columns[TEACHER_TOP_LOG_PROBS].flat().view(-1, k + 1)
-    slots = log_probs.new_zeros(num_rows * length, k + 1).index_copy(0, cells, log_probs)
-    return ids[scored], {TEACHER_TOP_LOG_PROBS: slots.view(num_rows, length, k + 1)}
+        return None
+    return columns[TEACHER_TOP_IDS].flat().view(-1, values_per_token(columns))[scored]
 
 
 def _set_positions_in_three_axes(

@@ -59,22 +59,37 @@ def transformer_config(
     """Return Megatron's configuration of the model, with the `options` of the run.
 
     Losses are sums over a fixed denominator, so Megatron must not average them again.
-
-    Fused kernels are used if they replace several passes over the tokens: the activation of the MLP (by
-    torch.compile on CUDA, by cpu_kernels.py on a CPU); on CUDA, Transformer Engine's rotary embedding, and
-    Apex's accumulation of weight gradients in Megatron's buffer if it is installed. Without dropout, the
-    residual sums have nothing to fuse, and the softmax is inside the attention. Transformer Engine's rotary
-    embedding has no factor for cosine and sine, so models that have one use megarl's.
     """
-    virtual = parallel.virtual_pipeline_parallel_size
-    spans_heads = architecture.qk_norm_kind is QKNorm.all_heads
-    has_clamp = architecture.experts is not None and architecture.experts.clamp is not None
-
-    # The CPU's fused activation is another one, and adapters are added before the activation.
-    is_silu = architecture.activation is Activation.silu
-    fuses_activation = not (on_cpu and (has_clamp or not is_silu or architecture.lora is not None))
-
     own = dict(
+        **_layer_options(architecture, on_cpu),
+        **_parallel_options(parallel, cp_comm_type),
+        **_fusion_options(architecture, layers, on_cpu),
+        **_recompute_options(recomputation, architecture),
+        **_expert_options(architecture, parallel, layers),
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        calculate_per_token_loss=True,
+        perform_initialization=False,  # every element is loaded from a file
+        use_cpu_initialization=on_cpu,
+    )
+    config_class = TransformerConfig if architecture.latent is None else MLATransformerConfig
+    # Latent attention has another rotary embedding, which is not fused.
+    return build_config(config_class, own | latent_options(architecture), options)
+
+
+def _layer_options(architecture: Architecture, on_cpu: bool) -> dict[str, Any]:
+    """Return Megatron's options for what the layers compute, except for experts and latent attention."""
+    spans_heads = architecture.qk_norm_kind is QKNorm.all_heads
+    has_clamp = _has_clamp(architecture)
+
+    # A list makes Megatron store each layer separately, so there is none unless it is needed.
+    delta_layers = None
+    if architecture.delta_net:
+        layers = range(architecture.num_hidden_layers)
+        delta_layers = [int(layer in architecture.delta_layers) for layer in layers]
+
+    return dict(
         num_layers=architecture.num_hidden_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.intermediate_size,
@@ -97,6 +112,14 @@ def transformer_config(
         no_rope_freq=_layers_without_rope(architecture),
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        linear_attention_freq=delta_layers,
+    )
+
+
+def _parallel_options(parallel: ParallelConfig, cp_comm_type: CPCommType) -> dict[str, Any]:
+    """Return Megatron's options for the layout, except for experts."""
+    virtual = parallel.virtual_pipeline_parallel_size
+    return dict(
         tensor_model_parallel_size=parallel.tensor_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=virtual,
@@ -107,13 +130,23 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # for dense models too: required by variable_seq_lengths
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        calculate_per_token_loss=True,
-        perform_initialization=False,  # every element is loaded from a file
-        use_cpu_initialization=on_cpu,
-        bias_activation_fusion=fuses_activation,
+    )
+
+
+def _fusion_options(architecture: Architecture, layers: Layers, on_cpu: bool) -> dict[str, Any]:
+    """Return Megatron's options for fused kernels.
+
+    Fused kernels are used if they replace several passes over the tokens: the activation of the MLP (by
+    torch.compile on CUDA, by cpu_kernels.py on a CPU); on CUDA, Transformer Engine's rotary embedding, and
+    Apex's accumulation of weight gradients in Megatron's buffer if it is installed. Without dropout, the
+    residual sums have nothing to fuse, and the softmax is inside the attention. Transformer Engine's rotary
+    embedding has no factor for cosine and sine, so models that have one use megarl's.
+    """
+    # The CPU's fused activation is another one, and adapters are added before the activation.
+    is_silu = architecture.activation is Activation.silu
+    is_other = _has_clamp(architecture) or not is_silu or architecture.lora is not None
+    return dict(
+        bias_activation_fusion=not (on_cpu and is_other),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=layers is Layers.transformer_engine
@@ -121,18 +154,11 @@ def transformer_config(
         and attention_factor(architecture.rope_scaling) == 1,
         gradient_accumulation_fusion=not on_cpu and tensor_parallel_layers._grad_accum_fusion_available,
         persist_layer_norm=False,
-        **_recompute_options(recomputation, architecture),
-        # A list makes Megatron store each layer separately.
-        linear_attention_freq=[
-            int(layer in architecture.delta_layers) for layer in range(architecture.num_hidden_layers)
-        ]
-        if architecture.delta_net
-        else None,
-        **_expert_options(architecture, parallel, layers),
     )
 
-    config_class = TransformerConfig if architecture.latent is None else MLATransformerConfig
-    return build_config(config_class, own | latent_options(architecture), options)
+
+def _has_clamp(architecture: Architecture) -> bool:
+    return architecture.experts is not None and architecture.experts.clamp is not None
 
 
 def _activation(architecture: Architecture, *, on_cpu: bool) -> Callable[[Tensor], Tensor]:
@@ -140,7 +166,7 @@ def _activation(architecture: Architecture, *, on_cpu: bool) -> Callable[[Tensor
 
     Megatron computes the tanh approximation if GELU is fused with the product of gate and up.
     """
-    if architecture.experts is not None and architecture.experts.clamp is not None:
+    if _has_clamp(architecture):
         return quick_gelu
     if architecture.activation is Activation.gelu_tanh:
         return partial(F.gelu, approximate="tanh") if on_cpu else F.gelu

@@ -250,21 +250,24 @@ def read_trunk(
     else:
         heads = _read_heads_of_latent(reader, latent)
     max_position_embeddings = reader.number("max_position_embeddings", int)
-    of_windows = None
+    rope_of_windows = None
     if local_rope is None:
         rope = read_rope(reader, max_position_embeddings, default_rope_theta, default_partial_rotary_factor)
     else:
-        rope, of_windows = read_ropes_by_layer_type(
+        rope, rope_of_windows = read_ropes_by_layer_type(
             reader, max_position_embeddings, default_rope_theta, local_rope.theta, local_rope.field
         )
 
     # Layers. The dense size has no meaning if all layers are sparse, and a folder may omit it.
     num_hidden_layers = reader.number("num_hidden_layers", int)
     experts = read_experts(reader, num_hidden_layers) if read_experts else None
-    is_all_sparse = experts is not None and len(experts.layers) == num_hidden_layers
-    unused = experts.intermediate_size if experts is not None and is_all_sparse else REQUIRED
-    windows = read_windows(reader, num_hidden_layers) if read_windows else ()
-    if read_windows is None:
+    default_intermediate_size = REQUIRED
+    if experts is not None and len(experts.layers) == num_hidden_layers:
+        default_intermediate_size = experts.intermediate_size
+    windows: tuple[int, ...] = ()
+    if read_windows is not None:
+        windows = read_windows(reader, num_hidden_layers)
+    else:
         window = reader.fields.get("sliding_window", default_sliding_window)
         check_sliding_window(
             reader, num_hidden_layers, max_position_embeddings, window, has_experts=experts is not None
@@ -274,7 +277,7 @@ def read_trunk(
         model_type=reader.take("model_type"),
         num_hidden_layers=num_hidden_layers,
         hidden_size=hidden_size,
-        intermediate_size=reader.number("intermediate_size", int, unused),
+        intermediate_size=reader.number("intermediate_size", int, default_intermediate_size),
         num_attention_heads=heads.query,
         num_key_value_heads=heads.key_value,
         head_dim=heads.dim,
@@ -291,7 +294,7 @@ def read_trunk(
         latent=latent,
         num_mtp_layers=reader.count("num_nextn_predict_layers", 0) if may_have_mtp else 0,
         windows=windows,
-        local_rope=of_windows,
+        local_rope=rope_of_windows,
     )
 
 

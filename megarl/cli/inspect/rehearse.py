@@ -53,21 +53,7 @@ def run(
         ValueError: The role or a rank does not exist, the layers cannot be simulated, or the device guard
             cannot be compiled.
     """
-    partial = read_config(schema, config_path, overrides)
-
-    # Resolve the device for the run's machines, not for this one, because model.dtype depends on it.
-    if partial.config.device is Device.auto:
-        partial = read_config(schema, config_path, [*overrides, "device=cuda"])
-    inputs = find_inputs(partial)
-    violations, absences = inputs.divided(starts_elsewhere=True)
-    refuse(config_path, [*inputs.partial.problems, *map(str, violations)])
-    config = inputs.partial.config
-    absent = [*inputs.substituted, *map(str, absences)]
-    if config.device is Device.cpu:
-        raise ValueError(
-            f"{config_path} has device: cpu, but the dry run simulates GPUs; add device=cuda to simulate the "
-            f"run on GPUs"
-        )
+    config, absent = _read(config_path, overrides, schema)
 
     # The run's layers on a GPU. The simulation provides routes, so it does not matter where they come from.
     layers, why = simulated_layers(config)
@@ -82,13 +68,13 @@ def run(
     num_micro_batches = max(2, role.parallel.pipeline_parallel_size)
     pushes = _pushes(config, role, architectures)
     records = _rehearse(config, role, numbers, num_micro_batches, pushes)
-    console = output_console()
     predicted = {
         record.rank: predicted_memory(config, role, architectures[role.name], record.rank)
         for record in records
     }
     mistakes = _mistakes(records)
 
+    console = output_console()
     for record in records if ranks != "all" else _fullest(records):
         console.print(
             memory_table(record, predicted[record.rank], config.placement.device_memory_gb, num_micro_batches)
@@ -114,6 +100,26 @@ def run(
     _say(console, f"{config_path}: simulated {ranks_of_role}, {found}")
 
     return MISTAKES if mistakes else GOOD
+
+
+def _read(config_path: str, overrides: Sequence[str], schema: type[RunConfig]) -> tuple[RunConfig, list[str]]:
+    """Return the configuration for GPUs, and what is not on this machine. Raises the errors of `run`."""
+    partial = read_config(schema, config_path, overrides)
+
+    # Resolve the device for the run's machines, not for this one, because model.dtype depends on it.
+    if partial.config.device is Device.auto:
+        partial = read_config(schema, config_path, [*overrides, "device=cuda"])
+    inputs = find_inputs(partial)
+    violations, absences = inputs.divided(starts_elsewhere=True)
+    refuse(config_path, [*inputs.partial.problems, *map(str, violations)])
+    config = inputs.partial.config
+    absent = [*inputs.substituted, *map(str, absences)]
+    if config.device is Device.cpu:
+        raise ValueError(
+            f"{config_path} has device: cpu, but the dry run simulates GPUs; add device=cuda to simulate the "
+            f"run on GPUs"
+        )
+    return config, absent
 
 
 def _rehearse(

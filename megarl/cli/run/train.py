@@ -102,26 +102,10 @@ def open_ppo(
     if problem := endless_turns(config.model.path, tokenizer):
         _log.warning("model.path=%s: %s", config.model.path, problem)
     rules = token_rules(config, tokenizer)
-    data = config.data
-    trainer = config.trainer
-    tools = load_agent(config.agent).tools if config.agent.tools else None
-    images = ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code)
-    harness = config.agent.harness
-    train = PromptDataset(data.train_files, tokenizer, data, tools, images, harness)
-    loader = prompt_loader(train, data, trainer.prompts_per_step)
-    data_sets = {"data.train_files": train}
-    evaluation = None
-
-    if data.val_files:
-        held_out = PromptDataset(data.val_files, tokenizer, data, tools, images, harness)
-        data_sets["data.val_files"] = held_out
-        evaluation = Evaluation(
-            held_out,
-            config.rollout.validation,
-            trainer.prompts_per_step,
-            config.tracking.log_generations,
-            pass_score=config.reward.pass_score,
-        )
+    data_sets = _read_data(config, tokenizer)
+    train = data_sets["data.train_files"]
+    loader = prompt_loader(train, config.data, config.trainer.prompts_per_step)
+    evaluation = _evaluation(config, data_sets)
 
     sources = {train[index].data_source for index in range(len(train))}
     if problem := absent_teacher(config, sources):
@@ -156,6 +140,32 @@ def open_ppo(
         if resume is not None:
             ppo.load_state_dict(resume.state, resume.checkpoint)
         yield session, ppo
+
+
+def _read_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptDataset]:
+    """Read the training files, and the validation files if there are any, by their keys."""
+    data = config.data
+    tools = load_agent(config.agent).tools if config.agent.tools else None
+    images = ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code)
+    files = {"data.train_files": data.train_files, "data.val_files": data.val_files}
+    return {
+        key: PromptDataset(paths, tokenizer, data, tools, images, config.agent.harness)
+        for key, paths in files.items()
+        if paths or key == "data.train_files"
+    }
+
+
+def _evaluation(config: PPOConfig, data_sets: Mapping[str, PromptDataset]) -> Evaluation | None:
+    held_out = data_sets.get("data.val_files")
+    if held_out is None:
+        return None
+    return Evaluation(
+        held_out,
+        config.rollout.validation,
+        config.trainer.prompts_per_step,
+        config.tracking.log_generations,
+        pass_score=config.reward.pass_score,
+    )
 
 
 def token_rules(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> TokenRules:

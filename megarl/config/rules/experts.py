@@ -22,7 +22,7 @@ from megarl.config.schema import (
     SFTConfig,
 )
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, Experts
 
 _ENGINE_KEY = "rollout.expert_parallel_size"
 _REPLAY = "engine.routing_replay"
@@ -34,34 +34,11 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     keys = _Keys(role.parallel_key)
     experts = architecture.experts
 
-    # For a dense model, settings of experts would silently have no effect.
     if experts is None:
-        for name, key in (
-            ("expert_parallel_size", keys.expert),
-            ("expert_tensor_parallel_size", keys.expert_tensor),
-        ):
-            if (size := getattr(parallel, name)) > 1:
-                yield Violation(
-                    (key,), f"is {size}, but {role.path} ({architecture.model_type}) has no experts; use 1"
-                )
-        for each in fields(role.experts):
-            if (value := getattr(role.experts, each.name)) != each.default:
-                said = (
-                    f"is {value}, but {role.path} ({architecture.model_type}) has no experts; use the "
-                    f"default {each.default}"
-                )
-                yield Violation((f"{role.name}.experts.{each.name}",), said)
+        yield from _no_expert_settings(role, architecture, keys)
         return
 
-    rate = role.experts.bias_update_rate
-    rate_key = f"{role.name}.experts.bias_update_rate"
-    if rate and not experts.has_selection_bias:
-        said = f"but the routers of {role.path} ({architecture.model_type}) have no selection bias; use 0"
-        yield Violation((rate_key,), f"is {rate}, {said}")
-    elif rate and role.experts.freeze_router:
-        said = "but freeze_router keeps routers as loaded; use 0, or freeze_router=false"
-        yield Violation((rate_key, f"{role.name}.experts.freeze_router"), f"is {rate}, {said}")
-
+    yield from _fit_router(role, architecture, experts)
     if architecture.linear_bias and parallel.expert_tensor_parallel_size > 1:
         yield Violation(
             (keys.expert_tensor,),
@@ -99,6 +76,37 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
             f"{parallel.tensor_parallel_size} tensor-parallel ranks would send them the same tokens; use "
             f"sequence_parallel=true",
         )
+
+
+def _no_expert_settings(role: ModelRole, architecture: Architecture, keys: _Keys) -> Violations:
+    """Refuse settings of experts for a dense model, where they would silently have no effect."""
+    for name, key in (
+        ("expert_parallel_size", keys.expert),
+        ("expert_tensor_parallel_size", keys.expert_tensor),
+    ):
+        if (size := getattr(role.parallel, name)) > 1:
+            yield Violation(
+                (key,), f"is {size}, but {role.path} ({architecture.model_type}) has no experts; use 1"
+            )
+    for each in fields(role.experts):
+        if (value := getattr(role.experts, each.name)) != each.default:
+            said = (
+                f"is {value}, but {role.path} ({architecture.model_type}) has no experts; use the "
+                f"default {each.default}"
+            )
+            yield Violation((f"{role.name}.experts.{each.name}",), said)
+
+
+def _fit_router(role: ModelRole, architecture: Architecture, experts: Experts) -> Violations:
+    """Check the updates of the routers' selection bias."""
+    rate = role.experts.bias_update_rate
+    rate_key = f"{role.name}.experts.bias_update_rate"
+    if rate and not experts.has_selection_bias:
+        said = f"but the routers of {role.path} ({architecture.model_type}) have no selection bias; use 0"
+        yield Violation((rate_key,), f"is {rate}, {said}")
+    elif rate and role.experts.freeze_router:
+        said = "but freeze_router keeps routers as loaded; use 0, or freeze_router=false"
+        yield Violation((rate_key, f"{role.name}.experts.freeze_router"), f"is {rate}, {said}")
 
 
 class _Keys:

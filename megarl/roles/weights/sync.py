@@ -160,12 +160,16 @@ class WeightSync:
         self._session.acknowledge(replicas.keys() - lost.keys(), version)
         if len(lost) == len(replicas):
             return None, lost
+        return self._report(reports, time.perf_counter() - start_s, load_s, verify_s), lost
 
-        # The slowest rank determines the time of the sync, so take the maximum over the ranks.
+    def _report(
+        self, reports: Sequence[SendReport], seconds: float, load_s: float, verify_s: float
+    ) -> PushReport:
+        """Return the report of a sync, given those of the trainer ranks. The slowest determines its time."""
         nbytes = sum(report.nbytes for report in reports)
         full_bytes = sum(report.full_bytes for report in reports)
-        report = PushReport(
-            seconds=time.perf_counter() - start_s,
+        return PushReport(
+            seconds=seconds,
             packing_s=max(report.packing_s for report in reports),
             waiting_s=max(report.waiting_s for report in reports),
             load_s=load_s,
@@ -176,8 +180,6 @@ class WeightSync:
             ),
             sent_share=nbytes / full_bytes if self._sends_changes else None,
         )
-
-        return report, lost
 
     def send_to(self, replica_places: Sequence[Sequence[RankLocation]]) -> None:
         """Register new replicas. The next sync makes a new plan and joins all of them again."""

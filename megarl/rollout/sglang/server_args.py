@@ -169,39 +169,51 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
 
     if on_cpu:
         _refuse_speculation(given)
-        # On a CPU the cache is bounded in tokens, and attention and sampling are torch's own.
-        arguments |= {
-            "max_total_tokens": min(rollout.max_concurrency * longest, max(_CPU_CACHE_TOKENS, longest))
-            + _SPARE_TOKENS,
-            "mem_fraction_static": 0.1,  # of the machine; max_total_tokens is the smaller bound
-            "attention_backend": "torch_native",
-            "sampling_backend": "pytorch",
-            "disable_cuda_graph": True,
-            # SGLang decides so itself, except for latent attention (see cpu_adaptations.py).
-            "disable_radix_cache": True,
-        }
+        arguments |= _cpu_arguments(spec, longest)
     else:
-        if "num_experts_per_tok" in _model_config(model.path):
-            # others rearrange experts' weights, so that a weight sync cannot find them
-            arguments["moe_runner_backend"] = "triton"
-        if is_fp8:
-            # others convert or rearrange scales after loading, so that a weight sync would write other ones
-            arguments["fp8_gemm_runner_backend"] = "triton"
-        # Without a limit, SGLang captures graphs for larger batches than it may run.
-        if not given.keys() & _DECODE_GRAPHS:
-            arguments["cuda_graph_max_bs_decode"] = min(rollout.max_concurrency, _MAX_GRAPH_BATCH)
-        # SGLang can release memory and allocate it again only with its memory saver.
+        arguments |= _cuda_arguments(spec)
         if spec.release_memory:
             _refuse_breakable_graphs(given)
-            arguments["enable_memory_saver"] = True
-            # No weight sync follows that would bring back the weights of a draft model.
-            if has_draft:
-                arguments["enable_draft_weights_cpu_backup"] = True
             if given.get("cuda_graph_backend_prefill") is None:
                 given = given | {"cuda_graph_backend_prefill": "disabled"}
 
     # The user's arguments take precedence; None keeps SGLang's default.
     return {name: value for name, value in (arguments | given).items() if value is not None}
+
+
+def _cpu_arguments(spec: RolloutEngineSpec, longest: int) -> dict[str, Any]:
+    """Return the arguments on a CPU, where the cache is bounded in tokens. Computations are torch's own."""
+    return {
+        "max_total_tokens": min(spec.rollout.max_concurrency * longest, max(_CPU_CACHE_TOKENS, longest))
+        + _SPARE_TOKENS,
+        "mem_fraction_static": 0.1,  # of the machine; max_total_tokens is the smaller bound
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_cuda_graph": True,
+        # SGLang decides so itself, except for latent attention (see cpu_adaptations.py).
+        "disable_radix_cache": True,
+    }
+
+
+def _cuda_arguments(spec: RolloutEngineSpec) -> dict[str, Any]:
+    given = spec.rollout.sglang.server_args
+    arguments: dict[str, Any] = {}
+    if "num_experts_per_tok" in _model_config(spec.model.path):
+        # others rearrange experts' weights, so that a weight sync cannot find them
+        arguments["moe_runner_backend"] = "triton"
+    if spec.rollout.dtype is EngineDType.fp8:
+        # others convert or rearrange scales after loading, so that a weight sync would write other ones
+        arguments["fp8_gemm_runner_backend"] = "triton"
+    # Without a limit, SGLang captures graphs for larger batches than it may run.
+    if not given.keys() & _DECODE_GRAPHS:
+        arguments["cuda_graph_max_bs_decode"] = min(spec.rollout.max_concurrency, _MAX_GRAPH_BATCH)
+    # SGLang can release memory and allocate it again only with its memory saver.
+    if spec.release_memory:
+        arguments["enable_memory_saver"] = True
+        # No weight sync follows that would bring back the weights of a draft model.
+        if draft_folder(given) is not None:
+            arguments["enable_draft_weights_cpu_backup"] = True
+    return arguments
 
 
 def judge_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
