@@ -249,6 +249,8 @@ def read_trunk(
         heads = _read_heads(reader, hidden_size, default_head_dim, multi_head_by_default)
     else:
         heads = _read_heads_of_latent(reader, latent)
+
+    # Layers with a window may have a rotary embedding of their own.
     max_position_embeddings = reader.number("max_position_embeddings", int)
     rope_of_windows = None
     if local_rope is None:
@@ -258,12 +260,8 @@ def read_trunk(
             reader, max_position_embeddings, default_rope_theta, local_rope.theta, local_rope.field
         )
 
-    # Layers. The dense size has no meaning if all layers are sparse, and a folder may omit it.
     num_hidden_layers = reader.number("num_hidden_layers", int)
     experts = read_experts(reader, num_hidden_layers) if read_experts else None
-    default_intermediate_size = REQUIRED
-    if experts is not None and len(experts.layers) == num_hidden_layers:
-        default_intermediate_size = experts.intermediate_size
     windows: tuple[int, ...] = ()
     if read_windows is not None:
         windows = read_windows(reader, num_hidden_layers)
@@ -277,7 +275,7 @@ def read_trunk(
         model_type=reader.take("model_type"),
         num_hidden_layers=num_hidden_layers,
         hidden_size=hidden_size,
-        intermediate_size=reader.number("intermediate_size", int, default_intermediate_size),
+        intermediate_size=_read_intermediate_size(reader, num_hidden_layers, experts),
         num_attention_heads=heads.query,
         num_key_value_heads=heads.key_value,
         head_dim=heads.dim,
@@ -296,6 +294,15 @@ def read_trunk(
         windows=windows,
         local_rope=rope_of_windows,
     )
+
+
+def _read_intermediate_size(reader: ConfigReader, num_hidden_layers: int, experts: Experts | None) -> int:
+    """Read the size of dense feed-forwards. A folder may omit it if all layers have experts."""
+    default = REQUIRED
+    if experts is not None and len(experts.layers) == num_hidden_layers:
+        default = experts.intermediate_size
+    size: int = reader.number("intermediate_size", int, default)
+    return size
 
 
 class _Heads(NamedTuple):
