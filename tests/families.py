@@ -60,7 +60,7 @@ def new_model(config: PretrainedConfig) -> Any:
 
 def is_kept(name: str, config: PretrainedConfig) -> bool:
     """Return whether a parameter belongs to what megarl keeps without training it."""
-    return name.startswith(tuple(FAMILIES[config.model_type].kept))
+    return FAMILIES[config.model_type].keeps(name)
 
 
 def has_fused_experts(model_type: str) -> bool:

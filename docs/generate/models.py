@@ -17,6 +17,7 @@ from megarl.models.architecture import (
 from megarl.models.config_reader import ConfigReader
 from megarl.models.counts import num_active_parameters, num_parameters
 from megarl.models.families import FAMILIES, read_architecture
+from megarl.models.family import Family
 from megarl.models.unsupported import UNSUPPORTED
 
 _HEAD = """# Model families
@@ -38,7 +39,8 @@ _COMMON = """## What all families support
 - **Layouts**: tensor and sequence parallelism, pipelines with virtual stages, replicas, and [context
   parallelism](long_context.md). Models with experts also have expert and expert-tensor parallelism, and need
   sequence parallelism with tensor parallelism ([mixture of experts](moe.md)).
-- **Rows**: packed or padded, and shared prompts. Rows may be as long as `max_position_embeddings`.
+- **Rows**: packed or padded, and shared prompts. Rows may be as long as `max_position_embeddings`
+  unless the table names another limit.
 - **Rollout**: SGLang on GPUs and on a CPU, with the exceptions in the table. The engine `hf` generates with
   models without experts.
 - **[RoPE scaling](long_context.md#longer-than-the-model-was-trained-for)**: `linear`, `llama3` and `yarn`, in
@@ -62,7 +64,7 @@ def models_page() -> str:
                 family.models or family.class_prefix,
                 _attention(_example(name)),
                 _feed_forward(_example(name)),
-                f"`{family.class_prefix}{family.lm_class}`" if family.sglang_class else "none",
+                _sglang_class(family),
                 "; ".join(family.limits) or "-",
             )
             for name, family in FAMILIES.items()
@@ -85,12 +87,19 @@ def _table(head: Sequence[str], rows: Iterator[Sequence[str]] | Sequence[Sequenc
     return "".join(f"|{line}|\n" if line.startswith("---") else f"| {line} |\n" for line in lines)
 
 
+def _sglang_class(family: Family) -> str:
+    name = family.sglang_policy_class or f"{family.class_prefix}{family.lm_class}"
+    return f"`{name}`" if family.sglang_class else "none"
+
+
 def _example(model_type: str) -> Architecture:
     return FAMILIES[model_type].read(ConfigReader(FAMILIES[model_type].example()))
 
 
 def _attention(architecture: Architecture) -> str:
     parts = ["latent" if architecture.latent else "grouped-query"]
+    if architecture.index_topk is not None:
+        parts.append("sparse (DSA)")
     if architecture.delta_net:
         parts = ["gated delta nets", *parts]
     if architecture.has_output_gate:
@@ -142,7 +151,7 @@ def _published() -> Iterator[tuple[str, ...]]:
             _billions(num_active_parameters(model)) if model.experts else "-",
             str(model.num_hidden_layers),
             f"{model.hidden_size:,}",
-            f"{model.max_position_embeddings:,}",
+            f"{model.row_limit.tokens:,}",
             _rope(model),
         )
 

@@ -96,7 +96,7 @@ def make_request(
             for count in rows
             for inner, columns in layer_matrices(architecture, tensor_parallel_size)
         ),
-        attention_tokens=min(architecture.max_position_embeddings, 4096 if is_cuda else 512),
+        attention_tokens=min(architecture.row_limit.tokens, 4096 if is_cuda else 512),
         copied_bytes=(1024 if is_cuda else 64) * MIB,
         collective_bytes=_CUDA_BYTES if is_cuda else _CPU_BYTES,
         batches=_CUDA_BATCHES if is_cuda else _CPU_BATCHES,

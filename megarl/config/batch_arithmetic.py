@@ -25,11 +25,11 @@ def role_tokens(config: RunConfig, role: ModelRole, architecture: Architecture) 
 def max_conversation_tokens(model: RewardModelConfig, architecture: Architecture) -> int:
     """Return the maximum tokens of a conversation for the reward model.
 
-    It is the minimum of `max_length`, the model's positions and a micro-batch.
+    It is the minimum of `max_length`, the model's limit and a micro-batch.
     """
     limits = (
         model.max_length,
-        architecture.max_position_embeddings,
+        architecture.row_limit.tokens,
         micro_batch_room(model.micro_batch, model.parallel),
     )
     return min(limit for limit in limits if limit is not None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
 
 from megarl.models.vision import Vision
 
@@ -240,6 +241,13 @@ class LoRA:
         return self.alpha / self.rank
 
 
+class RowLimit(NamedTuple):
+    """The longest row that a model takes: its tokens, and the field of `config.json` that limits them."""
+
+    tokens: int
+    field: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The architecture of a model. Field names are Hugging Face's.
@@ -259,6 +267,10 @@ class Architecture:
     `qk_norm_kind` has no effect without `qk_norm`. `softmax_scale` multiplies the products of queries and
     keys; None: one over the square root of `head_dim`. `embedding_scale` multiplies embedded tokens, rounded
     to the dtype of the model. Layers of `layers_without_rope` do not rotate queries and keys.
+
+    With `index_topk`, attention is sparse: a token attends to that many keys, which an indexer selects
+    (DeepSeek-AI 2025, DeepSeek-V3.2). megarl has no indexers, so rows must have at most that many tokens, all
+    of which are selected.
 
     `num_mtp_layers` layers after the last one predict further tokens (multi-token prediction). They are not
     part of the model here: a folder may have their tensors, which are not trained (see
@@ -298,6 +310,7 @@ class Architecture:
     embedding_scale: float = 1.0
     softmax_scale: float | None = None
     activation: Activation = Activation.silu
+    index_topk: int | None = None
     lora: LoRA | None = None
     vision: Vision | None = None
     is_packed: bool = field(default=False, compare=False)
@@ -311,6 +324,14 @@ class Architecture:
     def trains_fully(self, module: str) -> bool:
         """Return whether gradients update the weight of a module, such as `lm_head`, if the model trains."""
         return self.lora is None or module in self.lora.modules_to_save
+
+    @property
+    def row_limit(self) -> RowLimit:
+        """The longest row for which megarl computes the model."""
+        positions = RowLimit(self.max_position_embeddings, "max_position_embeddings")
+        return (
+            positions if self.index_topk is None else min(positions, RowLimit(self.index_topk, "index_topk"))
+        )
 
     @property
     def value_dim(self) -> int:

@@ -16,26 +16,29 @@ from megarl.models.trunk import EXAMPLE, read_trunk, trunk_rows
 _MODEL_TYPE = "deepseek_v3"
 
 # Fields of the published model code that select variants, with the one that this family computes.
-_FIXED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+FIXED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 # Fields of DeepSeek's own training and serving.
 _HARMLESS = ("aux_loss_alpha", "ep_size", "seq_aux")
 
 
-def _read(reader: ConfigReader) -> Architecture:
-    for name, supported in _FIXED.items():
+def read_deepseek(reader: ConfigReader) -> Architecture:
+    """Read a model with the layers of DeepSeek-V3."""
+    for name, supported in FIXED.items():
         if reader.take(name) not in (None, supported):
             reader.refuse(name, f"only {supported!r} is supported")
     for name in _HARMLESS:
         reader.take(name)
 
-    architecture = read_trunk(
-        reader, read_experts=read_sigmoid_experts, read_latent=read_latent, may_have_mtp=True
-    )
+    return read_trunk(reader, read_experts=read_sigmoid_experts, read_latent=read_latent, may_have_mtp=True)
+
+
+def _read(reader: ConfigReader) -> Architecture:
     # Kimi-K2 has a name of its own.
-    return replace(architecture, model_type=_MODEL_TYPE)
+    return replace(read_deepseek(reader), model_type=_MODEL_TYPE)
 
 
-def _sglang_differs(architecture: Architecture) -> Iterator[str]:
+def sglang_differs(architecture: Architecture) -> Iterator[str]:
+    """Yield what SGLang's class would compute differently."""
     if architecture.tie_word_embeddings:
         yield "a tied embedding"
     if not isinstance(architecture.rope_scaling, YarnScaling | None):
@@ -78,20 +81,22 @@ def _example() -> dict[str, Any]:
     }
 
 
+DEEPSEEK_ROWS = (
+    *trunk_rows(LATENT_ROWS),
+    *expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    SELECTION_BIAS_ROW,
+    *shared_expert_rows("mlp.shared_experts"),
+)
+
 DEEPSEEK_V3 = Family(
     model_type=_MODEL_TYPE,
     class_prefix="DeepseekV3",
     read=_read,
-    rows=(
-        *trunk_rows(LATENT_ROWS),
-        *expert_rows("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-        SELECTION_BIAS_ROW,
-        *shared_expert_rows("mlp.shared_experts"),
-    ),
+    rows=DEEPSEEK_ROWS,
     example=_example,
     sglang_stages=SGLangStages(),
-    sglang_fields=_FIXED,
-    sglang_differs=_sglang_differs,
+    sglang_fields=FIXED,
+    sglang_differs=sglang_differs,
     models="DeepSeek-V3, R1 and V3.1, Kimi-K2 (`kimi_k2`), Moonlight",
     limits=("layers that predict further tokens are not trained, but [kept](moe.md#multi-token-prediction)",),
 )

@@ -26,6 +26,7 @@ from megarl.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_
 from megarl.models.qwen3_next import QWEN3_NEXT
 from megarl.models.qwen_vl import QWEN2_5_VL, QWEN3_VL
 from megarl.models.smollm import SMOLLM3
+from megarl.models.sparse_attention import DEEPSEEK_V32, GLM_MOE_DSA
 from megarl.models.unsupported import UNSUPPORTED
 
 FAMILIES: dict[str, Family] = {
@@ -38,6 +39,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": QWEN3_MOE,
     "glm4_moe": GLM4_MOE,
     "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V32,
+    "glm_moe_dsa": GLM_MOE_DSA,
     "gpt_oss": GPT_OSS,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,

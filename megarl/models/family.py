@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
-from megarl.models.mapping import MappingRow
+from megarl.models.mapping import MappingRow, layer_of
 from megarl.models.vision import Vision
 
 
@@ -56,7 +56,8 @@ class Family:
         rows: The tensor table of the family, without output layers and vision towers.
         kept: Beginnings of the names of tensors that are not trained but kept (see weights/kept_tensors.py),
             with what they are: layers that predict further tokens, if these are not layers after the last
-            one, and the vision tower of models whose images megarl does not read.
+            one, indexers, and the vision tower of models whose images megarl does not read. `{layer}` stands
+            for the number of any layer.
         tower_rows: The rows of a vision tower, for families that read images.
         module_prefixes: Prefixes of the parameters of transformers' class, with those of the tensors in
             folders, where they differ.
@@ -68,6 +69,7 @@ class Family:
             their values. SGLang gets them if the folder lacks them.
         sglang_derived: Returns further such fields, whose values follow from the architecture.
         sglang_replaced: Returns fields that SGLang gets with other values, from those of the folder.
+        sglang_policy_class: The class with which SGLang serves a policy; None: the one that the folder names.
         sglang_differs: Yields what SGLang's class of the family would compute differently.
         models: The names of the family's models, for docs/models.md.
         limits: What the family does not support, for docs/models.md. The code that refuses it says why.
@@ -87,18 +89,27 @@ class Family:
     sglang_fields: Mapping[str, Any] = field(default_factory=dict)
     sglang_derived: Callable[[Architecture], Mapping[str, Any]] = _no_fields
     sglang_replaced: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _nothing
+    sglang_policy_class: str | None = None
     sglang_differs: Callable[[Architecture], Iterator[str]] = _computes_the_same
     models: str = ""
     limits: tuple[str, ...] = ()
 
-    def added_for_sglang(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def keeps(self, name: str) -> bool:
+        """Return whether a tensor is kept without being trained, except layers after the last one."""
+        layer = layer_of(name)
+        return name.startswith(tuple(beginning.format(layer=layer) for beginning in self.kept))
+
+    def added_for_sglang(self, config: Mapping[str, Any], *, is_policy: bool = True) -> dict[str, Any]:
         """Return the fields that SGLang gets in addition to `config`, or with other values.
 
         Args:
             config: The fields of a folder of the family.
+            is_policy: Whether it serves a policy, to which a trainer sends weights.
         """
         required = dict(self.sglang_fields)
         if self.sglang_derived is not _no_fields:
             required |= self.sglang_derived(self.read(ConfigReader(dict(config))))
         missing = {name: value for name, value in required.items() if name not in config}
+        if is_policy and self.sglang_policy_class is not None:
+            missing["architectures"] = [self.sglang_policy_class]
         return missing | dict(self.sglang_replaced(config))

@@ -17,6 +17,7 @@ With adapters:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -122,3 +123,10 @@ EMBEDDING = "embedding.word_embeddings.weight"
 HF_LAYER = "model.layers.{layer}."
 MEGATRON_LAYER = "decoder.layers.{layer}."
 EXPERT = "mlp.experts.local_experts.{expert}."  # the prefix of one expert's parameters in a layer
+_OF_LAYER = re.compile(HF_LAYER.replace(".", r"\.").format(layer=r"(\d+)"))
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of the layer of a Hugging Face tensor, None if it is in no layer."""
+    found = _OF_LAYER.match(name)
+    return None if found is None else int(found[1])

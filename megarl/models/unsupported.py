@@ -9,14 +9,11 @@ from collections.abc import Mapping
 
 _EXPERTS_WITH_WHOLE_NORMS = "norms of queries and keys over all heads in a model with experts"
 _VISION = "image inputs and the vision tower"
-_SPARSE = "sparse attention (DSA), which selects the keys of each token by an indexer"
 _MAMBA = "Mamba layers"
 
 UNSUPPORTED: Mapping[str, str] = {
     "kimi_linear": "delta attention layers",
     "olmo_hybrid": "gated delta net layers with negative eigenvalues",
-    "glm_moe_dsa": _SPARSE,
-    "deepseek_v32": _SPARSE,
     "deepseek_v2": "group-limited softmax routers",
     "deepseek_v4": "compressed sparse attention and hyper-connections",
     "gemma": "the activation of Gemma 1, which its folders name in two ways",

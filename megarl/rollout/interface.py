@@ -429,8 +429,8 @@ def check_request(request: GenerationRequest, vocab_size: int, max_length: int) 
 
     if len(prompt) + max_new_tokens > max_length:
         raise ValueError(
-            f"{name} of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the model's "
-            f"max_position_embeddings {max_length}; shorten the prompts or max_new_tokens"
+            f"{name} of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the model's limit of "
+            f"{max_length}; shorten the prompts or max_new_tokens"
         )
 
 

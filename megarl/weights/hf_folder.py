@@ -268,7 +268,8 @@ def write_hf_folder(
     write_weights(folder)
     write_kept_tensors_and_index(folder, files, kept_tensors)
     dtype = next(iter(files[0].manifest.values())).dtype
-    copy_companions(source_folder, folder, dtype, head, value_class, promises_mtp=kept_tensors is not None)
+    has_mtp = kept_tensors is not None and kept_tensors.has_mtp
+    copy_companions(source_folder, folder, dtype, head, value_class, promises_mtp=has_mtp)
 
 
 def write_kept_tensors_and_index(

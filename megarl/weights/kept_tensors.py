@@ -1,9 +1,9 @@
 """The tensors of a Hugging Face folder that are kept without being trained.
 
-They belong to layers that predict further tokens (multi-token prediction, MTP), or to the vision tower of a
-model whose images megarl does not read. Folders of a trained or converted model get a copy of those of the
-original folder. What such layers store of the model themselves, such as the embedding and the output layer in
-DeepSeek-V3, is copied unchanged too.
+They belong to layers that predict further tokens (multi-token prediction, MTP), to the indexers of sparse
+attention, or to the vision tower of a model whose images megarl does not read. Folders of a trained or
+converted model get a copy of those of the original folder. What layers of MTP store of the model themselves,
+such as the embedding and the output layer in DeepSeek-V3, is copied unchanged too.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from megarl.weights.manifest import format_fault, is_kept
 from megarl.weights.safetensors_file import SafetensorsFile
 from megarl.weights.tensors import ChunkMeta, Manifest, TensorMeta, WeightTransferError, contiguous_blocks
 
+MTP_LAYERS = "the layers that predict further tokens"
 _BLOCK_ELEMENTS = 2**22  # copied at a time
 
 
@@ -45,10 +46,17 @@ class KeptTensors:
         tensors: The tensors by name.
         dequantized: The dtype that tensors in block-scaled FP8 are converted to. None: they are copied with
             their scales.
+        missing: Why the layers that `config.json` promises are not among the tensors, None if they are.
     """
 
     tensors: Mapping[str, TensorInFile]
     dequantized: torch.dtype | None
+    missing: str | None = None
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether all layers are there that predict further tokens."""
+        return self.missing is None
 
     @property
     def manifests(self) -> list[Manifest]:
@@ -103,8 +111,10 @@ class KeptTensors:
 
 def kept_parts(architecture: Architecture) -> str:
     """Return what a folder may have that is kept, as words: "the vision tower"."""
-    named = FAMILIES[architecture.model_type].kept.values()
-    return " and ".join(named or ["the layers that predict further tokens"])
+    named = list(FAMILIES[architecture.model_type].kept.values())
+    if architecture.num_mtp_layers > 0:
+        named.append(MTP_LAYERS)
+    return " and ".join(named)
 
 
 class _OpenFiles(ExitStack):
@@ -144,8 +154,10 @@ def read_kept_tensors(
 
     stored = read_checkpoint_index(folder).tensors
     tensors = {name: tensor for name, tensor in stored.items() if is_kept(name, architecture)}
-    _check_layers(folder, tensors, architecture)
+    missing = _missing_layers(folder, tensors, architecture)
     if not tensors:
+        if missing is not None:
+            raise WeightTransferError(missing)
         return None
 
     faults = [
@@ -160,18 +172,21 @@ def read_kept_tensors(
             f"{folder}: has them without block scales, and a folder in FP8 needs such scales; write it with "
             "--dtype bfloat16 to keep them"
         )
-    return KeptTensors(tensors=tensors, dequantized=None if to_fp8 else dtype)
+    return KeptTensors(tensors=tensors, dequantized=None if to_fp8 else dtype, missing=missing)
 
 
-def _check_layers(folder: Path, tensors: Mapping[str, TensorInFile], architecture: Architecture) -> None:
-    """Raise WeightTransferError if `config.json` promises layers that are not stored."""
+def _missing_layers(
+    folder: Path, tensors: Mapping[str, TensorInFile], architecture: Architecture
+) -> str | None:
+    """Return which layer `config.json` promises that is not stored, None if there is none."""
     first = architecture.num_hidden_layers
     for layer in range(first, first + architecture.num_mtp_layers):
         if not any(name.startswith(HF_LAYER.format(layer=layer)) for name in tensors):
-            raise WeightTransferError(
+            return (
                 f"{folder}: config.json has num_nextn_predict_layers={architecture.num_mtp_layers}, but "
                 f"layer {layer} is not stored"
             )
+    return None
 
 
 def kept_format_fault(name: str, stored: TensorInFile) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import torch
@@ -11,7 +10,7 @@ from safetensors import safe_open
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 from megarl.models.fp8 import BLOCK, scale_name, scale_shape
-from megarl.models.mapping import HF_LAYER
+from megarl.models.mapping import layer_of
 from megarl.models.tensor_table import (
     LM_HEAD_TENSOR,
     VALUE_BIAS_TENSOR,
@@ -35,8 +34,6 @@ from megarl.weights.tensors import Manifest, TensorMeta, WeightTransferError
 
 # rows of each matrix in memory at a time, when a tied output layer is compared with the embedding
 _COMPARED_ROWS = 4096
-
-_LAYER_TENSOR = re.compile(HF_LAYER.replace(".", r"\.").format(layer=r"(\d+)"))
 
 
 def manifest_of(architecture: Architecture, dtype: torch.dtype, head: Head = "lm") -> Manifest:
@@ -157,10 +154,10 @@ def is_kept(name: str, architecture: Architecture) -> bool:
 
     These are layers after the last one, and what the family names.
     """
-    layer = _LAYER_TENSOR.match(name)
-    if layer is not None:
-        return 0 <= int(layer[1]) - architecture.num_hidden_layers < architecture.num_mtp_layers
-    return name.startswith(tuple(FAMILIES[architecture.model_type].kept))
+    layer = layer_of(name)
+    if layer is not None and layer >= architecture.num_hidden_layers:
+        return layer - architecture.num_hidden_layers < architecture.num_mtp_layers
+    return FAMILIES[architecture.model_type].keeps(name)
 
 
 def check_tied_head(index: CheckpointIndex, architecture: Architecture) -> None:

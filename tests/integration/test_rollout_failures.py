@@ -204,7 +204,7 @@ def test_a_failure_that_a_restart_cannot_fix_is_raised(start: StartFake) -> None
     rollout = start(Misdeed("collect", 2, What.raise_error))
     with pytest.raises(WorkerError, match="KeyError: 'no such layer'"):
         rollout.generate(prompts(), SAMPLING, step=1)
-    with pytest.raises(WorkerError, match="exceed the model's max_position_embeddings"):
+    with pytest.raises(WorkerError, match="exceed the model's limit of"):
         list(rollout.stream([GenerationRequest(0, [1] * 60, SamplingParameters(max_new_tokens=9, seed=0))]))
     assert rollout.drain_metrics()["rollout/num_restarts"] == 0
     assert len(rollout.generate(prompts(), SAMPLING, step=1)) == 36  # cancelled requests do not return

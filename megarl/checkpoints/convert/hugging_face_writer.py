@@ -101,7 +101,7 @@ def write_hugging_face(
             kept,
             source.head,
             quantization=field,
-            promises_mtp=kept_tensors is not None,
+            promises_mtp=kept_tensors is not None and kept_tensors.has_mtp,
         )
         # A class whose value head has a bias cannot load a folder without one.
         if source.head == "value" and has_bias(unfinished):

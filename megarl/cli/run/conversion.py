@@ -47,7 +47,7 @@ from megarl.machine.errors import CheckpointError
 from megarl.machine.files import existing_folder
 from megarl.machine.wording import counted
 from megarl.weights.hf_folder import CONFIG_FILE
-from megarl.weights.kept_tensors import KeptTensors, kept_parts, read_kept_tensors
+from megarl.weights.kept_tensors import MTP_LAYERS, KeptTensors, kept_parts, read_kept_tensors
 from megarl.weights.peft_folder import has_adapter
 from megarl.weights.tensors import WeightTransferError
 
@@ -147,20 +147,21 @@ def _read_kept_tensors(
 
     If they cannot be copied, the reason is printed.
     """
+    without = f"megarl convert {parsed.conversion}: {parsed.output} is written without"
     try:
-        return read_kept_tensors(
+        kept = read_kept_tensors(
             source.companions, source.architecture, source.head, dtype or source.single_dtype
         )
     except WeightTransferError as error:
         # A checkpoint has the configuration of the original model, but not its weights.
         has_original = parsed.config is not None or source.companions == source.folder
         hint = "" if has_original else "; pass --config HF_DIR, the folder of the original model"
-        print(
-            f"megarl convert {parsed.conversion}: {parsed.output} is written without "
-            f"{kept_parts(source.architecture)}: {error}{hint}",
-            file=sys.stderr,
-        )
+        print(f"{without} {kept_parts(source.architecture)}: {error}{hint}", file=sys.stderr)
         return None
+
+    if kept is not None and kept.missing is not None:
+        print(f"{without} {MTP_LAYERS}: {kept.missing}", file=sys.stderr)
+    return kept
 
 
 def _convert(

@@ -153,7 +153,7 @@ def _folder_of(model: str) -> str:
 
 def _config(wishes: Wishes, model: Architecture, data: UserData | None, reward: ChosenReward | None) -> str:
     # Prompt and response each get half of the context.
-    tokens = min(_MOST_TOKENS, model.max_position_embeddings // 2)
+    tokens = min(_MOST_TOKENS, model.row_limit.tokens // 2)
     template = (STARTER / f"{wishes.kind.value}.yaml").read_text(encoding="utf-8")
     train, validation, columns = _data_values(wishes, data)
 

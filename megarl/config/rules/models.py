@@ -19,7 +19,7 @@ from megarl.config.schema import (
     SFTConfig,
 )
 from megarl.config.violation import Violation, Violations, either, nearest_divisors, nearest_multiples
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, RowLimit
 from megarl.models.rope import extended_context
 
 
@@ -247,26 +247,35 @@ def kernels_fit(config: RunConfig, architectures: Mapping[str, Architecture]) ->
 
 
 def rows_fit(config: PPOConfig, architectures: Mapping[str, Architecture]) -> Violations:
-    """Check that the longest row fits the positions of each model that reads the policy's tokens."""
+    """Check that each model that reads the policy's tokens takes the longest row."""
     prompt = config.longest_prompt
     response = config.longest_response
 
     for role, limit in _too_short(config, architectures):
-        hint = f"max_response_length {limit - prompt}" if prompt < limit else "shorter prompts"
+        most = limit.tokens
+        hint = f"max_response_length {most - prompt}" if prompt < most else "shorter prompts"
         yield Violation(
             config.length_keys,
-            f"{prompt} + {response} = {config.max_row_tokens} tokens exceed max_position_embeddings {limit} "
-            f"of {role.path}; use {hint}{_extension(architectures[role.name])}",
+            f"{prompt} + {response} = {config.max_row_tokens} tokens exceed {limit.field} {most} of "
+            f"{role.path}{_reason(limit)}; use {hint}{_extension(architectures[role.name])}",
         )
 
 
 def chats_fit(config: SFTConfig | PreferenceConfig, architectures: Mapping[str, Architecture]) -> Violations:
-    """Check that the longest conversation fits the positions of the model."""
+    """Check that the model takes the longest conversation."""
     for role, limit in _too_short(config, architectures):
         message = (
-            f"is {config.max_row_tokens}, above max_position_embeddings {limit} of {role.path}; use {limit}"
+            f"is {config.max_row_tokens}, above {limit.field} {limit.tokens} of {role.path}{_reason(limit)}; "
+            f"use {limit.tokens}"
         )
         yield Violation(config.length_keys, message + _extension(architectures[role.name]))
+
+
+def _reason(limit: RowLimit) -> str:
+    """Return why a row may not be longer, if the name of the limit does not say it."""
+    if limit.field != "index_topk":
+        return ""
+    return ", beyond which its sparse attention would select keys, which megarl does not train"
 
 
 def _extension(architecture: Architecture) -> str:
@@ -275,19 +284,20 @@ def _extension(architecture: Architecture) -> str:
     Model cards tell users to add the scaling to `config.json`, and not the new length.
     """
     extended = extended_context(architecture.rope_scaling)
-    if extended <= architecture.max_position_embeddings:
+    positions = architecture.max_position_embeddings
+    if architecture.row_limit.tokens < positions or extended <= positions:
         return ""
     return f", or set max_position_embeddings to {extended} in config.json, to which YaRN extends the context"
 
 
 def _too_short(
     config: RunConfig, architectures: Mapping[str, Architecture]
-) -> Iterator[tuple[ModelRole, int]]:
-    """Yield the models with fewer positions than the longest row, and their number of positions."""
+) -> Iterator[tuple[ModelRole, RowLimit]]:
+    """Yield the models that do not take the longest row, and their limits."""
     for role in model_roles(config):
         if role.name in architectures and role.reads_policy_tokens:
-            limit = architectures[role.name].max_position_embeddings
-            if config.max_row_tokens > limit:
+            limit = architectures[role.name].row_limit
+            if config.max_row_tokens > limit.tokens:
                 yield role, limit
 
 

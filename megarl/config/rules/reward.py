@@ -91,11 +91,11 @@ def _scores_with_one_number(folder: Path) -> Violations:
 
 def _lengths(config: PPOConfig, architecture: Architecture) -> Violations:
     model = config.reward.model
-    positions = architecture.max_position_embeddings
+    longest = architecture.row_limit
     tokens = config.max_row_tokens
-    # A conversation must fit both the model's positions and one micro-batch.
+    # A conversation must fit both the model and one micro-batch.
     room = {
-        "max_position_embeddings": positions,
+        longest.field: longest.tokens,
         "micro_batch.max_tokens": micro_batch_room(model.micro_batch, model.parallel),
     }
 
@@ -120,9 +120,9 @@ def _lengths(config: PPOConfig, architecture: Architecture) -> Violations:
                 "data.max_response_length",
             ),
             f"a row may have {tokens} of the policy's tokens, but the reward model reads at most {limit} of "
-            f"its own tokens (limited by max_length, {positions} positions, and a micro-batch); use shorter "
-            "rows, raise these limits up to its positions, or use reward.model.overlong=truncate to remove "
-            "the oldest tokens",
+            f"its own tokens (limited by max_length, {longest.field} {longest.tokens}, and a micro-batch); "
+            f"use shorter rows, raise these limits up to {longest.field}, or use "
+            "reward.model.overlong=truncate to remove the oldest tokens",
         )
 
 

@@ -22,7 +22,7 @@ from megarl.models.tensor_table import Head
 from megarl.weights.export_plan import ExportPlan, plan_export
 from megarl.weights.fp8 import byte_counts, pushed_shapes, with_all_scales
 from megarl.weights.hf_folder import FilePlan, save_hf_folder, write_hf_folder
-from megarl.weights.kept_tensors import KeptTensors, kept_parts, read_kept_tensors
+from megarl.weights.kept_tensors import MTP_LAYERS, KeptTensors, kept_parts, read_kept_tensors
 from megarl.weights.manifest import manifest_of
 from megarl.weights.message_words import WordCounts, word_counts
 from megarl.weights.plan import TensorSlices
@@ -152,10 +152,14 @@ class WeightSource:
 
     def _read_kept_tensors(self, folder: Path, source_folder: Path) -> KeptTensors | None:
         try:
-            return read_kept_tensors(source_folder, self.architecture, self.head, self.torch_dtype)
+            kept = read_kept_tensors(source_folder, self.architecture, self.head, self.torch_dtype)
         except WeightTransferError as error:
             _log.warning("%s is written without %s: %s", folder, kept_parts(self.architecture), error)
             return None
+
+        if kept is not None and kept.missing is not None:
+            _log.warning("%s is written without %s: %s", folder, MTP_LAYERS, kept.missing)
+        return kept
 
     def write_hf(self, folder: Path, source_folder: str | Path) -> list[SendReport]:
         """Write a Hugging Face folder like `save_hf`, without durability.

@@ -134,6 +134,10 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         ConfigError: `refuse_own_server_args` refuses an argument, CUDA graphs are asked for that cannot be
             released, or the model's config.json does not name its class.
     """
+    return _arguments(spec, is_policy=True)
+
+
+def _arguments(spec: RolloutEngineSpec, *, is_policy: bool) -> dict[str, Any]:
     model = spec.model
     rollout = spec.rollout
     on_cpu = spec.device is Device.cpu
@@ -142,7 +146,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
     refuse_own_server_args(given)
     _refuse_nameless_class(model.path)
     has_draft = draft_folder(given) is not None
-    longest = context_length(model.path)
+    longest = context_length(model.path) if is_policy else _positions(model.path)
     arguments: dict[str, Any] = {
         "model_path": model.path,
         "trust_remote_code": model.trust_remote_code,
@@ -153,7 +157,7 @@ def build_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
         "ep_size": rollout.expert_parallel_size,
         "max_running_requests": rollout.max_concurrency,
         "context_length": longest + _SPARE_TOKENS,
-        "json_model_override_args": json.dumps(_overridden_fields(model.path, is_fp8)),
+        "json_model_override_args": json.dumps(_overridden_fields(model.path, is_fp8, is_policy)),
         "skip_tokenizer_init": not needs_tokenizer(rollout, model.path),
         "load_format": "dummy",  # the weights come from a weight sync, so that they are always the trainer's
         "custom_weight_loader": [WEIGHT_LOADER],
@@ -222,7 +226,7 @@ def judge_server_args(spec: RolloutEngineSpec) -> dict[str, Any]:
     Raises:
         ConfigError: See build_server_args.
     """
-    arguments = build_server_args(spec) | {"load_format": "auto", "skip_tokenizer_init": False}
+    arguments = _arguments(spec, is_policy=False) | {"load_format": "auto", "skip_tokenizer_init": False}
     del arguments["custom_weight_loader"]
     return arguments
 
@@ -240,11 +244,11 @@ def node_args(node: EngineNode, ranks_port: int) -> dict[str, Any]:
     return {"nnodes": node.num_nodes, "node_rank": node.rank, "dist_init_addr": f"{host}:{ranks_port}"}
 
 
-def _overridden_fields(path: str, is_fp8: bool) -> dict[str, Any]:
+def _overridden_fields(path: str, is_fp8: bool, is_policy: bool) -> dict[str, Any]:
     """Return the fields of config.json that SGLang gets with other values, or in addition."""
     config = _read_config(path)
     family = family_of(config.get("model_type"))
-    missing = family.added_for_sglang(config) if family else {}
+    missing = family.added_for_sglang(config, is_policy=is_policy) if family else {}
 
     # The format of the weights that a sync sends, whatever that of the folder.
     if is_fp8:
@@ -298,7 +302,12 @@ def image_token_id(path: str) -> int | None:
 
 
 def context_length(path: str) -> int:
-    """Return the maximum tokens of prompt and sample together."""
+    """Return the maximum tokens of prompt and sample of a policy together (see Architecture.row_limit)."""
+    positions = _positions(path)
+    return min(positions, _model_config(path).get("index_topk", positions))
+
+
+def _positions(path: str) -> int:
     return _model_config(path)["max_position_embeddings"]
 
 

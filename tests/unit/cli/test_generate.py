@@ -123,7 +123,7 @@ def test_a_chat_keeps_earlier_turns_until_an_empty_line(
     [
         (["{model}", "1", "--n", "2"], "--n is 2, but greedy samples of a prompt are identical"),
         (["{model}", "1", "--temperature", "-1"], "temperature is -1.0"),
-        (["{model}", "1", "--max-tokens", "80"], "exceed the model's max_position_embeddings 64"),
+        (["{model}", "1", "--max-tokens", "80"], "exceed the model's limit of 64"),
         (["{model}", "what is it?"], "cannot encode"),
         (["{model}/nowhere", "1"], "there is no such folder"),
         (["{model}", "1", "--step", "3"], "is not the folder of a run"),

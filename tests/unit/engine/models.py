@@ -28,6 +28,7 @@ from tests.unit.engine.rank_side import RowImages
 from tests.unit.weights.models import as_stored
 
 VOCAB_SIZE = 199  # for every example; odd, so that every tensor-parallel size pads it
+LONGEST_ROW = 15
 _HEADS = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -42,9 +43,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen2": example_config("qwen2", **_HEADS),
     "llama2": example_config("llama", **_HEADS, rope_scaling=None, rope_theta=1e4),
 }
-# Each MoE family, if possible with a dense layer between sparse ones.
+# Each MoE family, if possible with a dense layer between sparse ones. Indexers select all keys of the longest
+# row of `make_batch`.
 EXPERT_FAMILIES: dict[str, PretrainedConfig] = {
-    family: example_config(family, **_HEADS, mlp_only_layers=[1]) for family in SPARSE_FAMILIES
+    family: example_config(family, **_HEADS, mlp_only_layers=[1], index_topk=LONGEST_ROW)
+    for family in SPARSE_FAMILIES
 }
 # A model with latent attention whose queries have no latent vector, and with another epsilon than the norms
 # of its latent vectors.

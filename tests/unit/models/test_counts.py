@@ -22,7 +22,7 @@ from megarl.models.counts import (
 from megarl.models.families import FAMILIES, read_architecture
 from megarl.placement.memory import stage_parameters
 from megarl.weights.shard_layout import layouts_of, shard_shapes
-from tests.families import new_model
+from tests.families import is_kept, new_model
 
 LAYOUTS = [
     ParallelConfig(),
@@ -59,7 +59,8 @@ def test_a_model_has_as_many_parameters_as_in_transformers(
     biases = sum(
         value.numel() for name, value in reference.named_buffers() if name.endswith("correction_bias")
     )
-    expected = reference.num_parameters() + biases
+    kept = sum(value.numel() for name, value in reference.named_parameters() if is_kept(name, config))
+    expected = reference.num_parameters() + biases - kept
     assert num_parameters(architecture) == expected
 
     # A value head of (H) weights replaces an output layer of (V, H).

@@ -14,7 +14,7 @@ from megarl.rollout.hf.engine import HFEngine
 from megarl.rollout.interface import RolloutEngine, RolloutEngineSpec
 from megarl.weights.tensors import Manifest, TensorMeta
 from tests import plain_trainer
-from tests.families import example_config, new_model
+from tests.families import example_config, is_kept, new_model
 from tests.unit.weights.models import as_stored
 
 VOCAB = 97
@@ -72,8 +72,12 @@ def manifest_of(model: PreTrainedModel) -> Manifest:
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the weights by their names in a folder."""
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """Return the weights that a trainer has, by their names in a folder."""
+    parameters = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if not is_kept(name, model.config)
+    }
     return as_stored(parameters | _stored_buffers(model), model)
 
 

@@ -67,8 +67,7 @@ def test_a_failed_or_repeated_update_starts_from_nothing() -> None:
         ([3, 97], r"the prompt of request 1 has token ids 3\.\.97, but the model's vocabulary is 0\.\.96"),
         (
             [1] * 60,
-            "the prompt of request 1 of 60 tokens and max_new_tokens 6 exceed the model's "
-            "max_position_embeddings 64",
+            "the prompt of request 1 of 60 tokens and max_new_tokens 6 exceed the model's limit of 64",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Layers that predict further tokens, and vision towers, are copied from the original folder, whatever is
+"""Layers that predict further tokens, indexers and vision towers are copied from the original folder, whatever is
 trained or converted."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.models.fp8 import scale_name
 from megarl.weights.hf_folder import write_kept_tensors_and_index
 from megarl.weights.kept_tensors import read_kept_tensors
 from megarl.weights.tensors import WeightTransferError
-from tests.families import example_config
+from tests.families import example_config, is_kept
 from tests.unit.weights.block_fp8 import dequantized_by_hand
 from tests.unit.weights.kept_tensors import (
     INDEX,
@@ -42,7 +42,7 @@ def promised(folder: Path) -> int | None:
     return json.loads((folder / "config.json").read_text()).get("num_nextn_predict_layers")
 
 
-def without_mtp(tensors: Tensors, family: str) -> Tensors:
+def without_kept(tensors: Tensors, family: str) -> Tensors:
     return {name: value for name, value in tensors.items() if name not in SHAPES[family]}
 
 
@@ -68,14 +68,20 @@ def test_conversion_there_and_back_keeps_all_bits(
     assert_transformers_loads(tmp_path / "back", tmp_path / "hf")
 
 
-def assert_transformers_loads(folder: Path, original: Path) -> None:
-    """Transformers ignores what is kept."""
+def assert_transformers_loads(folder: Path, original: Path, *, lacks_indexers: bool = False) -> None:
+    """Transformers ignores what is kept, except indexers."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype="auto")
-    assert not info["missing_keys"]
+    missing = info["missing_keys"]
+    assert bool(missing) == lacks_indexers
+    assert all(is_kept(name, model.config) for name in missing)
     assert not info["mismatched_keys"]
     assert all(name.startswith((f"model.layers.{NUM_LAYERS}.", "mtp.")) for name in info["unexpected_keys"])
     expected = AutoModelForCausalLM.from_pretrained(original, dtype="auto")
-    assert same_bits(model.state_dict(), expected.state_dict())
+    states = [
+        {name: value for name, value in each.state_dict().items() if name not in missing}
+        for each in (model, expected)
+    ]
+    assert same_bits(*states)
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -94,12 +100,13 @@ def test_without_the_original_folder_they_are_not_written(
     assert main(["convert", "megatron-to-hf", "--input", str(there), "--output", str(back)]) == 0
 
     (line,) = capsys.readouterr().err.splitlines()
-    assert "is written without the layers that predict further tokens" in line
+    named = "the indexers of sparse attention and " * (family == "glm_moe_dsa")
+    assert f"is written without {named}the layers that predict further tokens" in line
     assert line.endswith("pass --config HF_DIR, the folder of the original model")
-    assert same_bits(load_file(back / "model.safetensors"), without_mtp(expected, family))
+    assert same_bits(load_file(back / "model.safetensors"), without_kept(expected, family))
     assert [path.name for path in back.glob("*.safetensors*")] == ["model.safetensors"]
     assert not promised(back)
-    assert_transformers_loads(back, tmp_path / "hf")
+    assert_transformers_loads(back, tmp_path / "hf", lacks_indexers=family == "glm_moe_dsa")
 
 
 def test_a_single_file_gets_a_second_one(tmp_path: Path) -> None:
@@ -128,7 +135,7 @@ def test_transformers_loads_the_tower_of_a_small_model(tmp_path: Path) -> None:
 def test_folders_for_engines_do_not_have_them(tmp_path: Path) -> None:
     expected = write_original(tmp_path / "hf", "glm4_moe")
     write_hugging_face(open_model(tmp_path / "hf"), tmp_path / "engine")
-    assert same_bits(load_file(tmp_path / "engine" / "model.safetensors"), without_mtp(expected, "glm4_moe"))
+    assert same_bits(load_file(tmp_path / "engine" / "model.safetensors"), without_kept(expected, "glm4_moe"))
     assert promised(tmp_path / "engine") == 0
 
 
@@ -140,7 +147,7 @@ def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(WeightTransferError, match="without block scales.*--dtype bfloat16"):
         read_kept_tensors(tmp_path / "hf", architecture, "lm", FP8)
-    write_files(tmp_path / "hf", [without_mtp(expected, "glm4_moe")])
+    write_files(tmp_path / "hf", [without_kept(expected, "glm4_moe")])
     with pytest.raises(WeightTransferError, match=f"=1, but layer {NUM_LAYERS} is not stored"):
         read_kept_tensors(tmp_path / "hf", architecture, "lm", dtype)
     (tmp_path / "hf" / INDEX).unlink()
@@ -151,9 +158,27 @@ def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
     assert read_kept_tensors(tmp_path / "hf", read_architecture(str(tmp_path / "hf")), "lm", dtype) is None
 
 
+def test_indexers_are_kept_without_layers_that_are_not_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers writes such folders: it ignores the layers, but keeps the field."""
+    tensors = write_original(tmp_path / "hf", "glm_moe_dsa")
+    after_last = f"model.layers.{NUM_LAYERS}."
+    stored = {name: value for name, value in tensors.items() if not name.startswith(after_last)}
+    write_files(tmp_path / "hf", [stored])
+    hf, converted = (str(tmp_path / name) for name in ("hf", "x"))
+    assert main(["convert", "megatron-to-hf", "--input", hf, "--output", converted]) == 0
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is written without the layers that predict further tokens: " in line
+    assert line.endswith(f"layer {NUM_LAYERS} is not stored")
+    assert same_bits(indexed(tmp_path / "x"), stored)
+    assert promised(tmp_path / "x") == 0
+
+
 def test_a_qwen3_next_without_them_has_none(tmp_path: Path) -> None:
     expected = write_original(tmp_path / "hf", "qwen3_next")
-    write_files(tmp_path / "hf", [without_mtp(expected, "qwen3_next")])
+    write_files(tmp_path / "hf", [without_kept(expected, "qwen3_next")])
     assert (
         read_kept_tensors(tmp_path / "hf", read_architecture(str(tmp_path / "hf")), "lm", torch.bfloat16)
         is None

@@ -1,4 +1,4 @@
-"""Models that SGLang has no class for or computes differently, and contexts that YaRN extends."""
+"""Models that SGLang has no class for or computes differently, and the lengths that models take."""
 
 from __future__ import annotations
 
@@ -73,3 +73,23 @@ def test_a_context_that_yarn_extends_needs_the_new_length(tmp_path: Path) -> Non
     assert all(
         "or set max_position_embeddings to 128 in config.json, to which YaRN extends" in line for line in said
     )
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_rows_are_no_longer_than_the_keys_that_sparse_attention_selects(tmp_path: Path, family: str) -> None:
+    """The model selects 28 keys and has 256 positions. Prompts have up to 16 tokens."""
+    fields = FAMILIES[family].example() | {"index_topk": 28}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    run = write_yaml(tmp_path / "run.yaml", ppo_values(tmp_path))
+
+    def found(response: int) -> list[str]:
+        models = [f"model.path={tmp_path}", f"critic.model.path={tmp_path}"]
+        given = violations(run, ENGINE, *models, f"data.max_response_length={response}")
+        return [each for each in given if "index_topk" in each]
+
+    assert found(12) == []
+    refused = found(13)
+    assert refused
+    assert all("16 + 13 = 29 tokens exceed index_topk 28 of " in each for each in refused)
+    assert all("sparse attention would select keys" in each for each in refused)
+    assert all(each.endswith("; use max_response_length 12") for each in refused)

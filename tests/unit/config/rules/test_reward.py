@@ -99,8 +99,8 @@ def test_good_settings_have_none(ppo: str) -> None:
         (
             ["reward.model.max_length=20"],
             "a row may have 24 of the policy's tokens, but the reward model reads at most 20 of its own "
-            "tokens (limited by max_length, 48 positions, and a micro-batch); use shorter rows, raise these "
-            "limits up to its positions, or use reward.model.overlong=truncate",
+            "tokens (limited by max_length, max_position_embeddings 48, and a micro-batch); use shorter rows, raise "
+            "these limits up to max_position_embeddings, or use reward.model.overlong=truncate",
         ),
         (
             ["data.max_response_length=33"],

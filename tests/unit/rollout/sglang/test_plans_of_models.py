@@ -33,6 +33,8 @@ MODELS = {
 }
 # SGLang has one class for both families.
 OWN_NAMES = {"Olmo3ForCausalLM": "Olmo2ForCausalLM"}
+# Policies with sparse attention are served by the class without it.
+OWN_NAMES |= dict.fromkeys(("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"), "DeepseekV2ForCausalLM")
 PROGRAM = Path(__file__).with_name("plans_of_models.py")
 
 

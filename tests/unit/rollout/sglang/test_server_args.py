@@ -26,11 +26,13 @@ from megarl.config.schema import (
 from megarl.config.speculation import ALGORITHMS
 from megarl.config.speculation import ARGUMENTS as SPECULATIVE_ARGUMENTS
 from megarl.machine.errors import ConfigError
+from megarl.models.families import FAMILIES
 from megarl.models.quantization import BLOCK_FP8
 from megarl.rollout.interface import RolloutEngineSpec
 from megarl.rollout.sglang.server_args import (
     build_server_args,
     context_length,
+    judge_server_args,
     known_server_args,
     refuse_unknown_server_args,
     vocab_size,
@@ -250,6 +252,21 @@ def test_the_format_of_the_folder_is_not_that_of_the_engine(tmp_path: Path) -> N
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": BLOCK_FP8}))
     fields = json.loads(build_server_args(asked)["json_model_override_args"])
     assert fields == {"eos_token_id": [3], "quantization_config": None}
+
+
+def test_a_policy_with_sparse_attention_is_served_without_it(tmp_path: Path) -> None:
+    """Its rows have at most `index_topk` tokens. A judge reads its own weights, and longer rows."""
+    asked = spec(tmp_path)
+    fields = FAMILIES["glm_moe_dsa"].example()
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+
+    def served(arguments: dict[str, Any]) -> tuple[list[str], int]:
+        overridden = json.loads(arguments["json_model_override_args"])
+        return overridden.get("architectures", fields["architectures"]), arguments["context_length"] // 8 * 8
+
+    assert served(build_server_args(asked)) == (["DeepseekV2ForCausalLM"], 128 + 8)
+    assert served(judge_server_args(asked)) == (["GlmMoeDsaForCausalLM"], 256 + 8)
+    assert context_length(asked.model.path) == 128
 
 
 def test_the_users_arguments_win_over_defaults(tmp_path: Path) -> None:
