@@ -71,6 +71,10 @@ def has_fused_experts(model_type: str) -> bool:
     )
 
 
+# Families whose published folders have transposed experts. transformers writes them as it has them in memory.
+WITH_TRANSPOSED_EXPERTS = ("qwen3_vl_moe",)
+
+
 def example_config(model_type: str, **changes: Any) -> PretrainedConfig:
     """Return the configuration that transformers creates from `example_fields`."""
     return AutoConfig.for_model(**example_fields(model_type, **changes))

@@ -32,7 +32,7 @@ from megarl.config.schema import DType, Layers
 from megarl.engine.delta_net import GatedDeltaNet
 from megarl.engine.latent_attention import LatentSelfAttention
 from megarl.engine.layers import AttentionCore, LogitLayer, RMSNorm, sharing_prompts
-from megarl.engine.moe_router import RoutedLayer, router_class
+from megarl.engine.moe_router import RoutedDeepstackLayer, RoutedLayer, router_class
 from megarl.engine.norms import drop_norms_before_blocks, linear_class, set_norms, submodules_of
 from megarl.engine.sinks import SinkAttention
 from megarl.engine.vision import DeepstackLayer
@@ -100,9 +100,10 @@ def block_spec(
             f"the first (virtual) pipeline stage has {len(held)} layers, but features of images are added to "
             f"the first {num_deepstack}: use fewer pipeline stages or virtual stages"
         )
+    deepstack_layer = RoutedDeepstackLayer if sparse_layers else DeepstackLayer
     for place, layer in enumerate(held):
         if layer < num_deepstack:
-            layer_specs[place] = replace(layer_specs[place], module=DeepstackLayer)
+            layer_specs[place] = replace(layer_specs[place], module=deepstack_layer)
 
     # After the last attention, only tokens that predict another one are needed.
     if config.num_layers - 1 in held and ends_with_predictors(sparse_layers):

@@ -30,6 +30,7 @@ from megarl.batch.metrics import Metric
 from megarl.config.schema import ExpertsConfig
 from megarl.engine.groups import ParallelGroups
 from megarl.engine.micro_batch import MicroBatch, MicroBatchRoutes
+from megarl.engine.vision import DeepstackLayer
 from megarl.models.architecture import Architecture, RouterScore
 
 _SMALLEST_SUM = 1e-20  # keeps a division finite if every sigmoid of a token is zero
@@ -281,6 +282,10 @@ class RoutedLayer(TransformerLayer):
     def forward(self, *arguments: Any, attention_bias: RoutedTokens | None = None, **options: Any) -> Any:
         options["padding_mask"] = attention_bias
         return super().forward(*arguments, **options)
+
+
+class RoutedDeepstackLayer(DeepstackLayer, RoutedLayer):
+    """A layer of an MoE model that adds features of images to its output."""
 
 
 def _tell(

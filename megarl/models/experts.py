@@ -52,6 +52,27 @@ def expert_rows(block: str, *, gate: str, up: str, down: str) -> tuple[MappingRo
     )
 
 
+# The axes of experts in two tensors per layer whose matrices are transposed, and their order in Megatron.
+_TRANSPOSED = {"gate_up_proj": ("E H (2 M)", "2 M H"), "down_proj": ("E M H", "H M")}
+
+
+def transposed_fused(rows: tuple[MappingRow, ...]) -> tuple[MappingRow, ...]:
+    """Return the rows of a family whose folders have the experts of a layer in two transposed tensors.
+
+    transformers v5 writes tensors of the same names that are not transposed, which are the alternative.
+    """
+
+    def published(entry: tuple[str, str] | TensorPart) -> TensorPart:
+        assert isinstance(entry, TensorPart)
+        dims, order = _TRANSPOSED[entry.name.rpartition(".")[2]]
+        return replace(entry, dims=dims, order=order)
+
+    return tuple(
+        replace(row, tensors=tuple(map(published, row.alternative))) if row.alternative else row
+        for row in rows
+    )
+
+
 def fused_first(rows: tuple[MappingRow, ...]) -> tuple[MappingRow, ...]:
     """Return the rows of a family whose folders have the experts of a layer in two tensors."""
     return tuple(

@@ -24,7 +24,7 @@ from megarl.models.quantization import check_quantization
 from megarl.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megarl.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from megarl.models.qwen3_next import QWEN3_NEXT
-from megarl.models.qwen_vl import QWEN2_5_VL, QWEN3_VL
+from megarl.models.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
 from megarl.models.smollm import SMOLLM3
 from megarl.models.sparse_attention import DEEPSEEK_V32, GLM_MOE_DSA
 from megarl.models.unsupported import UNSUPPORTED
@@ -49,6 +49,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
     "qwen2_5_vl": QWEN2_5_VL,
     "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL_MOE,
     "olmo2": OLMO2,
     "olmo3": OLMO3,
     "gemma3_text": GEMMA3_TEXT,

@@ -44,7 +44,7 @@ def _read_qwen2_moe(reader: ConfigReader) -> Architecture:
 
 
 def _read_qwen3_moe(reader: ConfigReader) -> Architecture:
-    return read_trunk(reader, qk_norm=True, read_experts=_read_experts)
+    return read_trunk(reader, qk_norm=True, read_experts=read_experts)
 
 
 def read_experts_with_shared(reader: ConfigReader, num_hidden_layers: int) -> Experts:
@@ -52,12 +52,26 @@ def read_experts_with_shared(reader: ConfigReader, num_hidden_layers: int) -> Ex
     if reader.take("qkv_bias") not in (None, True):
         reader.refuse("qkv_bias", "only true is supported")
     shared_intermediate_size = reader.number("shared_expert_intermediate_size", int)
-    return _read_experts(reader, num_hidden_layers, shared_intermediate_size)
+    return read_experts(reader, num_hidden_layers, shared_intermediate_size)
 
 
-def _read_experts(reader: ConfigReader, num_hidden_layers: int, shared_intermediate_size: int = 0) -> Experts:
+def read_experts(
+    reader: ConfigReader,
+    num_hidden_layers: int,
+    shared_intermediate_size: int = 0,
+    *,
+    norm_by_default: bool = False,
+) -> Experts:
+    """Read the experts of a model with a softmax router.
+
+    Args:
+        reader: The fields of the language model.
+        num_hidden_layers: The number of layers.
+        shared_intermediate_size: The size of a shared expert with a gate; 0: there is none.
+        norm_by_default: Whether the weights of selected experts sum to one if `norm_topk_prob` is missing.
+    """
     num_experts, num_experts_per_tok = read_num_experts(reader)
-    norm_topk_prob = reader.flag("norm_topk_prob")
+    norm_topk_prob = reader.flag("norm_topk_prob", norm_by_default)
     check_router_gradient(reader, num_experts_per_tok, norm_topk_prob)
 
     return Experts(
@@ -91,7 +105,7 @@ def _sparse_layers(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, .
     return layers
 
 
-_EXPERTS_OF_EXAMPLE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS_OF_EXAMPLE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def _qwen2_example() -> dict[str, Any]:
@@ -108,7 +122,7 @@ def _qwen2_moe_example() -> dict[str, Any]:
         "model_type": "qwen2_moe",
         "shared_expert_intermediate_size": 48,
         "mlp_only_layers": [],
-        **_EXPERTS_OF_EXAMPLE,
+        **EXPERTS_OF_EXAMPLE,
     }
 
 
@@ -118,7 +132,7 @@ def _qwen3_moe_example() -> dict[str, Any]:
         "model_type": "qwen3_moe",
         "head_dim": 32,
         "norm_topk_prob": True,
-        **_EXPERTS_OF_EXAMPLE,
+        **EXPERTS_OF_EXAMPLE,
     }
 
 

@@ -1,15 +1,21 @@
-"""Qwen2.5-VL and Qwen3-VL: the layers of Qwen 2.5 and 3 with a vision tower and positions in three axes."""
+"""Qwen2.5-VL and Qwen3-VL: the layers of Qwen 2.5 and 3 with a vision tower and positions in three axes.
+
+Qwen3-VL is dense or has the experts of Qwen 3.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, Experts
 from megarl.models.config_reader import ConfigReader
+from megarl.models.experts import sglang_differs as sglang_experts_differ
+from megarl.models.experts import transposed_fused
 from megarl.models.family import Family
 from megarl.models.mapping import Cut, MappingRow, StagePlacement
+from megarl.models.qwen import EXPERTS_OF_EXAMPLE, SPARSE_ROWS, read_experts
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk, with_prefix
 from megarl.models.vision import Vision
 
@@ -57,6 +63,33 @@ def _read_qwen3_vl(reader: ConfigReader) -> Architecture:
         _read_deepstack_tower,
         default_sections=Sections((24, 20, 20), is_interleaved=True),
     )
+
+
+def _read_qwen3_vl_moe(reader: ConfigReader) -> Architecture:
+    architecture = _read(
+        reader,
+        lambda text: read_trunk(text, qk_norm=True, default_rope_theta=5e5, read_experts=_read_experts),
+        _read_deepstack_tower,
+        default_sections=Sections((24, 20, 20), is_interleaved=True),
+    )
+    assert architecture.experts is not None
+
+    # Folders have the matrices of experts transposed or not, and only the shapes tell which.
+    size = architecture.experts.intermediate_size
+    if not reader.problems and architecture.hidden_size in (size, 2 * size):
+        reader.problems.append(
+            f"text_config: field 'moe_intermediate_size' is {size}, but must be neither the 'hidden_size' "
+            f"{architecture.hidden_size} nor half of it: the shapes of experts would not show whether their "
+            "matrices are transposed"
+        )
+    return architecture
+
+
+def _read_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
+    experts = read_experts(reader, num_hidden_layers, norm_by_default=True)
+    if not experts.norm_topk_prob:
+        reader.refuse("norm_topk_prob", "transformers does not read it and normalizes the weights; use true")
+    return experts
 
 
 def _read(
@@ -354,15 +387,48 @@ def _qwen2_5_vl_example() -> dict[str, Any]:
     return _example("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", {"rope_parameters": rope}, windows)
 
 
+_ROPE_OF_EXAMPLE = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "mrope_section": [6, 5, 5],
+    "mrope_interleaved": True,
+}
+_DEEPSTACK_OF_EXAMPLE = {
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 2],
+    "hidden_act": "gelu_pytorch_tanh",
+}
+
+
 def _qwen3_vl_example() -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
-    tower = {
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0, 2],
-        "hidden_act": "gelu_pytorch_tanh",
+    text = {"head_dim": 32, "rope_parameters": dict(_ROPE_OF_EXAMPLE)}
+    return _example("qwen3_vl", "Qwen3VLForConditionalGeneration", text, _DEEPSTACK_OF_EXAMPLE)
+
+
+def _qwen3_vl_moe_example() -> dict[str, Any]:
+    """Return a model with as many deepstack blocks as in SGLang's class, all on the first of two stages."""
+    text = {
+        "head_dim": 32,
+        "rope_parameters": dict(_ROPE_OF_EXAMPLE),
+        "num_hidden_layers": 8,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        **EXPERTS_OF_EXAMPLE,
+        "moe_intermediate_size": 24,
     }
-    text = {"head_dim": 32, "rope_parameters": rope}
-    return _example("qwen3_vl", "Qwen3VLForConditionalGeneration", text, tower)
+    tower = _DEEPSTACK_OF_EXAMPLE | {"deepstack_visual_indexes": [0, 1, 2]}
+    return _example("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", text, tower)
+
+
+# SGLang's class adds features of images to the outputs of as many layers.
+_DEEPSTACK_OF_SGLANG = 3
+
+
+def _sglang_differs(architecture: Architecture) -> Iterator[str]:
+    yield from sglang_experts_differ(architecture)
+    assert architecture.vision is not None
+    if len(architecture.vision.deepstack_blocks) != _DEEPSTACK_OF_SGLANG:
+        yield f"features of images added to a number of layers other than {_DEEPSTACK_OF_SGLANG}"
 
 
 _LM_CLASS = "ForConditionalGeneration"
@@ -370,6 +436,7 @@ _LIMITS = (
     "no videos; packed rows only; no agents and reward models",
     "SGLang on GPUs only, where images have not run",
 )
+_DEEPSTACK_LIMIT = "the first pipeline stage must have the layers that features of images are added to"
 QWEN2_5_VL = Family(
     model_type="qwen2_5_vl",
     class_prefix="Qwen2_5_VL",
@@ -391,5 +458,17 @@ QWEN3_VL = Family(
     tower_rows=_qwen3_tower,
     example=_qwen3_vl_example,
     models="Qwen3-VL, dense",
-    limits=(*_LIMITS, "the first pipeline stage must have the layers that features of images are added to"),
+    limits=(*_LIMITS, _DEEPSTACK_LIMIT),
+)
+QWEN3_VL_MOE = Family(
+    model_type="qwen3_vl_moe",
+    class_prefix="Qwen3VLMoe",
+    lm_class=_LM_CLASS,
+    read=_read_qwen3_vl_moe,
+    rows=with_prefix((*TRUNK_ROWS, *transposed_fused(SPARSE_ROWS)), "model.", "model.language_model."),
+    tower_rows=_qwen3_tower,
+    example=_qwen3_vl_moe_example,
+    sglang_differs=_sglang_differs,
+    models="Qwen3-VL-30B-A3B and 235B-A22B",
+    limits=(*_LIMITS, _DEEPSTACK_LIMIT, "no engine on a CPU"),
 )

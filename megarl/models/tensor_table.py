@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -160,20 +160,24 @@ def unique_tensors(weights: Sequence[Weight]) -> tuple[HFTensor, ...]:
     return tuple(found.values())
 
 
-def stored_weights(architecture: Architecture, head: Head, stored: Container[str]) -> tuple[Weight, ...]:
+def stored_weights(
+    architecture: Architecture, head: Head, stored: Mapping[str, tuple[int, ...]]
+) -> tuple[Weight, ...]:
     """Return `weights_of` with the tensors in which a folder stores each parameter.
 
     Args:
         architecture: The model.
         head: The head of the model.
-        stored: The names of the tensors in the folder.
+        stored: The shapes of the tensors in the folder, by name.
     """
     rows = rows_of(architecture, head)
     read = tuple(_as_stored(row, architecture, stored) for row in rows)
     return weights_of(architecture, head) if read == rows else _expand_all(read, architecture)
 
 
-def _as_stored(row: MappingRow, architecture: Architecture, stored: Container[str]) -> MappingRow:
+def _as_stored(
+    row: MappingRow, architecture: Architecture, stored: Mapping[str, tuple[int, ...]]
+) -> MappingRow:
     """Return the row with its alternative tensors if the folder has those and not its own."""
     layers = range(architecture.num_hidden_layers)
     # The first layer with this row shows which names the folder has.
@@ -186,7 +190,12 @@ def _as_stored(row: MappingRow, architecture: Architecture, stored: Container[st
         [_name(entry).format(layer=layer, expert=0) for entry in entries]
         for entries in (row.tensors, row.alternative)
     )
-    is_other = all(name in stored for name in others) and not any(name in stored for name in own)
+    if own == others:
+        # The same tensors with other axes, which their shapes distinguish.
+        shapes = [_geometry(entry, row.cut, architecture, 0)[0] for entry in row.alternative]
+        is_other = [stored.get(name) for name in others] == shapes
+    else:
+        is_other = all(name in stored for name in others) and not any(name in stored for name in own)
     return replace(row, tensors=row.alternative) if is_other else row
 
 

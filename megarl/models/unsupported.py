@@ -29,7 +29,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "granitemoehybrid": _MAMBA,
     "jamba": _MAMBA,
     "qwen2_vl": _VISION,
-    "qwen3_vl_moe": _VISION,
     "glm4v": _VISION,
     "glm4v_moe": _VISION,
     "mistral3": _VISION,

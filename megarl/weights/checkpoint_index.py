@@ -76,6 +76,11 @@ class CheckpointIndex:
     folder: Path
     tensors: dict[str, TensorInFile]
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the stored tensors."""
+        return {name: stored.shape for name, stored in self.tensors.items()}
+
 
 def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
     """Read the headers of `model.safetensors`, or of the files listed in `model.safetensors.index.json`.

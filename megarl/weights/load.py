@@ -70,7 +70,7 @@ def load_into_shards(
     check_parameters(parameters, shard_shapes(architecture, layout, head))
 
     with _Reader(index) as reader, torch.no_grad():
-        for weight in filter(layout.holds, stored_weights(architecture, head, index.tensors)):
+        for weight in filter(layout.holds, stored_weights(architecture, head, index.shapes)):
             if weight.megatron_name == OUTPUT_LAYER and head == "value" and value_head == "initial":
                 continue
             parameter = parameters[weight.megatron_name]

@@ -58,7 +58,7 @@ def manifest_of(architecture: Architecture, dtype: torch.dtype, head: Head = "lm
 
 def stored_manifest(index: CheckpointIndex, architecture: Architecture, head: Head) -> Manifest:
     """Return the tensors that a folder must have, which may hold experts fused, unlike `manifest_of`."""
-    weights = stored_weights(architecture, head, index.tensors)
+    weights = stored_weights(architecture, head, index.shapes)
     return {tensor.name: TensorMeta(tensor.shape, torch.float32) for tensor in unique_tensors(weights)}
 
 

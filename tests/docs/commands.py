@@ -107,6 +107,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "make quickstart ENGINE=sglang": Make(("megarl quickstart rollout.engine=sglang",)),
     "make quickstart TASK=shapes": Make(("-m examples.shapes.run",)),
     "megarl check configs/qwen3_vl_8b_grpo.yaml": Executed(),
+    "megarl check configs/qwen3_30b_a3b_grpo.yaml model.path=models/Qwen3-VL-30B-A3B-Instruct actor.freeze_vision=true data.max_prompt_length=2048": Executed(),
     "make quickstart TASK=agent": Make(("-m examples.agent.run",)),
     "make quickstart TASK=harness": Make(("-m examples.harness.run",)),
     'make quickstart TASK=agent ARGS="trainer.seed=1"': Make(("-m examples.agent.run trainer.seed=1",)),

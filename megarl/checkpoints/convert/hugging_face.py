@@ -113,7 +113,7 @@ def _stored_pieces(
     pieces: dict[str, list[StoredPiece]] = {}
     layout = whole_layout(architecture)
     own_weights = weights_of(architecture, head)
-    read_weights = stored_weights(architecture, head, index.tensors)
+    read_weights = stored_weights(architecture, head, index.shapes)
 
     for own, read in zip(own_weights, read_weights, strict=True):
         if own is read or own.tensors == read.tensors:

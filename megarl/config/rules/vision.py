@@ -89,10 +89,12 @@ def every_role(config: PPOConfig, architectures: Mapping[str, Architecture]) -> 
 def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
     """Check that the engine can read images on the run's device."""
     if policy.vision is not None and config.device is Device.cpu and config.rollout.engine.needs.cuts_models:
+        # Engines that shard no model have no experts.
+        other = "rollout.engine=hf" if policy.experts is None else "device=cuda"
         yield Violation(
             ("rollout.engine", "device"),
             f"{config.model.path} reads images, which the engine {config.rollout.engine.name!r} supports on "
-            "CUDA only, because its image processors import compiled kernels; use rollout.engine=hf",
+            f"CUDA only, because its image processors import compiled kernels; use {other}",
         )
 
 

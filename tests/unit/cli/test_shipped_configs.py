@@ -101,6 +101,8 @@ NUM_PARAMETERS = {
     "Mistral-Small-24B-Instruct-2501": 23_572_403_200,
     "Qwen3-8B-128k": 8_190_735_360,
     "Qwen3-VL-8B-Instruct": 8_767_123_696,
+    "Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
+    "Qwen3-VL-235B-A22B-Instruct": 235_670_022_896,
     "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
     # without the vision tower and the layers that predict further tokens
     "Qwen3.6-27B": 26_895_998_464,

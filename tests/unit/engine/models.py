@@ -23,9 +23,17 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from megarl.models.architecture import Architecture, RouterScore
 from megarl.models.families import FAMILIES as REGISTERED
 from megarl.models.family import stored_name
-from tests.families import DENSE_FAMILIES, SPARSE_FAMILIES, example_config, is_kept, model_class, new_model
+from tests.families import (
+    DENSE_FAMILIES,
+    SPARSE_FAMILIES,
+    WITH_TRANSPOSED_EXPERTS,
+    example_config,
+    is_kept,
+    model_class,
+    new_model,
+)
 from tests.unit.engine.rank_side import RowImages
-from tests.unit.weights.models import as_stored
+from tests.unit.weights.models import as_stored, stored_state
 
 VOCAB_SIZE = 199  # for every example; odd, so that every tensor-parallel size pads it
 LONGEST_ROW = 15
@@ -100,6 +108,8 @@ def save_model(family: str, folder: Path, seed: int = 0) -> None:
                 buffer[IDLE_EXPERT] = -0.1
 
     model.save_pretrained(folder)
+    if config.model_type in WITH_TRANSPOSED_EXPERTS:
+        save_file(stored_state(model), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def save_large_model(folder: Path) -> PreTrainedModel:

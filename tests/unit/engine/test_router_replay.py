@@ -26,13 +26,14 @@ from megarl.config.schema import (
     RecomputeModule,
     RoutingReplay,
 )
-from tests.families import RENAMED_FAMILIES, SPARSE_FAMILIES
+from tests.families import RENAMED_FAMILIES, SPARSE_FAMILIES, example_architecture
 from tests.ranks import RankPool, gather
 from tests.unit.engine.comparison import assert_same, max_difference
 from tests.unit.engine.models import (
     gradients_of,
     load_lm,
     make_batch,
+    make_image_batch,
     reference_logits,
     save_model,
     scores_of,
@@ -53,9 +54,8 @@ from tests.unit.engine.rank_side import (
 )
 
 NUM_ROWS = 11
-# The token that goes elsewhere, in every layer: it is in a response.
+# The first token of this row's response goes elsewhere, in every layer.
 ROW = 0
-PLACE = 8
 LAYOUTS = {
     **EXPERT_LAYOUTS,
     "PP2xVPP2": ParallelConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2),
@@ -85,15 +85,17 @@ class Replayed(NamedTuple):
     routes: dict[int, Tensor]  # those of `own`, by row of the batch
 
 
-def weighted_batch() -> Tensors:
-    batch = with_one_prompt(make_batch(NUM_ROWS), (3, 4, 2), (1, 5))
+def weighted_batch(*, has_images: bool) -> dict[str, Any]:
+    batch = (
+        make_image_batch(NUM_ROWS) if has_images else with_one_prompt(make_batch(NUM_ROWS), (3, 4, 2), (1, 5))
+    )
     weights = torch.randn(batch["response_mask"].shape, generator=torch.Generator().manual_seed(2))
     return {**batch, "weight/log_probs": weights * batch["response_mask"]}
 
 
 @contextmanager
-def watched_routers(model: PreTrainedModel, disturbed: bool) -> Iterator[list[list[Tensor]]]:
-    """Return the experts of each layer, (tokens, K), for each row; row ROW is disturbed at PLACE."""
+def watched_routers(model: PreTrainedModel, disturbed_place: int | None) -> Iterator[list[list[Tensor]]]:
+    """Return the experts of each layer, (tokens, K), for each row; row ROW is disturbed at a place."""
     rows: list[list[Tensor]] = []
     routers = [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
 
@@ -102,17 +104,18 @@ def watched_routers(model: PreTrainedModel, disturbed: bool) -> Iterator[list[li
         if router is routers[0]:
             rows.append([])
 
-        if disturbed and len(rows) == ROW + 1:
+        if disturbed_place is not None and len(rows) == ROW + 1:
             experts = experts.clone()
             scores = scores.clone()
             # Select the next best experts. A selection bias belongs to routers with sigmoid scores.
             bias = getattr(router, "e_score_correction_bias", None)
-            own = logits[PLACE].softmax(-1) if bias is None else logits[PLACE].sigmoid()
+            logit = logits[disturbed_place]
+            own = logit.softmax(-1) if bias is None else logit.sigmoid()
             chosen = own if bias is None else own + bias
-            experts[PLACE] = chosen.topk(2 * experts.shape[1]).indices[experts.shape[1] :]
-            own = own[experts[PLACE]]
+            experts[disturbed_place] = chosen.topk(2 * experts.shape[1]).indices[experts.shape[1] :]
+            own = own[experts[disturbed_place]]
             own = own / own.sum() if getattr(router, "norm_topk_prob", True) else own
-            scores[PLACE] = own * getattr(router, "routed_scaling_factor", 1.0)
+            scores[disturbed_place] = own * getattr(router, "routed_scaling_factor", 1.0)
 
         rows[-1].append(experts)
         return logits, scores, experts
@@ -125,9 +128,11 @@ def watched_routers(model: PreTrainedModel, disturbed: bool) -> Iterator[list[li
             handle.remove()
 
 
-def run_reference(folder: Path, batch: Tensors, disturbed: bool) -> Routed:
+def run_reference(folder: Path, batch: dict[str, Any], disturbed: bool) -> Routed:
     model = load_lm(folder)
-    with watched_routers(model, disturbed) as rows:
+    prompt = batch["attention_mask"][ROW, : -batch["response_mask"].shape[1]]
+    place = int(prompt.sum()) if disturbed else None
+    with watched_routers(model, place) as rows:
         log_probs = scores_of(reference_logits(model, batch), batch)["log_probs"]
     (log_probs * batch["weight/log_probs"]).sum().backward()
     routes = [torch.stack(layers, dim=1)[:-1].flatten().to(route_dtype(8)) for layers in rows]
@@ -136,7 +141,7 @@ def run_reference(folder: Path, batch: Tensors, disturbed: bool) -> Routed:
 
 class Setting(NamedTuple):
     folder: str
-    batch: Tensors
+    batch: dict[str, Any]
     plain: Routed
     disturbed: Routed
 
@@ -148,7 +153,7 @@ def setting_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Sett
     @cache
     def computed(family: str) -> Setting:
         save_model(family, folder := tmp_path_factory.mktemp(family))
-        batch = weighted_batch()
+        batch = weighted_batch(has_images=example_architecture(family).vision is not None)
         plain, disturbed = (run_reference(folder, batch, disturbed) for disturbed in (False, True))
         return Setting(str(folder), batch, plain, disturbed)
 
@@ -172,7 +177,11 @@ def routes_of_all(rows: list[int], outputs: dict[str, Any] | None) -> dict[int, 
 
 
 def run_engine(
-    parallel: ParallelConfig, folder: str, batch: Tensors, routes: list[Tensor], recomputation: Recomputation
+    parallel: ParallelConfig,
+    folder: str,
+    batch: dict[str, Any],
+    routes: list[Tensor],
+    recomputation: Recomputation,
 ) -> Replayed:
     """Run in a rank: run. Outputs are those of the whole batch; gradients are those of the rank's stage."""
     groups = start(parallel)
@@ -305,7 +314,7 @@ def test_a_token_in_a_hundred_matters(setting: Setting) -> None:
         not torch.equal(*rows) for rows in zip(setting.plain.routes, setting.disturbed.routes, strict=True)
     ]
     assert differ == [row == ROW for row in range(NUM_ROWS)]
-    assert 90 < int(setting.batch["attention_mask"].sum()) < 130
+    assert 90 < int(setting.batch["attention_mask"].sum()) < 200  # prompts with images are longer
     changed = {
         name: float((value - setting.disturbed.gradients[name]).norm()) / norm(setting.plain)
         for name, value in setting.plain.gradients.items()

@@ -96,9 +96,13 @@ def merged(ranks: list[dict[str, Any]], name: str, which: int) -> dict[str, Tens
     return merge([rank[name][which] for rank in ranks])
 
 
-@pytest.mark.parametrize("layout", ["TP1", "TP2+SP"])
-def test_recomputed_layers_and_a_frozen_tower(tmp_path: Path, rank_pool: RankPool, layout: str) -> None:
-    save_model("qwen3_vl-tied", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen3_vl-tied", "TP1"), ("qwen3_vl-tied", "TP2+SP"), ("qwen3_vl_moe", "TP2+SP")]
+)
+def test_recomputed_layers_and_a_frozen_tower(
+    tmp_path: Path, rank_pool: RankPool, family: str, layout: str
+) -> None:
+    save_model(family, tmp_path)
     batch = make_image_batch()
     generator = torch.Generator().manual_seed(3)
     batch["weight/log_probs"] = torch.randn(batch["response_mask"].shape, generator=generator)

@@ -156,7 +156,7 @@ def test_peaks_by_the_name_of_the_device(name: str, peak: float | None) -> None:
     assert peak_tflops(name) == peak
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_a_tower_is_what_transformers_does(family: str) -> None:
     """An image of 4 x 8 patches, of which windows have 4 x 4, and one of 4 x 4."""
     architecture = example_architecture(family)

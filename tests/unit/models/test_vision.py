@@ -10,6 +10,7 @@ import pytest
 
 from megarl.machine.errors import ConfigError
 from megarl.models.architecture import Architecture
+from megarl.models.config_reader import ConfigReader
 from megarl.models.families import FAMILIES, read_architecture
 
 # As the first folders of Qwen2.5-VL have it: the language model's fields at the top level, and older names.
@@ -120,6 +121,39 @@ def test_a_part_that_is_not_supported_is_named(
     fields = FAMILIES["qwen3_vl"].example()
     with pytest.raises(ConfigError, match=problem):
         read(tmp_path, fields | {part: fields[part] | changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"norm_topk_prob": False}, "text_config: field 'norm_topk_prob' is False; transformers does not"),
+        ({"num_experts_per_tok": 9}, "text_config: 'num_experts_per_tok' 9 is greater than 'num_experts' 8"),
+        ({"moe_intermediate_size": 32}, "'moe_intermediate_size' is 32, but must be neither .* 64 nor half"),
+        ({"moe_intermediate_size": 64}, "'moe_intermediate_size' is 64, but must be neither .* 64 nor half"),
+    ],
+)
+def test_experts_that_are_not_supported(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    fields = FAMILIES["qwen3_vl_moe"].example()
+    with pytest.raises(ConfigError, match=problem):
+        read(tmp_path, fields | {"text_config": fields["text_config"] | changes})
+
+
+def test_experts_without_defaults_of_transformers(tmp_path: Path) -> None:
+    """transformers v5 writes neither `norm_topk_prob` nor `num_experts`."""
+    fields = FAMILIES["qwen3_vl_moe"].example()
+    expected = read(tmp_path, fields)
+    text = {name: value for name, value in fields["text_config"].items() if name != "norm_topk_prob"}
+    text["num_local_experts"] = text.pop("num_experts")
+    assert read(tmp_path, fields | {"text_config": text}) == expected
+
+
+def test_features_for_other_layers_than_in_sglang() -> None:
+    fields = FAMILIES["qwen3_vl_moe"].example()
+    fields["vision_config"]["deepstack_visual_indexes"] = [0, 2]
+    architecture = FAMILIES["qwen3_vl_moe"].read(ConfigReader(fields))
+    assert list(FAMILIES["qwen3_vl_moe"].sglang_differs(architecture)) == [
+        "features of images added to a number of layers other than 3"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.models.architecture import Architecture
 from megarl.weights.shard_layout import ShardLayout
-from tests.families import example_architecture, example_config, has_fused_experts, new_model
+from tests.families import (
+    WITH_TRANSPOSED_EXPERTS,
+    example_architecture,
+    example_config,
+    has_fused_experts,
+    new_model,
+)
 
 NUM_LAYERS = 4
 HIDDEN = 32
@@ -95,12 +101,14 @@ def stored_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def as_stored(state: Mapping[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return a model's tensors by the names that transformers writes to a folder.
+    """Return a model's tensors as published folders have them.
 
     transformers keeps the experts of a layer in one tensor, as the folders of some families do.
     """
     is_converted = not has_fused_experts(model.config.model_type)
-    stored = revert_weight_conversion(model, dict(state)) if is_converted else state
+    stored = dict(revert_weight_conversion(model, dict(state)) if is_converted else state)
+    if model.config.model_type in WITH_TRANSPOSED_EXPERTS:
+        stored |= {name: value.mT for name, value in stored.items() if ".mlp.experts." in name}
     return {name: value.contiguous() for name, value in stored.items()}
 
 

@@ -57,6 +57,15 @@ def test_what_images_do_not_allow(ppo: str, tmp_path: Path, override: str, probl
     assert any(re.search(problem, violation) for violation in found), found
 
 
+def test_experts_with_images_need_a_gpu(ppo: str, tmp_path: Path) -> None:
+    (tmp_path / "images" / "config.json").write_text(json.dumps(FAMILIES["qwen3_vl_moe"].example()))
+    sharded = "actor.parallel.sequence_parallel=true"
+    (found,) = violations(ppo, sharded, "rollout.engine=sglang")
+    assert found.endswith("because its image processors import compiled kernels; use device=cuda")
+    (found,) = violations(ppo, sharded)
+    assert re.search("'hf' does not support mixture-of-experts models .*; use sglang", found)
+
+
 def test_a_frozen_tower_of_a_model_without_one(ppo: str, tmp_path: Path) -> None:
     (found,) = violations(ppo, f"model.path={tmp_path / 'model'}", "actor.freeze_vision=true")
     assert "actor.freeze_vision: is true, but" in found
