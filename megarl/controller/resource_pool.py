@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -223,23 +223,32 @@ class RayResourcePool:
         assert self._node_ids is not None
         # Pools move one after the other, so that each sees what the others have taken.
         with _moving:
-            places = self._choose(indices, self._left_by_others(free_nodes()))
+            free = free_nodes()
+            empty = {node.identity for node in unused(free)}
+            places = self._choose(indices, self._left_by_others(free, empty), empty)
             return places is not None and self._move_to(places)
 
-    def _left_by_others(self, nodes: Sequence[NodeResources]) -> list[NodeResources]:
+    def _left_by_others(self, nodes: Sequence[NodeResources], empty: Collection[str]) -> list[NodeResources]:
         """Return what nodes have without the places that the pools before this one will take."""
         left = {node.identity: node for node in nodes}
         for pool in self._before:
             able = dict(left)
             # One by one: the pool may have to wait for another node, but must not lose the first one.
             for index in pool._lost_indices():
-                if places := pool._choose([index], list(able.values())):
+                if places := pool._choose([index], list(able.values()), empty):
                     node = able.pop(places[index])
                     left[node.identity] = node.without(_demand(pool, pool.process_on_nodes[index]))
         return list(left.values())
 
-    def _choose(self, indices: Sequence[int], nodes: Sequence[NodeResources]) -> dict[int, str] | None:
+    def _choose(
+        self, indices: Sequence[int], nodes: Sequence[NodeResources], empty: Collection[str]
+    ) -> dict[int, str] | None:
         """Choose a node with free resources for each of these `process_on_nodes`.
+
+        Args:
+            indices: The indices of `process_on_nodes`.
+            nodes: What the nodes have.
+            empty: Ray's ids of the nodes on which nothing runs yet.
 
         Returns:
             Ray's id of the node by index. None if not all of them fit.
@@ -249,8 +258,8 @@ class RayResourcePool:
             node for node in nodes if node.identity not in self._node_ids and node.node not in self.excluded
         ]
         demands = [_demand(self, self.process_on_nodes[index]) for index in indices]
-        # Unused nodes come first.
-        for some in (unused(spare), spare):
+        # Empty nodes come first, so that what was on one node tends to stay together.
+        for some in ([node for node in spare if node.identity in empty], spare):
             if (chosen := match(demands, some, apart=True)) is not None:
                 return {index: some[number].identity for index, number in zip(indices, chosen, strict=True)}
         return None
