@@ -65,18 +65,25 @@ class ProcessSilence[K]:
             waits: Whether to ask again until each process has answered or is lost. Otherwise, others are left
                 out.
         """
+        questions: dict[K, list[ray.ObjectRef]] = {key: [] for key in keys}
         answers: dict[K, Any] = {}
         lost: set[K] = set()
-        left = list(keys)
+        left = list(questions)
 
         while left:
+            for key in left:
+                questions[key].append(question(key))
             # All that do not answer are awaited together.
-            for key, answer in self.wait({key: question(key) for key in left}, limit_s).items():
-                if isinstance(answer, (ActorDiedError, ActorUnschedulableError)):
+            self.wait({key: questions[key][-1] for key in left}, limit_s)
+            for key in left:
+                # Late answers count, too: a process may need longer than `limit_s` for each.
+                found = _answers(questions[key])
+                if any(isinstance(answer, (ActorDiedError, ActorUnschedulableError)) for answer in found):
                     lost.add(key)
-                elif not isinstance(answer, RayError):
-                    answers[key] = answer
-            lost |= {key for key in left if self.seconds(key) >= lost_s}
+                elif real := [answer for answer in found if not isinstance(answer, RayError)]:
+                    answers[key] = real[-1]
+                elif self.seconds(key) >= lost_s:
+                    lost.add(key)
             if not waits:
                 break
             if left := [key for key in left if key not in answers and key not in lost]:
@@ -96,6 +103,12 @@ class ProcessSilence[K]:
         """Forget the questions to a process, because another one takes its place."""
         self._unanswered.pop(key, None)
         self._since_s.pop(key, None)
+
+
+def _answers(references: list[ray.ObjectRef]) -> list[Any]:
+    """Return the answers and errors that have come."""
+    ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
+    return [_answer(reference) for reference in ready]
 
 
 def _answer(reference: ray.ObjectRef) -> Any:

@@ -93,3 +93,19 @@ def test_processes_are_asked_until_they_answer_or_are_lost(process: Any) -> None
     assert num_questions > 3
     ray.kill(process)
     assert silence.ask([0], ask, limit_s=LIMIT_S, lost_s=LIMIT_S) == ({}, {0})
+
+
+def test_a_process_that_always_answers_late_is_not_lost(process: Any) -> None:
+    """Each answer comes while the process is asked again."""
+    questions: list[ray.ObjectRef] = []
+
+    def ask(key: int) -> ray.ObjectRef:
+        if questions:
+            assert len(questions) < 3, "an answer was not taken into account"
+            ray.get(process.release.remote())
+            ray.get(questions[-1], timeout=LIMIT_S)
+        questions.append(process.answer.remote())
+        return questions[-1]
+
+    silence = ProcessSilence[int]()
+    assert silence.ask([0], ask, limit_s=0.01, lost_s=LIMIT_S) == ({0: "here"}, set())
