@@ -173,13 +173,12 @@ def fullest_with_shared_prompt(
     """
     rows = fullest_micro_batch(config, role, architecture, trains=trains)
     room = micro_batch_room(role.micro_batch, role.parallel)
-    together = min(rows_of_prompt(config, role), rows_of_replica(config, role, trains=trains))
-    if together == 1 or shares_a_prompt(config, role, rows):
+    most = min(rows_of_prompt(config, role), rows_of_replica(config, role, trains=trains))
+    if most == 1 or shares_a_prompt(config, role, rows):
         return None
-    # A limit in rows: the same rows, with as few prompts as possible.
+    # A limit in rows: two share a prompt, and the others have prompts of their own (the worst case).
     if room is None:
-        grouped = [row._replace(prompt_number=number // together) for number, row in enumerate(rows)]
-        return grouped if len(rows) > 1 else None
+        return [rows[1], *rows[1:]] if len(rows) > 1 else None
 
     # A limit in tokens: two responses fill what the prompt leaves.
     size = role.parallel.context_parallel_size

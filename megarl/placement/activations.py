@@ -8,6 +8,7 @@ operations, the estimate is coarser.
 
 from __future__ import annotations
 
+from collections import Counter
 from math import ceil
 from typing import NamedTuple
 
@@ -219,7 +220,8 @@ class _Work:
         gathers = self._is_shared or has_pieces or always_gathers(config, architecture, kind)
         self._is_ring = self._context > 1 and not gathers
         self._keys_of_token = self._saved_keys(rows, has_pieces)
-        prompts = {row.prompt_number: row.prompt for row in rows}
+        num_rows = Counter(row.prompt_number for row in rows)
+        prompts = {row.prompt_number: row.prompt for row in rows if num_rows[row.prompt_number] > 1}
         self._prompt_keys = sum(prompts.values()) * self._context / micro_batch_tokens(rows, self._context)
         self._widths = widths_of(
             architecture, parallel, self._longest if self.kernels is Kernels.plain else 0

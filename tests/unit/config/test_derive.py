@@ -149,7 +149,7 @@ def test_pairs_by_hand(tmp_path: Path) -> None:
         (
             ["actor.micro_batch.max_tokens=null", "actor.micro_batch.sequences=3"],
             [Row(16, 8, 0), Row(16, 8, 1), Row(16, 8, 2)],
-            [Row(16, 8)] * 3,
+            [Row(16, 8, 1), Row(16, 8, 1), Row(16, 8, 2)],
         ),
         (["actor.micro_batch.max_tokens=null", "actor.micro_batch.sequences=1"], [Row(16, 8)], None),
         # Rows of the largest micro-batch share a prompt already, or no rows do.
