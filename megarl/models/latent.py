@@ -99,23 +99,30 @@ def _check_head_sizes(reader: ConfigReader, latent: LatentAttention) -> None:
     """Refuse sizes that contradict each other. transformers v5 also writes two that follow from others."""
     key_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
     derived = {
-        "qk_head_dim": (key_dim, "'qk_nope_head_dim' + 'qk_rope_head_dim'"),
-        "head_dim": (latent.qk_rope_head_dim, "'qk_rope_head_dim'"),
+        "qk_head_dim": (key_dim, ("qk_nope_head_dim", "qk_rope_head_dim")),
+        "head_dim": (latent.qk_rope_head_dim, ("qk_rope_head_dim",)),
     }
 
-    for name, (size, source) in derived.items():
+    for name, (size, sources) in derived.items():
         given = reader.number(name, int, size)
         if given != size:
-            reader.problems.append(f"field {name!r} is {given}, but must be {source}, which is {size}")
+            source = " + ".join(map(repr, sources))
+            reader.conflict(
+                f"field {name!r} is {given}, but must be {source}, which is {size}", name, *sources
+            )
 
     if latent.qk_rope_head_dim % 2:
-        reader.problems.append(
+        reader.conflict(
             f"'qk_rope_head_dim' is {latent.qk_rope_head_dim}; rotary embeddings rotate pairs, so it must be "
-            "even"
+            "even",
+            "qk_rope_head_dim",
         )
 
     # Attention pads values to the size of keys.
     if latent.v_head_dim > key_dim:
-        reader.problems.append(
-            f"'v_head_dim' is {latent.v_head_dim}, but must be at most {key_dim}, the size of a head's key"
+        reader.conflict(
+            f"'v_head_dim' is {latent.v_head_dim}, but must be at most {key_dim}, the size of a head's key",
+            "v_head_dim",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
         )

@@ -49,9 +49,8 @@ def _read(reader: ConfigReader) -> Architecture:
     # The size of a head follows from others in transformers, and GLM-5.2 has another one in this field.
     inner = {name: value for name, value in reader.fields.items() if name not in ("layer_types", "head_dim")}
     reader.take("head_dim")
-    architecture = replace(
-        read_deepseek(ConfigReader(inner, problems=reader.problems, seen=reader.seen)), index_topk=index_topk
-    )
+    inside = ConfigReader(inner, problems=reader.problems, seen=reader.seen, invalid=reader.invalid)
+    architecture = replace(read_deepseek(inside), index_topk=index_topk)
     _check_types_of_layers(reader, architecture)
     return architecture
 
@@ -61,14 +60,19 @@ def _check_types_of_layers(reader: ConfigReader, architecture: Architecture) -> 
     layers = range(architecture.num_hidden_layers)
     kinds = reader.take("layer_types")
     if kinds is not None and kinds not in [[kind for _ in layers] for kind in _LAYER_TYPES]:
-        reader.refuse("layer_types", f"only {_LAYER_TYPES[0]!r} in every layer is supported")
+        reader.conflict(
+            f"field 'layer_types' is {kinds!r}; only {_LAYER_TYPES[0]!r} in every layer is supported",
+            "num_hidden_layers",
+        )
 
     feed_forwards = reader.take("mlp_layer_types")
     expected = ["sparse" if layer in architecture.sparse_layers else "dense" for layer in layers]
     if feed_forwards is not None and feed_forwards != expected:
-        reader.refuse(
-            "mlp_layer_types",
-            "must be dense in the first 'first_k_dense_replace' layers, and sparse after them",
+        reader.conflict(
+            f"field 'mlp_layer_types' is {feed_forwards!r}; must be dense in the first "
+            "'first_k_dense_replace' layers, and sparse after them",
+            "num_hidden_layers",
+            "first_k_dense_replace",
         )
 
 

@@ -121,7 +121,18 @@ def test_a_field_that_means_nothing_is_refused_by_name(tmp_path: Path, model_typ
 
 
 @pytest.mark.parametrize(
-    "model_type", ["gemma3_text", "glm4_moe", "gpt_oss", "mixtral", "olmo3", "qwen3_next", "smollm3"]
+    "model_type",
+    [
+        "deepseek_v3",
+        "deepseek_v32",
+        "gemma3_text",
+        "glm4_moe",
+        "gpt_oss",
+        "mixtral",
+        "olmo3",
+        "qwen3_next",
+        "smollm3",
+    ],
 )
 def test_an_invalid_number_is_one_error(tmp_path: Path, model_type: str) -> None:
     """Other fields, such as `layer_types`, are not compared with a number that could not be read."""
