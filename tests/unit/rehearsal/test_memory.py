@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.rehearsal.memory_cases import FROZEN, cases_of, problems_of, rehearse_cases
+from tests.memory_tables import read_tables
+from tests.unit.rehearsal.memory_cases import CONFIGS, FROZEN, cases_of, problems_of, rehearse_cases
 
 pytestmark = pytest.mark.usefixtures("forked_rehearsals")
 
@@ -18,3 +19,7 @@ def test_the_plan_is_near_and_never_below() -> None:
     cases = [case for case in cases_of("quickstart") if case.mode == MODES[case.role]]
     assert sorted(case.role for case in cases) == sorted(MODES)
     assert problems_of(rehearse_cases(cases, num_processes=1)) == []
+
+
+def test_every_run_has_a_table_of_measurements() -> None:
+    assert list(read_tables()) == sorted(file.stem for file in CONFIGS.glob("*.yaml"))
