@@ -217,8 +217,8 @@ class _Work:
         kind = LayerKind.fused if self._is_fused else LayerKind.local
         has_pieces = self.kernels is not Kernels.flash or has_own_attention(architecture)
         self._is_shared = shares_a_prompt(config, role, rows) and not has_pieces
-        gathers = self._is_shared or has_pieces or always_gathers(config, architecture, kind)
-        self._is_ring = self._context > 1 and not gathers
+        self._always_gathers = has_pieces or always_gathers(config, architecture, kind)
+        self._is_ring = self._context > 1 and not (self._is_shared or self._always_gathers)
         self._keys_of_token = self._saved_keys(rows, has_pieces)
         num_rows = Counter(row.prompt_number for row in rows)
         prompts = {row.prompt_number: row.prompt for row in rows if num_rows[row.prompt_number] > 1}
@@ -259,7 +259,8 @@ class _Work:
             return (tokens + prompts) / tokens
         if self._is_ring:
             return 1.0
-        if self._is_shared:
+        # Where ranks always gather, a micro-batch of this size without shared prompts saves half a key more.
+        if self._is_shared and not self._always_gathers:
             return float(self._context)
         return self._keys_before + 2 * prompts * self._context / tokens
 

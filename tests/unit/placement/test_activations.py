@@ -177,7 +177,8 @@ def test_keys_that_context_parallel_ranks_keep() -> None:
     for saved, others in (
         (8.5, train(Layers.transformer_engine, CPCommType.all_gather)),
         (8, train(Layers.transformer_engine, shares=True)),
-        (8, train(Layers.transformer_engine, CPCommType.all_gather, shares=True)),
+        # As without a shared prompt, because rows of the largest micro-batch may share one.
+        (8.5, train(Layers.transformer_engine, CPCommType.all_gather, shares=True)),
     ):
         assert others - ring == 36 * 2 * key * (saved - 1) * tokens * 2
 
