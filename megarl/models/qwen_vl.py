@@ -186,9 +186,11 @@ def _read_tower(tower: ConfigReader) -> dict[str, Any]:
     hidden_size = tower.number("hidden_size", int)
     num_heads = tower.number("num_heads", int)
     if hidden_size % (4 * num_heads):
-        tower.problems.append(
+        tower.conflict(
             f"'hidden_size' {hidden_size} is not a multiple of four times 'num_heads' {num_heads}, which the "
-            "rotary embedding of rows and columns needs"
+            "rotary embedding of rows and columns needs",
+            "hidden_size",
+            "num_heads",
         )
 
     return {
@@ -234,7 +236,11 @@ def _blocks(tower: ConfigReader, name: str, default: tuple[int, ...]) -> tuple[i
         or not all(isinstance(block, int) and 0 <= block < last for block in blocks)
         or sorted(set(blocks)) != blocks
     ):
-        tower.refuse(name, f"it must list distinct blocks from 0 to {last - 1} in ascending order")
+        tower.conflict(
+            f"field {name!r} is {blocks!r}; it must list distinct blocks from 0 to {last - 1} in ascending "
+            "order",
+            "depth",
+        )
         return default
     return tuple(blocks)
 

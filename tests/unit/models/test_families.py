@@ -150,6 +150,16 @@ def test_an_invalid_number_is_one_error(tmp_path: Path, model_type: str) -> None
         assert problem == f"field {name!r} is -1, but must be a positive integer"
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_an_invalid_number_of_a_vision_tower_is_one_error(tmp_path: Path, model_type: str) -> None:
+    fields = FAMILIES[model_type].example()
+    tower = fields["vision_config"]
+    for name in (name for name, value in tower.items() if type(value) is int):
+        for invalid in (-1, "x"):
+            problems = problems_of(tmp_path, fields | {"vision_config": tower | {name: invalid}})
+            assert len(problems) == 1, (name, invalid, problems)
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_class_of_another_family_is_refused(tmp_path: Path, model_type: str) -> None:
     path = written(tmp_path, FAMILIES[model_type].example() | {"architectures": ["GPT2LMHeadModel"]})
