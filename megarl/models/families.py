@@ -139,7 +139,11 @@ def _check_class(reader: ConfigReader, family: Family, trust_remote_code: bool) 
     # Any head is allowed, because a critic may start from any class of the family.
     allowed = {family.class_prefix + head for head in (family.lm_class, *_HEADS)}
 
-    for name in reader.fields.get("architectures") or []:
+    names = reader.fields.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        reader.problems.append(f"field 'architectures' is {names!r}, but must be a list of class names")
+        return
+    for name in names:
         if name not in allowed and not is_own_code:
             supported = ", ".join(sorted(allowed))
             reader.problems.append(f"field 'architectures' names {name!r}; supported: {supported}")

@@ -29,7 +29,8 @@ def _read_layers_without_rope(reader: ConfigReader, num_hidden_layers: int) -> t
     if marks is None:
         marks = [int(number % interval != 0) for number in range(1, num_hidden_layers + 1)]
 
-    if not isinstance(marks, list) or len(marks) != num_hidden_layers or set(marks) - {0, 1}:
+    is_list = isinstance(marks, list) and len(marks) == num_hidden_layers
+    if not is_list or not all(mark in (0, 1) for mark in marks):
         needed = f"must have 0 or 1 for each of {num_hidden_layers} layers"
         reader.conflict(f"field 'no_rope_layers' is {marks!r}, but {needed}", "num_hidden_layers")
         return ()

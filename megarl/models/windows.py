@@ -31,7 +31,8 @@ def read_windows(
             for number in range(1, num_hidden_layers + 1)
         ]
 
-    if not isinstance(kinds, list) or len(kinds) != num_hidden_layers or set(kinds) - {_WINDOWED, _FULL}:
+    is_list = isinstance(kinds, list) and len(kinds) == num_hidden_layers
+    if not is_list or not all(kind in (_WINDOWED, _FULL) for kind in kinds):
         needed = f"must name {_WINDOWED} or {_FULL} for each of {num_hidden_layers} layers"
         reader.conflict(f"field 'layer_types' is {kinds!r}, but {needed}", "num_hidden_layers")
         return ()

@@ -6,6 +6,7 @@ test checks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -158,6 +159,21 @@ def test_an_invalid_number_of_a_vision_tower_is_one_error(tmp_path: Path, model_
         for invalid in (-1, "x"):
             problems = problems_of(tmp_path, fields | {"vision_config": tower | {name: invalid}})
             assert len(problems) == 1, (name, invalid, problems)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_field_of_another_type_is_an_error_of_the_file(tmp_path: Path, model_type: str) -> None:
+    """What no architecture depends on may have any type."""
+    fields = FAMILIES[model_type].example()
+    each_layer = fields.get("num_hidden_layers", 2)
+    for name in fields:
+        for odd in ("x", 7, {"a": [1]}, [{}], [{}] * each_layer, [None] * each_layer):
+            with contextlib.suppress(ConfigError):
+                read_architecture(written(tmp_path, fields | {name: odd}))
+    for odd in ("Qwen2ForCausalLM", 7, [{}]):
+        assert problems_of(tmp_path, fields | {"architectures": odd}) == (
+            f"field 'architectures' is {odd!r}, but must be a list of class names",
+        )
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
