@@ -167,7 +167,7 @@ def test_a_field_of_another_type_is_an_error_of_the_file(tmp_path: Path, model_t
     fields = FAMILIES[model_type].example()
     each_layer = fields.get("num_hidden_layers", 2)
     for name in fields:
-        for odd in ("x", 7, {"a": [1]}, [{}], [{}] * each_layer, [None] * each_layer):
+        for odd in ("x", {"a": [1]}, [{}] * each_layer):
             with contextlib.suppress(ConfigError):
                 read_architecture(written(tmp_path, fields | {name: odd}))
     for odd in ("Qwen2ForCausalLM", 7, [{}]):
