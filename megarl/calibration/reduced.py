@@ -15,6 +15,7 @@ _LAYERS = "num_hidden_layers"
 _TEXT = "text_config"
 # Dense layers at the beginning of a model with experts, which are few: the reduced model has none.
 _DENSE_LAYERS = "first_k_dense_replace"
+_FEED_FORWARDS = "mlp_layer_types"  # says the same by layer
 # Lists of layer numbers.
 _NUMBERS = ("mlp_only_layers",)
 _PREDICTORS = "num_nextn_predict_layers"
@@ -26,14 +27,17 @@ def reduced_config(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
         return {**config, _TEXT: reduced_config(config[_TEXT], num_layers)}
 
     all_layers = config[_LAYERS]
+    # Most layers of the whole model are sparse, so those that are measured are, too.
+    num_dense = config.get(_DENSE_LAYERS, 0) if num_layers < all_layers else 0
     # A list with an element per layer, such as layer_types.
     reduced = {
         key: value[:num_layers] if isinstance(value, list) and len(value) == all_layers else value
         for key, value in config.items()
     }
-    # Most layers of the whole model are sparse, so those that are measured are, too.
-    if num_layers < all_layers and _DENSE_LAYERS in config:
+    if num_dense:
         reduced[_DENSE_LAYERS] = 0
+        if _FEED_FORWARDS in config:
+            reduced[_FEED_FORWARDS] = ["sparse"] * num_layers
     reduced |= {
         key: [layer for layer in config[key] if layer < num_layers] for key in _NUMBERS if key in config
     }

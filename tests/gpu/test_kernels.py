@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,14 @@ def test_kernels_of_shared_prompts_are_as_near_to_float64_as_fa2(
     kernels: FlashAttention, device: torch.device, record_property: Record
 ) -> None:
     from megarl.engine import shared_prompts
+    from megarl.engine.context import ALONE, pieces
 
     heads = draw_heads(device)
-    shared = shared_prompts.shared_prompts(LENGTHS, PROMPT_OF, device)
+    starts = list(accumulate(LENGTHS, initial=0))
+    prompts = [
+        range(0) if prompt is None else range(starts[prompt], starts[prompt + 1]) for prompt in PROMPT_OF
+    ]
+    shared = shared_prompts.shared_prompts(pieces(LENGTHS, prompts, ALONE), None, device)
     assert shared is not None
 
     def attend(*given: Tensor) -> Tensor:
