@@ -26,7 +26,11 @@ def episode_numbers(batch: DataProto) -> np.ndarray:
     """Return the number of each row's episode, (B,), from 0."""
     if BRANCH not in batch.non_tensor_batch:
         return np.arange(len(batch))
-    return np.cumsum(batch.non_tensor_batch[BRANCH].astype(np.int64) == 0) - 1
+    places = batch.non_tensor_batch[BRANCH].astype(np.int64)
+    # In a batch of the last rows of episodes, a row would count as one of the episode before it.
+    follows = places == np.append(-1, places[:-1]) + 1
+    assert (follows | (places == 0)).all(), "rows of an episode are missing"
+    return np.cumsum(places == 0) - 1
 
 
 def rows_of_episodes(batch: DataProto) -> list[np.ndarray]:

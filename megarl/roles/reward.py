@@ -177,15 +177,14 @@ class Reward:
         These were begun, or scored by `score_round`.
         """
         # An episode of several rows is scored once.
-        episodes = last_rows(batch)
-        uids = [str(uid) for uid in episodes.non_tensor_batch["uid"]]
+        needed = self._needed(batch)
+        uids = [str(uid) for uid in needed.non_tensor_batch["uid"]]
 
         if self._of_rounds.keys() >= set(uids):
             parts = [self._of_rounds.pop(uid) for uid in dict.fromkeys(uids)]
             return DerivedFuture([], lambda results: _of_all(parts))
 
         # Separate the prompts that are being scored from those that have not been begun.
-        needed = self._needed(episodes)
         with self._lock:
             beginning = [] if self._beginning is None else [self._beginning]
             others = needed.select_idxs([row for row, uid in enumerate(uids) if uid not in self._begun])

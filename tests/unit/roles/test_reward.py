@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.batch.branches import BRANCH, FAILURE
 from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import JudgeConfig, JudgeParseConfig, RewardConfig, RewardFunctionConfig
@@ -107,6 +108,31 @@ def test_scores_stand_on_the_last_token_that_was_written(worker: RewardWorker) -
 
     # a group that was begun counts once
     assert reward.finish(batch).get().non_tensor_batch["score"].tolist() == [12, 103, 0, 3.5]
+
+
+@pytest.mark.parametrize("begun", [[], ["a"], ["b"], ["a", "b"]])
+def test_the_last_row_of_an_episode_is_scored(worker: RewardWorker, begun: list[str]) -> None:
+    """Whichever prompts were begun before, each episode has the score of its own last row."""
+    uids = ["a", "a", "a", "b", "b", "b", "b"]
+    answers = of_answers(["12<end>", "9<end>", "3+4<end>", "7= ", "9<end>", "9<end>", "3<end>"])
+    no_rewards = RaggedTensor.constant(0.0, answers["responses"].lengths, torch.float32)
+    batch = DataProto.from_dict(
+        {**answers, "environment_rewards": no_rewards},
+        {
+            "uid": uids,
+            BRANCH: [0, 0, 1, 0, 0, 1, 2],
+            FAILURE: [None] * 7,
+            "data_source": ["one"] * 7,
+            "reward_model": [{"ground_truth": "12"}] * 7,
+            "extra_info": [{"bonus": 0}] * 7,
+        },
+    )
+    reward = Reward(in_this_process(worker))  # type: ignore[arg-type]
+    if begun:
+        reward.begin(batch.select_idxs([uid in begun for uid in uids]))
+    scored = reward.finish(batch).get()
+    assert scored.non_tensor_batch["score"].tolist() == [12, 3, 3, 3, 1, 1, 1]
+    assert scored.tensors["token_level_scores"].sum(1).tolist() == [12, 0, 3, 3, 0, 0, 1]
 
 
 class Scored(RemoteFuture):
