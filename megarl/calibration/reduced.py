@@ -15,7 +15,7 @@ _LAYERS = "num_hidden_layers"
 _TEXT = "text_config"
 # Dense layers at the beginning of a model with experts, which are few: the reduced model has none.
 _DENSE_LAYERS = "first_k_dense_replace"
-_FEED_FORWARDS = "mlp_layer_types"  # says the same by layer
+_FEED_FORWARDS = "mlp_layer_types"  # specifies the same by layer
 # Lists of layer numbers.
 _NUMBERS = ("mlp_only_layers",)
 _PREDICTORS = "num_nextn_predict_layers"

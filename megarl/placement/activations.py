@@ -259,7 +259,7 @@ class _Work:
             return (tokens + prompts) / tokens
         if self._is_ring:
             return 1.0
-        # Where ranks always gather, a micro-batch of this size without shared prompts saves half a key more.
+        # A micro-batch of this size without shared prompts saves half a key more where ranks always gather.
         if self._is_shared and not self._always_gathers:
             return float(self._context)
         return self._keys_before + 2 * prompts * self._context / tokens
