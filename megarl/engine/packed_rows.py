@@ -72,7 +72,9 @@ class PackedRows(PackedSeqParams):
         ]
         self.pieces = pieces(self.lengths, prompts, place)
 
-        key_order = None if place.size == 1 else whole_order(self.lengths, place.size)
+        # The order of the keys takes time on the host, so only a batch that needs it pays for it.
+        orders_keys = self.shares_prompts and place.size > 1
+        key_order = whole_order(self.lengths, place.size) if orders_keys else None
         self.shared = shared_prompts(self.pieces, key_order, device)
         longest = max(self.lengths)
 

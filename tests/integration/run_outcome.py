@@ -1,4 +1,4 @@
-"""Outcome of a run for bitwise comparisons: metrics, samples, weights, and the state in its last checkpoint."""
+"""Outcome of a run for bitwise comparisons: metrics, samples, weights, and its last checkpoint's state."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python -m tests.multinode.first_node FOLDER
 
-It trains undisturbed, and once more with two losses. It prints as JSON where the processes are when they are to be lost,
-and at the end what differs. Before the update in which a rank is lost, it waits for a line.
+It trains undisturbed, and once more with two losses. It prints as JSON where the processes are when they are
+to be lost, and at the end what differs. Before the update in which a rank is lost, it waits for a line.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python -m tests.multinode.moved_processes FOLDER
 
-It trains undisturbed, and once more with the loss: an environment does not answer, and neither does the judge that is
-asked for the scores of the other episodes. It prints as JSON where these processes are, and at the end what differs.
+It trains undisturbed, and once more with the loss: an environment does not answer, and neither does the judge
+that is asked for the scores of the other episodes. It prints as JSON where these processes are, and at the end
+what differs.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Adding:
 
 
 class Lengths(dict[str, str]):
-    """The replies of a judge: the score of an answer is its length. The first one after `playing` is never given."""
+    """A judge whose score is the length of an answer. It never gives the first one after `playing`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
