@@ -21,6 +21,7 @@ from megarl.config.rules.data import JSON_LINES
 from megarl.config.schema import Overlong
 from megarl.data.files import DataError, open_file
 from megarl.data.tool_columns import calls_of, holds_null, schemas_of
+from megarl.data.tool_results import order_results
 from megarl.machine import unicode_text
 from megarl.machine.strict_json import load_strictly
 
@@ -93,7 +94,7 @@ def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -
 
     A plain text is one user message, unless it is the JSON text of messages. `system_prompt` precedes a chat
     that does not begin with its own. Null fields, which parquet adds if other messages have them, are
-    dropped.
+    dropped. Results of tools are in the order of their calls, see `order_results`.
 
     Raises:
         DataError: The value is anything else.
@@ -127,9 +128,15 @@ def chat_messages(row: DataRow, column: str, system_prompt: str | None = None) -
 
     if not any(message["content"].strip() or "tool_calls" in message for message in messages):
         raise row.error(column, "all of its messages are empty; give the model something to answer")
+    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    try:
+        messages = order_results(messages, calls_in_text=True)
+    except ValueError as error:
+        raise row.error(column, str(error)) from error
+
     if system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+    return messages
 
 
 def _messages_in(row: DataRow, column: str, text: str) -> list[Any] | None:

@@ -18,6 +18,7 @@ from megarl.agents.conversation_tree import ConversationTree, RecordedTurn
 from megarl.agents.message_keys import message_key, tools_key
 from megarl.agents.protocol import Task
 from megarl.agents.trajectory import Author, EpisodeEnd, Segment
+from megarl.data.tool_results import order_results
 from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.chat_tokens import ChatTokens, ReadTurn
 from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
@@ -164,10 +165,11 @@ class AgentSession:
 
         Recorded tokens are reused, and only what follows them is tokenized.
         """
-        keys = [message_key(message) for message in query.messages]
-        found = self.tree.match(keys, tools_key(query.tools))
-        new = query.messages[found.num_messages :]
         try:
+            messages = order_results(query.messages)
+            keys = [message_key(message) for message in messages]
+            found = self.tree.match(keys, tools_key(query.tools))
+            new = messages[found.num_messages :]
             if found.turn is None:
                 bridge = self._tokens.begin(new, query.tools)
             else:

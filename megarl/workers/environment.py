@@ -34,10 +34,16 @@ _GRACE_S = 5.0  # Tool calls have the same limit, and their own error is more in
 
 
 class TurnOrder(NamedTuple):
-    """A turn to answer. `episode` is a number that is used only once."""
+    """A turn to answer.
+
+    Attributes:
+        episode: A number that is used only once.
+        task: The task of the episode, with the first turn of each attempt. Later turns have None, because the
+            process keeps the environment and a task may be large.
+    """
 
     episode: int
-    task: Task
+    task: Task | None
     turn: AnswerTurn
 
 
@@ -66,6 +72,7 @@ class EnvironmentServer:
         self._make = make
         self._limit_s = limit_s
         self._semaphore = asyncio.Semaphore(max_concurrency)
+        self._waiting: set[int] = set()  # episodes whose turn waits for a slot
         self._responders: dict[int, Responder] = {}
 
     @property
@@ -75,12 +82,18 @@ class EnvironmentServer:
 
     async def answer(self, order: TurnOrder) -> TurnReport:
         """Answer a turn. Raises EnvironmentFailedError."""
+        self._waiting.add(order.episode)
         # The time limit starts once the turn has a slot, so queueing does not count.
         async with self._semaphore:
             answer: TurnAnswer | None = None
+            # An episode that was closed in the meantime must not get another environment.
+            if order.episode not in self._waiting:
+                return TurnReport(order.episode, order.turn.place, None)
+            self._waiting.remove(order.episode)
             try:
                 async with asyncio.timeout(self._limit_s):
                     if order.episode not in self._responders:
+                        assert order.task is not None, "the first turn has the task"
                         self._responders[order.episode] = self._make(order.task)
                         await self._responders[order.episode].start()
                     answer, _ = await self._responders[order.episode].answer(order.turn)
@@ -94,6 +107,7 @@ class EnvironmentServer:
 
     async def close(self, episode: int) -> None:
         """Close the environment of an episode, if it has one. Raises EnvironmentFailedError."""
+        self._waiting.discard(episode)
         responder = self._responders.pop(episode, None)
         if responder is not None:
             await responder.close()

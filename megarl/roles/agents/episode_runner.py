@@ -200,7 +200,9 @@ class EpisodeRunner:
             )
         elif isinstance(step, AnswerTurn):
             running.waits_since_s = self._clock()
-            self._environments.order(TurnOrder(number, running.task, step))
+            # After a restart, the episode begins with its first turn again.
+            task = running.task if step.place.turn == 0 else None
+            self._environments.order(TurnOrder(number, task, step))
         else:
             # The episode is over. Remove it before its callback, which may begin others.
             self._environments.end(number)

@@ -117,12 +117,9 @@ def test_streaming_gives_the_same_answer(served: Served, session: AgentSession) 
     assert message.usage is not None
     assert message.usage.completion_tokens == 2
 
-    text = client.chat.completions.create(
-        model="any",
-        messages=[USER, message.choices[0].message, {"role": "tool", "tool_call_id": "x", "content": "42"}],  # type: ignore[list-item]
-        tools=[PRICE],
-        stream=True,
-    )
+    result = {"role": "tool", "tool_call_id": call.id, "content": "42"}
+    messages: list[Any] = [USER, message.choices[0].message, result]
+    text = client.chat.completions.create(model="any", messages=messages, tools=[PRICE], stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in text) == "42"
     assert len(session.tree.rows()) == 1
 

@@ -80,6 +80,7 @@ class ScriptedEnvironments:
         self.opened = Counter[int]()
         self.closed = Counter[int]()
         self.prompts: dict[int, int] = {}
+        self._seeds: dict[int, int] = {}  # of the tasks, by episode
 
     @property
     def ended(self) -> bool:
@@ -97,7 +98,9 @@ class ScriptedEnvironments:
         mine.add(number)
         self._unanswered.append(order)
         place = order.turn.place
-        prompt = order.task.seed
+        if order.task is not None:
+            self._seeds[number] = order.task.seed
+        prompt = self._seeds[number]
         answer = TurnAnswer(
             TOLD, 0.25, is_done=place.turn + 1 == turns_of(self.prompts[prompt]), num_calls=1, tool_s=0.5
         )

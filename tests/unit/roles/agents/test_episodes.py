@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import pickle
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.agents.episode import AnswerTurn, Episode, EpisodeLimits, TurnAnswer, WriteTurn
+from megarl.agents.episode import AnswerTurn, Episode, EpisodeLimits, TurnAnswer, TurnPosition, WriteTurn
 from megarl.agents.function_tool import FunctionTool
 from megarl.agents.protocol import CallError, CallErrorKind, Task
 from megarl.agents.responder import Responder
@@ -60,7 +61,7 @@ from megarl.roles.rollout.rollout import RolloutSetup, TokenRules
 from megarl.roles.rollout.scheduler import RolloutLimits
 from megarl.rollout.interface import FinishedRequest, GenerationRequest
 from megarl.trainers.advantages import AdvantageStep, correct_rollout
-from megarl.workers.environment import EnvironmentServer, EnvironmentWorker
+from megarl.workers.environment import EnvironmentServer, EnvironmentWorker, TurnOrder, TurnReport
 from tests.fake_engine import plain_sample
 from tests.unit.data.chats import TEMPLATE, character_tokenizer
 from tests.unit.data.test_turns import FAMILIES, tokenizer_of
@@ -368,6 +369,7 @@ class Writing:
         self._end = end_token_id
         self._waiting = list[tuple[GenerationRequest, Callable[[int, FinishedRequest], None]]]()
         self.seen: list[GenerationRequest] = []
+        self.orders: list[TurnOrder] = []  # that were sent to environment processes
 
     is_at_work = property(lambda self: bool(self._waiting))
 
@@ -395,7 +397,8 @@ class Writing:
 class Process:
     """Stub for the group of an environment process, which runs in a thread."""
 
-    def __init__(self, make: RayClassWithInitArgs, dies_at: int) -> None:
+    def __init__(self, make: RayClassWithInitArgs, dies_at: int, sent: list[Any]) -> None:
+        self._sent = sent
         self._thread = ThreadPoolExecutor(1)
         self._worker = make.cls(*make.args)
         server = self._worker._server
@@ -405,6 +408,7 @@ class Process:
 
     def call(self, method: Any, *arguments: Any) -> Future[Any]:
         self._calls_left -= 1
+        self._sent += arguments[0]
         future = self._thread.submit(
             self._die if self._calls_left == 0 else method.function, self._worker, *arguments
         )
@@ -451,9 +455,11 @@ def episode_rollout(
         environment=EnvironmentConfig(path=str(folder / "game.py"), name="Game"), max_concurrency=32
     )
 
+    writing = Writing(tokenizer.eos_token_id)
+
     class Threads(Environments):
         def _start(self, number: int) -> Any:
-            return Process(self._worker, left.pop(0) if left and number == 0 else 0)
+            return Process(self._worker, left.pop(0) if left and number == 0 else 0, writing.orders)
 
     def some(futures: Sequence[Any], wait_s: float) -> list[Any]:
         return list(wait(futures, wait_s, return_when=FIRST_COMPLETED).done)
@@ -470,7 +476,6 @@ def episode_rollout(
     at_once = RolloutLimits(max_concurrency=2, answer_limit_s=60, sample_limit_s=200)
     setup = RolloutSetup(replicas=Nobody([None]), weights=weights, rules=rules, limits=at_once, seed=0)  # type: ignore[arg-type]
     rollout = EpisodeRollout(setup, environments, of_episodes)
-    writing = Writing(tokenizer.eos_token_id)
     rollout._runner = (
         SessionRunner(writing, environments, of_episodes.max_attempts)  # type: ignore[arg-type]
         if agent.harness.is_used
@@ -520,7 +525,7 @@ def test_programs_of_a_process_that_dies_start_again(tmp_path: Path) -> None:
     assert (metrics["agent/branches/mean"], metrics["agent/failures/raised"]) == (1.5, 1 / 8)
 
 
-def prompts(count: int) -> DataProto:
+def prompts(count: int, notes: str = "") -> DataProto:
     arrays = {
         "uid": [str(index) for index in range(count)],
         "messages": [[]] * count,
@@ -528,7 +533,8 @@ def prompts(count: int) -> DataProto:
     }
     ids = RaggedTensor.of_rows([PROMPT] * count, torch.int32, on_left=True)
     return DataProto.from_dict(
-        {"prompts": ids}, {**arrays, "extra_info": [{"index": index} for index in range(count)]}
+        {"prompts": ids},
+        {**arrays, "extra_info": [{"index": index, "notes": notes} for index in range(count)]},
     )
 
 
@@ -578,6 +584,64 @@ def test_episodes_of_a_process_that_is_lost_begin_again_with_their_seeds(tmp_pat
     given_up, _ = episode_rollout(lossy, deaths=[1, 1])
     with pytest.raises(RunError, match="the environment was lost 2 times, in turn 1"):
         given_up.generate(prompts(7), SamplingConfig(n=1), step=1)
+
+
+@pytest.mark.parametrize("deaths", [[], [3]])
+def test_a_task_is_sent_once_to_each_process_of_its_episode(tmp_path: Path, deaths: list[int]) -> None:
+    later = list[list[int]]()
+    for size in (0, 1_000_000):
+        rollout, writing = episode_rollout(tmp_path / str(size), deaths=deaths)
+        made = rollout.generate(prompts(4, "n" * size), SamplingConfig(n=2), step=1)
+        assert rollout.environments.num_restarts == len(deaths)
+        assert made.non_tensor_batch["num_turns"].tolist() == [1, 1, 2, 2, 3, 3, 3, 3]
+        # The first turn of each attempt has the task, and no other turn has it.
+        assert {order.turn.place.turn == 0 for order in writing.orders if order.task} == {True}
+        assert all(order.task for order in writing.orders if order.turn.place.turn == 0)
+        later.append(sorted(len(pickle.dumps(order)) for order in writing.orders if not order.task))
+        tasks = [len(pickle.dumps(order)) for order in writing.orders if order.task]
+        assert min(tasks) > size
+        assert len(tasks) == 8 if not deaths else len(tasks) > 8
+    if not deaths:  # a process dies among its calls, after any number of turns
+        assert later[0] == later[1]
+        assert len(later[0]) == 10
+    assert max(later[1]) < 1000
+
+
+def test_an_episode_that_ends_while_its_turn_waits_gets_no_environment() -> None:
+    made = list[str]()
+
+    class Slow:
+        def __init__(self, name: str) -> None:
+            self._name = name
+            made.append(name)
+
+        async def start(self) -> None: ...
+
+        async def answer(self, turn: AnswerTurn) -> tuple[TurnAnswer, None]:
+            await asyncio.sleep(0.05)
+            return TurnAnswer([1]), None
+
+        async def close(self) -> None: ...
+
+    async def play() -> list[TurnReport]:
+        server = EnvironmentServer(lambda task: Slow(task.extra_info["name"]), 30.0, 1)  # type: ignore[arg-type, return-value]
+        first, second = (AnswerTurn(TurnPosition(0, turn), [1], is_last=False) for turn in (0, 1))
+
+        def task(name: str) -> Task:
+            return Task(extra_info={"name": name})
+
+        await server.answer(TurnOrder(2, task("c"), first))
+        orders = [TurnOrder(0, task("a"), first), TurnOrder(1, task("b"), first), TurnOrder(2, None, second)]
+        answers = [asyncio.ensure_future(server.answer(order)) for order in orders]
+        await asyncio.sleep(0)  # the first has the slot, and the others wait
+        await asyncio.gather(server.close(1), server.close(2))
+        reports = await asyncio.gather(*answers)
+        assert server.num_open == 1
+        return reports
+
+    reports = asyncio.run(play())
+    assert made == ["c", "a"]
+    assert [report.answer is None for report in reports] == [False, True, True]
 
 
 def test_of_one_turn_the_requests_are_those_without_an_environment(tmp_path: Path) -> None:
