@@ -7,6 +7,7 @@ calls.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any
@@ -38,7 +39,7 @@ def order_results(messages: Sequence[_Message], *, calls_in_text: bool = False) 
             ordered += run if is_text else _paired(_calls(before), run, first=len(ordered))
             continue
 
-        # A user may go on without waiting for a result, but the assistant may not.
+        # A user may continue without waiting for a result, but the assistant may not.
         for index, (message, following) in enumerate(pairwise(run), len(ordered)):
             if following["role"] == "assistant" and (calls := _calls(message)):
                 raise ValueError(_without_result(calls[0], index))
@@ -55,11 +56,11 @@ def _paired(calls: Sequence[Mapping[str, Any]], results: list[_Message], first: 
 
     # Each call and each result needs an id of its own before any of them can be looked up.
     of_calls = [_id(call, "id", first - 1) for call in calls]
-    for each, what, place in ((of_calls, "calls", first - 1), (ids, "results", first)):
-        if doubled := next((one for one in each if one is not None and each.count(one) > 1), None):
+    for counts, what, place in ((Counter(of_calls), "calls", first - 1), (Counter(ids), "results", first)):
+        if doubled := next((each for each, count in counts.items() if each is not None and count > 1), None):
             raise ValueError(f"message {place}: two {what} have the id {doubled!r}; each needs its own")
 
-    known = [each for each in of_calls if each is not None]
+    known = {each: None for each in of_calls if each is not None}
     for index, each in enumerate(ids, first):
         if each not in known:
             found = "no id" if each is None else f"the id {each!r}, which names no call"
@@ -67,11 +68,12 @@ def _paired(calls: Sequence[Mapping[str, Any]], results: list[_Message], first: 
                 f"message {index}: the tool result has {found} of message {first - 1}; the ids of its calls: "
                 f"{', '.join(map(repr, known)) or 'none'}"
             )
+    by_id = dict(zip(ids, results, strict=True))
     for call, each in zip(calls, of_calls, strict=True):
-        if each not in ids:
+        if each not in by_id:
             raise ValueError(_without_result(call, first - 1))
 
-    return [results[ids.index(each)] for each in of_calls]
+    return [by_id[each] for each in of_calls]
 
 
 def _by_position(calls: Sequence[Mapping[str, Any]], results: list[_Message], first: int) -> list[_Message]:
