@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from megarl.agents.protocol import CallError, ToolCall
 from megarl.config.schema import CallsInThinking
+from megarl.models.thinking import END_THINK, THINK, split_thinking_off
 
-THINK = "<think>"
-END_THINK = "</think>"
 CallParser = Callable[[str], Sequence[ToolCall | CallError]]
 
 
@@ -63,17 +62,13 @@ def parse_outside_thinking(
 def split_thinking(text: str, tags: CallTags | None, *, opens_thinking: bool = False) -> list[TurnPart]:
     """Split a turn into thinking and the rest, in order.
 
-    Thinking at the beginning of the turn extends to its end tag, or to the end of the turn if there is none.
-    Later thinking needs both tags: a `<think>` without an end tag is treated as ordinary text.
+    Thinking at the beginning of the turn is that of `split_thinking_off`. Between calls, a model may think
+    again. Such thinking needs both tags: a `<think>` without an end tag is treated as ordinary text.
     """
-    parts: list[TurnPart] = []
-    start = 0
-    is_thinking = opens_thinking
-
-    # The model may open the thinking itself, whether or not the template has done so.
-    if text.lstrip().startswith(THINK):
-        is_thinking = True
-        start = text.index(THINK) + len(THINK)
+    thinking, rest = split_thinking_off(text, opens_thinking=opens_thinking)
+    parts = [TurnPart(thinking, is_thinking=True)]
+    start = len(text) - len(rest)
+    is_thinking = False
 
     while start < len(text):
         if is_thinking:

@@ -153,6 +153,11 @@ class RaggedTensor:
         """Return the selected rows, as views of the same values."""
         return RaggedTensor(self.values, self.starts[rows], self.lengths[rows], self.padding, self.on_left)
 
+    def ends(self, num_values: int) -> RaggedTensor:
+        """Return the last values of each row, at most `num_values`, as views of the same values."""
+        lengths = self.lengths.clamp(max=num_values)
+        return replace(self, starts=self.starts + self.lengths - lengths, lengths=lengths)
+
     def flat(self) -> Tensor:
         """Return the values of all rows in order, (num_tokens,).
 

@@ -182,8 +182,9 @@ def rendered_chat(
     *,
     for_generation: bool,
     tools: Tools = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> str:
-    """Render a chat as text, see `render_chat`.
+    """Render a chat as text, see `render_chat`. `arguments` are further ones of the template.
 
     Special tokens in the tools, or in a message that is not the assistant's, are escaped with a space: only
     the template writes real ones, so that no text ends a turn or begins another.
@@ -198,6 +199,7 @@ def rendered_chat(
             add_generation_prompt=for_generation,
             tokenize=False,
             **clock_arguments(tokenizer),
+            **(arguments or {}),
         )
     except TemplateSyntaxError as error:
         raise TemplateFailureError(

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.data.special_tokens import escaped
 from megarl.data.tokenizer import encode_rendered, rendered_chat
 from megarl.data.tool_columns import names_of
+from megarl.models.thinking import END_THINK, THINK
 
 _ANSWER = "an-answer-0c1d"  # represents the output of the model
 _CUT = " ... "  # marks where a long text was truncated
@@ -59,7 +60,7 @@ class TurnTemplate:
         Raises:
             ValueError: The template refuses a chat of one question.
         """
-        return self._opened.rstrip().endswith("<think>")
+        return opens_thinking(self._tokenizer, self._tools)
 
     def read(self, token_ids: list[int]) -> str:
         """Return the text that the model wrote, without the token that ended it."""
@@ -191,9 +192,27 @@ class TurnTemplate:
         )
 
 
+def opens_thinking(
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> bool:
+    """Return whether the chat template opens the thinking of an answer.
+
+    Args:
+        arguments: Further arguments of the template, such as `enable_thinking`.
+
+    Raises:
+        ValueError: The template refuses a chat of one question.
+    """
+    question = [{"role": "user", "content": "?"}]
+    chat = rendered_chat(tokenizer, question, for_generation=True, tools=tools, arguments=arguments)
+    return chat.rstrip().endswith(THINK)
+
+
 def _without_opened_thinking(chat: str) -> str:
     """Remove thinking that the template opens or closes before each answer."""
-    return re.sub(rf"<think>\s*(?:</think>\s*)?(?={_ANSWER})", "", chat)
+    return re.sub(rf"{THINK}\s*(?:{END_THINK}\s*)?(?={_ANSWER})", "", chat)
 
 
 def _text(message: Mapping[str, Any]) -> str:

@@ -22,12 +22,11 @@ from megarl.data.special_tokens import escaped, spelled
 from megarl.data.tables import Fingerprint
 from megarl.data.tokenizer import Tools, encode_rendered, lost_text, rendered_chat
 from megarl.data.tool_columns import names_of
+from megarl.models.thinking import END_THINK, THINK
 
-_THINK = "<think>"
-_END_THINK = "</think>"
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 # Special or not, an answer may contain these.
-_OWN_TAGS = frozenset({_THINK, _END_THINK, "<tool_call>", "</tool_call>"})
+_OWN_TAGS = frozenset({THINK, END_THINK, "<tool_call>", "</tool_call>"})
 # Fields that are never shown to a model.
 _NOT_SAID = frozenset({"role", "weight", "id", "index", "tool_call_id", "type"})
 
@@ -90,14 +89,14 @@ def refuse_unsaid_answer(
     index = len(messages) - 1
     message = messages[-1]
     # A template may open the thinking in the prompt; the answer then lacks the tag.
-    opened = _THINK if prompt.rstrip().endswith(_THINK) else ""
+    opened = THINK if prompt.rstrip().endswith(THINK) else ""
     _refuse_unsaid(tokenizer, index, message, opened + answer)
-    thought, end, _ = message["content"].partition(_END_THINK)
+    thought, end, _ = message["content"].partition(END_THINK)
 
-    if end and _THINK not in thought and f"{_THINK}{_squeezed(thought)}{_END_THINK}" in _squeezed(answer):
+    if end and THINK not in thought and f"{THINK}{_squeezed(thought)}{END_THINK}" in _squeezed(answer):
         raise ValueError(
-            f"message {index}: the chat template treats the text before {_END_THINK!r} in its content as "
-            f"thinking ({_short(thought)}), although no {_THINK!r} begins it; write both tags if it is "
+            f"message {index}: the chat template treats the text before {END_THINK!r} in its content as "
+            f"thinking ({_short(thought)}), although no {THINK!r} begins it; write both tags if it is "
             "thinking, or write the tag differently if it is not"
         )
 

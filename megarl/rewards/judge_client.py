@@ -31,10 +31,12 @@ class JudgeEndpoint(NamedTuple):
     Attributes:
         url: The base URL of its API.
         key: Its API key. None: it needs none.
+        opens_thinking: Whether its chat template opens the thinking of replies.
     """
 
     url: str
     key: str | None = None
+    opens_thinking: bool = False
 
 
 class _Answer(NamedTuple):
@@ -122,7 +124,7 @@ class JudgeClient:
 
         latency_s = time.monotonic() - start_s
         if answer.error is None:
-            return JudgeReply(answer.text, latency_s)
+            return JudgeReply(answer.text, latency_s, opens_thinking=endpoint.opens_thinking)
         attempts = f" after {attempt} attempts" if attempt > 1 else ""
         return JudgeReply("", latency_s, f"{answer.error}{attempts}, from {endpoint.url}/chat/completions")
 

@@ -11,7 +11,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from megarl.machine.user_functions import UserFunctionError
 
-VARIABLES = ("messages", "solution", "ground_truth", "extra_info", "data_source", "turns")
+VARIABLES = (
+    "messages",
+    "solution",
+    "solution_without_thinking",
+    "ground_truth",
+    "extra_info",
+    "data_source",
+    "turns",
+)
 
 
 class JudgePromptError(UserFunctionError):

@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megarl.config.schema import JudgeConfig
+from megarl.config.schema import JudgeConfig, JudgeParseConfig
 from megarl.machine.user_functions import Expected, last_line, load_function
+from megarl.models.thinking import END_THINK
 from megarl.rewards.returned_numbers import finite_number
 from megarl.rewards.thinking import outside_thinking
 
@@ -25,15 +26,31 @@ class JudgeReply(NamedTuple):
         text: The reply. Empty with an `error`.
         latency_s: Seconds from the first attempt to the reply.
         error: Why there is no reply.
+        opens_thinking: Whether the judge's chat template opened the thinking of the reply.
     """
 
     text: str
     latency_s: float
     error: str | None = None
+    opens_thinking: bool = False
 
 
 class ReplyError(ValueError):
     """A reply contains no score."""
+
+
+class _Verdict(NamedTuple):
+    """A place in a reply that gives a score, as text and value.
+
+    Attributes:
+        is_quoted: Whether it follows a closing tag of thinking on its line, as in the answer that was judged.
+        may_be_quoted: Whether the same text is in the answer.
+    """
+
+    text: str
+    value: Any
+    is_quoted: bool
+    may_be_quoted: bool
 
 
 class LoadedJudge(NamedTuple):
@@ -92,8 +109,13 @@ def read_replies(
     replies: Sequence[JudgeReply],
     ground_truth: Any,
     extra_info: Mapping[str, Any],
+    judged: str | None = None,
 ) -> Judged:
-    """Read the scores in the replies to one sample. If a judge failed, the sample has no score."""
+    """Read the scores in the replies to one sample. If a judge failed, the sample has no score.
+
+    Args:
+        judged: Everything that the policy wrote, which a judge may quote. None: unknown.
+    """
     scores = list[float]()
     numbers: dict[str, float] = {}
     errors = list[str]()
@@ -103,7 +125,7 @@ def read_replies(
         try:
             if reply.error is not None:
                 raise ReplyError(reply.error)
-            score = _score_in(judge, reply.text, ground_truth, extra_info)
+            score = _score_in(judge, reply, ground_truth, extra_info, judged)
         except ReplyError as error:
             errors.append(f"judge {judge.config.name}: {error}")
             numbers[failed_name] = 1.0
@@ -116,25 +138,30 @@ def read_replies(
     return Judged(tuple(scores), numbers)
 
 
-def _score_in(judge: LoadedJudge, text: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
+def _score_in(
+    judge: LoadedJudge,
+    reply: JudgeReply,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any],
+    judged: str | None,
+) -> float:
     """Return the score in a reply. Raises ReplyError."""
     parse = judge.config.parse
+    text = reply.text
     value: Any
     if judge.parse is not None:
         try:
             value = judge.parse(reply=text, **judge.arguments(ground_truth, extra_info))
         except BaseException as error:  # noqa: BLE001  (the user's code may raise anything, even SystemExit)
             raise ReplyError(f"{parse.name} raised {last_line(error)} for {_shown(text)}") from error
-    elif parse.json is not None:
-        value = _value_of_key(text, parse.json)
     else:
-        assert parse.regex is not None
-        value = _last_match(text, parse.regex)
+        answer = outside_thinking(text, reply.opens_thinking)
+        known = None if judged is None else _squeezed(judged)
+        try:
+            value = _own_verdict(_verdicts(parse, answer, known))
+        except ReplyError as error:
+            raise ReplyError(f"{error} {_shown(text)}") from None
 
-    # JSON and regular expressions also give numbers as text.
-    if isinstance(value, str) and judge.parse is None:
-        with contextlib.suppress(ValueError):
-            value = float(value)
     score = finite_number(value)
     if score is None:
         raise ReplyError(f"the score is {repr(value)[:60]}, expected a finite number, in {_shown(text)}")
@@ -142,35 +169,89 @@ def _score_in(judge: LoadedJudge, text: str, ground_truth: Any, extra_info: Mapp
     return score
 
 
-def _last_match(text: str, regex: str) -> str:
-    found = None
-    for found in re.finditer(regex, outside_thinking(text)):  # noqa: B007
-        pass
-    if found is None or found.group(1) is None:
-        raise ReplyError(f"no match of {regex!r} in {_shown(text)}")
-    return found.group(1)
+def _verdicts(parse: JudgeParseConfig, answer: str, judged: str | None) -> list[_Verdict]:
+    """Return every score in a reply, in order. Raises ReplyError if there is none."""
+    if parse.json is not None:
+        return _verdicts_of_key(answer, parse.json, judged)
+    assert parse.regex is not None
+    return _verdicts_of_regex(answer, parse.regex, judged)
 
 
-def _value_of_key(text: str, key: str) -> Any:
-    """Return the value in the last JSON object of a reply, which may have text or a code block around it."""
-    answer = outside_thinking(text)
+def _own_verdict(verdicts: Sequence[_Verdict]) -> Any:
+    """Return the value of the last verdict that is no quotation.
+
+    Raises:
+        ReplyError: Others have another value, and the judge may have quoted this one, so that the answer
+            would choose its own score.
+    """
+    own = [verdict for verdict in verdicts if not verdict.is_quoted] or verdicts
+    last = own[-1]
+    others = [verdict for verdict in own if verdict.value != last.value]
+    if others and last.may_be_quoted:
+        raise ReplyError(
+            f"the scores {others[-1].text!r} and {last.text!r} differ, and the judge may have quoted the "
+            "latter from the answer, in"
+        )
+
+    return last.value
+
+
+def _verdicts_of_regex(answer: str, regex: str, judged: str | None) -> list[_Verdict]:
+    found = [
+        # A number without words around it is in many answers by chance.
+        _verdict(answer, match.span(), match.group(1), judged if match.group() != match.group(1) else "")
+        for match in re.finditer(regex, answer)
+        if match.group(1) is not None
+    ]
+    if not found:
+        raise ReplyError(f"no match of {regex!r} in")
+    return found
+
+
+def _verdicts_of_key(answer: str, key: str, judged: str | None) -> list[_Verdict]:
+    """Return the JSON objects of a reply that have the key. There may be text or code blocks around them."""
     decoder = json.JSONDecoder()
-    last: dict[str, Any] | None = None
+    found = list[_Verdict]()
+    num_objects = 0
     start = answer.find("{")
 
     # Objects inside a decoded object are skipped; a brace that begins none is passed over.
     while start != -1:
         try:
-            last, end = decoder.raw_decode(answer, start)
+            said, end = decoder.raw_decode(answer, start)
+            num_objects += 1
+            if key in said:
+                found.append(_verdict(answer, (start, end), said[key], judged))
         except (ValueError, RecursionError):
             end = start + 1
         start = answer.find("{", end)
 
-    if last is None:
-        raise ReplyError(f"no JSON object in {_shown(text)}")
-    if key not in last:
-        raise ReplyError(f"no key {key!r} in the JSON object of {_shown(text)}")
-    return last[key]
+    if not num_objects:
+        raise ReplyError("no JSON object in")
+    if not found:
+        raise ReplyError(f"no key {key!r} in the JSON object of")
+    return found
+
+
+def _verdict(answer: str, span: tuple[int, int], value: Any, judged: str | None) -> _Verdict:
+    start, end = span
+    text = answer[start:end]
+    tag = answer.rfind(END_THINK, answer.rfind("\n", 0, start) + 1, start)
+
+    # JSON and regular expressions also give numbers as text.
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    return _Verdict(
+        text,
+        value,
+        is_quoted=tag >= 0 and (judged is None or _squeezed(answer[tag:end]) in judged),
+        may_be_quoted=bool(judged) and _squeezed(text) in judged,
+    )
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.casefold().split())
 
 
 def _shown(text: str) -> str:

@@ -14,6 +14,7 @@ from megarl.rewards.judge_client import FIRST_PAUSE_S, JudgeClient, JudgeEndpoin
 from megarl.rewards.judge_prompt import JudgePromptError, load_template, render
 from megarl.rewards.judge_reply import JudgeReply
 from megarl.rewards.process import ScoreRequest
+from megarl.rewards.thinking import outside_thinking
 
 
 class JudgePanel:
@@ -77,6 +78,7 @@ def prompt_variables(request: ScoreRequest) -> dict[str, object]:
     return {
         "messages": request.messages,
         "solution": request.solution_str,
+        "solution_without_thinking": outside_thinking(request.solution_str, request.opens_thinking),
         "ground_truth": request.ground_truth,
         "extra_info": request.extra_info,
         "data_source": request.data_source,

@@ -26,6 +26,7 @@ from megarl.machine.user_functions import Expected, UserFunctionError, last_line
 from megarl.rewards.confined_call import ConfinedCallError, call_confined
 from megarl.rewards.judge_reply import JudgeReply, LoadedJudge, load_judge, read_replies
 from megarl.rewards.returned_numbers import NotAScoreError, finite_number, shown
+from megarl.rewards.thinking import set_opens_thinking
 from megarl.rewards.time_limit import set_sample_limit
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -71,6 +72,7 @@ class ScoreRequest(NamedTuple):
         turns: The turns after the prompt and their authors, as returned by decode_turns. None:
             `solution_str` is the only turn.
         messages: The prompt's messages, which judges read.
+        opens_thinking: Whether the text before `solution_str` opens its thinking, as some chat templates do.
     """
 
     uid: str
@@ -80,6 +82,7 @@ class ScoreRequest(NamedTuple):
     extra_info: dict[str, Any]
     turns: list[dict[str, str]] | None = None
     messages: Sequence[dict[str, Any]] = ()
+    opens_thinking: bool = False
 
 
 class Outcome(NamedTuple):
@@ -194,7 +197,10 @@ def score(request: ScoreRequest, replies: Sequence[JudgeReply] = ()) -> Outcome:
     """
     if _load_error is not None:
         return Outcome(0.0, {}, _load_error)
-    judged = read_replies(_judges, replies, request.ground_truth, request.extra_info)
+    set_opens_thinking(request.opens_thinking)
+    judged = read_replies(
+        _judges, replies, request.ground_truth, request.extra_info, _written_by_policy(request)
+    )
     if judged.error is not None:
         return Outcome(0.0, judged.numbers, judged.error)
 
@@ -236,6 +242,11 @@ def score(request: ScoreRequest, replies: Sequence[JudgeReply] = ()) -> Outcome:
         answer=given[0],
         has_answer=has_answer,
     )
+
+
+def _written_by_policy(request: ScoreRequest) -> str:
+    turns = [turn["content"] for turn in request.turns or () if turn["role"] == "assistant"]
+    return "\n".join([*turns, request.solution_str])
 
 
 def function_labels(configs: Sequence[RewardFunctionConfig]) -> list[str]:

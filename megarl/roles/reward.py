@@ -20,7 +20,7 @@ from megarl.controller.group import RoleGroup
 from megarl.data.packing import plan_micro_batches
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.restarted_group import RestartedGroup, nothing
-from megarl.workers.reward import WROTE, RewardWorker
+from megarl.workers.reward import NUM_PROMPT_END, PROMPT_ENDS, WROTE, RewardWorker
 from megarl.workers.reward_model import RewardModelWorker
 
 # columns of episodes
@@ -316,6 +316,9 @@ def _needed(batch: DataProto, more: Sequence[str]) -> DataProto:
     answers = {"responses": rows["responses"], "response_mask": rows.get(_ANSWERS, rows["response_mask"])}
     if _ANSWERS in rows:
         answers[WROTE] = rows["response_mask"]
+    # The end of a prompt shows whether it opens the response's thinking.
+    if "prompts" in rows:
+        answers[PROMPT_ENDS] = rows["prompts"].ends(NUM_PROMPT_END)
 
     return DataProto.from_dict(answers, named.non_tensor_batch)
 

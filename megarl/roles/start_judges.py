@@ -94,6 +94,7 @@ def _spec(config: PPOConfig, judge: ServedJudge, device: Device) -> JudgeSpec:
         model=ModelConfig(
             path=judge.path, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code
         ),
+        template_arguments=judge.settings.request.get("chat_template_kwargs") or {},
         rollout=RolloutConfig(
             tensor_parallel_size=judge.settings.tensor_parallel_size,
             max_concurrency=judge.settings.max_concurrency,

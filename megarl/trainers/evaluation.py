@@ -36,6 +36,7 @@ class ScoredSample(NamedTuple):
         has_answer: Whether a reward function returns the key "answer".
         is_scored: False if scoring failed; the score is then 0 and meaningless.
         reward_numbers: Further numbers returned by reward functions, by name.
+        opens_thinking: Whether the text before `response` opens its thinking.
     """
 
     uid: str
@@ -52,6 +53,7 @@ class ScoredSample(NamedTuple):
     has_answer: bool = False
     is_scored: bool = True
     reward_numbers: dict[str, float] = {}  # noqa: RUF012  (never mutated)
+    opens_thinking: bool = False
 
 
 class ValidationResult(NamedTuple):
@@ -200,6 +202,9 @@ class Evaluation:
                     has_answer=arrays["has_answer"][row],
                     is_scored=bool(batch.tensors["is_scored"][row]),
                     reward_numbers=arrays["reward_numbers"][row],
+                    opens_thinking=bool(arrays["opens_thinking"][row])
+                    if "opens_thinking" in arrays
+                    else False,
                 )
                 for row in range(len(batch))
             ]
@@ -218,7 +223,9 @@ class Evaluation:
 
 def _to_be_read(sample: ScoredSample) -> dict[str, Any]:
     shown = ("uid", "data_source", "response", "ground_truth", "extra_info", "score", "reward_numbers")
-    return {name: getattr(sample, name) for name in shown}
+    # Few templates open the thinking, and readers of the others' rows need no such key.
+    more = ("opens_thinking",) if sample.opens_thinking else ()
+    return {name: getattr(sample, name) for name in (*shown, *more)}
 
 
 def _metrics(samples: Sequence[ScoredSample], pass_score: float | None) -> dict[str, float]:

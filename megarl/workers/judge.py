@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.config.schema import Device, ModelConfig, RolloutConfig
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.worker import Worker, register
+from megarl.data.tokenizer import load_tokenizer
+from megarl.data.turns import opens_thinking
 from megarl.machine.errors import RunError
 from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rollout.interface import EngineDeadError, RolloutEngineSpec
@@ -32,12 +36,14 @@ class JudgeSpec:
     Attributes:
         key: Its configuration key, for messages.
         model: Its model.
+        template_arguments: Arguments of its chat template, which requests send.
         rollout: Size of its engine and limit of its restarts. The other values do not apply.
         device: cpu or cuda.
     """
 
     key: str
     model: ModelConfig
+    template_arguments: Mapping[str, Any]
     rollout: RolloutConfig
     device: Device
 
@@ -53,6 +59,12 @@ class JudgeWorker(Worker):
         # Imported here because only runs that serve judges need them.
         from megarl.rollout.sglang.server import ServerBackend
         from megarl.rollout.sglang.server_args import START_LIMIT_S, judge_server_args
+
+        try:
+            tokenizer = load_tokenizer(spec.model.path, spec.model.trust_remote_code)
+            self._opens_thinking = opens_thinking(tokenizer, arguments=spec.template_arguments)
+        except ValueError as error:
+            raise JudgeServerError(f"{spec.key}: {error}") from error
 
         engine = RolloutEngineSpec(model=spec.model, rollout=spec.rollout, device=spec.device)
         self._key = spec.key
@@ -76,7 +88,7 @@ class JudgeWorker(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def endpoint(self) -> JudgeEndpoint:
         """Return the server's address, after it has started."""
-        return JudgeEndpoint(f"{self._backend.url}/v1", self._backend.api_key)
+        return JudgeEndpoint(f"{self._backend.url}/v1", self._backend.api_key, self._opens_thinking)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def serve(self) -> None:

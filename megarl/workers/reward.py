@@ -13,10 +13,13 @@ from megarl.config.schema import RewardConfig
 from megarl.controller.dispatch import Dispatch
 from megarl.controller.worker import Worker, register
 from megarl.data.tokenizer import decode_rows, decode_turns, load_tokenizer
+from megarl.models.thinking import THINK
 from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rewards.scorer import BegunScore, RewardScorer, ScoreReport, ScoreRequest
 
 WROTE = "model_wrote"  # column of episodes, whose `response_mask` covers only the last turn
+PROMPT_ENDS = "prompt_ends"  # column with the last tokens of each prompt
+NUM_PROMPT_END = 16  # enough for a tag and the line breaks after it, in tokens of one character
 
 
 class RewardWorker(Worker):
@@ -124,13 +127,14 @@ class RewardWorker(Worker):
         Returns:
             `score_parts` (B, K) of the K reward functions and judges before weighting; `is_scored` (B,) bool,
             False for samples whose scoring failed; and the arrays `score` and `reward_numbers` (see Outcome).
-            With `with_texts`, also the arrays `response_text`, `answer` and `has_answer`.
+            With `with_texts`, also the arrays `response_text`, `opens_thinking`, `answer` and `has_answer`.
 
         Raises:
             RewardError: The error rate is above the allowed one.
         """
         texts = self._texts(batch)
-        return self._scores(self._requests(batch, texts), texts if with_texts else None)
+        requests = self._requests(batch, texts)
+        return self._scores(requests, requests if with_texts else None)
 
     def _drop(self, uids: Sequence[str]) -> None:
         for uid in set(uids) & self._begun.keys():
@@ -143,8 +147,10 @@ class RewardWorker(Worker):
     def _requests(self, batch: DataProto, texts: Sequence[str]) -> list[ScoreRequest]:
         arrays = batch.non_tensor_batch
         return [
-            ScoreRequest(str(uid), source, text, reward_model["ground_truth"], extra_info, turns, messages)
-            for uid, source, text, reward_model, extra_info, turns, messages in zip(
+            ScoreRequest(
+                str(uid), source, text, reward_model["ground_truth"], extra_info, turns, messages, is_opened
+            )
+            for uid, source, text, reward_model, extra_info, turns, messages, is_opened in zip(
                 arrays["uid"],
                 arrays["data_source"],
                 texts,
@@ -152,9 +158,22 @@ class RewardWorker(Worker):
                 arrays["extra_info"],
                 self._turns(batch),
                 arrays.get("messages", [()] * len(batch)),
+                self._opens_thinking(batch),
                 strict=True,
             )
         ]
+
+    def _opens_thinking(self, batch: DataProto) -> list[bool]:
+        """Return whether the text before each response, or before its last turn, opens thinking."""
+        if PROMPT_ENDS not in batch.ragged:
+            return [False] * len(batch)
+        columns = (batch.ragged[name].each() for name in (PROMPT_ENDS, "responses", "response_mask"))
+        rows = zip(*columns, strict=True)
+        return [self._ends_open(prompt, ids[: int(mask.int().argmax())]) for prompt, ids, mask in rows]
+
+    def _ends_open(self, *before: torch.Tensor) -> bool:
+        text = self._tokenizer.decode(torch.cat(before)[-NUM_PROMPT_END:], skip_special_tokens=False)
+        return str(text).rstrip().endswith(THINK)
 
     def _turns(self, batch: DataProto) -> list[list[dict[str, str]] | None]:
         if WROTE not in batch.columns:
@@ -163,19 +182,20 @@ class RewardWorker(Worker):
         return [decode_turns(self._tokenizer, np.asarray(ids), np.asarray(wrote)) for ids, wrote in rows]
 
     def _scores(
-        self, samples: Sequence[ScoreRequest | BegunScore], texts: Sequence[str] | None = None
+        self, samples: Sequence[ScoreRequest | BegunScore], shown: Sequence[ScoreRequest] | None = None
     ) -> DataProto:
-        return _table(self._scorer.score(samples) if self._scorer else _no_scores(len(samples)), texts)
+        return _table(self._scorer.score(samples) if self._scorer else _no_scores(len(samples)), shown)
 
 
-def _table(report: ScoreReport, texts: Sequence[str] | None = None) -> DataProto:
+def _table(report: ScoreReport, shown: Sequence[ScoreRequest] | None = None) -> DataProto:
     """Return the result of RewardWorker.score."""
     arrays: dict[str, list] = {"score": list(report.scores), "reward_numbers": list(report.numbers)}
 
     # Texts are returned only on request, because a training step does not read them.
-    if texts is not None:
+    if shown is not None:
         arrays |= {
-            "response_text": list(texts),
+            "response_text": [request.solution_str for request in shown],
+            "opens_thinking": [request.opens_thinking for request in shown],
             "answer": list(report.answers),
             "has_answer": list(report.has_answer),
         }

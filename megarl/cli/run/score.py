@@ -14,13 +14,24 @@ from megarl.config.schema import PPOConfig, RewardConfig
 from megarl.data.tables import DataRow, read_rows, typed_value
 from megarl.machine.errors import ConfigError
 from megarl.machine.wording import counted
+from megarl.models.thinking import THINK
 from megarl.rewards.scorer import RewardScorer
 from megarl.rewards.truths import NUM_SHOWN, TRUTH_FORM_HINT, Trial, TruthRow, refused, try_truths, worthless
 
 GOOD = 0
 FAILED = 1
 _NUM_CHARACTERS = 60
-_COLUMNS = ("data_source", "uid", "response", "reward_model", "ground_truth", "extra_info", "messages")
+_COLUMNS = (
+    "data_source",
+    "uid",
+    "response",
+    "reward_model",
+    "ground_truth",
+    "extra_info",
+    "messages",
+    "prompt",
+    "opens_thinking",
+)
 
 
 class _Scored(NamedTuple):
@@ -72,7 +83,11 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
         responses = [_response(row) for row in rows]
         report = scorer.score(
             [
-                truth.request(response)._replace(uid=_uid(row), messages=row.values.get("messages") or ())
+                truth.request(response)._replace(
+                    uid=_uid(row),
+                    messages=row.values.get("messages") or (),
+                    opens_thinking=_opens_thinking(row),
+                )
                 for row, truth, response in zip(rows, truths, responses, strict=True)
             ]
         )
@@ -110,6 +125,17 @@ def _response(row: DataRow) -> str:
             "is missing. Add the model's response, or use --ground-truth to score the ground truths instead",
         )
     return str(typed_value(row, "response", str, "'the answer is 5'"))
+
+
+def _opens_thinking(row: DataRow) -> bool:
+    """Return whether the row's prompt opens the thinking.
+
+    Rows of a run say so, or contain the rendered prompt. Prompts of other data are chats.
+    """
+    if row.values.get("opens_thinking") is None:
+        prompt = row.values.get("prompt")
+        return isinstance(prompt, str) and prompt.rstrip().endswith(THINK)
+    return bool(typed_value(row, "opens_thinking", bool, "true"))
 
 
 def _uid(row: DataRow) -> str:

@@ -50,6 +50,31 @@ def test_an_error_is_no_score_and_the_status_says_so(
     assert score(folder, str(folder / "rows.jsonl"), "reward.max_error_rate=0.5") == 0
 
 
+def test_rows_say_whether_their_prompt_opened_the_thinking(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "my_reward.py").write_text(
+        "from megarl.rewards.thinking import outside_thinking\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(outside_thinking(solution_str) == ground_truth)\n"
+    )
+    row = {"data_source": "sums", "response": "so</think>5", "ground_truth": "5"}
+    rows = [row, row | {"opens_thinking": True}, row | {"opens_thinking": False}]
+    rows += [
+        row | {"prompt": "<user>5?<think>\n"},
+        row | {"prompt": [{"role": "user", "content": "<think>"}]},
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert score(folder, str(folder / "rows.jsonl")) == 0
+    said = capsys.readouterr().out
+    for index, value in enumerate((0, 1, 0, 1, 0)):
+        assert f"row {index} (uid {index}): {value} " in said
+
+    (folder / "rows.jsonl").write_text(json.dumps(row | {"opens_thinking": "no"}) + "\n")
+    assert score(folder, str(folder / "rows.jsonl")) == 2
+    assert "column 'opens_thinking': found str 'no', expected bool" in capsys.readouterr().err
+
+
 def test_training_data_are_scored_by_their_ground_truth(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

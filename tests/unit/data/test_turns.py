@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.tokenizer import render_chat
-from megarl.data.turns import TurnTemplate
+from megarl.data.turns import TurnTemplate, opens_thinking
 from tests.unit.data.chats import TEMPLATE, TOOLS_TEMPLATE, assistant, character_tokenizer, user
 
 PRICE = {"type": "function", "function": {"name": "price", "parameters": {"type": "object"}}}
@@ -165,6 +165,15 @@ def test_templates_that_open_the_thinking_of_each_turn(
 @pytest.mark.parametrize("template", [CHATML, THINKING, LLAMA])
 def test_other_templates_do_not_open_it(template: str) -> None:
     assert not TurnTemplate(tokenizer_of(template, "<|im_end|>"), [PRICE]).opens_thinking
+
+
+def test_arguments_of_a_request_decide_too() -> None:
+    """A judge's template is asked with what its requests send."""
+    template = "{{ messages[0].content }}<think>\n{% if enable_thinking is false %}\n</think>\n\n{% endif %}"
+    tokenizer = tokenizer_of(template, "<|im_end|>")
+    assert opens_thinking(tokenizer)
+    assert opens_thinking(tokenizer, arguments={"enable_thinking": True})
+    assert not opens_thinking(tokenizer, arguments={"enable_thinking": False})
 
 
 def test_a_change_behind_the_thinking_is_still_one() -> None:

@@ -16,12 +16,14 @@ from megarl.config.schema import JudgeConfig, JudgeParseConfig, RewardConfig, Re
 from megarl.controller.futures import RemoteFuture
 from megarl.controller.restart_budget import RestartBudget
 from megarl.controller.worker import RemoteMethod
+from megarl.recipes.starter import number_reward
 from megarl.roles.restarted_group import RestartedGroup
 from megarl.roles.reward import Reward
 from megarl.roles.start_judges import JudgeServers
 from megarl.workers.reward import RewardWorker
 from tests.integration.tiny_run import SYMBOLS, save_policy
 from tests.judge_server import serve_judge
+from tests.unit.data.chats import character_tokenizer
 
 FUNCTION = """
 def compute_score(data_source, solution_str, ground_truth, extra_info, turns):
@@ -304,3 +306,50 @@ def test_judges_read_the_prompt_and_their_failures_are_counted(tmp_path: Path) -
     ]
     assert scored.meta_info == {"reward/error_rate": 0.5}
     assert early.items() <= {"a": [6.0], "b": []}.items()
+
+
+@pytest.mark.parametrize("num_breaks", [0, 1, 3])
+def test_each_prompt_says_whether_it_opens_the_thinking(tmp_path: Path, num_breaks: int) -> None:
+    """A template opens the thinking of one prompt, opens and closes that of the next, and writes no tag before
+    the third; of an episode, the text before its last turn counts."""
+    tokenizer = character_tokenizer(vocabulary_extra="<>/")
+    tokenizer.save_pretrained(tmp_path / "policy")
+    starter = Path(number_reward.__file__)
+    worker = RewardWorker(
+        RewardConfig(functions=[RewardFunctionConfig(path=str(starter))], num_processes=1),
+        str(tmp_path / "policy"),
+        False,
+    )
+    opened = "<think>" + "\n" * num_breaks
+    prompts = ["a" * 30 + opened, f"{opened}</think>\n", "ab", "ab", opened]
+    responses = ["4</think>5"] * 3 + [f"7</think>8{opened}4</think>5", "4</think>5 b 4</think>5"]
+    turns = [0, 0, 0, len(f"7</think>8{opened}"), len("4</think>5 b ")]  # start of the last one
+    rows = {
+        "prompts": [tokenizer.encode(text) for text in prompts],
+        "responses": [tokenizer.encode(text) for text in responses],
+        "answer_mask": [
+            [place >= start for place in range(len(text))]
+            for text, start in zip(responses, turns, strict=True)
+        ],
+        "response_mask": [[True] * len(text) for text in responses],
+    }
+    dtypes = {"answer_mask": torch.bool, "response_mask": torch.bool}
+    batch = DataProto.from_dict(
+        {name: RaggedTensor.of_rows(values, dtypes.get(name, torch.int32)) for name, values in rows.items()}
+        | {
+            "environment_rewards": RaggedTensor.constant(
+                0.0, torch.tensor([len(text) for text in responses]), torch.float32
+            )
+        },
+        {
+            "uid": list("abcde"),
+            "data_source": ["one"] * 5,
+            "reward_model": [{"ground_truth": "5"}] * 5,
+            "extra_info": [{}] * 5,
+        },
+    )
+    scored = Reward(in_this_process(worker)).score(batch, with_texts=True).get()  # type: ignore[arg-type]
+    worker.close()
+    assert scored.non_tensor_batch["response_text"].tolist() == ["4</think>5"] * 5
+    assert scored.non_tensor_batch["opens_thinking"].tolist() == [True, False, False, True, False]
+    assert scored.non_tensor_batch["score"].tolist() == [1.0] * 5
