@@ -25,6 +25,7 @@ $(READY): $(wildcard requirements/*.txt) setup.py
 	$(if $(TORCH_INDEX),$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --index $(TORCH_INDEX) $$(grep -o '^torch==[^ ]*' $(LOCK)))
 	$(INSTALL) -r requirements/run.txt -r requirements/cpu.txt -r requirements/dev.txt
 	$(INSTALL) --no-deps -r requirements/cpu_no_deps.txt
+	$(INSTALL) --no-deps --target $(VENV)/share/megarl/dry_run -r requirements/dry_run.txt
 	$(INSTALL) --no-deps --no-build-isolation --editable .
 	touch $(READY)
 
@@ -33,7 +34,7 @@ $(READY): $(wildcard requirements/*.txt) setup.py
 lock:
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --generate-hashes --no-annotate --python-version 3.12 \
 	  --python-platform x86_64-manylinux_2_34 --prerelease if-necessary-or-explicit --output-file $(LOCK) $(ARGS) \
-	  $(addprefix requirements/,run.txt cpu.txt cpu_no_deps.txt gpu.txt gpu_source.txt dev.txt bundle.txt sbom.txt)
+	  $(addprefix requirements/,run.txt cpu.txt cpu_no_deps.txt dry_run.txt gpu.txt gpu_source.txt dev.txt bundle.txt sbom.txt)
 
 # Writes a software bill of materials of the lock: every package with its version and hashes, as CycloneDX.
 sbom: $(READY)

@@ -97,7 +97,6 @@ def original(address: str) -> list[Argument] | None:
 _ORIGINALS = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
-sys.modules["transformer_engine"] = None  # as on a machine that does not have it
 from tests.replaced_functions import original
 print(json.dumps({address: original(address) for address in json.loads(sys.argv[1])}))
 """

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from importlib import metadata
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
 from megarl.config.schema import Device, DType, FlashAttention, Layers, RunConfig
+
+_TRANSFORMER_ENGINE = "transformer_engine"
+# Transformer Engine's Python modules on a machine without a GPU. Only dry runs import from this folder: other
+# packages, such as peft, fail where they can import the modules without the compiled part.
+DRY_RUN_MODULES = Path(sys.prefix) / "share" / "megarl" / "dry_run"
 
 # The packages that contain kernels of flash attention, and how to install them.
 _FLASH_ATTENTION_PACKAGES = {
@@ -33,11 +40,10 @@ def has_transformer_engine() -> bool:
     The extension is next to the package if both were compiled together, and inside it if it came as a package
     of its own. In the second case no import system finds it: Transformer Engine loads the file.
     """
-    spec = importlib.util.find_spec("transformer_engine")
-    if spec is None or spec.submodule_search_locations is None:
+    package = _package_folder(importlib.util.find_spec(_TRANSFORMER_ENGINE))
+    if package is None:
         return False
 
-    package = Path(next(iter(spec.submodule_search_locations)))
     folders = (package.parent, package, package / "wheel_lib")
     return any(next(folder.glob("transformer_engine_torch*.so"), None) is not None for folder in folders)
 
@@ -60,9 +66,24 @@ def missing_flash_attention(asked: FlashAttention) -> MissingPackage | None:
     return None
 
 
+def find_transformer_engine() -> Path | None:
+    """Return the folder of the Transformer Engine that a dry run imports. Imports nothing.
+
+    It is the installed package, or the one in `DRY_RUN_MODULES`.
+    """
+    installed = importlib.util.find_spec(_TRANSFORMER_ENGINE)
+    return _package_folder(installed or PathFinder.find_spec(_TRANSFORMER_ENGINE, [str(DRY_RUN_MODULES)]))
+
+
+def _package_folder(spec: ModuleSpec | None) -> Path | None:
+    if spec is None or spec.submodule_search_locations is None:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
 def has_transformer_engine_modules() -> bool:
-    """Whether Transformer Engine's Python modules, which a dry run uses, can be imported. Imports nothing."""
-    return all(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "einops"))
+    """Whether a dry run can import Transformer Engine's Python modules. Imports nothing."""
+    return find_transformer_engine() is not None and importlib.util.find_spec("einops") is not None
 
 
 def choose_layers(
@@ -102,8 +123,8 @@ def simulated_layers(config: RunConfig) -> LayerChoice:
     if asked is Layers.transformer_engine and not installed:
         raise ValueError(
             "engine.layers=transformer_engine: a dry run uses Transformer Engine's Python modules, which are "
-            "not installed: pip install --no-deps transformer-engine (no GPU or compiler is needed), or use "
-            "engine.layers=local"
+            f"not installed: pip install --no-deps --target {DRY_RUN_MODULES} transformer-engine (no GPU or "
+            "compiler is needed), or use engine.layers=local"
         )
     if asked is Layers.transformer_engine and dtype is DType.float32:
         raise ValueError(

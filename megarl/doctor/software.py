@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -14,7 +15,6 @@ from megarl import __version__
 from megarl.config.layers import (
     choose_layers,
     has_transformer_engine,
-    has_transformer_engine_modules,
     missing_flash_attention,
     trains_adapters,
 )
@@ -193,8 +193,8 @@ def layers(subject: ExaminedRun) -> Iterator[CheckResult]:
         has_adapters=trains_adapters(config),
     )
 
-    # The Python modules alone are what a machine without a GPU has, for dry runs.
-    is_half = subject.use_gpu and has_transformer_engine_modules() and not installed
+    # Dry runs have the modules in a folder of their own, where no import finds them.
+    is_half = subject.use_gpu and find_spec("transformer_engine") is not None and not installed
     if is_half:
         yield doubtful(
             "layers",

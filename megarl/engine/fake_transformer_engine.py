@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megarl.config.layers import find_transformer_engine
+
 _PACKAGE = "transformer_engine"
 _FRAMEWORK = f"{_PACKAGE}.pytorch"
 _EXPORT = f"{_FRAMEWORK}.onnx_extensions"  # its imports, onnx and onnxscript, serve nothing else
@@ -33,6 +35,10 @@ def install(compiled: types.ModuleType) -> None:
     The processes that this one starts must not inherit the settings.
     """
     assert _PACKAGE not in sys.modules, "Transformer Engine has already been imported"
+    folder = find_transformer_engine()
+    assert folder is not None, "a dry run without Transformer Engine uses local layers"
+    # Last, so that nothing else is imported from there.
+    sys.path.append(str(folder.parent))
     sys.modules[compiled.__name__] = compiled
     before = {name: os.environ.get(name) for name in _SETTINGS}
     os.environ.update(_SETTINGS)

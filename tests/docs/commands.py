@@ -65,6 +65,7 @@ _LAUNCH = "tests/integration/test_launch.py"
 _INSTALLS = (
     "-r requirements/run.txt -r requirements/cpu.txt -r requirements/dev.txt",
     "--no-deps -r requirements/cpu_no_deps.txt",
+    "--no-deps --target .venv/share/megarl/dry_run -r requirements/dry_run.txt",
 )
 _SIZES = "--tensor-parallel-size 2 --pipeline-parallel-size 2"
 _OF_VERL = "data.train_batch_size=256 actor_rollout_ref.actor.optim.lr=1e-6 trainer.total_epochs=15"

@@ -19,13 +19,16 @@ from functools import cache
 from importlib.metadata import Distribution, PackagePath, distributions
 from pathlib import Path, PurePath
 
+from megarl.config.layers import DRY_RUN_MODULES
+
 WHEEL = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
 def make_wheels(folder: Path, without: str) -> Path:
     """Build wheels of all distributions of this environment except `without`. Returns the folder of the
     wheels; they and the links are in `folder`."""
-    found = {name_of(each): each for each in distributions() if each.metadata["Name"] != without}
+    installed = [*distributions(), *distributions(path=[str(DRY_RUN_MODULES)])]
+    found = {name_of(each): each for each in installed if each.metadata["Name"] != without}
     owners: defaultdict[PurePath, set[str]] = defaultdict(set)
 
     for name, distribution in found.items():

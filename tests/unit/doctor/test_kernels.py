@@ -39,7 +39,6 @@ def test_kernels_that_are_not_installed(engine: EngineConfig, named: str) -> Non
     with (
         mock.patch.object(metadata, "version", side_effect=metadata.PackageNotFoundError),
         mock.patch.object(software, "has_transformer_engine", return_value=False),
-        mock.patch.object(software, "has_transformer_engine_modules", return_value=False),
     ):
         (found,) = software.layers(subject(engine, Device.cuda))
         (other,) = software.layers(subject(EngineConfig(), Device.cuda))

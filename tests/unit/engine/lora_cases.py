@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,22 +90,14 @@ class Reference(NamedTuple):
         return float(torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm())
 
 
-def peft() -> Any:
-    """Import PEFT, which would import Transformer Engine, whose compiled part is not installed."""
-    if "peft" not in sys.modules:
-        sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
-        importlib.import_module("peft")
-        if sys.modules["transformer_engine"] is None:
-            del sys.modules["transformer_engine"]
-    return sys.modules["peft"]
-
-
 def by_peft(case: Adapted, batch: Tensors) -> Reference:
     """Run PEFT's own model."""
+    import peft
+
     base = load_lm(Path(case.base))
     with torch.no_grad():
         base_outputs = scores_of(reference_logits(base, batch), batch)
-    model = peft().PeftModel.from_pretrained(base, case.adapter, is_trainable=True)
+    model = peft.PeftModel.from_pretrained(base, case.adapter, is_trainable=True)
     outputs = scores_of(reference_logits(model, batch), batch)
     _loss(outputs, batch).backward()
     return Reference(_detached(outputs), base_outputs, adapter_gradients(model))
@@ -118,10 +108,12 @@ def inject_adapters(model: torch.nn.Module, case: Adapted) -> None:
 
     Nothing else of the model trains then.
     """
-    config = peft().LoraConfig.from_pretrained(case.adapter)
+    import peft
+
+    config = peft.LoraConfig.from_pretrained(case.adapter)
     config.inference_mode = False
-    peft().inject_adapter_in_model(config, model)
-    loaded = peft().set_peft_model_state_dict(model, adapters_of(case))
+    peft.inject_adapter_in_model(config, model)
+    loaded = peft.set_peft_model_state_dict(model, adapters_of(case))
     assert not loaded.unexpected_keys
 
 

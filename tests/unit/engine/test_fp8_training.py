@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megarl.config.layers import find_transformer_engine
 from megarl.config.schema import OptimConfig, ParallelConfig
 from tests.ranks import RankPool
 from tests.unit.engine.fp8_products import (
@@ -140,7 +141,7 @@ def test_megatron_pads_the_tokens_of_experts_without_an_option() -> None:
     assert "self.quantization_padding = Fp8Padding(self.num_local_experts, align_size=align_size)" in padding
 
     # Run Transformer Engine's function, whose module cannot be imported without CUDA.
-    tree = ast.parse(source_of("transformer_engine", "pytorch/quantization.py"))
+    tree = ast.parse((find_transformer_engine() / "pytorch" / "quantization.py").read_text())
     name = "get_align_size_for_quantization"
     tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     found: dict[str, Any] = {"Recipe": object}

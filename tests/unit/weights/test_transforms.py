@@ -20,7 +20,7 @@ from megarl.weights.shard_layout import layouts_of, shard_shapes
 from megarl.weights.shards import Shards, held_slices
 from megarl.weights.tensors import TensorSlice
 from megarl.weights.transforms import MergedAdapters, merged_shards
-from tests.unit.engine.lora_cases import Adapted, adapters_of, merged_weights, peft, save_adapted
+from tests.unit.engine.lora_cases import Adapted, adapters_of, merged_weights, save_adapted
 from tests.unit.engine.models import load_lm
 
 Tensors = dict[str, torch.Tensor]
@@ -39,7 +39,9 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Adapted]:
 
 
 def merged_by_peft(case: Adapted, dtype: torch.dtype) -> Tensors:
-    model = peft().PeftModel.from_pretrained(load_lm(Path(case.base), dtype), case.adapter)
+    import peft
+
+    model = peft.PeftModel.from_pretrained(load_lm(Path(case.base), dtype), case.adapter)
     # PEFT computes with float32 adapters on models in bfloat16. Round them as the trainer's are.
     for name, parameter in model.named_parameters():
         if "lora_" in name:

@@ -20,7 +20,7 @@ from megarl.models.families import REWARD_CLASS
 from megarl.weights.peft_folder import CONFIG_FILE, adapter_tensors, write_adapter, write_config
 from tests.ranks import RankPool
 from tests.unit.engine.checkpoint_side import Settings, train_and_save
-from tests.unit.engine.lora_cases import Adapted, adapters_of, merged_weights, peft, save_adapted
+from tests.unit.engine.lora_cases import Adapted, adapters_of, merged_weights, save_adapted
 from tests.unit.engine.models import load_lm
 
 SAVED = ("embed_tokens", "lm_head")
@@ -89,12 +89,13 @@ def merged_by_command(case: Adapted, adapter: Path | str, folder: Path) -> Path:
 
 
 def check_merged(case: Adapted, folder: Path) -> None:
+    import peft
+
     written = load_file(folder / "model.safetensors")
     expected = merged_weights(case)
     if case.architecture().experts is None:
         state = (
-            peft()
-            .PeftModel.from_pretrained(load_lm(Path(case.base)), case.adapter)
+            peft.PeftModel.from_pretrained(load_lm(Path(case.base)), case.adapter)
             .merge_and_unload()
             .state_dict()
         )
@@ -119,8 +120,10 @@ def test_a_peft_folder_is_merged_and_another_model_is_refused(tmp_path: Path) ->
 
 def test_peft_writes_and_reads_the_same_folder(tmp_path: Path) -> None:
     """Names, shapes and values of PEFT's own folder, which the library also writes and reads."""
+    import peft
+
     case = save_adapted("qwen2", tmp_path, modules_to_save=SAVED)
-    model = peft().PeftModel.from_pretrained(load_lm(Path(case.base)), case.adapter)
+    model = peft.PeftModel.from_pretrained(load_lm(Path(case.base)), case.adapter)
     model.save_pretrained(tmp_path / "by_peft")
     again = case._replace(adapter=str(tmp_path / "by_peft"))
     stored = adapters_of(case)

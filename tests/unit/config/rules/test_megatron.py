@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from megarl.config.layers import find_transformer_engine
 from megarl.config.load import load_config, plain_values, read_config
 from megarl.config.megatron_fields import DTYPES, SECTIONS, megatron_fields
 from megarl.config.megatron_options import (
@@ -188,7 +188,7 @@ def test_sizes_that_are_not_multiplied_in_fp8_are_refused(
 
 
 def test_the_multiple_is_transformer_engines() -> None:
-    folder = Path(str(find_spec("transformer_engine").origin)).parent / "pytorch"
+    folder = find_transformer_engine() / "pytorch"
     assert MULTIPLE == 16
     assert "tensor.shape[-1] % 16 != 0" in (folder / "utils.py").read_text()
     assert "assert_dim_for_fp8_exec(inputmat, weight)" in (folder / "module" / "linear.py").read_text()
