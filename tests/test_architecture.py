@@ -426,6 +426,7 @@ PRIVATE_ACCESSES = {
     "tests/unit/engine/test_layers.py": (2, "torch: the operators of flash attention"),
     "tests/unit/engine/test_nccl_training.py": (1, "torch: all groups of this process"),
     "tests/unit/engine/test_overlap.py": (3, "Megatron imports torch's coalescing under its private name"),
+    "tests/unit/machine/test_processors.py": (1, "torch's own reading of CUDA_VISIBLE_DEVICES"),
     "tests/unit/rollout/sglang/plans_of_models.py": (1, "SGLang: parallel groups without a server"),
     "tests/unit/test_nccl_backend.py": (1, "torch: coalescing"),
     "tests/unit/test_nccl_semantics.py": (3, "torch: the default store, and coalescing on a bare backend"),

@@ -16,20 +16,21 @@ from dataclasses import dataclass, replace
 from megarl.config.schema import Device
 from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
 from megarl.doctor.examined_run import ExaminedRun
-from megarl.machine.processors import torch_cuda
+from megarl.machine.processors import torch_cuda, visible_devices
 from megarl.placement.memory import plan_memory
 
 CHECK = "gpus"
-_QUERY = "index,name,driver_version,memory.total,memory.used"  # memory is in MiB
+_QUERY = "index,uuid,name,driver_version,memory.total,memory.used"  # memory is in MiB
 _LIMIT_S = 10
 _IN_USE_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU; memory is in bytes."""
+    """A GPU; memory is in bytes, 0 if it is not known."""
 
     index: int
+    uuid: str
     name: str
     memory: int
     used: int
@@ -87,9 +88,10 @@ def parse(listed: str, overview: str, torch_cuda: str | None) -> Gpus:
     named = re.search(r"CUDA Version\s*:\s*([\d.]+)", overview)
     return Gpus(
         gpus=tuple(
-            Gpu(index=int(row[0]), name=row[1], memory=_mib(row[3]), used=_mib(row[4])) for row in rows
+            Gpu(index=int(row[0]), uuid=row[1], name=row[2], memory=_mib(row[4]), used=_mib(row[5]))
+            for row in rows
         ),
-        driver=rows[0][2] if rows else None,
+        driver=rows[0][3] if rows else None,
         driver_cuda=named.group(1) if named else None,
         torch_cuda=torch_cuda,
     )
@@ -101,18 +103,45 @@ def _mib(text: str) -> int:
 
 
 def visible(found: Gpus, setting: str | None) -> Gpus:
-    """Apply CUDA_VISIBLE_DEVICES, which nvidia-smi ignores.
+    """Apply CUDA_VISIBLE_DEVICES, which nvidia-smi ignores, as CUDA does.
 
-    For names other than numbers, only the count is known.
+    The list ends at the first name that is no GPU, or that is the beginning of several UUIDs. The memory of a
+    MIG instance is not known: nvidia-smi lists the memory of the whole GPU.
     """
-    if setting is None:
+    names = visible_devices(setting)
+    if names is None:
         return found
-    names = [name.strip() for name in setting.split(",") if name.strip()]
-    # Names may also be UUIDs or MIG instances, which the listed indices do not show.
-    if all(name.isdigit() for name in names):
-        return replace(found, gpus=tuple(gpu for gpu in found.gpus if str(gpu.index) in names))
 
-    return replace(found, gpus=found.gpus[: len(names)])
+    gpus: list[Gpu] = []
+    for name in names:
+        if name.startswith("MIG-"):
+            gpus.append(_mig_instance(name, found.gpus))
+            continue
+        named = [gpu for gpu in found.gpus if name == str(gpu.index) or gpu.uuid.startswith(name)]
+        if len(named) != 1:
+            break
+        if named[0] in gpus:
+            return replace(found, gpus=())
+        gpus += named
+
+    return replace(found, gpus=tuple(gpus))
+
+
+def _mig_instance(name: str, gpus: Sequence[Gpu]) -> Gpu:
+    """Return a MIG instance. Older drivers name it after its GPU: MIG-GPU-UUID/INSTANCE/COMPUTE_INSTANCE."""
+    whole = name.removeprefix("MIG-").partition("/")[0]
+    parent = next((gpu for gpu in gpus if gpu.uuid == whole), None)
+    # Without this name, the GPU is known if there is only one.
+    if parent is None and len(gpus) == 1:
+        parent = gpus[0]
+    kind = "a GPU" if parent is None else parent.name
+    return Gpu(
+        index=-1 if parent is None else parent.index,
+        uuid=name,
+        name=f"MIG instance of {kind}",
+        memory=0,
+        used=0,
+    )
 
 
 def judge(found: Gpus, *, needed: int, wanted: bool, peak: int = 0) -> Iterator[CheckResult]:
@@ -200,8 +229,9 @@ def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[CheckResult]:
             )
 
     # The fullest device of the plan may be on any GPU, so the smallest GPU determines the limit.
-    smallest = min(gpus, key=lambda gpu: gpu.memory, default=None)
-    if smallest is not None and 0 < smallest.memory < peak:
+    known = [gpu for gpu in gpus if gpu.memory]
+    smallest = min(known, key=lambda gpu: gpu.memory, default=None)
+    if smallest is not None and smallest.memory < peak:
         message = f"the plan needs {size(peak)} on one GPU, which has {size(smallest.memory)}"
         hint = (
             "see `megarl plan` for the memory of each device; use larger parallel sizes, smaller "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from megarl.controller.environment import fill_in
 from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.ports import hold_port
+from megarl.machine.ray_address import host_and_port
 from megarl.machine.wording import counted
 
 LOOPBACK = "ranks"
@@ -197,13 +199,18 @@ def loopback(subject: ExaminedRun) -> Iterator[CheckResult]:
 
 def own_address(ray_address: str | None) -> str:
     """Return this machine's address in the cluster, which reaches the head. No data is sent."""
-    host = (ray_address or "").rpartition(":")[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
-        try:
-            trial.connect((host or "127.0.0.1", 1))
-        except OSError:
-            return "127.0.0.1"
-        return trial.getsockname()[0]
+    host = "127.0.0.1"
+    # The address of `auto`, and of one that is reported elsewhere as no address, is this machine's.
+    with contextlib.suppress(ValueError):
+        host, _ = host_and_port(ray_address or "")
+
+    try:
+        family, *_, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as trial:
+            trial.connect(address)
+            return trial.getsockname()[0]
+    except OSError:
+        return "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)

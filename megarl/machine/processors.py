@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import runpy
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,14 +62,43 @@ def torch_cuda() -> str | None:
     return runpy.run_path(str(Path(spec.origin).parent / "version.py")).get("cuda")
 
 
+def visible_devices(setting: str | None) -> tuple[str, ...] | None:
+    """Read a value of CUDA_VISIBLE_DEVICES as CUDA does.
+
+    The list ends at the first element that names no device, so that -1 and NoDevFiles hide all GPUs. The
+    first element tells whether all are indices, or prefixes of UUIDs of GPUs or of MIG instances.
+
+    Returns:
+        Indices without leading zeros, or prefixes of UUIDs; None if the variable is not set and hides no GPU.
+    """
+    if setting is None:
+        return None
+    names: list[str] = []
+    kind = next((kind for kind in ("GPU-", "MIG-") if setting.startswith(kind)), None)
+
+    for element in setting.split(","):
+        if kind is None:
+            # What follows the digits is ignored.
+            index = re.match(r"\+?0*(\d+)", element.strip(), re.ASCII)
+            name = "" if index is None else index.group(1)
+        else:
+            name = element if element.startswith(kind) else ""
+        if name in names:
+            return ()  # a device that is named twice hides all of them
+        if not name:
+            break
+        names.append(name)
+
+    return tuple(names)
+
+
 def has_gpu(devices: Path = Path("/dev")) -> bool:
     """Return whether this process can see an NVIDIA device and torch can use it.
 
     In WSL 2 the device is `dxg`.
     """
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
     return (
-        not hidden
+        visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES")) != ()
         and (any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists())
         and torch_cuda() is not None
     )

@@ -53,7 +53,11 @@ from tests.unit.data.chats import character_tokenizer
 from tests.unit.placement.test_memory import EVERY_ROLE, SIZE, config
 
 GIB = 2**30
-H100 = "0, NVIDIA H100 80GB HBM3, 580.65.06, 81559, {used}\n1, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4\n"
+H100 = (
+    "0, GPU-5d3a6c1e-0b7f, NVIDIA H100 80GB HBM3, 580.65.06, 81559, {used}\n"
+    "1, GPU-5d3af9c2-77aa, NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4\n"
+)
+L4 = "2, GPU-90b1c2d3-1111, NVIDIA L4, 580.65.06, 23034, 4\n"
 OVERVIEW = "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: 13.0     |"
 
 
@@ -126,6 +130,53 @@ def test_gpus_of_a_good_node() -> None:
     assert devices.visible(found, "1").gpus == found.gpus[1:]
     assert devices.visible(found, "").gpus == ()
     assert only(devices.judge(devices.Gpus(), needed=8, wanted=False)).status is Status.ok
+
+
+@pytest.mark.parametrize(
+    ("setting", "indices"),
+    [
+        (None, [0, 1, 2]),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("0,-1,1", [0]),
+        ("2,0", [2, 0]),
+        ("7", []),
+        ("0,7,1", [0]),
+        ("1,1", []),
+        (" 1, 02", [1, 2]),
+        ("GPU-90b1c2d3-1111", [2]),
+        ("GPU-9,GPU-5d3a6", [2, 0]),
+        ("GPU-9,GPU-5d3a,GPU-5d3a6", [2]),  # the second is the beginning of two
+        ("GPU-9,0", [2]),
+        ("GPU-9,GPU-90b1", []),
+        ("GPU-ffff", []),
+    ],
+)
+def test_visible_gpus_are_those_of_cuda(setting: str | None, indices: list[int]) -> None:
+    found = devices.visible(devices.parse(H100.format(used=4) + L4, OVERVIEW, "13.0"), setting)
+    assert [gpu.index for gpu in found.gpus] == indices
+
+
+def test_a_mig_instance_does_not_have_the_memory_of_its_gpu() -> None:
+    two = devices.parse(H100.format(used=4), OVERVIEW, "13.0")
+    one = replace(two, gpus=two.gpus[:1])
+    for found, setting, name in (
+        (two, "MIG-GPU-5d3af9c2-77aa/1/0", "MIG instance of NVIDIA H100 80GB HBM3"),
+        (one, "MIG-c6d4f1ef-42e4", "MIG instance of NVIDIA H100 80GB HBM3"),
+        (two, "MIG-c6d4f1ef-42e4", "MIG instance of a GPU"),
+    ):
+        seen = devices.visible(found, setting)
+        assert [(gpu.name, gpu.memory) for gpu in seen.gpus] == [(name, 0)]
+        # Whether the plan fits is not known.
+        assert only(devices.judge(seen, needed=1, wanted=True, peak=90 * GIB)).status is Status.ok
+
+
+def test_memory_that_is_not_known_hides_no_memory_that_is_too_small() -> None:
+    found = devices.parse(H100.format(used=4) + L4, OVERVIEW, "13.0")
+    gpus = (replace(found.gpus[0], memory=0), found.gpus[2])
+    kinds, fault = devices.judge(replace(found, gpus=gpus), needed=2, wanted=True, peak=70 * GIB)
+    assert fault.message == "the plan needs 70.0 GiB on one GPU, which has 22.5 GiB"
+    assert "different kinds" in kinds.message
 
 
 @pytest.mark.parametrize(
@@ -444,10 +495,11 @@ def test_another_nodes_limits_and_files_are_its_own() -> None:
     [(Layers.auto, [Status.warning, Status.ok]), (Layers.transformer_engine, [Status.warning, Status.error])],
 )
 def test_transformer_engine_without_its_compiled_part(
-    asked: Layers, statuses: list[Status], monkeypatch: pytest.MonkeyPatch
+    asked: Layers, statuses: list[Status], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(software, "has_transformer_engine", lambda: False)
-    monkeypatch.setattr(software, "has_transformer_engine_modules", lambda: True)
+    (package := tmp_path / "transformer_engine").mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
     run = PPOConfig(engine=EngineConfig(layers=asked), model=ModelConfig(path="m", dtype=DType.bfloat16))
     on_gpu = SimpleNamespace(config=run, use_gpu=True)
     found = list(software.layers(on_gpu))  # type: ignore[arg-type]

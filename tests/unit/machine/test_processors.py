@@ -52,7 +52,7 @@ def test_a_gpu_is_a_device_that_may_be_seen_and_a_torch_that_can_use_it(
     (tmp_path / "nvidia3").touch()
     assert processors.has_gpu(tmp_path)
 
-    for hidden in ("", "-1"):
+    for hidden in ("", "-1", " -1 ", "NoDevFiles", "none", "0,0", "-1,0"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert not processors.has_gpu(tmp_path)
 
@@ -60,3 +60,20 @@ def test_a_gpu_is_a_device_that_may_be_seen_and_a_torch_that_can_use_it(
     assert processors.has_gpu(tmp_path)
     monkeypatch.setattr(processors, "torch_cuda", lambda: None)
     assert not processors.has_gpu(tmp_path)
+
+
+# torch reads the variable itself where it counts GPUs without a driver.
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "0", "1,0", "0,1,2,3", " 2 , 3 ", "", " ", ",", "0,,1", "-1", "0,-1,1", "-1,0", "0,0", "0,1,0", "7,07",
+        "+1", "1gpu2,2ampere", "0x1", "a,1", "NoDevFiles", "none", "GPU-1a", "GPU-1a,GPU-2b", "GPU-1a,GPU-1a",
+        "GPU-1a, GPU-2b", "GPU-1a,1", "1,GPU-1a", "MIG-1", "MIG-1,MIG-2", "MIG-1,GPU-2", "GPU-1,MIG-2", "mig-1",
+    ],
+)  # fmt: skip
+def test_visible_devices_are_read_as_torch_does(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    assert processors.visible_devices(setting) == tuple(map(str, torch.cuda._parse_visible_devices()))
+    assert processors.visible_devices(None) is None
