@@ -1,4 +1,4 @@
-"""The types of answers that are compared: formulas, lists and sets, intervals, equations, and words."""
+"""The types of answers that are compared: formulas, lists and sets, intervals, relations, and words."""
 
 from __future__ import annotations
 
@@ -39,10 +39,16 @@ class Union(NamedTuple):
     parts: tuple[Interval, ...]
 
 
-class Equation(NamedTuple):
-    """An equation, or a chain of equations, with at least two sides."""
+class Relation(NamedTuple):
+    """An equation or an inequality, or a chain of them, with at least two sides.
 
+    `signs` are between the sides: "=", "\\approx", "\\ne", "<" or "\\le". `left` is the text of the first
+    side, which may be only the name of the value after it.
+    """
+
+    left: str
     sides: tuple[Answer, ...]
+    signs: tuple[str, ...]
 
 
 class Words(NamedTuple):
@@ -55,5 +61,5 @@ class Unread(NamedTuple):
     text: str
 
 
-Answer = Formula | Items | Union | Equation | Words | Unread
+Answer = Formula | Items | Union | Relation | Words | Unread
 EMPTY = Union(())

@@ -27,7 +27,7 @@ _GREEK = (
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
     "tau phi varphi chi psi omega"
 )
-_GREEK_NAMES = frozenset(_GREEK.split()) | frozenset(name.capitalize() for name in _GREEK.split())
+GREEK_NAMES = frozenset(_GREEK.split()) | frozenset(name.capitalize() for name in _GREEK.split())
 # Words that are not products of two variables.
 _SHORT_WORDS = ("no", "if", "in", "is", "it", "of", "on", "or", "so", "to", "we")
 _TIMES = ("*", "\\cdot", "\\times", "\\ast")
@@ -50,6 +50,13 @@ class Expression(NamedTuple):
     names: frozenset[str]
     last_place: Fraction | None = None
     percent: bool = False
+
+    def times(self, factor: Number) -> Expression:
+        """Return the formula multiplied by a number, without a percent sign."""
+        last_place = self.last_place and numbers.multiply(self.last_place, factor)
+        return Expression(
+            lambda variables: numbers.multiply(self.value(variables), factor), self.names, last_place
+        )
 
 
 def parse(text: str) -> Expression:
@@ -77,6 +84,17 @@ def parse(text: str) -> Expression:
     return Expression(
         functools.partial(_evaluated, value), frozenset(parser.names), None, percent is not None
     )
+
+
+def is_at_least(left: Expression, right: Expression) -> bool:
+    """Whether a constant is greater than or equal to another one; false if one of them is not real."""
+    if left.names or right.names:
+        return False
+    try:
+        difference = numbers.add(left.value({}), -right.value({}))
+    except NoNumberError:
+        return False
+    return numbers.is_real(difference) and bool(numbers.approximate(difference).real >= 0)
 
 
 def _evaluated(value: Value, variables: Mapping[str, Number]) -> Number:
@@ -178,7 +196,7 @@ class _Parser:
             return self._bars == 0
 
         return kind == "command" and (
-            token[1:] in FUNCTIONS or token[1:] in _CONSTANTS or token[1:] in _GREEK_NAMES or token in _ATOMS
+            token[1:] in FUNCTIONS or token[1:] in _CONSTANTS or token[1:] in GREEK_NAMES or token in _ATOMS
         )
 
     def _power(self) -> Value:
@@ -251,7 +269,7 @@ class _Parser:
             return _ATOMS[token](self)
         if kind == "command" and token[1:] in FUNCTIONS:
             return self._function(token[1:])
-        if kind == "command" and (token[1:] in _CONSTANTS or token[1:] in _GREEK_NAMES):
+        if kind == "command" and (token[1:] in _CONSTANTS or token[1:] in GREEK_NAMES):
             return self._name(token[1:])
         raise UnreadableError(f"unexpected {token or 'the end'!r}")
 
@@ -263,16 +281,14 @@ class _Parser:
         if word in FUNCTIONS:
             return self._function(word)
 
-        if len(word) == 1 or word in _CONSTANTS or word in _GREEK_NAMES:
+        if len(word) == 1 or word in _CONSTANTS or word in GREEK_NAMES:
             # `f(x)` would otherwise be read as a product.
             if len(word) == 1 and word in "fghFG" and self._token() == "(":
                 raise UnreadableError("a function without a definition")
             return self._name(word)
 
         # Words of prose must not be parsed as products of single-letter variables.
-        if word.lower() in _SHORT_WORDS or (
-            len(word) > 2 and set(word.lower()) & set("aeiou") and not _is_run(word)
-        ):
+        if is_prose(word):
             raise UnreadableError(f"the word {word!r}")
 
         # `xy` is a product: put the other letters back as tokens.
@@ -381,6 +397,8 @@ def _in_base(token: str) -> Fraction:
         raise UnreadableError(f"{token!r} is not a number") from None
 
 
-def _is_run(word: str) -> bool:
-    """Whether the letters are consecutive in the alphabet, such as the variables abc."""
-    return "".join(sorted(word)) in string.ascii_lowercase
+def is_prose(word: str) -> bool:
+    """Whether a word is not a product of variables, such as xy or the consecutive letters abc."""
+    lower = word.lower()
+    is_run = "".join(sorted(word)) in string.ascii_lowercase
+    return lower in _SHORT_WORDS or (len(word) > 2 and bool(set(lower) & set("aeiou")) and not is_run)

@@ -19,9 +19,17 @@ _CHARACTERS = {
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _SPACES = (
-    r"\\[,;:!> "
-    r"]|\\(?:q?quad|hspace\*?\{[^{}]*\}|thinspace|medspace|displaystyle|textstyle|limits|nolimits"
-    r"|phantom\{[^{}]*\})(?![A-Za-z])|~|\\\n"
+    r"\\[,;:> /"
+    r"]|\\(?:q?quad|[hm]space\*?\{[^{}]*\}|[mh]?skip *-?[\d.]+ *[a-z]{2}|m?kern *-?[\d.]+ *[a-z]{2}"
+    r"|(?:neg)?(?:thin|med|thick)space|enspace|enskip|space|nobreakspace|nobreak|allowbreak|hfill|newline"
+    r"|displaystyle|textstyle|limits|nolimits|nonumber|phantom\{[^{}]*\})(?![A-Za-z])|~|\\\n"
+)
+_GAP = r"(?:\\[,;:> ]|~|\\(?:thin|med|thick)space(?![A-Za-z]))"
+# A separator of thousands: a narrow space, a comma in braces, or a comma with spaces or negative spaces.
+_NARROW = r"\s*(?:\\!\s*)+,?\s*(?:\\!\s*)*|\s*,\s*(?:\\!\s*)+|\{,\}(?:\\!)?"
+_TIGHT_THOUSANDS = re.compile(rf"(?<![\d.,^_])[1-9]\d{{0,2}}(?:(?:{_NARROW}|{_GAP})\d{{3}})+(?!\d)")
+_WIDE_THOUSANDS = re.compile(
+    rf"(?<![\d.,^_])[1-9]\d{{0,2}}(?:(?:,\s*{_GAP}\s*|\s*{_GAP},\s*|,)\d{{3}})+(?!\d)"
 )
 _SIZES = r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\.?"
 _SAME_COMMANDS = {
@@ -40,11 +48,15 @@ _SAME_COMMANDS = {
     r"\\(?:lfloor|rfloor)": r"\\floor",
     r"\\operatorname\*?\s*\{([a-z]+)\}|\\math(?:rm|op)\s*\{(e|i|ln|log|sin|cos|tan)\}": r"\\\1\2 ",
     r"\\(e|i) ": r"\1 ",
-    r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|vec)\s*\{([A-Za-z0-9]+)\}": r"\1",
+    r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf)\s*\{([A-Za-z0-9]+)\}": r"\1",
+    r"\\vec\s*(?:\{([A-Za-z0-9])\}|([A-Za-z0-9]))": r"\1\2",
+    r"\\vec\s*\{": r"\\overrightarrow{",
+    r"\\overline\s*\{\s*([A-Z][A-Z\s]*[A-Z])\s*\}": r"\1",
+    r"\^\s*\\prime|\^\s*\{\s*\\prime\s*\}": "'",
+    r"\^\s*\{\s*\\prime\s*\\prime\s*\}": "''",
     r"\\(?:underline|textcolor\s*\{\w+\}|color\s*\{\w+\})\s*\{([^{}]*)\}": r"\1",
     r"\\Bbb\s*\{?([A-Z])\}?|\\mathbb\s+([A-Z])": r"\\mathbb{\1\2}",
     r"\\mathbb\{R\}|\\R(?![A-Za-z])|\\Re(?![A-Za-z])": r"\\mathbb{R}",
-    r"(\d)\{,\}(?=\d{3})": r"\1,",
 }
 _TEXT = re.compile(r"\\(?:text(?:bf|rm|it|sf|tt|normal)?|mbox|hbox|mathrm|mathbf|emph)\s*\{([^{}]*)\}")
 
@@ -59,14 +71,19 @@ def plain_latex(text: str) -> str:
         text,
         flags=re.DOTALL,
     )
-    text = re.sub(r"(?:\s|\\\\)+$", "", text)
+    text = re.sub(r"[\s\\]+$", "", text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+", lambda raised: f"^{{{raised.group().translate(_RAISED)}}}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda lowered: f"_{{{lowered.group().translate(_LOWERED)}}}", text)
     text = "".join(_CHARACTERS.get(character, character) for character in text)
-    # Remove spaces between thousands, and turn other thousands separators into commas.
-    if re.fullmatch(r"-?\d{1,3}(?: \d{3})+", text):
+    # Remove narrow separators of thousands. Commas with wide spaces may separate items of a list too.
+    if re.fullmatch(r"-?[1-9]\d{0,2}(?: \d{3})+", text):
         text = text.replace(" ", "")
-    text = re.sub(r"(?<=\d),\\!(?=\d{3})|(?<=\d)\\[,!; ](?=\d{3}(?!\d))", ",", text)
+    text = _TIGHT_THOUSANDS.sub(lambda found: re.sub(r"\D", "", found.group()), text)
+    text = _WIDE_THOUSANDS.sub(lambda found: re.sub(r"\D+", ",", found.group()), text)
+    text = re.sub(r"(\d)\{,\}(?=\d)", r"\1.", text)  # a decimal comma
+    text = re.sub(
+        r"(\\[A-Za-z]+)?\s*\\!\s*", lambda found: f"{found.group(1)} " if found.group(1) else "", text
+    )
     text = re.sub(_SIZES, "", text)
     text = re.sub(_SPACES, " ", text)
     for pattern, same in _SAME_COMMANDS.items():

@@ -1,29 +1,32 @@
 """Parses an answer as a mathematical object.
 
-It is a formula, a list, a set, a tuple, intervals, an equation or words.
+It is a formula, a list, a set, a tuple, intervals, an equation or inequality, or words.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from fractions import Fraction
 
 from megarl.recipes.math.answers import (
     EMPTY,
     Answer,
-    Equation,
     Formula,
     Interval,
     Items,
+    Relation,
     Union,
     Unread,
     Words,
 )
 from megarl.recipes.math.decimals import UnreadableError
-from megarl.recipes.math.expression import Expression, parse
+from megarl.recipes.math.expression import Expression, is_at_least, parse
+from megarl.recipes.math.names import is_label, is_name, is_variable
 from megarl.recipes.math.numbers import NoNumberError
 from megarl.recipes.math.plain_latex import plain_latex
-from megarl.recipes.math.units import APPROXIMATELY, readings_of_units
+from megarl.recipes.math.splitting import AND, OR, is_balanced, listed, sides_of, split, with_wide_commas
+from megarl.recipes.math.units import APPROXIMATELY, SCALES, readings_of_units
 
 _NOTHING = re.compile(
     r"(?:there (?:is|are|exists?) )?(?:none|no(?: such)?(?: "
@@ -42,17 +45,13 @@ _INTRODUCTION = re.compile(
     r"*(?=\S)|^[A-Za-z ]+: *",
     re.IGNORECASE,
 )
-_RELATIONS = re.compile(
-    r"(\\le(?![A-Za-z])|\\ge(?![A-Za-z])|\\ne(?![A-Za-z])|\\in(?![A-Za-z])|\\approx|<=|>=|!=|<|>|=)"
+_LESS = {"<": False, "\\le": True}
+_MORE = {">": "<", "\\ge": "\\le"}
+_DERIVATIVE = re.compile(
+    r"\\frac\s*\{\s*(?:d|\\partial)(?![^{}]*[+-])[^{}]*\}\s*"
+    r"\{\s*(?:d|\\partial)\s*(?:[A-Za-z]|\\[a-z]+)\s*(?:\^\s*\{?\d\}?)?\s*\}"
 )
-_LESS = {"<": False, "\\le": True, "<=": True}
-_MORE = {">": False, "\\ge": True, ">=": True}
-_OR = re.compile(r'\s*(?:"\s*,?or\s*"|\bor\b|\\lor|\\vee)\s*')
-_AND = re.compile(r'\s*(?:,\s*)?(?:"\s*,?and\s*"|\band\b|\\land|\\wedge|\\&)\s*')
-_VARIABLE = re.compile(
-    r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'?|[A-Za-z]+(?:_\{?\w+\}?)?'*\s*\([A-Za-z0-9, "
-    r"]*\)|\|?[A-Z]{1,3}\|?|\\angle [A-Z]+"
-)
+_DOTS = re.compile(r"\\[lcv]?dots|\.\.\.")
 _ALL_REALS = re.compile(
     r"(?:x \\in )?\\mathbb\{R\}|all real(?: number)?s?|(?:the )?set of(?: all)? real numbers|all reals",
     re.IGNORECASE,
@@ -61,10 +60,17 @@ _ALL_REALS = re.compile(
 
 def read(text: str) -> Answer:
     """Parse an answer. It never raises: an answer that it cannot parse is Unread."""
+    return readings(text)[0]
+
+
+def readings(text: str) -> tuple[Answer, ...]:
+    """Parse an answer, also in its second meaning if it has one: `100,200` is a number or a list of two."""
+    plain = plain_latex(text)
+    items = with_wide_commas(plain)
     try:
-        return _read(plain_latex(text))
+        return tuple(_read(each) for each in dict.fromkeys((plain, items)))
     except RecursionError:
-        return Unread(text)
+        return (Unread(text),)
 
 
 def _read(text: str) -> Answer:
@@ -87,8 +93,12 @@ def _read(text: str) -> Answer:
     if shorter != words and re.search(r"[\d\\]", shorter):
         return _read(plain_latex(shorter))
 
-    if re.fullmatch(r"[A-Za-z][A-Za-z ,.'()-]*", words):
-        lower = words.lower().strip(" .")
+    if is_label(text) or _DERIVATIVE.search(text):
+        return Words(re.sub(r"\s+", "", text))
+    if _DOTS.fullmatch(text):
+        return Words("...")
+    if re.fullmatch(r"[A-Za-z][A-Za-z ,.'()!-]*", words):
+        lower = re.sub(r"^(?:an?|the) ", "", words.lower().strip(" .!"))
         return Words(_SAME_WORDS.get(lower, lower))
 
     return Unread(text)
@@ -101,34 +111,6 @@ def _as_words(text: str) -> str:
 # ---- lists, sets, tuples and intervals
 
 
-def split(text: str, separator: str = ",") -> list[str]:
-    """Split text at commas outside brackets and outside numbers such as 1,000."""
-    parts = []
-    depth = 0
-    start = 0
-    # Commas within a number such as 1,000 are not separators.
-    thousands = (
-        {
-            at
-            for found in re.finditer(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", text)
-            for at in range(*found.span())
-        }
-        if separator == ","
-        else set()
-    )
-
-    for at, character in enumerate(text):
-        if character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-        elif depth == 0 and at not in thousands and text.startswith(separator, at):
-            parts.append(text[start:at])
-            start = at + len(separator)
-
-    return [*parts, text[start:]]
-
-
 def _several(text: str) -> Answer | None:
     """Parse several answers joined by commas, "and", "or", a union sign or plus-minus."""
     if "\\cup" in text:
@@ -137,32 +119,38 @@ def _several(text: str) -> Answer | None:
             return Union(tuple(each for union in unions if union is not None for each in union.parts))
         return None
 
-    for pattern in (_OR, _AND):
-        joined = pattern.split(text)
-        if len(joined) > 1 and all(joined):
-            return _joined(
-                [_read(part) for each in joined for part in split(each) if part.strip()], pattern is _OR
-            )
+    # Alternatives of several named values are groups: `x = 1, y = 2 or x = 3, y = 4` are two points.
+    alternatives = OR.split(text)
+    word = "or"
+    if len(alternatives) == 1 and text[:1] not in "([":
+        alternatives = split(text, ";")
+        word = ","
+    if len(alternatives) > 1 and all(part.strip() for part in alternatives):
+        groups = [[_read(part.strip()) for part in listed(each)] for each in alternatives]
+        if all(len({item.left for item in group if isinstance(item, Relation)}) > 1 for group in groups):
+            return Items("list", tuple(Items("list", tuple(group)) for group in groups))
+        return _joined([item for group in groups for item in group], word)
 
-    parts = split(text)
-    if len(parts) > 1 and all(part.strip() for part in parts):
-        return _joined([_read(part.strip()) for part in parts], False)
+    parts = listed(text)
+    if len(parts) > 1:
+        return _joined([_read(part.strip()) for part in parts], "and" if AND.search(text) else ",")
 
-    # In brackets, these signs belong to one answer, such as a tuple.
-    if len(split(text, ";")) > 1 and text[:1] not in "([":
-        return _joined([_read(part.strip()) for part in split(text, ";")], False)
+    # In brackets, a sign belongs to one answer, such as a tuple.
     if text.count("\\pm") == 1 and "=" not in text and text[:1] not in "([":
         return Items("list", tuple(_read(text.replace("\\pm", sign)) for sign in ("+", "-")))
 
     return None
 
 
-def _joined(answers: Sequence[Answer], is_or: bool) -> Answer | None:
+def _joined(answers: Sequence[Answer], word: str) -> Answer | None:
     unions = [as_union(answer) if isinstance(answer, Union) else None for answer in answers]
     if all(union is not None for union in unions):
-        if is_or:
-            return Union(tuple(part for union in unions if union for part in union.parts))
-        return _intersection([part for union in unions if union for part in union.parts])
+        parts = [part for union in unions if union for part in union.parts]
+        common = None if word == "or" else _intersection(parts)
+        # A comma may mean "or": no number is in `x < 1, x > 3`.
+        if word != "and" and (common is None or _is_empty(common)):
+            return Union(tuple(parts))
+        return Union((common,)) if common else None
 
     items: list[Answer] = []
     for answer in answers:
@@ -175,15 +163,19 @@ def _is_list(answer: Answer) -> bool:
     return isinstance(answer, Items) and answer.kind == "list"
 
 
-def _intersection(parts: Sequence[Interval]) -> Union | None:
+def _intersection(parts: Sequence[Interval]) -> Interval | None:
     # One part is bounded below and the other above, as in 1 < x and x < 3.
     if len(parts) == 2 and {part.low is None for part in parts} == {part.high is None for part in parts} == {
         True,
         False,
     }:
         below, above = sorted(parts, key=lambda part: part.low is None)
-        return Union((Interval(below.low, above.high, below.has_low, above.has_high),))
+        return Interval(below.low, above.high, below.has_low, above.has_high)
     return None
+
+
+def _is_empty(interval: Interval) -> bool:
+    return interval.low is not None and interval.high is not None and is_at_least(interval.low, interval.high)
 
 
 def _brackets(text: str) -> Answer | None:
@@ -193,12 +185,13 @@ def _brackets(text: str) -> Answer | None:
         return None
     inner = text[len(opening) : len(text) - len(closing)]
     is_set = opening.endswith("{") and closing.endswith("}")
-    # In a tuple such as (1,000) a comma is a separator, although it looks like a thousands separator.
-    parts = re.sub(r"(?<=\d),(?=\d)", ", ", inner) if not is_set else inner
-    items = split(parts)
+    # In a tuple or set such as (1,234) a comma is a separator, unless others separate the items.
+    items = split(inner)
+    if len(items) == 1:
+        items = split(with_wide_commas(inner))
     if not is_set and len(items) == 1 and ";" in inner:
         items = split(inner, ";")
-    if _unbalanced(inner) or (len(items) == 1 and not (is_set and opening == "\\{")):
+    if not is_balanced(inner) or (len(items) == 1 and not (is_set and opening == "\\{")):
         return None
     builder = re.fullmatch(r"\s*\w+\s*(?:\\in\s*\\mathbb\{R\})?\s*[|:](.*)", inner) if is_set else None
     if builder:
@@ -229,15 +222,6 @@ def _brackets(text: str) -> Answer | None:
     return Items(opening + closing, tuple(_read(part.strip()) for part in items))
 
 
-def _unbalanced(text: str) -> bool:
-    depth = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if depth < 0:
-            return True
-    return depth != 0
-
-
 def _end(text: str) -> tuple[Expression | None] | None:
     """Return one end of an interval, in a tuple with None for infinity; None if it is not a number."""
     text = text.strip()
@@ -251,7 +235,9 @@ def as_union(answer: Answer) -> Union | None:
     match answer:
         case Union():
             return answer
-        case Items(kind="()" | "[]" as kind, items=(Formula(low), Formula(high))):
+        case Items(kind="()" | "[]" as kind, items=(Formula(low), Formula(high))) if not is_at_least(
+            low, high
+        ):
             return Union((Interval(low, high, kind[0] == "[", kind[1] == "]"),))
         case Items(kind="set", items=items) if all(isinstance(item, Formula) for item in items):
             return Union(
@@ -268,91 +254,73 @@ def as_union(answer: Answer) -> Union | None:
 
 
 def _relation(text: str) -> Answer | None:
-    parts = _RELATIONS.split(text)
-    if len(parts) == 1 or _unbalanced(parts[0]) or text.startswith("\\{"):
+    sides, signs = sides_of(text)
+    if not signs or text.startswith("\\{"):
         return None
-    sides = [part.strip() for part in parts[::2]]
-    signs = parts[1::2]
-    # An answer such as `= 5` has no left side.
-    if not sides[0] and signs[0] in ("=", "\\approx") and len(sides) == 2:
-        return _read(sides[1])
+    # Answers such as `= 5` and `> 5` have no left side.
+    if not sides[0] and len(sides) == 2 and sides[1]:
+        return _read(sides[1]) if signs[0] in ("=", "\\approx") else _relation(f"x {signs[0]} {sides[1]}")
     if not all(sides):
         return None
 
-    # Parse equations; `x = a \pm b` is a list of two values.
-    if set(signs) <= {"=", "\\approx"}:
-        if signs == ["="] and sides[1].count("\\pm") == 1 and _VARIABLE.fullmatch(sides[0]):
-            return _several(sides[1])
-        return Equation(tuple(_side(side) for side in sides))
-
-    if signs == ["\\in"] and _VARIABLE.fullmatch(sides[0]):
+    if signs == ["\\in"] and is_name(sides[0]):
         inner = _read(sides[1])
         return inner if isinstance(inner, Items) and inner.kind == "set" else as_union(inner) or inner
+    if "\\in" in signs:
+        return None
 
-    return _inequality(sides, signs)
+    # `x = a \pm b` is a list of two values, and `5 = x` is `x = 5`.
+    if signs == ["="]:
+        if is_name(sides[1]) and not is_name(sides[0]):
+            sides = sides[::-1]
+        if sides[1].count("\\pm") == 1 and is_name(sides[0]):
+            return _several(sides[1])
+
+    # Chains point to the larger side: `3 > x \ge 1` is `1 \le x < 3`.
+    if set(signs) <= _MORE.keys():
+        sides = sides[::-1]
+        signs = [_MORE[sign] for sign in signs[::-1]]
+    if not (set(signs) <= {"=", "\\approx"} or set(signs) <= _LESS.keys() or signs == ["\\ne"]):
+        return None
+
+    read = tuple(map(_side, sides))
+    if signs[0] in ("=", "\\approx"):
+        return Relation(sides[0], read, tuple(signs))
+    interval = _interval(sides, signs)
+    if interval is not None or not all(isinstance(side, Formula) for side in read):
+        return interval
+    return Relation(sides[0], read, tuple(signs))
 
 
 def _side(text: str) -> Answer:
-    return Words(re.sub(r"\s+", "", text)) if _VARIABLE.fullmatch(text) and "(" in text else _read(text)
+    side = _read(text)
+    # A function is not a product with its argument.
+    is_function = is_name(text) and not is_variable(text) and ("(" in text or '"' in text)
+    return Words(re.sub(r'[\s"]+', "", text)) if is_function and isinstance(side, Formula | Unread) else side
 
 
-def _inequality(sides: Sequence[str], signs: Sequence[str]) -> Answer | None:
-    """Parse inequalities between one variable and numbers."""
-    ends = [
-        None if _VARIABLE.fullmatch(side) and side not in ("\\infty", "\\pi", "e") else _end(side)
-        for side in sides
-    ]
+def _interval(sides: Sequence[str], signs: Sequence[str]) -> Union | None:
+    """Return the interval of an inequality between one variable and numbers; None for other inequalities."""
+    ends = [None if is_name(side) and side not in ("\\infty", "\\pi", "e") else _end(side) for side in sides]
     if sum(end is None for end in ends) != 1:
         return None
+    # The end of an interval may be a parameter, but `y > 2x` is a region of the plane.
+    if any(end and end[0] and end[0].names & {"x", "y", "z"} for end in ends):
+        return None
 
-    if len(sides) == 2:
-        at = ends.index(None)
-        value = ends[1 - at]
+    if signs == ["\\ne"]:
+        value = ends[0] or ends[1]
         assert value is not None
-        if signs[0] in ("\\ne", "!="):
-            return Union((Interval(None, value[0], False, False), Interval(value[0], None, False, False)))
-        is_below = signs[0] in _LESS
-        if not is_below and signs[0] not in _MORE:
-            return None
-        includes = (_LESS | _MORE)[signs[0]]
-        # `x < 3` and `3 > x` both bound the variable from above.
-        upper = is_below == (at == 0)
-        return Union(
-            (
-                Interval(None, value[0], False, includes)
-                if upper
-                else Interval(value[0], None, includes, False),
-            )
-        )
+        return Union((Interval(None, value[0], False, False), Interval(value[0], None, False, False)))
 
-    if len(sides) == 3 and ends[1] is None:
-        left = ends[0]
-        right = ends[2]
-        assert left is not None
-        assert right is not None
-        # A chain such as `1 < x \le 3` is an interval.
-        if all(sign in _LESS for sign in signs):
-            return Union(
-                (
-                    Interval(
-                        left[0],
-                        right[0],
-                        _LESS[signs[0]] and left[0] is not None,
-                        _LESS[signs[1]] and right[0] is not None,
-                    ),
-                )
-            )
-        if all(sign in _MORE for sign in signs):
-            return Union(
-                (
-                    Interval(
-                        right[0],
-                        left[0],
-                        _MORE[signs[1]] and right[0] is not None,
-                        _MORE[signs[0]] and left[0] is not None,
-                    ),
-                )
-            )
+    match ends:
+        case [None, (high,)]:
+            return Union((Interval(None, high, False, high is not None and _LESS[signs[0]]),))
+        case [(low,), None]:
+            return Union((Interval(low, None, low is not None and _LESS[signs[0]], False),))
+        case [(low,), None, (high,)]:
+            includes = low is not None and _LESS[signs[0]], high is not None and _LESS[signs[1]]
+            return Union((Interval(low, high, *includes),))
 
     return None
 
@@ -361,6 +329,9 @@ def _inequality(sides: Sequence[str], signs: Sequence[str]) -> Answer | None:
 
 
 def _formula(text: str) -> Formula | None:
+    # A derivative is not a quotient of products with d.
+    if "\\frac" in text and _DERIVATIVE.search(text):
+        return None
     for without, unit in readings_of_units(text):
         try:
             expression = parse(without)
@@ -370,5 +341,8 @@ def _formula(text: str) -> Formula | None:
             return Formula(expression._replace(percent=True))
         if unit and expression.names:
             continue
+        scale, _, rest = unit.partition(" ")
+        if scale in SCALES:
+            return Formula(expression.times(Fraction(SCALES[scale])), rest.removeprefix("of "))
         return Formula(expression, unit)
     return None

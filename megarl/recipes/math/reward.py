@@ -3,8 +3,9 @@
     reward:
       functions: [{path: reward.py}]
 
-The answer is in the last \\boxed{}; see final_answer.py for responses without one. Numbers are compared
-exactly, formulas by their values at several points, and lists, sets, tuples, intervals, inequalities and
+The answer is in the last \\boxed{}; see final_answer.py for responses without one. Exact numbers are compared
+exactly; a decimal equals any number that agrees with all of its digits, at least six (`0.333333` and `1/3`).
+Formulas are compared by their values at several points, and lists, sets, tuples, intervals, inequalities and
 equations by their parts. Math-Verify compares everything else, such as matrices and integrals, within LIMIT_S
 of CPU time. It requires `pip install math-verify` (in requirements/gpu.txt).
 """
@@ -20,12 +21,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from math_verify import parse, verify
+from math_verify import LatexExtractionConfig, parse, verify
 
 from megarl.recipes.math.answers import Answer, Items, Unread
-from megarl.recipes.math.equality import normal_form, same
+from megarl.recipes.math.equality import same
 from megarl.recipes.math.final_answer import final_answer
-from megarl.recipes.math.reading import read
+from megarl.recipes.math.normal_form import normal_form
+from megarl.recipes.math.reading import readings
 from megarl.rewards.encodable import refuse_unencodable
 
 LIMIT_S = 2.0  # CPU time of one comparison by Math-Verify
@@ -41,8 +43,15 @@ _HUGE = re.compile(
 )
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOSEN = re.compile(
-    r'(?:(?:[Oo]ption|[Cc]hoice) )?[("\s]*([A-J])(?:[")\s]*$|[").:]+(?=[\s\d\\"(-]).*)', re.DOTALL
+    r"(?:(?:(?:[Tt]he )?(?:[Cc]orrect )?[Aa]nswer(?: is|:| is:)|[Oo]ption|[Cc]hoice) )?"
+    r'[("\s]*([A-J])(?:[")\s]*$|[").:]+(?=[\s\d\\"(-])(?P<option>.*))',
+    re.DOTALL,
 )
+# A second letter after the chosen one, such as "(B)" or "or B".
+_ALSO_CHOSEN = re.compile(
+    r"\([A-J]\)|(?<![\w\\])[A-J][).:](?!\w)|(?:\bor\b|\band\b|[,;/])\W*[A-J]\W*$|^\W*[A-J]\W*$"
+)
+_LETTERS = re.compile(r"[A-H](?:(?:\s|,|;|\band\b)*[A-H])+")
 
 
 def compute_score(
@@ -58,25 +67,25 @@ def compute_score(
     Raises:
         ValueError: The ground truth is not text or a finite number, or it is empty or unreadable.
     """
-    text, truth = _truth(ground_truth)
+    text, truths = _truth(ground_truth)
     given = final_answer(solution_str)
     if given is None:
         return {"score": 0.0, "answer": None}
     # Long texts are not parsed, because that could take too long.
     if len(given) > _LONGEST:
         return {"score": float(given == text), "answer": given[:_LONGEST]}
-    # Compare letters of multiple choice as letters, not as variables.
-    choice = _CHOICE.fullmatch(_unwrapped(text))
-    chosen = _CHOSEN.fullmatch(_unwrapped(given)) if choice else None
-    if choice and chosen:
-        return {"score": float(choice.group(1) == chosen.group(1)), "answer": chosen.group(1)}
-    answer = read(given)
-    verdict = same(truth, answer)
+    choice = _chosen(_unwrapped(text), _unwrapped(given))
+    if choice is not None:
+        return {"score": float(choice[0] == choice[1]), "answer": choice[1]}
+    answers = readings(given)
+    verdicts = [(same(truth, answer), answer) for truth in truths for answer in answers]
+    meant = next((answer for verdict, answer in verdicts if verdict), answers[0])
+    is_right = any(verdict for verdict, _ in verdicts)
     # Math-Verify is slow, so it only decides cases that the parser cannot.
-    if verdict is None:
-        verdict = _verified(text, given)
+    if not is_right and any(verdict is None for verdict, _ in verdicts):
+        is_right = _verified(text, given)
 
-    return {"score": float(verdict), "answer": normal_form(answer)[:_LONGEST]}
+    return {"score": float(is_right), "answer": normal_form(meant)[:_LONGEST]}
 
 
 def answer_from_truth(ground_truth: Any) -> str | None:
@@ -94,10 +103,10 @@ def check_truth(ground_truth: Any) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_truth(text: str) -> Answer:
+def _read_truth(text: str) -> tuple[Answer, ...]:
     boxed = final_answer(text) if "\\boxed" in text else None
-    answer = read(boxed or text)
-    unread = _unread(answer)
+    truths = readings(boxed or text)
+    unread = _unread(truths[0])
 
     if (
         not text.strip()
@@ -109,10 +118,10 @@ def _read_truth(text: str) -> Answer:
             f"as '18' or '\\frac{{1}}{{2}}'"
         )
 
-    return answer
+    return truths
 
 
-def _truth(ground_truth: Any) -> tuple[str, Answer]:
+def _truth(ground_truth: Any) -> tuple[str, tuple[Answer, ...]]:
     is_number = (
         isinstance(ground_truth, int | float)
         and not isinstance(ground_truth, bool)
@@ -137,13 +146,30 @@ def _unread(answer: Answer) -> list[str]:
     return []
 
 
+def _chosen(truth: str, given: str) -> tuple[str, str] | None:
+    """Return the letters of multiple choice of a truth and an answer; None if they are not letters."""
+    # Letters are not variables, and several of them, such as ACD, are not a product.
+    if _LETTERS.fullmatch(truth) and _LETTERS.fullmatch(given):
+        letters = ["".join(each for each in text if each.isupper()) for text in (truth, given)]
+        return letters[0], "".join(sorted(letters[1])) if list(letters[0]) == sorted(letters[0]) else letters[
+            1
+        ]
+    choice = _CHOICE.fullmatch(truth)
+    chosen = _CHOSEN.fullmatch(given) if choice else None
+    if choice is None or chosen is None:
+        return None
+    # Several letters are no choice, even if the first one is right.
+    is_one = _ALSO_CHOSEN.search(chosen.group("option") or "") is None
+
+    return choice.group(1), chosen.group(1) if is_one else given
+
+
 def _unwrapped(text: str) -> str:
     """Return the text without the commands around it."""
     return (
         re.sub(r"\\(?:text|textbf|mathrm|mathbf|boxed|textrm|mbox)\s*\{([^{}]*)\}", r"\1", text)
         .strip()
-        .strip("*$")
-        .strip()
+        .strip("*$.\\ ")
     )
 
 
@@ -168,8 +194,10 @@ def _verified(truth: str, answer: str) -> bool:
 def _parsed(text: str) -> list[Any]:
     if len(text) > _LONGEST_FOR_MATH_VERIFY or _HUGE.search(text):
         return []
+    # Without this configuration, Math-Verify may take the last number of a text for its value.
+    only_latex = [LatexExtractionConfig()]
     # pyrefly: ignore[bad-argument-type]  # None turns the limit off
-    return _within_limit(lambda: parse(f"\\boxed{{{text}}}", parsing_timeout=None)) or []
+    return _within_limit(lambda: parse(f"\\boxed{{{text}}}", only_latex, parsing_timeout=None)) or []
 
 
 def _within_limit(call: Callable[[], Any]) -> Any:

@@ -76,6 +76,22 @@ _NO_UNIT = frozenset(
 )
 
 
+# Words after a number that are part of its value, and no unit.
+SCALES = {
+    "dozen": 12,
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
+_NOT_UNITS = re.compile(
+    r"\b(?:squared|cubed|factorial|hal(?:f|ve)|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth"
+    r"|thousandth|over|mod|modulo|plus|minus|choose|not|isn't|n?or|if|unless|except|maybe)s?\b|(?<!\^)\d"
+)
+_ORDINAL = re.compile(r'(?<=\d)\s*\^?\s*\{?\s*"?(?:st|nd|rd|th)"?\s*\}?$')
+
+
 def readings_of_units(text: str) -> list[tuple[str, str]]:
     """Return the text without its unit, and the unit, for each possible interpretation of the text."""
     ways = []
@@ -87,7 +103,10 @@ def readings_of_units(text: str) -> list[tuple[str, str]]:
     degrees = re.sub(r"\s*\^\s*\\circ\s*(?:C|F)?\s*$", "", text)
     if degrees != text:
         return [(degrees, "degree")]
+    text = _ORDINAL.sub("", text)
     quoted = re.search(r'^(.*?)\s*"([^"]*)"\s*((?:\^\{?[23]\}?)?)\s*$', text)
+    if quoted and len(quoted.group(2)) == 1 and quoted.group(2).lower() not in map(str.lower, _UNITS):
+        return [(text.replace('"', " "), "")]  # a variable
     if quoted and '"' not in quoted.group(1) and re.search(r"[\d\\A-Za-z]", quoted.group(1)):
         ways.append((quoted.group(1), _unit(quoted.group(2) + re.sub(r"[{}]", "", quoted.group(3)))))
     dollars = re.search(r'^(-?)\s*"dollars"\s*(-?.*)$', text)
@@ -103,7 +122,7 @@ def readings_of_units(text: str) -> list[tuple[str, str]]:
             is_clear = len(known.group("known") or known.group("words")) > 1  # one letter may be a variable
             ways.insert(0 if is_clear else 1, way)
 
-    return ways
+    return [way for way in ways if not _NOT_UNITS.search(way[1])]
 
 
 def _unit(text: str) -> str:

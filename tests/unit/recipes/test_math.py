@@ -22,6 +22,7 @@ from megarl.recipes.math.prepare import convert_gsm8k
 from megarl.recipes.math.reward import answer_from_truth, check_truth, compute_score
 from megarl.recipes.quickstart.prepare import make_tokenizer
 from tests.unit.recipes.math_cases import CASES, MISSES
+from tests.unit.recipes.math_truths import BY_TRUTH
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -43,6 +44,35 @@ def test_the_table_has_both_kinds() -> None:
     assert sum(not right for *_, right in CASES) >= 120
 
 
+def test_truths_accept_their_answers_and_no_others() -> None:
+    """A wrong answer that scores 1 is what a policy learns; each table has more of its kind."""
+    wrong = [
+        (truth, answer, is_right)
+        for truth, *answers in BY_TRUTH
+        for is_right, each in zip((True, False), answers, strict=True)
+        for answer in each
+        if compute_score("d", f"\\boxed{{{answer}}}", truth, {})["score"] != is_right
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        r"x^2+y^2 \le 4",
+        "x^2+y^2 < 4",
+        r"a^2 + b^2 \ge 2ab",
+        r"1 \le x^2+y^2 < 4",
+        r"x^2+y^2 \ne z^2",
+        r"\{1,2,\ldots,10\}",
+    ],
+)
+def test_truths_that_data_sets_contain_are_accepted(truth: str) -> None:
+    check_truth(truth)
+    assert compute_score("d", answer_from_truth(truth), truth, {})["score"] == 1.0
+    assert compute_score("d", answer_from_truth(truth.replace("2", "3")), truth, {})["score"] == 0.0
+
+
 @pytest.mark.parametrize(
     "answers",
     [
@@ -59,7 +89,12 @@ def test_the_table_has_both_kinds() -> None:
         [r"\frac{1}{3}", "1/3", r"0.\overline{3}", "2/6"],
         [r"\sqrt{2}", r"2^{1/2}", r"\frac{2}{\sqrt{2}}"],
         ["x^2+2x+1", "(x+1)^2", "(1+x)(x+1)", "y = (x+1)^2"],
-        ["1, 2", "2, 1", r"\{1, 2\}", r"x=1 \text{ or } x=2"],
+        ["1, 2", "2, 1", r"\{1, 2\}", r"x=1 \text{ or } x=2", r"\{2, 1, 1\}"],
+        ["x+y=5", "2x+2y=10", "y+x-5=0"],
+        [r"x^2+y^2 \le 4", r"4 \ge x^2+y^2", r"-4+x^2+y^2 \le 0"],
+        ["60, 180", r"180, 60", r"60,180"],
+        ["277", "m = 277", r"277\ "],
+        ["1/3", r"x = \frac13 = \frac26"],
         [r"x \le 3", r"(-\infty, 3]", r"3 \ge x"],
         [r"\emptyset", r"\text{no solution}", "∅"],
         ["(A)", "A", r"\textbf{(A)}"],
