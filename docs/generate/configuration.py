@@ -39,6 +39,10 @@ as a file `algorithm/NAME.yaml` next to your configuration. The files included i
 folder, for commands and for `base`; their models and data are relative to the current folder. Bundled reward files have fixed names
 too, such as `megarl/recipes/math/reward.py`.
 
+A value may refer to another key as `${section.key}`, or to an environment variable as `${oc.env:NAME}`, or as `${oc.env:NAME,default}`; a
+boolean may not. References are [OmegaConf's](https://omegaconf.readthedocs.io), and are resolved once, after all files and overrides are
+merged. Write `\\${` for the characters themselves. `???` stands for a value that an inheriting file or an override has to give.
+
 Unknown keys are refused, and so are values of the wrong type, values out of range, and values that conflict with others.
 `megarl check` reports all of them at once.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -13,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf import OmegaConf
 
+from megarl.config.references import drop_missing, escaped, resolve
 from megarl.config.review import Review, each_text, item_section, key_types
 from megarl.config.schema import MISSING, SCHEMAS, Device, DType, PPOConfig, RunConfig, SFTConfig
 from megarl.config.schema.keys import InputArguments, InputKind, OutputFolder, leaves
-from megarl.config.sources import Layer, in_one_line, is_hub_name, read_layers, source_name
+from megarl.config.sources import Layer, is_hub_name, read_layers, source_name
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
 from megarl.machine.processors import has_gpu
@@ -178,14 +177,18 @@ def _fit[Config](schema: type[Config], path: str, layers: Sequence[Layer]) -> Pa
             _remove(values, section)
         _merge_into(values, review.fitting(schema, layer.values, "", layer))
 
-    problems = list(review.problems)
-    refused = set(review.refused)
-    if _has_interpolations(values):
-        values = _interpolated(schema, values, path, problems, refused)
+    # What references stand for, and which values are still missing, is known once the layers are merged.
+    defaults = _defaults(typing.cast(type, schema))
+    if unusable := dict(resolve(schema, values, contents_of(defaults))):
+        values = review.fitting(schema, values, "", Layer(f"{path}, with its references", values))
+    unusable |= dict(drop_missing(schema, values))
+
+    problems = [*review.problems, *(problem for problem in unusable.values() if problem is not None)]
+    refused = review.refused | {key for key, problem in unusable.items() if problem is not None}
 
     # Missing values are empty, so that the following checks can run.
     missing: list[str] = []
-    config = _built(_defaults(typing.cast(type, schema)), values, "", missing)
+    config = _built(defaults, values, "", missing)
     missing.sort()
     problems += [
         f"{key}: is required; set it in the file or as {key}=..." for key in missing if key not in refused
@@ -221,40 +224,6 @@ def _merge_into(values: dict[str, Any], others: Mapping[str, Any]) -> None:
             values[name] = deepcopy(value)
 
 
-def _has_interpolations(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_has_interpolations(item) for item in value.values())
-    if isinstance(value, list):
-        return any(_has_interpolations(item) for item in value)
-    return isinstance(value, str) and not isinstance(value, Enum) and "${" in value
-
-
-def _interpolated(
-    schema: type, values: Mapping[str, Any], path: str, problems: list[str], refused: set[str]
-) -> dict[str, Any]:
-    """Return the values of all keys, with the values that `${...}` refers to in its place.
-
-    Adds the problems, and their keys, to `problems` and `refused`.
-    """
-    given: Any = OmegaConf.create(dict(values))
-
-    # Each failure hides the next: drop the key and retry.
-    while True:
-        try:
-            merged = OmegaConf.unsafe_merge(pickle.loads(_structured(schema)), given)
-            return typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
-        except (OmegaConfBaseException, ValueError) as error:
-            key = str(getattr(error, "full_key", None) or "")
-            problem = in_one_line(error)
-            if isinstance(error, InterpolationKeyError):
-                problem += "; use a key of this configuration, or ${oc.env:NAME} for an environment variable"
-            problems.append(f"{key}: {problem}" if key else problem)
-            # Without a value to remove, the same error would recur forever.
-            if not _drop(given, key):
-                raise ConfigError(path, problems) from error
-            refused.add(key)
-
-
 @cache
 def _defaults(section: Any) -> Any:
     return section()
@@ -283,23 +252,6 @@ def _built(default: Any, values: Mapping[str, Any], prefix: str, missing: list[s
             given[name] = deepcopy(value)
 
     return replace(default, **given)
-
-
-@cache
-def _structured(schema: Any) -> bytes:
-    """Return the pickled structured config of a schema. Reading it is six times as fast as a deep copy."""
-    return pickle.dumps(OmegaConf.structured(schema))
-
-
-def _drop(given: Any, key: str) -> bool:
-    """Remove a value, so that its key has its default. Returns whether there was a value."""
-    section, _, name = key.rpartition(".")
-    values = OmegaConf.select(given, section) if section else given
-    if not isinstance(values, DictConfig) or name not in values:
-        return False
-    del values[name]
-
-    return True
 
 
 def _fits(schema: type, path: str, layers: Sequence[Layer]) -> bool:
@@ -379,7 +331,7 @@ def _as_plain(content: Any) -> Any:
 
 def _as_yaml(config: Any) -> str:
     # OmegaConf would write the names of members, which differ from their values for Python keywords.
-    return OmegaConf.to_yaml(OmegaConf.create(contents_of(_with_whole_paths(config))))
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(contents_of(_with_whole_paths(config)))))
 
 
 def _with_whole_paths(section: Any, outputs: bool = False) -> Any:

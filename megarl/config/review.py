@@ -102,6 +102,9 @@ class Review:
             else:
                 plain[name] = _with_current_name(key, value, layer.source)
 
+        # A missing value may come from a later layer, so it is judged when all are merged.
+        good |= {name: plain.pop(name) for name in [*plain] if has_missing(plain[name])}
+
         # Almost always all of them fit, and one check is much faster than one per value.
         converted = _converted(section, plain)
         # Paths are resolved here, because only the layer knows which file named them.
@@ -151,6 +154,15 @@ class Review:
     def _refuse(self, key: str, problem: str, layer: Layer) -> None:
         self.refused.add(key)
         self.problems.append(f"{problem} [{layer.source}]")
+
+
+def has_missing(value: Any) -> bool:
+    """Whether a value is or contains `???`, which OmegaConf would take for no value at all."""
+    if isinstance(value, Mapping):
+        return any(map(has_missing, value.values()))
+    if isinstance(value, list):
+        return any(map(has_missing, value))
+    return isinstance(value, str) and value == MISSING
 
 
 def _unexpanded(paths: Any) -> str | None:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from megarl.config.schema.keys import MISSING, InputKind
 from megarl.config.shipped import CONFIGS_DIR, find_code, find_config, is_shipped, shown
@@ -45,6 +45,9 @@ COMMAND_LINE = "command line"
 GIVEN = "given values"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # such as `Qwen/Qwen3-0.6B`
 _ENDINGS = (".parquet", ".json", ".jsonl", ".csv", ".arrow")  # file suffixes that no hub name has
+HOW_TO_REFER = (
+    "use ${section.key} for another key of this configuration, or ${oc.env:NAME} for an environment variable"
+)
 # Exceptions of reading YAML; a RecursionError if it is nested too deeply.
 _UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, UnicodeError, RecursionError)
 
@@ -280,6 +283,8 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         # Callers change the values.
         values = copy.deepcopy(_parse_yaml(text, os.path.abspath(file)))
+    except GrammarParseError as error:
+        raise ConfigError(shown(file), [f"{error.full_key}: {_half_a_reference(error)}"]) from error
     except _UNREADABLE as error:
         hint = _tab_hint(error, text) if isinstance(error, yaml.MarkedYAMLError) else ""
         raise ConfigError(shown(file), [f"is not YAML: {in_one_line(error)}{hint}"]) from error
@@ -328,6 +333,10 @@ def _is_mapping(text: _NamedText) -> bool:
     return root is None or isinstance(root, yaml.MappingStartEvent)
 
 
+def _half_a_reference(error: GrammarParseError) -> str:
+    return f"{in_one_line(error)}; {HOW_TO_REFER}, or \\${{ for the characters themselves"
+
+
 def in_one_line(error: Exception) -> str:
     """Return the error in one line, without OmegaConf's description of the key."""
     return " ".join(str(error).partition("\n    full_key: ")[0].split())
@@ -346,7 +355,9 @@ def _parse_overrides(overrides: Sequence[str]) -> Layer:
             # Each override is parsed by itself, so that a broken one does not hide the others.
             values = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
         except (*_UNREADABLE, TypeError) as error:  # a TypeError for a list and a mapping at one key
-            refused.append(Refused(key, f"{override!r}: {in_one_line(error)}"))
+            is_half = isinstance(error, GrammarParseError)
+            why = _half_a_reference(error) if is_half else in_one_line(error)
+            refused.append(Refused(key, f"{override!r}: {why}"))
 
     container = OmegaConf.to_container(values)
     assert isinstance(container, Mapping)

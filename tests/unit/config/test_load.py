@@ -490,8 +490,7 @@ def test_overrides_that_are_none(minimal: str) -> None:
         ("trainer.output_dir=${nothing}", "trainer.output_dir: Interpolation key 'nothing' not found"),
         (
             "trainer.seed=${model.path}",
-            "trainer.seed: While dereferencing interpolation '${model.path}': Value 'models/m' of type "
-            "'str' could not",
+            "trainer.seed: is 'models/m', but must be an integer [",
         ),
         ("trainer.output_dir=${oc.env:NOBODY_SET_IT}", "Environment variable 'NOBODY_SET_IT' not found"),
         ("trainer.output_dir=${", "'trainer.output_dir=${': "),
