@@ -19,9 +19,10 @@ import yaml
 from docs.generate.papers import link_papers
 from megarl.config import schema
 from megarl.config.explanations import explanation, section_explanation
-from megarl.config.schema.keys import Range, range_of
+from megarl.config.schema.keys import Range, Reader, needs_of, range_of
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import WITH
+from megarl.machine.wording import written
 
 _PRESETS = CONFIGS_DIR / "algorithm"
 _INTRODUCTION = """# Configuration reference
@@ -42,6 +43,9 @@ too, such as `megarl/recipes/math/reward.py`.
 A value may refer to another key as `${section.key}`, or to an environment variable as `${oc.env:NAME}`, or as `${oc.env:NAME,default}`; a
 boolean may not. References are [OmegaConf's](https://omegaconf.readthedocs.io), and are resolved once, after all files and overrides are
 merged. Write `\\${` for the characters themselves. `???` stands for a value that an inheriting file or an override has to give.
+
+"only with" names the settings without which a key has no effect, in the same section unless the name has a dot. `megarl check` and the
+start of a run warn of a key that you changed and that has no effect, or refuse it.
 
 Unknown keys are refused, and so are values of the wrong type, values out of range, and values that conflict with others.
 `megarl check` reports all of them at once.
@@ -106,7 +110,7 @@ def _sections(root: type, prefix: str = "", leave_out: typing.Sequence[str] = ()
         if entry.name in leave_out:
             continue
         if is_dataclass(kind):
-            yield from _section(typing.cast(type, kind), default, entry.name, prefix)
+            yield from _section(typing.cast(type, kind), default, entry.name, prefix, entry)
         else:
             plain.append(_row(root, entry, entry.name, default))
             if (item := _item(kind)) is not None:
@@ -116,11 +120,15 @@ def _sections(root: type, prefix: str = "", leave_out: typing.Sequence[str] = ()
         yield from ["### top-level keys\n", *_table(plain)]
 
 
-def _section(section: type, value: Any, key: str, prefix: str) -> Iterator[str]:
+def _section(
+    section: type, value: Any, key: str, prefix: str, declared: Field[Any] | None = None
+) -> Iterator[str]:
     """Yield a heading, the description of the section, its own keys, and its nested sections."""
     yield f"### {prefix}{key}\n"
     if about := section_explanation(section):
         yield about + "\n"
+    for line in _needs(declared) if declared is not None else []:
+        yield f"This section has an effect {line}.\n"
     inner = []
     rows = []
 
@@ -128,7 +136,7 @@ def _section(section: type, value: Any, key: str, prefix: str) -> Iterator[str]:
         kind = _types(section)[entry.name]
         default = getattr(value, entry.name)
         if is_dataclass(kind):
-            inner.append((typing.cast(type, kind), default, f"{key}.{entry.name}"))
+            inner.append((typing.cast(type, kind), default, f"{key}.{entry.name}", entry))
         else:
             rows.append(_row(section, entry, f"{key}.{entry.name}", default))
             if (item := _item(kind)) is not None:
@@ -136,8 +144,8 @@ def _section(section: type, value: Any, key: str, prefix: str) -> Iterator[str]:
 
     if rows:
         yield from _table(rows)
-    for kind, default, inner_key in inner:
-        yield from _section(kind, default, inner_key, prefix)
+    for kind, default, inner_key, entry in inner:
+        yield from _section(kind, default, inner_key, prefix, entry)
 
 
 def _rows_of_item(value: Any, key: str) -> Iterator[str]:
@@ -171,8 +179,22 @@ def _row(owner: type, entry: Field[Any], key: str, default: Any) -> str:
     ]
     return (
         f"| `{key}` | {_values(kind, range_of(entry))} | {_shown(default)} | "
-        f"{'<br>'.join(cell(line) for line in (text, *choices))} |"
+        f"{'<br>'.join(cell(line) for line in (text, *choices, *_needs(entry)))} |"
     )
+
+
+def _needs(entry: Field[Any]) -> list[str]:
+    """Return the lines about the settings without which a key or a section has no effect."""
+    return [f"only with {' or '.join(map(_needed, needed.readers))}" for needed in needs_of(entry)]
+
+
+def _needed(reader: Reader) -> str:
+    key = reader.key.removeprefix(".")
+    if reader.architecture:
+        return "a model with " + {"experts": "experts", "vision": "a vision tower"}[reader.architecture]
+    if reader.values:
+        return f"`{key}` {', '.join(f'`{written(value)}`' for value in reader.values)}"
+    return f"`{key}` above {reader.above:g}" if reader.above else f"`{key}`"
 
 
 def _values(kind: Any, allowed: Range) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,17 @@ def value_at(config: Any, key: str) -> Any:
     for part in _parts(key):
         config = config[part] if isinstance(part, int) else getattr(config, part)
     return config
+
+
+def values_at(config: Any, key: str) -> Iterator[Any]:
+    """Yield the values of a key, in which `[]` stands for every item of a list."""
+    before, is_list, after = key.partition("[].")
+    value = value_at(config, before)
+    if not is_list:
+        yield value
+        return
+    for item in value:
+        yield from values_at(item, after)
 
 
 def with_value[Config](config: Config, key: str, value: Any) -> Config:

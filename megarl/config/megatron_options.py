@@ -320,11 +320,6 @@ def requirements(section: str) -> Mapping[str, Requirement]:
     return {name: requirement for requirement, names in _PASSED_ON[section].items() for name in names.split()}
 
 
-def written(value: object) -> str:
-    """Return a value as a file contains it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 class Option(NamedTuple):
     """An option of Megatron that a configuration sets.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from megarl.config.readers import unread_keys
 from megarl.config.roles import REWARD_MODEL, ModelRole, judge_roles, model_roles
 from megarl.config.rules import (
     agent,
@@ -62,21 +63,19 @@ RULES: Mapping[Callable[[RunConfig], Violations], Keys] = {
     run.layers: (),
     run.flash_attention: (),
     run.ring_attention: (),
-    run.validation: (),
     run.compared_validations: (),
     run.output_folders: (),
     run.profile: (),
+    run.tracking: (),
     run.recovery_factors: ("recovery.hang_factor", "recovery.straggler_factor"),
 }
 SFT_RULES: Mapping[Callable[[SFTConfig], Violations], Keys] = {
     data.chat_columns: (),
     run.sft_metrics: (),
-    experts.no_routing_replay: (),
 }
 PREFERENCE_RULES: Mapping[Callable[[PreferenceConfig], Violations], Keys] = {
     run.pair_metrics: (),
     models.pairs_fit: ("actor.micro_batch.sequences",),
-    experts.no_routing_replay: (),
 }
 PPO_RULES: Mapping[Callable[[PPOConfig], Violations], Keys] = {
     run.validation_metrics: (),
@@ -215,6 +214,7 @@ def validate(config: RunConfig) -> list[Violation]:
             violations += _violations(rules, broken, config, architectures[name])
 
     violations += _violations(kind.models, broken, config, architectures)
+    violations += unread_keys(config, architectures, refused=True)
 
     # The reference shares the actor's model and layout, and therefore its violations.
     return list(dict.fromkeys(violations))

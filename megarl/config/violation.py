@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import Enum, auto
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 
 class Absence(Enum):
@@ -47,6 +48,14 @@ def nearest_divisors(number: int, value: int) -> list[int]:
     below = [divisor for divisor in divisors if divisor <= value]
     above = [divisor for divisor in divisors if divisor > value]
     return below[-1:] + above[:1]
+
+
+def is_http_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as a port that is not a number
+        return False
 
 
 def either(values: list[int]) -> str:

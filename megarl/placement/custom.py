@@ -15,10 +15,10 @@ _POOLS = "placement.pools"
 
 
 def custom_problems(config: RunConfig) -> list[str]:
-    """Return all problems, one line each. For other strategies, neither key may be given."""
+    """Return all problems, one line each. Other strategies read neither key, which a rule refuses."""
     placement = config.placement
     if placement.strategy is not PlacementStrategy.custom:
-        return list(_without_effect(placement))
+        return []
 
     if not isinstance(config, PPOConfig):
         return [
@@ -35,16 +35,6 @@ def custom_problems(config: RunConfig) -> list[str]:
     ]
     keys = {role.name: role.parallel_key for role in model_roles(config)}
     return problems or list(_sizes(placement, requests, keys))
-
-
-def _without_effect(placement: PlacementConfig) -> Iterator[str]:
-    strategy = placement.strategy.value
-    for key, value in ((_ROLES, placement.roles), (_POOLS, placement.pools)):
-        if value:
-            yield (
-                f"{key}, placement.strategy: is given, but the strategy is {strategy}; use "
-                f"strategy=custom, or omit it"
-            )
 
 
 def _role_problems(placement: PlacementConfig, requests: Collection[GroupRequest]) -> Iterator[str]:

@@ -20,22 +20,22 @@ from megarl.config.batch_arithmetic import max_conversation_tokens, optimizer_st
 from megarl.config.derive import RoleArithmetic, RunArithmetic, derive
 from megarl.config.layers import describe_layers
 from megarl.config.load import is_on_cuda, plain_values
-from megarl.config.megatron_options import options_of, written
+from megarl.config.megatron_options import options_of
 from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
 from megarl.config.paths import checkpoint_path
+from megarl.config.readers import unread_keys
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles, role_named
 from megarl.config.schema import (
     AgentConfig,
     DType,
     OverlongConversation,
     PPOConfig,
-    RolloutEngineKind,
     RunConfig,
 )
 from megarl.config.shipped import shown
 from megarl.config.validate import read_architectures
 from megarl.machine.files import existing_folder
-from megarl.machine.wording import counted
+from megarl.machine.wording import counted, written
 from megarl.models.architecture import Architecture
 from megarl.models.counts import num_parameters
 from megarl.placement.placement_plan import PlacementPlan
@@ -83,7 +83,7 @@ def warnings_of(
         yield from _of_a_full_disk(config, architectures)
     yield from _of_a_long_warmup(config)
     yield from _of_bfloat16(config)
-    yield from _of_another_engine(config)
+    yield from map(str, unread_keys(config, architectures, refused=False))
 
 
 def print_models(config: RunConfig, architectures: Mapping[str, Architecture], console: Console) -> None:
@@ -341,19 +341,6 @@ def _of_a_long_warmup(config: RunConfig) -> Iterator[str]:
             yield (
                 f"the {role.name} warms up for {counted(role.optim.warmup_steps, 'optimizer step')}, but the "
                 f"run has only {total:,}, so its learning rate never reaches {role.optim.lr:g}"
-            )
-
-
-def _of_another_engine(config: RunConfig) -> Iterator[str]:
-    if not isinstance(config, PPOConfig):
-        return
-    # Settings of an engine that is not selected are valid, and easily mistaken for effective ones.
-    for engine in RolloutEngineKind:
-        settings = config.rollout.settings_of(engine)
-        if engine is not config.rollout.engine and settings is not None and settings.server_args:
-            yield (
-                f"rollout.{engine.needs.section}.server_args has no effect with "
-                f"rollout.engine={config.rollout.engine.value}"
             )
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from megarl.config.sandbox_images import image_problem
-from megarl.config.schema import HarnessConfig, PPOConfig, SandboxConfig, SandboxProvider
+from megarl.config.schema import HarnessConfig, PPOConfig
 from megarl.config.violation import Violation, Violations
-
-_NO_SANDBOX = SandboxConfig()
 
 
 def episodes(config: PPOConfig) -> Violations:
@@ -20,19 +16,8 @@ def episodes(config: PPOConfig) -> Violations:
             "one of them",
         )
 
-    if agent.parser is not None and not (agent.tools or agent.harness.is_used):
-        yield Violation(
-            ("agent.parser", "agent.tools"),
-            f"parser is {agent.parser!r}, but there are no tools whose calls it could parse; use null (an "
-            f"environment receives the text of a turn)",
-        )
     if agent.harness.is_used:
         yield from _harness(config)
-    elif agent.max_error_rate:
-        yield Violation(
-            ("agent.max_error_rate", "agent.harness"),
-            f"max_error_rate is {agent.max_error_rate:g}, but only the program of a harness may fail; use 0",
-        )
 
     # The remaining rules apply to turns, which only episodes have.
     if not agent.is_used:
@@ -120,26 +105,10 @@ def _sandbox(harness: HarnessConfig) -> Violations:
     sandbox = harness.sandbox
     section = "agent.harness.sandbox"
 
-    if sandbox.provider is None:
-        given = [
-            key.name
-            for key in fields(sandbox)
-            if getattr(sandbox, key.name) != getattr(_NO_SANDBOX, key.name)
-        ]
-        if given:
-            yield Violation(
-                (f"{section}.provider", f"{section}.{given[0]}"),
-                "provider is null, so commands run with the rights of the run; use local or container",
-            )
-    elif harness.external:
+    if sandbox.provider is not None and harness.external:
         yield Violation(
             (f"{section}.provider", "agent.harness.external"),
             "both are set, but agents elsewhere start their own sandboxes; use provider: null",
-        )
-    elif sandbox.provider is SandboxProvider.local and sandbox.cpus is not None:
-        yield Violation(
-            (f"{section}.cpus", f"{section}.provider"),
-            f"cpus is {sandbox.cpus:g}, which only containers can limit; use null",
         )
     if sandbox.provider is None or sandbox.image is None:
         return

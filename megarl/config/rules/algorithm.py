@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 
-from megarl.config.roles import needs_critic, needs_reward_model
+from megarl.config.roles import needs_reward_model
 from megarl.config.schema import (
     Aggregation,
-    DistillationKL,
     KLControllerKind,
     KLEstimator,
     KLWhere,
-    PolicyLossKind,
     PPOConfig,
 )
 from megarl.config.violation import Violation, Violations
@@ -85,13 +83,6 @@ def teacher(config: PPOConfig) -> Violations:
         )
     yield from _source_teachers(config)
 
-    if advantage.distillation.top_k is None and advantage.distillation.kl is DistillationKL.forward:
-        yield Violation(
-            (f"{_DISTILLATION}.kl", f"{_DISTILLATION}.top_k"),
-            "is forward, but samples of the policy estimate the reverse KL; set top_k, such as 64, or use "
-            "kl=reverse",
-        )
-
     weight = advantage.distillation.reward_weight
     if weight and config.rollout.n < 2:
         yield Violation(
@@ -156,13 +147,6 @@ def critic(config: PPOConfig) -> Violations:
     warmup = config.trainer.critic_warmup_steps
     total = config.trainer.total_steps
 
-    if warmup and not needs_critic(config):
-        yield Violation(
-            ("trainer.critic_warmup_steps", _ESTIMATOR),
-            f"is {warmup}, but the estimator {config.algorithm.advantage.estimator.name} uses no critic; use "
-            f"0, or the estimator gae",
-        )
-
     if warmup >= total:
         yield Violation(
             ("trainer.critic_warmup_steps", "trainer.total_steps"),
@@ -193,13 +177,6 @@ def policy_loss(config: PPOConfig) -> Violations:
             "kind",
         )
 
-    if loss.clip_dual is not None and not needs.dual_clip:
-        yield Violation(
-            ("algorithm.policy_loss.clip_dual", _KIND),
-            f"is {loss.clip_dual:g}, but {loss.kind.name} has no dual clip; use null, or one of "
-            f"{', '.join(kind.name for kind in PolicyLossKind if kind.needs.dual_clip)}",
-        )
-
     covariance = loss.covariance
     if covariance.low >= covariance.high:
         yield Violation(
@@ -222,13 +199,6 @@ def aggregations(config: PPOConfig) -> Violations:
                 keys,
                 f"{loss.aggregation.name} divides by the constant norm_tokens, which is null; use "
                 f"data.max_response_length, {config.data.max_response_length}",
-            )
-
-        if not with_norm and loss.norm_tokens is not None:
-            yield Violation(
-                keys,
-                f"is {loss.norm_tokens}, but {loss.aggregation.name} does not divide by a constant; use "
-                "null, or sequence_mean_token_sum_norm",
             )
 
 

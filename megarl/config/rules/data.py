@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.config.rules.algorithm import names_code
 from megarl.config.rules.reward import has_scores
-from megarl.config.schema import CurriculumConfig, CurriculumKind, PPOConfig, RunConfig, SFTConfig
+from megarl.config.schema import CurriculumKind, PPOConfig, RunConfig, SFTConfig
 from megarl.config.schema.keys import LARGEST
 from megarl.config.violation import Violation, Violations
 
@@ -73,15 +73,6 @@ def curriculum(config: PPOConfig) -> Violations:
             "learnability samples prompts by the scores of their samples, but nothing scores them; give a "
             "reward function, or use epochs",
         )
-
-    defaults = CurriculumConfig()
-    for name in ("epoch_share", "update_rate"):
-        if not is_learned and getattr(section, name) != getattr(defaults, name):
-            yield Violation(
-                (f"data.curriculum.{name}", _KIND),
-                f"is {getattr(section, name):g}, but only learnability reads it; use kind=learnability, or "
-                f"remove the key",
-            )
 
 
 def chat_columns(config: SFTConfig) -> Violations:

@@ -6,7 +6,6 @@ They cover expert parallelism in training and in an engine, router settings, and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 
 from megarl.config.roles import ModelRole, model_roles, scores_in_update
 from megarl.config.schema import (
@@ -15,11 +14,9 @@ from megarl.config.schema import (
     OnUpdate,
     ParallelConfig,
     PPOConfig,
-    PreferenceConfig,
     RolloutEngineKind,
     RoutingReplay,
     RunConfig,
-    SFTConfig,
 )
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
 from megarl.models.architecture import Architecture, Experts
@@ -35,7 +32,6 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     experts = architecture.experts
 
     if experts is None:
-        yield from _no_expert_settings(role, architecture, keys)
         return
 
     yield from _fit_router(role, architecture, experts)
@@ -76,25 +72,6 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
             f"{parallel.tensor_parallel_size} tensor-parallel ranks would send them the same tokens; use "
             f"sequence_parallel=true",
         )
-
-
-def _no_expert_settings(role: ModelRole, architecture: Architecture, keys: _Keys) -> Violations:
-    """Refuse settings of experts for a dense model, where they would silently have no effect."""
-    for name, key in (
-        ("expert_parallel_size", keys.expert),
-        ("expert_tensor_parallel_size", keys.expert_tensor),
-    ):
-        if (size := getattr(role.parallel, name)) > 1:
-            yield Violation(
-                (key,), f"is {size}, but {role.path} ({architecture.model_type}) has no experts; use 1"
-            )
-    for each in fields(role.experts):
-        if (value := getattr(role.experts, each.name)) != each.default:
-            said = (
-                f"is {value}, but {role.path} ({architecture.model_type}) has no experts; use the "
-                f"default {each.default}"
-            )
-            yield Violation((f"{role.name}.experts.{each.name}",), said)
 
 
 def _fit_router(role: ModelRole, architecture: Architecture, experts: Experts) -> Violations:
@@ -162,11 +139,6 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
     path = config.model.path
 
     if experts is None:
-        if expert_parallel > 1:
-            yield Violation(
-                (_ENGINE_KEY,),
-                f"is {expert_parallel}, but {path} ({policy.model_type}) has no experts; use 1",
-            )
         return
 
     if not config.rollout.engine.needs.cuts_models:
@@ -220,22 +192,10 @@ def engine_fits(config: PPOConfig, policy: Architecture) -> Violations:
             )
 
 
-def no_routing_replay(config: SFTConfig | PreferenceConfig) -> Violations:
-    """Check that a run without generation, which has no recorded routes, replays none."""
-    replay = config.engine.routing_replay
-    if replay is not RoutingReplay.off:
-        yield Violation((_REPLAY,), f"is {replay.value}, but supervised runs have no routes; use off")
-
-
 def routing_replay(config: PPOConfig, policy: Architecture) -> Violations:
     """Check that the policy has routes to replay, and that the actor can replay them."""
     replay = config.engine.routing_replay
-    if replay is RoutingReplay.off:
-        return
-
-    if policy.experts is None:
-        message = f"is {replay.value}, but {config.model.path} ({policy.model_type}) has no experts; use off"
-        yield Violation((_REPLAY,), message)
+    if replay is RoutingReplay.off or policy.experts is None:
         return
 
     if not config.engine.packing:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from megarl.config.schema import JudgeConfig, PPOConfig
-from megarl.config.violation import Violation, Violations
+from megarl.config.violation import Violation, Violations, is_http_url
 
 _OWNED = ("model", "messages", "temperature", "seed", "max_tokens", "n", "stream")
 
@@ -49,11 +49,6 @@ def _served(judge: JudgeConfig, key: str) -> Iterator[Violation]:
 def _server(judge: JudgeConfig, key: str) -> Iterator[Violation]:
     """Check a judge on a server that the user has started."""
     example = "give the base URL of the API, such as http://localhost:30000/v1"
-    for name in ("num_replicas", "tensor_parallel_size"):
-        if getattr(judge, name) != 1:
-            yield Violation(
-                (f"{key}.{name}",), "is only for a judge with `path`, which the run serves; remove it"
-            )
     if judge.url is None:
         yield Violation(
             (f"{key}.url", f"{key}.path"), f"neither is given; {example}, or the folder of a model"
@@ -61,13 +56,8 @@ def _server(judge: JudgeConfig, key: str) -> Iterator[Violation]:
         return
     if judge.model is None:
         yield Violation((f"{key}.model",), "is missing; give the name of the model on the server")
-    try:
-        parts = urlsplit(judge.url)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # such as a port that is not a number
-        parts = None
-        is_url = False
-    if parts is None or not is_url:
+    parts = urlsplit(judge.url) if is_http_url(judge.url) else None
+    if parts is None:
         yield Violation((f"{key}.url",), f"{judge.url!r} is not an http or https URL; {example}")
     elif parts.username is not None or parts.query or parts.fragment:
         yield Violation(

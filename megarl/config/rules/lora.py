@@ -35,14 +35,6 @@ def options(config: RunConfig, role: ModelRole) -> Violations:
 
     settings = config.trained_models[role.name].lora
     key = f"{role.name}.lora"
-    if settings.rank is None:
-        for name in ("alpha", "targets", "modules_to_save", "path", "sync"):
-            if getattr(settings, name) != getattr(LoRAConfig(), name):
-                yield Violation(
-                    (f"{key}.{name}", f"{key}.rank"),
-                    f"{name} is set, but rank is null, so all weights train; set {key}.rank, such as 32",
-                )
-
     yield from _saved_modules(settings, role, f"{key}.modules_to_save")
 
     if settings.sync is LoRASync.adapter and (role.name != "actor" or not isinstance(config, PPOConfig)):

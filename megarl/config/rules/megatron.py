@@ -14,13 +14,13 @@ from megarl.config.megatron_options import (
     Requirement,
     options_of,
     owned_fields,
-    written,
 )
 from megarl.config.roles import ModelRole, model_roles
 from megarl.config.schema import Device, DType, Layers, RunConfig
 from megarl.config.violation import Absence, Violation, Violations
 from megarl.machine.processors import has_gpu
 from megarl.machine.ray_address import cluster_address
+from megarl.machine.wording import written
 from megarl.models.architecture import Architecture
 
 # Options without an effect unless another one has one of the given values.

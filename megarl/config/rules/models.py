@@ -13,7 +13,6 @@ from megarl.config.schema import (
     OnNonFinite,
     PPOConfig,
     PreferenceConfig,
-    Recomputation,
     Recompute,
     RunConfig,
     SFTConfig,
@@ -44,24 +43,6 @@ def optimizers(config: RunConfig) -> Violations:
 def layout(config: RunConfig, role: ModelRole) -> Violations:
     """Check the parallel sizes against each other, without the model."""
     parallel = role.parallel
-    if parallel.virtual_pipeline_parallel_size is not None and parallel.pipeline_parallel_size == 1:
-        yield Violation(
-            (
-                f"{role.parallel_key}.virtual_pipeline_parallel_size",
-                f"{role.parallel_key}.pipeline_parallel_size",
-            ),
-            f"virtual_pipeline_parallel_size {parallel.virtual_pipeline_parallel_size} requires a pipeline, "
-            "but pipeline_parallel_size is 1; use virtual_pipeline_parallel_size null, or a "
-            "pipeline_parallel_size of 2 or more",
-        )
-
-    if parallel.sequence_parallel and parallel.tensor_parallel_size == 1:
-        yield Violation(
-            (f"{role.parallel_key}.sequence_parallel", f"{role.parallel_key}.tensor_parallel_size"),
-            "sequence_parallel splits activations over tensor-parallel ranks, but tensor_parallel_size is "
-            "1; use 2 or more, or false",
-        )
-
     if parallel.context_parallel_size > 1 and not config.engine.packing:
         yield Violation(
             (f"{role.parallel_key}.context_parallel_size", "engine.packing"),
@@ -128,7 +109,9 @@ def recomputation(_: RunConfig, role: ModelRole) -> Violations:
     if role.optim is None:
         return
 
-    (how, modules, num_layers), section = role.recomputation, role.parallel_key.removesuffix(".parallel")
+    how = role.recomputation.how
+    modules = role.recomputation.modules
+    section = role.parallel_key.removesuffix(".parallel")
     keys = f"{section}.recompute_modules", f"{section}.recompute"
 
     if how is Recompute.selective and not modules:
@@ -136,22 +119,6 @@ def recomputation(_: RunConfig, role: ModelRole) -> Violations:
             keys,
             "selective recomputes nothing, because recompute_modules is empty; list a module, such as "
             "[core_attn], or use recompute=none",
-        )
-
-    # The default modules may be left over, while other modules were set on purpose.
-    if how is not Recompute.selective and modules != Recomputation().modules:
-        named = ", ".join(module.value for module in modules)
-        yield Violation(
-            keys,
-            f"recompute_modules [{named}] are for recompute=selective, but it is {how.value}; remove them, "
-            "or use selective",
-        )
-
-    if how is not Recompute.full and num_layers is not None:
-        yield Violation(
-            (f"{section}.recompute_num_layers", f"{section}.recompute"),
-            f"recompute_num_layers {num_layers} is for recompute=full, but it is {how.value}; use null, or "
-            f"recompute=full",
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.config.batch_arithmetic import max_conversation_tokens, micro_batch_room
 from megarl.config.roles import needs_reward_model
-from megarl.config.schema import OverlongConversation, PPOConfig, RewardModelConfig
+from megarl.config.schema import OverlongConversation, PPOConfig
 from megarl.config.violation import Violation, Violations
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS
@@ -38,13 +38,6 @@ def something_scores(config: PPOConfig) -> Violations:
             "nothing scores the responses to held-out prompts, because there are neither reward functions "
             "nor a model; remove the files, or give a reward function (it does not affect the training with "
             "algorithm.advantage.distillation.reward_weight 0)",
-        )
-
-    if not needs_reward_model(config) and config.reward.model != RewardModelConfig():
-        yield Violation(
-            ("reward.model.path",),
-            "is null, so the other settings of reward.model have no effect; give a folder, or remove the "
-            "other settings",
         )
 
 

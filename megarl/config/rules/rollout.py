@@ -12,8 +12,6 @@ from megarl.config.roles import WITHOUT_DEVICES
 from megarl.config.schema import (
     CorrectionLevel,
     Device,
-    Late,
-    OnUpdate,
     PlacementStrategy,
     PPOConfig,
     RolloutEngineKind,
@@ -217,14 +215,6 @@ def generation_ahead(config: PPOConfig) -> Violations:
     staleness = config.rollout.max_staleness
     algorithm = config.algorithm
     placement = config.placement
-
-    if config.rollout.late is Late.mask and (not staleness or config.rollout.on_update is OnUpdate.drain):
-        other = _STALENESS if not staleness else "rollout.on_update"
-        yield Violation(
-            ("rollout.late", other),
-            f"is mask, but with {other.partition('.')[2]}={'0' if not staleness else 'drain'} no sample is "
-            f"masked; use late=wait, or max_staleness above 0 and on_update=continue",
-        )
 
     # The rules below apply to samples of older weights, which exist only with staleness.
     if not staleness:

@@ -21,7 +21,14 @@ from megarl.config.schema import (
     SFTConfig,
 )
 from megarl.config.validation_metrics import RewardKeys, may_be_measured, nearest, source_metrics
-from megarl.config.violation import Violation, Violations, either, nearest_divisors, nearest_multiples
+from megarl.config.violation import (
+    Violation,
+    Violations,
+    either,
+    is_http_url,
+    nearest_divisors,
+    nearest_multiples,
+)
 
 SFT_METRIC = "val/loss"  # the only validation metric of `megarl sft`
 # The validation metrics of runs on pairs of answers that can be compared, and which values are better.
@@ -61,27 +68,43 @@ def recovery_factors(config: RunConfig) -> Violations:
 def profile(config: RunConfig) -> Violations:
     """Check that profiled steps, roles and ranks exist."""
     chosen = config.profile
+    sizes = {role.name: role.parallel.world_size for role in model_roles(config) if not role.before_training}
+    if unknown := [role for role in chosen.roles if role not in sizes]:
+        yield Violation(
+            ("profile.roles",), f"has {unknown[0]!r}, but the models of the run are {', '.join(sizes)}"
+        )
     if not chosen.steps:
         return
 
     total = config.trainer.total_steps
     if absent := [step for step in chosen.steps if not 1 <= step <= total]:
         yield Violation(("profile.steps",), f"has {absent[0]}, but the steps of the run are 1 to {total}")
-    sizes = {role.name: role.parallel.world_size for role in model_roles(config) if not role.before_training}
-    if unknown := [role for role in chosen.roles if role not in sizes]:
-        yield Violation(
-            ("profile.roles",), f"has {unknown[0]!r}, but the models of the run are {', '.join(sizes)}"
-        )
-        return
-
     for key, values in (("profile.roles", chosen.roles), ("profile.ranks", chosen.ranks)):
         if not values:
             yield Violation((key,), "is empty, so that no process would be profiled; name at least one")
 
-    num_ranks = max((sizes[role] for role in chosen.roles), default=0)
+    num_ranks = max((sizes[role] for role in chosen.roles if role in sizes), default=0)
     if num_ranks and (absent := [rank for rank in chosen.ranks if not 0 <= rank < num_ranks]):
         message = f"has {absent[0]}, but the ranks of {' and '.join(chosen.roles)} are 0 to {num_ranks - 1}"
         yield Violation(("profile.ranks",), message)
+
+
+def tracking(config: RunConfig) -> Violations:
+    """Check the addresses of loggers."""
+    host = config.tracking.prometheus_host
+    # A single number is an address to the system, though not one that anybody means.
+    if not host or host.isdigit() or any(character.isspace() or character in "/@" for character in host):
+        yield Violation(
+            ("tracking.prometheus_host",),
+            f"is {host!r}, which is not a host name or an address; use one, such as 127.0.0.1 or 0.0.0.0",
+        )
+
+    endpoint = config.tracking.otlp_endpoint
+    if endpoint is not None and not is_http_url(endpoint):
+        yield Violation(
+            ("tracking.otlp_endpoint",),
+            f"is {endpoint!r}, which is not an http or https URL; use one, such as http://collector:4318",
+        )
 
 
 def sft_metrics(config: SFTConfig) -> Violations:
@@ -191,15 +214,6 @@ def ring_attention(config: RunConfig) -> Violations:
             ("engine.cp_comm_type", "engine.share_prompts"),
             "p2p treats sequences as independent, but samples share their prompts; use "
             "engine.cp_comm_type=auto, or engine.share_prompts=false",
-        )
-
-
-def validation(config: RunConfig) -> Violations:
-    if config.trainer.validate_every_steps > 0 and not config.data.val_files:
-        yield Violation(
-            ("trainer.validate_every_steps", "data.val_files"),
-            f"validation every {config.trainer.validate_every_steps} steps requires val_files; list one, or "
-            f"set validate_every_steps to 0",
         )
 
 

@@ -14,11 +14,6 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
     """Check that the first stage has the layers that features of images are added to."""
     vision = architecture.vision
     if vision is None:
-        if role.freeze_vision:
-            yield Violation(
-                (f"{role.name}.freeze_vision",),
-                f"is true, but {role.path} ({architecture.model_type}) has no vision tower; use false",
-            )
         return
 
     if role.lora is not None:

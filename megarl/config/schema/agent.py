@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.schema.keys import MISSING, InputKind, names, ranged
+from megarl.config.schema.keys import MISSING, InputKind, Reader, names, only_with, ranged
 
 
 class CallsInThinking(str, Enum):
@@ -29,7 +29,7 @@ class EnvironmentConfig:
 
     # Python file; null: no environment
     path: str | None = field(default=None, metadata=names(InputKind.code))
-    name: str = "Environment"  # name of the class in the file
+    name: str = only_with("Environment", Reader(".path", example="FILE.py"))  # name of the class in the file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,36 @@ class HarnessFunctionConfig:
 
     # Python file; null: no function
     path: str | None = field(default=None, metadata=names(InputKind.code))
-    name: str = "run"  # name of the function in the file
+    name: str = only_with("run", Reader(".path", example="FILE.py"))  # name of the function in the file
+
+
+_EXAMPLES = {
+    ".command": "[python, agent.py, '{prompt}']",
+    ".function.path": "FILE.py",
+    ".external": "true",
+}
+_PROGRAMS = tuple(Reader(key, example=example) for key, example in _EXAMPLES.items())
+_HARNESS = tuple(reader._replace(key=f".harness{reader.key}") for reader in _PROGRAMS)
+_EPISODES = (
+    Reader(".tools", example="[{path: FILE.py, name: NAME}]"),
+    Reader(".environment.path", example="FILE.py"),
+    *_HARNESS,
+)
 
 
 class SandboxProvider(str, Enum):
     local = "local"  # namespaces of this machine, with bubblewrap
     container = "container"  # containers of Docker or podman
+
+
+def _in_sandbox[Value](default: Value) -> Value:
+    """Declare a key that needs a provider, without which commands run with the rights of the run."""
+    return only_with(
+        default,
+        Reader(".provider", tuple(SandboxProvider)),
+        is_refused=True,
+        why="commands run with the rights of the run",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +78,19 @@ class SandboxConfig:
     provider: SandboxProvider | None = None
     # container: image of rows without one of their own (extra_info.sandbox_image); local: absolute path of a
     # folder that becomes the file system, null: system and Python of the machine
-    image: str | None = None
+    image: str | None = _in_sandbox(None)
     # files and folders that are copied into the working folder
-    files: list[str] = field(default_factory=list, metadata=names(InputKind.code))
+    files: list[str] = _in_sandbox(field(default_factory=list, metadata=names(InputKind.code)))
     # allow the network of the machine; false: only the endpoint of the episode can be reached
-    network: bool = False
-    memory_mb: int = ranged(4096, at_least=16)  # limit of memory; with local, files count too
-    max_processes: int = ranged(256, at_least=1)  # limit of processes and threads together
-    cpus: float | None = ranged(None, above=0)  # limit of CPUs, of containers only; null: no limit
+    network: bool = _in_sandbox(False)
+    memory_mb: int = _in_sandbox(ranged(4096, at_least=16))  # limit of memory; with local, files count too
+    max_processes: int = _in_sandbox(ranged(256, at_least=1))  # limit of processes and threads together
+    # limit of CPUs; null: no limit
+    cpus: float | None = _in_sandbox(
+        only_with(ranged(None, above=0), Reader(".provider", (SandboxProvider.container,)), is_refused=True)
+    )
     # time limit for starting a sandbox, which includes pulling an image
-    start_limit_s: float = ranged(300.0, above=0)
+    start_limit_s: float = _in_sandbox(ranged(300.0, above=0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,16 +103,19 @@ class HarnessConfig:
     # command that is started once per episode; {prompt} becomes the text of the row's last message
     command: list[str] = field(default_factory=list)
     function: HarnessFunctionConfig = field(default_factory=HarnessFunctionConfig)
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    sandbox: SandboxConfig = only_with(field(default_factory=SandboxConfig), *_PROGRAMS)
     # let clients elsewhere claim and play the episodes, with the key in MEGARL_ENDPOINT_KEY
     external: bool = False
     # address of the server; clients on other nodes need an address of the cluster's network
-    host: str = "127.0.0.1"
-    port: int | None = ranged(None, at_least=1, at_most=65535)  # port of the server; null: a free one
+    host: str = only_with("127.0.0.1", *_PROGRAMS)
+    # port of the server; null: a free one
+    port: int | None = only_with(ranged(None, at_least=1, at_most=65535), *_PROGRAMS)
     # time limit of an episode, including generation; exceeding it is a failure
-    time_limit_s: float = ranged(600.0, above=0)
+    time_limit_s: float = only_with(ranged(600.0, above=0), *_PROGRAMS)
     # parameters of requests that are accepted without effect, because the run decides how it samples
-    ignored_parameters: list[str] = field(default_factory=lambda: ["temperature", "top_p", "top_k", "seed"])
+    ignored_parameters: list[str] = only_with(
+        field(default_factory=lambda: ["temperature", "top_p", "top_k", "seed"]), *_PROGRAMS
+    )
 
     @property
     def is_used(self) -> bool:
@@ -101,23 +131,38 @@ class AgentConfig:
     harness: HarnessConfig = field(default_factory=HarnessConfig)
     # format of tool calls; null: <tool_call> JSON, as written by Qwen2.5, Qwen3 and Hermes; otherwise the
     # name of one of SGLang's parsers, such as llama3, mistral or pythonic
-    parser: str | None = None
+    parser: str | None = only_with(
+        None,
+        _EPISODES[0],
+        *_HARNESS,
+        is_refused=True,
+        why="there are no tools whose calls it could parse (an environment receives the text of a turn)",
+    )
     # what to do with calls between <think> and </think>
-    calls_in_thinking: CallsInThinking = CallsInThinking.ignore
-    max_turns: int = ranged(8, at_least=1, at_most=10000)  # maximum model turns in an episode
+    calls_in_thinking: CallsInThinking = only_with(CallsInThinking.ignore, _EPISODES[0], *_HARNESS)
+    # maximum model turns in an episode
+    max_turns: int = only_with(ranged(8, at_least=1, at_most=10000), *_EPISODES)
     # maximum tokens of one turn; null: the remainder of data.max_response_length
-    max_turn_tokens: int | None = ranged(None, at_least=1)
+    max_turn_tokens: int | None = only_with(ranged(None, at_least=1), *_EPISODES)
     # maximum tokens of one tool result; the middle of longer results is removed
-    max_result_tokens: int = ranged(512, at_least=16)
+    max_result_tokens: int = only_with(ranged(512, at_least=16), *_EPISODES)
     # maximum calls in one turn; further calls are refused
-    max_parallel_calls: int = ranged(4, at_least=1, at_most=1000)
+    max_parallel_calls: int = only_with(ranged(4, at_least=1, at_most=1000), _EPISODES[0])
     # time limit of one tool call, and of one answer from an environment (exceeding it ends the episode)
-    time_limit_s: float = ranged(30.0, above=0)
-    num_workers: int = ranged(1, at_least=1, at_most=10000)  # processes that run tools and environments
-    max_concurrency: int = ranged(64, at_least=1)  # turns that one process handles concurrently
-    max_attempts: int = ranged(2, at_least=1)  # attempts at an episode whose process is lost
+    time_limit_s: float = only_with(ranged(30.0, above=0), *_EPISODES)
+    # processes that run tools and environments
+    num_workers: int = only_with(ranged(1, at_least=1, at_most=10000), *_EPISODES)
+    # turns that one process handles concurrently
+    max_concurrency: int = only_with(ranged(64, at_least=1), *_EPISODES)
+    # attempts at an episode whose process is lost
+    max_attempts: int = only_with(ranged(2, at_least=1), *_EPISODES)
     # fraction of a step's episodes in which the program of a harness may fail; they are counted, not trained
-    max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
+    max_error_rate: float = only_with(
+        ranged(0.0, at_least=0, at_most=1),
+        *_HARNESS,
+        is_refused=True,
+        why="only the program of a harness may fail",
+    )
 
     @property
     def is_used(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megarl.config.kinds import AdvantageEstimator, Aggregation, PolicyLossKind
-from megarl.config.schema.keys import InputKind, names, ranged
+from megarl.config.schema.keys import InputKind, Reader, names, only_with, ranged
 
 
 class KLWhere(str, Enum):
@@ -63,6 +63,29 @@ class DistillationKL(str, Enum):
     forward = "forward"  # KL(teacher || policy): the policy covers what the teacher finds likely
 
 
+# Custom functions get the whole section, so they may read keys that their built-in counterpart does not.
+_FUNCTION = Reader(".function", example="FILE.py:NAME")
+
+
+def _of_estimators(*estimators: AdvantageEstimator) -> tuple[Reader, Reader]:
+    return Reader(".estimator", estimators), _FUNCTION
+
+
+def _of_losses(*kinds: PolicyLossKind) -> tuple[Reader, Reader]:
+    return Reader(".kind", kinds), _FUNCTION
+
+
+_CLIPPED = tuple(
+    kind
+    for kind in PolicyLossKind
+    if kind not in (PolicyLossKind.sapo, PolicyLossKind.gpg, PolicyLossKind.kl_cov)
+)
+_WITH_CRITIC = Reader(
+    "algorithm.advantage.estimator", tuple(each for each in AdvantageEstimator if each.needs.critic)
+)
+_IN_RESPONSE_SUMS = Reader(".aggregation", (Aggregation.sequence_mean_token_sum_norm,))
+
+
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
     """How the estimator `distillation` learns from the teacher, and weighs the rewards against it."""
@@ -72,7 +95,12 @@ class DistillationConfig:
     # number of the teacher's most likely tokens at each position, such as 64, over which the loss top_k_kl
     # computes the KL; null: no such loss, and the log-ratio of the sampled token is the advantage
     top_k: int | None = ranged(None, at_least=1)
-    kl: DistillationKL = DistillationKL.reverse  # with top_k: the direction of the divergence
+    kl: DistillationKL = only_with(
+        DistillationKL.reverse,
+        Reader(".top_k", example="64"),
+        is_refused=True,
+        why="samples of the policy estimate the reverse KL",
+    )  # with top_k: the direction of the divergence
     # weight of the advantage that grpo computes from the rewards; 0: rewards have no effect on the training
     reward_weight: float = ranged(0.0, at_least=0)
 
@@ -84,11 +112,25 @@ class AdvantageConfig:
     function: str | None = field(
         default=None, metadata=names(InputKind.code)
     )  # FILE.py:NAME of a custom function that replaces the estimator's; it receives the same inputs
-    gamma: float = ranged(1.0, at_least=0, at_most=1)  # gae, reinforce_plus_plus: discount factor
-    lam: float = ranged(1.0, at_least=0, at_most=1)  # gae: lambda; 1 relies on rewards, 0 on the critic
-    # grpo, grpo_pass_k: divide by the group's standard deviation; false is Dr. GRPO (Liu et al. 2025)
-    normalize_by_std: bool = True
-    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    gamma: float = only_with(
+        ranged(1.0, at_least=0, at_most=1),
+        *_of_estimators(AdvantageEstimator.gae, AdvantageEstimator.reinforce_plus_plus),
+    )  # discount factor
+    lam: float = only_with(
+        ranged(1.0, at_least=0, at_most=1), *_of_estimators(AdvantageEstimator.gae)
+    )  # lambda; 1 relies on rewards, 0 on the critic
+    # divide by the group's standard deviation; false is Dr. GRPO (Liu et al. 2025)
+    normalize_by_std: bool = only_with(
+        True,
+        *_of_estimators(
+            AdvantageEstimator.grpo, AdvantageEstimator.grpo_pass_k, AdvantageEstimator.distillation
+        ),
+    )
+    distillation: DistillationConfig = only_with(
+        field(default_factory=DistillationConfig),
+        *_of_estimators(*(each for each in AdvantageEstimator if each.needs.teacher)),
+        is_refused=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +144,22 @@ class SAPOConfig:
     temperature_negative: float = ranged(1.05, above=0)  # temperature for all other tokens
 
 
+_LOSS_FUNCTION = Reader("algorithm.policy_loss.function", example="FILE.py:NAME")
+_OF_CLIP_COV = Reader("algorithm.policy_loss.kind", (PolicyLossKind.clip_cov,)), _LOSS_FUNCTION
+
+
 @dataclass(frozen=True, kw_only=True)
 class CovarianceConfig:
     """The tokens that clip_cov and kl_cov treat separately (Cui et al. 2025)."""
 
     share: float = ranged(0.0002, above=0, at_most=1)  # fraction of a mini-batch's tokens that are selected
-    low: float = 1.0  # clip_cov: lower bound of the covariances to select from
-    high: float = 5.0  # clip_cov: upper bound of the covariances to select from
-    kl_coefficient: float = ranged(1.0, at_least=0)  # kl_cov: weight of the KL penalty
+    low: float = only_with(1.0, *_OF_CLIP_COV)  # lower bound of the covariances to select from
+    high: float = only_with(5.0, *_OF_CLIP_COV)  # upper bound of the covariances to select from
+    kl_coefficient: float = only_with(
+        ranged(1.0, at_least=0),
+        Reader("algorithm.policy_loss.kind", (PolicyLossKind.kl_cov,)),
+        _LOSS_FUNCTION,
+    )  # weight of the KL penalty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +170,22 @@ class PolicyLossConfig:
     )  # FILE.py:NAME of a custom function that replaces the kind's; it receives the same inputs
     # lower clip bound: the ratio is clipped to [1 - clip_low, 1 + clip_high]. gmpo: its logarithm to
     # [-clip_low, clip_high]. dppo_*: divergence limits for tokens that became less (clip_low) and more
-    # (clip_high) likely. sapo, gpg and kl_cov ignore both
-    clip_low: float = ranged(0.2, above=0, below=1)
-    clip_high: float = ranged(0.2, above=0)  # upper clip bound; see clip_low
-    # ppo_clip: dual clip, the limit c > 1 of the ratio where A < 0 (Ye et al. 2020); dppo_*: limit of every
-    # ratio
-    clip_dual: float | None = ranged(None, above=1)
+    # (clip_high) likely
+    clip_low: float = only_with(ranged(0.2, above=0, below=1), *_of_losses(*_CLIPPED))
+    clip_high: float = only_with(ranged(0.2, above=0), *_of_losses(*_CLIPPED))  # upper clip bound
+    # dual clip, the limit c > 1 of the ratio where A < 0 (Ye et al. 2020); dppo_*: limit of every ratio
+    clip_dual: float | None = only_with(
+        ranged(None, above=1),
+        *_of_losses(*(each for each in PolicyLossKind if each.needs.dual_clip)),
+        is_refused=True,
+    )
     aggregation: Aggregation = Aggregation.token_mean  # how token losses are reduced to one number
-    # sequence_mean_token_sum_norm: constant that divides each row's sum
-    norm_tokens: int | None = ranged(None, at_least=1)
-    sapo: SAPOConfig = field(default_factory=SAPOConfig)
-    covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
+    # constant that divides each row's sum
+    norm_tokens: int | None = only_with(ranged(None, at_least=1), _IN_RESPONSE_SUMS, is_refused=True)
+    sapo: SAPOConfig = only_with(field(default_factory=SAPOConfig), *_of_losses(PolicyLossKind.sapo))
+    covariance: CovarianceConfig = only_with(
+        field(default_factory=CovarianceConfig), *_of_losses(PolicyLossKind.clip_cov, PolicyLossKind.kl_cov)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,22 +193,31 @@ class ValueLossConfig:
     # clip range around the value before the update; null disables clipping
     clip: float | None = ranged(0.2, above=0)
     aggregation: Aggregation = Aggregation.token_mean  # as in policy_loss
-    norm_tokens: int | None = ranged(None, at_least=1)  # as in policy_loss
+    # constant that divides each row's sum, as in policy_loss
+    norm_tokens: int | None = only_with(ranged(None, at_least=1), _IN_RESPONSE_SUMS, is_refused=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLControllerConfig:
     kind: KLControllerKind = KLControllerKind.fixed  # controller of the coefficient in the reward
-    target: float = ranged(0.1, above=0)  # adaptive: target KL
-    horizon: int = ranged(10000, at_least=1)  # adaptive: number of samples over which the coefficient adapts
+    target: float = only_with(
+        ranged(0.1, above=0), Reader(".kind", (KLControllerKind.adaptive,))
+    )  # target KL
+    # number of samples over which the coefficient adapts
+    horizon: int = only_with(ranged(10000, at_least=1), Reader(".kind", (KLControllerKind.adaptive,)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig:
     where: KLWhere = KLWhere.reward  # where the KL penalty against the reference policy is applied
-    estimator: KLEstimator = KLEstimator.k1  # how the divergence is estimated from a sampled token
+    # how the divergence is estimated from a sampled token
+    estimator: KLEstimator = only_with(
+        KLEstimator.k1, Reader(".where", (KLWhere.reward, KLWhere.loss)), is_usual=True
+    )
     # weight of the penalty; 0 removes the reference policy, as `where: none` does
-    coefficient: float = ranged(0.001, at_least=0)
+    coefficient: float = only_with(
+        ranged(0.001, at_least=0), Reader(".where", (KLWhere.reward, KLWhere.loss)), is_usual=True
+    )
     controller: KLControllerConfig = field(default_factory=KLControllerConfig)
 
     @property
@@ -165,14 +229,21 @@ class KLConfig:
         return self.where is KLWhere.loss and self.coefficient != 0
 
 
+_REJECTING = Reader(
+    ".estimator", tuple(each for each in RejectionEstimator if each is not RejectionEstimator.none)
+)
+_WEIGHTING = Reader(".level", tuple(each for each in CorrectionLevel if each is not CorrectionLevel.none))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RejectionConfig:
     """Responses whose estimated KL(rollout || trainer), in nats, is outside [low, high] are rejected."""
 
     estimator: RejectionEstimator = RejectionEstimator.none  # estimator of the divergence
-    level: RejectionLevel = RejectionLevel.geometric  # unit over which the estimate is computed
-    low: float | None = None  # lower bound, for k1, which can be negative
-    high: float = ranged(0.01, above=0)  # upper bound
+    # unit over which the estimate is computed
+    level: RejectionLevel = only_with(RejectionLevel.geometric, _REJECTING)
+    low: float | None = only_with(None, _REJECTING)  # lower bound, for k1, which can be negative
+    high: float = only_with(ranged(0.01, above=0), _REJECTING)  # upper bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,9 +254,12 @@ class RolloutCorrectionConfig:
     """
 
     level: CorrectionLevel = CorrectionLevel.none  # unit over which a weight is computed
-    kind: CorrectionKind = CorrectionKind.truncate  # how weights out of bounds are handled
-    low: float = ranged(0.5, at_least=0)  # mask: lower bound of a weight
-    high: float = ranged(2.0, above=0)  # upper bound of a weight
+    # how weights out of bounds are handled
+    kind: CorrectionKind = only_with(CorrectionKind.truncate, _WEIGHTING)
+    low: float = only_with(
+        only_with(ranged(0.5, at_least=0), Reader(".kind", (CorrectionKind.mask,))), _WEIGHTING
+    )  # lower bound of a weight
+    high: float = only_with(ranged(2.0, above=0), _WEIGHTING)  # upper bound of a weight
     rejection: RejectionConfig = field(default_factory=RejectionConfig)
     # use the rollout engine's log-probs as the old log-probs; the trainer does not recompute them
     bypass: bool = False
@@ -206,7 +280,8 @@ class OverlongConfig:
 
     # fraction of max_response_length over which the penalty grows; 0: no penalty
     buffer_share: float = ranged(0.0, at_least=0, at_most=1)
-    penalty: float = ranged(1.0, above=0)  # penalty of a response that fills max_response_length
+    # penalty of a response that fills max_response_length
+    penalty: float = only_with(ranged(1.0, above=0), Reader(".buffer_share", example="0.2"))
 
     def buffer_tokens(self, max_response_length: int) -> int:
         """Return the number of tokens over which the penalty grows; at least one if the share is not 0."""
@@ -219,14 +294,14 @@ class DynamicSamplingConfig:
 
     enabled: bool = False  # requires an estimator that compares the samples of a prompt
     # maximum number of prompts sampled for a step, as a multiple of trainer.prompts_per_step
-    max_generations: int = ranged(4, at_least=1)
+    max_generations: int = only_with(ranged(4, at_least=1), Reader(".enabled", example="true"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
-    value_loss: ValueLossConfig = field(default_factory=ValueLossConfig)
+    value_loss: ValueLossConfig = only_with(field(default_factory=ValueLossConfig), _WITH_CRITIC)
     kl: KLConfig = field(default_factory=KLConfig)
     entropy_coefficient: float = 0.0  # weight of the mean entropy, which is subtracted from the policy loss
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.schema.keys import MISSING, InputKind, names, prose, ranged
+from megarl.config.schema.keys import MISSING, InputKind, Reader, names, only_with, prose, ranged
 
 
 class Overlong(str, Enum):
@@ -33,11 +33,18 @@ class CurriculumConfig:
     kind: CurriculumKind = CurriculumKind.epochs  # how often each prompt is used; see Data
     # FILE.py:CLASS of a custom sampler that replaces the kind's; see Data
     sampler: str | None = field(default=None, metadata=names(InputKind.code))
-    # learnability: share of the prompts that are taken in epochs, so that none is forgotten
-    epoch_share: float = ranged(0.25, above=0, at_most=1)
-    # learnability: weight of a prompt's newest samples in the estimates of its score and variance; 1: only
-    # the newest samples count
-    update_rate: float = ranged(0.5, above=0, at_most=1)
+    # share of the prompts that are taken in epochs, so that none is forgotten
+    epoch_share: float = only_with(
+        ranged(0.25, above=0, at_most=1), Reader(".kind", (CurriculumKind.learnability,)), is_refused=True
+    )
+    # weight of a prompt's newest samples in the estimates of its score and variance; 1: only the newest
+    # samples count
+    update_rate: float = only_with(
+        ranged(0.5, above=0, at_most=1), Reader(".kind", (CurriculumKind.learnability,)), is_refused=True
+    )
+
+
+_IMAGES = Reader("model.path", architecture="vision")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +61,7 @@ class PromptColumnsConfig:
     extra_info: str = "extra_info"  # a mapping for reward functions; optional
     # images of the prompt, in the order of its placeholders <image>: a path, bytes, a mapping with `bytes` or
     # `path`, or a list of these; optional
-    images: str = "images"
+    images: str = only_with("images", _IMAGES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +111,9 @@ class DataConfig:
     max_response_length: int = ranged(1024, at_least=1)  # maximum response tokens
     overlong: Overlong = Overlong.refuse  # how to handle prompts that exceed max_prompt_length
     lossy: LossyText = LossyText.refuse  # how to handle prompts that do not round-trip through the tokenizer
-    max_image_mb: int = ranged(32, at_least=1)  # maximum size of an image file
+    max_image_mb: int = only_with(ranged(32, at_least=1), _IMAGES)  # maximum size of an image file
     # maximum width times height of an image, so that a small file cannot occupy all memory once decoded
-    max_image_pixels: int = ranged(2**25, at_least=1)
+    max_image_pixels: int = only_with(ranged(2**25, at_least=1), _IMAGES)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     shuffle: bool = True  # reshuffle the rows in each epoch
     seed: int = ranged(0, at_least=0)  # seed of the shuffling, and of a curriculum

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.config.schema.keys import MISSING, InputKind, names, ranged
+from megarl.config.schema.keys import MISSING, InputKind, Reader, names, only_with, ranged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class JudgeParseConfig:
     json: str | None = None  # key of the last JSON object in the reply
     # Python file with a function of the reply; null: no function
     path: str | None = field(default=None, metadata=names(InputKind.code))
-    name: str = "parse"  # name of the function in the file
+    name: str = only_with("parse", Reader(".path", example="FILE.py"))  # name of the function in the file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,12 @@ class JudgeConfig:
     model: str | None = None  # name of the model on the server at `url`
     # folder of a model that the run serves with SGLang, on devices of its own; null: `url` is used
     path: str | None = field(default=None, metadata=names(InputKind.data))
-    num_replicas: int = ranged(1, at_least=1, at_most=10000)  # servers of `path`
-    tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # devices of each of these servers
+    num_replicas: int = only_with(
+        ranged(1, at_least=1, at_most=10000), Reader(".path", example="FOLDER"), is_refused=True
+    )  # servers of `path`
+    tensor_parallel_size: int = only_with(
+        ranged(1, at_least=1, at_most=1024), Reader(".path", example="FOLDER"), is_refused=True
+    )  # devices of each of these servers
     # jinja2 template of the user message; see Judges
     prompt: str = field(default=MISSING, metadata=names(InputKind.code))
     parse: JudgeParseConfig = field(default_factory=JudgeParseConfig)

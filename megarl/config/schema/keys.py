@@ -6,11 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import Field, field, fields, is_dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 MISSING: Any = "???"  # OmegaConf's marker for a required value, of any type
 # Limit of any number, with either sign: a larger one is a typo, and would be harmful as a count or a seed.
 LARGEST = 10**9
+# The smallest number above 0 that float32 and bfloat16 have in full. A smaller one becomes 0 in use.
+SMALLEST = 2.0**-126
 
 
 class Range(NamedTuple):
@@ -28,6 +31,7 @@ class Range(NamedTuple):
         assert isinstance(value, int | float)
         return (
             abs(value) <= LARGEST
+            and (value == 0 or abs(value) >= SMALLEST)
             and self.at_least <= value <= self.at_most
             and self.above < value < self.below
         )
@@ -42,6 +46,9 @@ class Range(NamedTuple):
 
     def explain(self, value: float) -> str:
         """Explain why `value` is not in the range."""
+        is_within = self.at_least <= value <= self.at_most and self.above < value < self.below
+        if 0 < abs(value) < SMALLEST and is_within:
+            return f"is {value:g}, which is 0 in float32; use a larger number, or 0 where it is allowed"
         is_huge = LARGEST < abs(value) < math.inf and min(self.at_most, self.below) == math.inf
         return (
             f"is {value:g}, but the largest number allowed is {LARGEST:,}"
@@ -89,6 +96,64 @@ def prose[Value](default: Value) -> Value:
     Unlike a name, such a text may be long and contain line breaks.
     """
     return field(default=default, metadata={prose: True})
+
+
+class Reader(NamedTuple):
+    """A setting with which a key has an effect.
+
+    Attributes:
+        key: The dotted key of the setting. One that begins with a dot is in the section of the key that needs
+            it. `[]` stands for any item of a list.
+        values: The values of the setting; empty: any but null, false, 0 and an empty text, list or mapping.
+        above: A number that the value has to exceed.
+        example: A value to suggest, if `values` is empty.
+        architecture: An attribute that the model's architecture must have, if `key` is a model.
+    """
+
+    key: str
+    values: tuple[Any, ...] = ()
+    above: float = 0
+    example: str = ""
+    architecture: str = ""
+
+
+class OnlyWith(NamedTuple):
+    """The settings without which a key, or a section, has no effect.
+
+    Attributes:
+        readers: One of them is enough.
+        is_refused: Whether a value other than the default is refused without them, not only warned of.
+        is_usual: Whether it is usual that such a value has no effect, as that of a preset or of an inherited
+            file in a run that turns the setting off. There is no warning then.
+        why: Why the key has no effect, for messages.
+    """
+
+    readers: tuple[Reader, ...]
+    is_refused: bool = False
+    is_usual: bool = False
+    why: str = ""
+
+
+def only_with[Value](
+    default: Value, *readers: Reader, is_refused: bool = False, is_usual: bool = False, why: str = ""
+) -> Value:
+    """Declare what a key or a section needs to have an effect: any of the `readers`.
+
+    An example is `min_lr: float = only_with(ranged(0.0, at_least=0), Reader(".decay", (Decay.linear,)))`.
+    Calls can be nested, if a key needs one setting and another.
+
+    Args:
+        default: The default, or a field with a default.
+    """
+    declared = cast(Field[Any], default if isinstance(default, Field) else field(default=default))
+    needs = (OnlyWith(readers, is_refused, is_usual, why), *declared.metadata.get(OnlyWith, ()))
+    declared.metadata = MappingProxyType({**declared.metadata, OnlyWith: needs})
+    return cast(Value, declared)
+
+
+def needs_of(key: Field[Any]) -> tuple[OnlyWith, ...]:
+    """Return the settings that a key needs, all of them."""
+    return key.metadata.get(OnlyWith, ())
 
 
 def range_of(key: Field[Any]) -> Range:

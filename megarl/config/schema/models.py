@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from megarl.config.schema.keys import MISSING, InputKind, names, numbers, ranged
+from megarl.config.schema.keys import MISSING, InputKind, Reader, names, numbers, only_with, ranged
 from megarl.config.schema.megatron import FrozenMegatronConfig, MegatronConfig, ReferenceMegatronConfig
 from megarl.models.architecture import LoRA
 
@@ -68,6 +68,9 @@ class RankCoordinate(NamedTuple):
     pp: int
 
 
+_EXPERTS = Reader("model.path", architecture="experts")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Megatron's parallel sizes of one role.
@@ -79,16 +82,28 @@ class ParallelConfig:
     tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)
     pipeline_parallel_size: int = ranged(1, at_least=1, at_most=1024)  # stages of consecutive layers
     # virtual stages per pipeline stage, which shrink the pipeline bubble
-    virtual_pipeline_parallel_size: int | None = ranged(None, at_least=2)
+    virtual_pipeline_parallel_size: int | None = only_with(
+        ranged(None, at_least=2),
+        Reader(".pipeline_parallel_size", above=1, example="2"),
+        is_refused=True,
+        why="it requires a pipeline",
+    )
     # ranks that split the tokens of each sequence, for long sequences
     context_parallel_size: int = ranged(1, at_least=1, at_most=1024)
     data_parallel_size: int = ranged(1, at_least=1, at_most=10000)  # replicas, each with a share of the batch
     # split activations between the matrices over the tensor-parallel ranks by token, which saves memory
-    sequence_parallel: bool = False
+    sequence_parallel: bool = only_with(
+        False,
+        Reader(".tensor_parallel_size", above=1, example="2"),
+        is_refused=True,
+        why="it splits activations over tensor-parallel ranks",
+    )
     # ranks of a stage over which whole experts are distributed; they may span replicas
-    expert_parallel_size: int = ranged(1, at_least=1, at_most=1024)
+    expert_parallel_size: int = only_with(ranged(1, at_least=1, at_most=1024), _EXPERTS, is_refused=True)
     # ranks that shard each expert's weight matrices
-    expert_tensor_parallel_size: int = ranged(1, at_least=1, at_most=1024)
+    expert_tensor_parallel_size: int = only_with(
+        ranged(1, at_least=1, at_most=1024), _EXPERTS, is_refused=True
+    )
 
     @property
     def world_size(self) -> int:
@@ -154,7 +169,8 @@ class OptimConfig:
     clip_grad: float = ranged(1.0, at_least=0)  # maximum global gradient norm; 0 disables clipping
     warmup_steps: int = ranged(0, at_least=0)  # optimizer steps of linear warm-up from 0
     decay: Decay = Decay.constant  # learning-rate schedule from the end of the warm-up to the last step
-    min_lr: float = ranged(0.0, at_least=0)  # final learning rate of the decay
+    # final learning rate of the decay
+    min_lr: float = only_with(ranged(0.0, at_least=0), Reader(".decay", (Decay.linear, Decay.cosine)))
     on_nonfinite: OnNonFinite = OnNonFinite.stop  # what follows a loss or gradient that is not finite
 
 
@@ -198,24 +214,30 @@ class LoRASync(str, Enum):
     adapter = "adapter"
 
 
+def _of_adapters[Value](default: Value) -> Value:
+    return only_with(default, Reader(".rank", example="32"), is_refused=True, why="all weights train")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
     """Low-rank adapters on a frozen model: W + alpha / rank * B A (Hu et al. 2021, arXiv 2106.09685)."""
 
-    # rank of every adapter, such as 8 or 32; null: all weights train, and the other keys have no effect
+    # rank of every adapter, such as 8 or 32; null: all weights train
     rank: int | None = ranged(None, at_least=1, at_most=4096)
-    alpha: float = ranged(32.0, above=0)  # adapters are scaled by alpha / rank
+    alpha: float = _of_adapters(ranged(32.0, above=0))  # adapters are scaled by alpha / rank
     # projections with an adapter, as suffixes of Hugging Face names, such as [q_proj, v_proj] or
     # [mlp.gate_proj]; empty: every projection of attention, of feed-forwards and of experts
-    targets: list[str] = field(default_factory=list)
+    targets: list[str] = _of_adapters(field(default_factory=list))
     # modules that train in full next to the adapters, by PEFT's names: embed_tokens, lm_head, or both; a
     # reference that is the model without its adapters has the original ones
-    modules_to_save: list[str] = field(default_factory=list)
+    modules_to_save: list[str] = _of_adapters(field(default_factory=list))
     # must be 0: with dropout, the policy that is trained would not be the one that generates
     dropout: float = ranged(0.0, at_least=0, below=1)
-    sync: LoRASync = LoRASync.merged  # what a weight sync sends to the engines (of the actor only)
+    sync: LoRASync = _of_adapters(
+        LoRASync.merged
+    )  # what a weight sync sends to the engines (of the actor only)
     # folder of an adapter in PEFT's format to start from; null: A is random, B is zero
-    path: str | None = field(default=None, metadata=names(InputKind.data))
+    path: str | None = _of_adapters(field(default=None, metadata=names(InputKind.data)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,13 +248,20 @@ class TrainedModelConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
-    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
-    freeze_vision: bool = False  # do not train the vision tower of a model that reads images
+    experts: ExpertsConfig = only_with(field(default_factory=ExpertsConfig), _EXPERTS, is_refused=True)
+    # do not train the vision tower of a model that reads images
+    freeze_vision: bool = only_with(False, Reader("model.path", architecture="vision"), is_refused=True)
     recompute: Recompute = Recompute.none  # which activations are recomputed instead of saved
-    # selective: the modules of each layer to recompute
-    recompute_modules: list[RecomputeModule] = field(default_factory=lambda: [RecomputeModule.core_attn])
-    # full: number of layers to recompute, from the first of each (virtual) stage; null: all
-    recompute_num_layers: int | None = ranged(None, at_least=1)
+    # the modules of each layer to recompute
+    recompute_modules: list[RecomputeModule] = only_with(
+        field(default_factory=lambda: [RecomputeModule.core_attn]),
+        Reader(".recompute", (Recompute.selective,)),
+        is_refused=True,
+    )
+    # number of layers to recompute, from the first of each (virtual) stage; null: all
+    recompute_num_layers: int | None = only_with(
+        ranged(None, at_least=1), Reader(".recompute", (Recompute.full,)), is_refused=True
+    )
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
     @property
@@ -293,15 +322,21 @@ class PairReferenceConfig:
     path: str | None = field(default=None, metadata=names(InputKind.data))
 
 
+def _of_folder[Value](default: Value) -> Value:
+    return only_with(default, Reader(".path", example="FOLDER"), is_refused=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
     """A frozen policy whose log-probs of the samples are the target of the estimator `distillation`."""
 
     # model folder of the teacher, with the policy's tokenizer; its architecture and size may be others
     path: str | None = field(default=None, metadata=names(InputKind.data))
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
-    megatron: FrozenMegatronConfig = field(default_factory=FrozenMegatronConfig)
+    parallel: ParallelConfig = _of_folder(field(default_factory=ParallelConfig))
+    micro_batch: MicroBatchConfig = _of_folder(
+        field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
+    )
+    megatron: FrozenMegatronConfig = _of_folder(field(default_factory=FrozenMegatronConfig))
 
 
 @dataclass(frozen=True, kw_only=True)

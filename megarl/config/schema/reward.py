@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megarl.config.schema.judges import JudgeConfig
-from megarl.config.schema.keys import MISSING, InputKind, names, ranged
+from megarl.config.schema.keys import MISSING, InputKind, Reader, names, only_with, ranged
 from megarl.config.schema.megatron import FrozenMegatronConfig
 from megarl.config.schema.models import MicroBatchConfig, ParallelConfig
 
@@ -33,6 +33,10 @@ class RewardFunctionConfig:
     sandbox: bool = False
 
 
+_SANDBOXED = Reader("reward.functions[].sandbox", example="true")
+_FUNCTIONS = Reader("reward.functions", example="[{path: FILE.py}]")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardSandboxConfig:
     """Limits of functions with `sandbox: true`.
@@ -41,8 +45,13 @@ class RewardSandboxConfig:
     """
 
     # memory limit of a sample, in 2**20 bytes, in addition to what the functions' files have loaded
-    memory_mb: int = ranged(512, at_least=1)
-    environment: list[str] = field(default_factory=list)  # names of the environment variables to pass on
+    memory_mb: int = only_with(ranged(512, at_least=1), _SANDBOXED)
+    # names of the environment variables to pass on
+    environment: list[str] = only_with(field(default_factory=list), _SANDBOXED)
+
+
+def _of_folder[Value](default: Value) -> Value:
+    return only_with(default, Reader(".path", example="FOLDER"), is_refused=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +64,16 @@ class RewardModelConfig:
 
     # model folder; null: no reward model
     path: str | None = field(default=None, metadata=names(InputKind.data))
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    micro_batch: MicroBatchConfig = field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
-    weight: float = 1.0  # factor of its score
+    parallel: ParallelConfig = _of_folder(field(default_factory=ParallelConfig))
+    micro_batch: MicroBatchConfig = _of_folder(
+        field(default_factory=lambda: MicroBatchConfig(max_tokens=16384))
+    )
+    weight: float = _of_folder(1.0)  # factor of its score
     # maximum length in the reward model's tokens; null: limited by its positions and by a micro-batch
-    max_length: int | None = ranged(None, at_least=1)
-    overlong: OverlongConversation = OverlongConversation.refuse  # how to handle longer conversations
-    megatron: FrozenMegatronConfig = field(default_factory=FrozenMegatronConfig)
+    max_length: int | None = _of_folder(ranged(None, at_least=1))
+    # how to handle longer conversations
+    overlong: OverlongConversation = _of_folder(OverlongConversation.refuse)
+    megatron: FrozenMegatronConfig = _of_folder(field(default_factory=FrozenMegatronConfig))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +86,10 @@ class RewardConfig:
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     # minimum score of a sample that passes, for the metric pass@k; null: no pass@k
     pass_score: float | None = 1.0
-    time_limit_s: float = ranged(10.0, above=0)  # time limit of one sample, from the start of its scoring
+    # time limit of one sample, from the start of its scoring
+    time_limit_s: float = only_with(ranged(10.0, above=0), _FUNCTIONS)
     # fraction of a batch's samples whose scoring may fail. They score 0, are excluded from comparisons with
     # other samples, and are counted
     max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
-    num_processes: int = ranged(2, at_least=1, at_most=10000)  # processes that score in parallel
+    # processes that score in parallel
+    num_processes: int = only_with(ranged(2, at_least=1, at_most=10000), _FUNCTIONS)

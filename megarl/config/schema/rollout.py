@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from megarl.config.kinds import RolloutEngineKind
-from megarl.config.schema.keys import naming, ranged
+from megarl.config.schema.keys import Reader, naming, only_with, ranged
 
 
 class EngineDType(str, Enum):
@@ -60,7 +60,7 @@ class SamplingConfig:
 class SGLangConfig:
     mode: SGLangMode = SGLangMode.engine  # where SGLang runs
     # use slower kernels on CUDA that give the same samples for the same seed; CPU is always deterministic
-    deterministic: bool = False
+    deterministic: bool = only_with(False, Reader("device", ("cuda", "auto")))
     # SGLang options, by their names in ServerArgs
     server_args: dict[str, Any] = field(default_factory=dict, metadata=naming("speculative_draft_model_path"))
 
@@ -75,7 +75,11 @@ class RolloutConfig:
     # pipeline stages of an engine, over which its layers are distributed
     pipeline_parallel_size: int = ranged(1, at_least=1, at_most=1024)
     # groups of an engine's devices over which whole experts are distributed
-    expert_parallel_size: int = ranged(1, at_least=1, at_most=1024)
+    expert_parallel_size: int = only_with(
+        ranged(1, at_least=1, at_most=1024),
+        Reader("model.path", architecture="experts"),
+        is_refused=True,
+    )
     n: int = ranged(1, at_least=1)  # samples per prompt
     # sampling temperature, above 0; the trainer divides its logits by it too
     temperature: float = ranged(1.0, at_least=0, at_most=100)
@@ -85,17 +89,32 @@ class RolloutConfig:
     max_concurrency: int = ranged(256, at_least=1)  # sequences that one replica generates concurrently
     # steps that generation may run ahead of training (async rollout); 0: it waits for new weights
     max_staleness: int = ranged(0, at_least=0, at_most=64)
-    # with max_staleness above 0: how to handle samples in flight when new weights arrive
-    on_update: OnUpdate = OnUpdate.continue_
-    late: Late = Late.wait  # how to handle prompts that are not finished when their step begins
+    # how to handle samples in flight when new weights arrive
+    on_update: OnUpdate = only_with(OnUpdate.continue_, Reader(".max_staleness", example="1"))
+    # how to handle prompts that are not finished when their step begins
+    late: Late = only_with(
+        only_with(
+            Late.wait,
+            Reader(".on_update", (OnUpdate.continue_,)),
+            is_refused=True,
+            why="no sample is masked",
+        ),
+        Reader(".max_staleness", example="1"),
+        is_refused=True,
+        why="no sample is masked",
+    )
     # fraction of a step's prompts that may be dropped and replaced if an engine cannot generate their samples
     max_error_rate: float = ranged(0.0, at_least=0, at_most=1)
     restart_limit: int = ranged(3, at_least=0)  # replica restarts allowed within restart_window_s
     restart_window_s: float = ranged(86_400.0, above=0)  # seconds in which restarts are counted
     # seconds without progress after which an engine is considered hung
     health_limit_s: float = ranged(120.0, at_least=1)
-    validation: SamplingConfig = field(default_factory=SamplingConfig)
-    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    validation: SamplingConfig = only_with(
+        field(default_factory=SamplingConfig), Reader("data.val_files", example="[FILE.parquet]")
+    )
+    sglang: SGLangConfig = only_with(
+        field(default_factory=SGLangConfig), Reader(".engine", (RolloutEngineKind.sglang,))
+    )
 
     @property
     def devices_per_engine(self) -> int:

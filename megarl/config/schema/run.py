@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megarl.config.kinds import LoggerKind
-from megarl.config.schema.keys import ranged, written
+from megarl.config.kinds import AdvantageEstimator, LoggerKind
+from megarl.config.schema.keys import Reader, only_with, ranged, written
 
 # Values of `checkpoint.resume` besides the path of a checkpoint.
 RESUME_AUTO = "auto"
@@ -65,22 +65,43 @@ class RoutingReplay(str, Enum):
     rollout = "rollout"  # replay the choices of the rollout engine, also when computing `old_log_probs`
 
 
+_GENERATING = Reader("rollout.engine")  # only kinds of run that generate have the key
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     layers: Layers = Layers.auto  # layer implementation; checkpoints and weights do not depend on it
     packing: bool = True  # pack sequences without padding; false: right-padded batches, a reference for tests
     # packed samples of one prompt in a micro-batch share its tokens, which are computed once
-    share_prompts: bool = True
+    share_prompts: bool = only_with(True, Reader(".packing", example="true"))
     # tokens whose logits are materialized at a time; null: 1024, or as many as fit in 64 MiB
     log_prob_chunk_tokens: int | None = ranged(None, at_least=1)
     # kernels of torch's flash attention on CUDA: shared prompts, context parallelism and local layers use it
     # (for other rows, Transformer Engine chooses kernels itself)
     flash_attention: FlashAttention = FlashAttention.fa2
-    cp_comm_type: CPCommType = CPCommType.auto  # how context-parallel ranks exchange keys and values
+    # how context-parallel ranks exchange keys and values
+    cp_comm_type: CPCommType = only_with(
+        CPCommType.auto,
+        *(
+            Reader(f"{section}.context_parallel_size", above=1, example="2")
+            for section in (
+                *("actor.parallel", "critic.parallel", "teacher.parallel", "teachers[].parallel"),
+                "reward.model.parallel",
+            )
+        ),
+    )
     # compute logits in float32 from 16-bit weights, in trainer and engine (SGLang's enable_fp32_lm_head), so
     # that log-probs are not rounded to 16 bits
     fp32_lm_head: bool = False
-    routing_replay: RoutingReplay = RoutingReplay.off  # router replay of a mixture-of-experts actor
+    # router replay of a mixture-of-experts actor
+    routing_replay: RoutingReplay = only_with(
+        only_with(RoutingReplay.off, Reader("model.path", architecture="experts"), is_refused=True),
+        _GENERATING,
+        is_refused=True,
+    )
+
+
+_METRIC = Reader(".metric", example="val/score/mean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +110,7 @@ class KeepBestConfig:
 
     # validation metric, such as val/score/mean, or val/loss of `megarl sft`; null: do not keep the best one
     metric: str | None = None
-    mode: MetricMode = MetricMode.max  # whether larger or smaller values are better
+    mode: MetricMode = only_with(MetricMode.max, _METRIC)  # whether larger or smaller values are better
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +119,11 @@ class EarlyStopConfig:
 
     # validation metric, such as val/score/mean, or val/loss of `megarl sft`; null: never stop early
     metric: str | None = None
-    mode: MetricMode = MetricMode.max  # whether larger or smaller values are better
-    patience: int = ranged(5, at_least=1)  # consecutive validations without improvement that end the run
-    min_delta: float = ranged(0.0, at_least=0)  # an improvement must exceed this difference to the best value
+    mode: MetricMode = only_with(MetricMode.max, _METRIC)  # whether larger or smaller values are better
+    # consecutive validations without improvement that end the run
+    patience: int = only_with(ranged(5, at_least=1), _METRIC)
+    # an improvement must exceed this difference to the best value
+    min_delta: float = only_with(ranged(0.0, at_least=0), _METRIC)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +150,9 @@ class CheckpointConfig:
     resume: str = RESUME_AUTO
 
 
+_VALIDATION = Reader("data.val_files", example="[FILE.parquet]")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     # training steps; each generates samples, scores them and updates the policy
@@ -134,10 +160,18 @@ class TrainerConfig:
     prompts_per_step: int = ranged(256, at_least=1)  # prompts of a step, each with `rollout.n` samples
     updates_per_step: int = ranged(1, at_least=1)  # optimizer steps in one pass over a step's samples
     epochs_per_batch: int = ranged(1, at_least=1)  # passes over a step's samples
-    critic_warmup_steps: int = ranged(0, at_least=0)  # initial steps that train only the critic
+    # initial steps that train only the critic
+    critic_warmup_steps: int = only_with(
+        ranged(0, at_least=0),
+        Reader(
+            "algorithm.advantage.estimator", tuple(each for each in AdvantageEstimator if each.needs.critic)
+        ),
+        is_refused=True,
+    )
     # steps between validations; 0: validate only before the first step (`validate_before`) and at the end
-    validate_every_steps: int = ranged(0, at_least=0)
-    validate_before: bool = True  # validate before the first step
+    validate_every_steps: int = only_with(ranged(0, at_least=0), _VALIDATION, is_refused=True)
+    # validate before the first step
+    validate_before: bool = only_with(True, _VALIDATION, is_usual=True)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     # time limit of a phase; exceeding it aborts the run and reports every rank's stack
     phase_time_limit_s: float = ranged(1800.0, at_least=1)
@@ -155,7 +189,8 @@ class TrainerConfig:
 class SFTTrainerConfig:
     total_steps: int = ranged(100, at_least=1)  # optimizer steps
     samples_per_step: int = ranged(256, at_least=1)  # conversations per optimizer step
-    validate_every_steps: int = ranged(0, at_least=0)  # steps between validations; 0: only at the end
+    # steps between validations; 0: only at the end
+    validate_every_steps: int = only_with(ranged(0, at_least=0), _VALIDATION, is_refused=True)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     # time limit of a phase; exceeding it aborts the run and reports every rank's stack
     phase_time_limit_s: float = ranged(1800.0, at_least=1)
@@ -168,7 +203,8 @@ class SFTTrainerConfig:
 class PreferenceTrainerConfig:
     total_steps: int = ranged(100, at_least=1)  # optimizer steps
     pairs_per_step: int = ranged(128, at_least=1)  # pairs of answers per optimizer step
-    validate_every_steps: int = ranged(0, at_least=0)  # steps between validations; 0: only at the end
+    # steps between validations; 0: only at the end
+    validate_every_steps: int = only_with(ranged(0, at_least=0), _VALIDATION, is_refused=True)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     # time limit of a phase; exceeding it aborts the run and reports every rank's stack
     phase_time_limit_s: float = ranged(1800.0, at_least=1)
@@ -183,18 +219,27 @@ class TrackingConfig:
     loggers: list[LoggerKind] = field(
         default_factory=lambda: [LoggerKind.console, LoggerKind.jsonl, LoggerKind.tensorboard]
     )
-    project: str = "megarl"  # project of the run in wandb and swanlab; experiment in mlflow
+    # project of the run in wandb and swanlab; experiment in mlflow
+    project: str = only_with(
+        "megarl", Reader(".loggers", (LoggerKind.wandb, LoggerKind.swanlab, LoggerKind.mlflow))
+    )
     run_name: str | None = None  # name of the run in the loggers; null: the name of `trainer.output_dir`
     # address on which the logger prometheus listens
-    prometheus_host: str = "127.0.0.1"
-    prometheus_port: int = ranged(9464, at_least=0, at_most=65535)  # its port; 0: a free one
+    prometheus_host: str = only_with("127.0.0.1", Reader(".loggers", (LoggerKind.prometheus,)))
+    # port of the logger prometheus; 0: a free one
+    prometheus_port: int = only_with(
+        ranged(9464, at_least=0, at_most=65535), Reader(".loggers", (LoggerKind.prometheus,))
+    )
     # collector that the logger opentelemetry sends traces to, such as http://collector:4318; null:
     # OTEL_EXPORTER_OTLP_ENDPOINT, or port 4318 of this machine
-    otlp_endpoint: str | None = None
-    log_generations: int = ranged(8, at_least=0)  # samples written per validation
+    otlp_endpoint: str | None = only_with(None, Reader(".loggers", (LoggerKind.opentelemetry,)))
+    # samples written per validation
+    log_generations: int = only_with(only_with(ranged(8, at_least=0), _VALIDATION), _GENERATING)
     # steps between files of samples in `samples/`, in addition to the first and last step; 0: none
-    samples_every_steps: int = ranged(10, at_least=0)
+    samples_every_steps: int = only_with(ranged(10, at_least=0), _GENERATING)
     # size limit of `samples/`, in 2**30 bytes; beyond it, files are thinned evenly over the run
-    samples_max_gb: float = ranged(4.0, above=0)
+    samples_max_gb: float = only_with(
+        only_with(ranged(4.0, above=0), Reader(".samples_every_steps", example="10")), _GENERATING
+    )
     # newest steps whose training batches are kept in `batches/`, for `megarl replay`; 0: none
     record_batches: int = ranged(0, at_least=0)

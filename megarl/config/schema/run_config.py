@@ -7,15 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, cast
 
-from megarl.config.kinds import RolloutEngineKind
+from megarl.config.kinds import AdvantageEstimator, RolloutEngineKind
 from megarl.config.schema.agent import AgentConfig
-from megarl.config.schema.algorithm import AlgorithmConfig
+from megarl.config.schema.algorithm import AlgorithmConfig, KLWhere
 from megarl.config.schema.data import (
     DataConfig,
     PreferenceDataConfig,
     RatedPreferenceDataConfig,
     SFTDataConfig,
 )
+from megarl.config.schema.keys import Reader, only_with
 from megarl.config.schema.models import (
     ActorConfig,
     CriticConfig,
@@ -42,6 +43,16 @@ from megarl.config.schema.run import (
     TrackingConfig,
     TrainerConfig,
 )
+
+
+def _of_estimators(*estimators: AdvantageEstimator) -> Reader:
+    return Reader("algorithm.advantage.estimator", estimators)
+
+
+_PENALTY = Reader("algorithm.kl.where", (KLWhere.reward, KLWhere.loss))
+_CRITIC = _of_estimators(*(each for each in AdvantageEstimator if each.needs.critic))
+_TEACHER = _of_estimators(*(each for each in AdvantageEstimator if each.needs.teacher))
+_ENGINES = Reader("rollout.engine")  # only kinds that generate have the key
 
 
 class RunConfig(ABC):
@@ -165,15 +176,17 @@ class PPOConfig(RunConfig):
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    teachers: list[SourceTeacherConfig] = field(default_factory=list)  # teachers of some data sources only
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = only_with(field(default_factory=ReferenceConfig), _PENALTY, is_usual=True)
+    teacher: TeacherConfig = only_with(field(default_factory=TeacherConfig), _TEACHER, is_refused=True)
+    teachers: list[SourceTeacherConfig] = only_with(
+        field(default_factory=list), _TEACHER, is_refused=True
+    )  # teachers of some data sources only
+    critic: CriticConfig = only_with(field(default_factory=CriticConfig), _CRITIC, is_usual=True)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
+    resharding: ReshardingConfig = only_with(field(default_factory=ReshardingConfig), _ENGINES)
     engine: EngineConfig = field(default_factory=EngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
@@ -262,7 +275,7 @@ class SFTConfig(RunConfig):
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
+    resharding: ReshardingConfig = only_with(field(default_factory=ReshardingConfig), _ENGINES)
     engine: EngineConfig = field(default_factory=EngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
@@ -366,7 +379,7 @@ class DPOConfig(PreferenceConfig):
     actor: ActorConfig = field(default_factory=ActorConfig)
     reference: PairReferenceConfig = field(default_factory=PairReferenceConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
+    resharding: ReshardingConfig = only_with(field(default_factory=ReshardingConfig), _ENGINES)
     engine: EngineConfig = field(default_factory=EngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
@@ -386,7 +399,7 @@ class RewardModelRunConfig(PreferenceConfig):
     loss: RewardModelLossConfig = field(default_factory=RewardModelLossConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    resharding: ReshardingConfig = field(default_factory=ReshardingConfig)
+    resharding: ReshardingConfig = only_with(field(default_factory=ReshardingConfig), _ENGINES)
     engine: EngineConfig = field(default_factory=EngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)

@@ -79,7 +79,11 @@ IMPOSSIBLE = [
         "names 2 nodes, but num_nodes is 1",
         "use 2 nodes",
     ),
-    (["placement.pools={one: [4]}"], "is given, but the strategy is split_collocate", "use strategy=custom"),
+    (
+        ["placement.pools={one: [4]}"],
+        "has no effect with placement.strategy=split_collocate",
+        "set placement.strategy=custom",
+    ),
     (
         ["placement.strategy=hybrid", "resharding.transport=group"],
         "NCCL does not allow a group with two members on one device",

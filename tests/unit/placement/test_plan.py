@@ -450,15 +450,6 @@ def test_the_pool_of_a_judge_is_not_shared() -> None:
         plan_placement(with_judges(small))
 
 
-def test_pools_of_a_users_own_need_the_strategy_custom() -> None:
-    config = ppo(**{**QUICKSTART, "placement": PlacementConfig(pools={"one": [2]})})  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigError,
-        match="placement.pools, placement.strategy: is given, but the strategy is split_collocate",
-    ):
-        plan_placement(config)
-
-
 def engine_over(size: int, stages: int = 1, **placement: object) -> PPOConfig:
     return ppo(
         actor=ParallelConfig(),

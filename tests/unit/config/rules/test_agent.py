@@ -84,8 +84,6 @@ def sandboxed(**of_sandbox: Any) -> PPOConfig:
             replace(BASE, agent=AgentConfig(harness=HarnessConfig(external=True, port=9), num_workers=2)),
             "need one address",
         ),
-        (sandboxed(memory_mb=100), "so commands run with the rights of the run"),
-        (sandboxed(provider=SandboxProvider.local, cpus=2), "which only containers can limit"),
         (sandboxed(provider=SandboxProvider.local, image="ubuntu"), "the absolute path of a folder"),
         (sandboxed(provider=SandboxProvider.local, image="/usr/.."), "could read all files of this machine"),
         (sandboxed(provider=SandboxProvider.container, image="/images/one"), "which is no name of an image"),
@@ -120,7 +118,6 @@ def sandboxed(**of_sandbox: Any) -> PPOConfig:
             replace(BASE, reward=RewardConfig(model=RewardModelConfig(path="model"))),
             "reads one conversation per episode",
         ),
-        (replace(BASE, agent=replace(TOOLS, max_error_rate=0.1)), "only the program of a harness may fail"),
     ],
 )
 def test_what_does_not_go_with_a_harness(config: PPOConfig, said: str) -> None:

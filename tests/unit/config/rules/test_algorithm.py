@@ -70,8 +70,8 @@ def test_which_estimators_need_several_samples(run: Any, estimator: AdvantageEst
 REFUSED = [
     (
         (*GRPO, "trainer.critic_warmup_steps=3"),
-        "trainer.critic_warmup_steps, algorithm.advantage.estimator: is 3, but the estimator grpo uses no "
-        "critic; use 0, or the",
+        "trainer.critic_warmup_steps, algorithm.advantage.estimator: is 3, but has no effect with "
+        "algorithm.advantage.estimator=grpo; set algorithm.advantage.estimator=gae",
     ),
     (
         ("advantage.estimator=gdpo", "kl.where=loss"),
@@ -97,7 +97,8 @@ REFUSED = [
     ),
     (
         ("policy_loss.kind=cispo", "policy_loss.clip_dual=3"),
-        "is 3, but cispo has no dual clip; use null, or one of ppo_clip, clip_cov",
+        "is 3, but has no effect with algorithm.policy_loss.kind=cispo; set algorithm.policy_loss.kind=ppo_clip, "
+        "clip_cov",
     ),
     (
         ("policy_loss.aggregation=sequence_mean_token_sum_norm",),
@@ -105,7 +106,8 @@ REFUSED = [
     ),
     (
         ("policy_loss.norm_tokens=8",),
-        "is 8, but token_mean does not divide by a constant; use null, or sequence_mean_token_sum_norm",
+        "is 8, but has no effect with algorithm.policy_loss.aggregation=token_mean; set "
+        "algorithm.policy_loss.aggregation=sequence_mean_token_sum_norm",
     ),
     (
         ("value_loss.aggregation=sequence_mean_token_sum_norm",),
@@ -232,7 +234,8 @@ DISTILLATION_REFUSED = [
     (("advantage.distillation.top_k=0",), "algorithm.advantage.distillation.top_k: is 0, but must be at"),
     (
         ("advantage.distillation.kl=forward",),
-        "algorithm.advantage.distillation.kl, algorithm.advantage.distillation.top_k: is forward, but samples",
+        "algorithm.advantage.distillation.kl, algorithm.advantage.distillation.top_k: is forward, but has no "
+        "effect with algorithm.advantage.distillation.top_k=null: samples of the policy estimate",
     ),
     (("advantage.distillation.coefficient=0",), "algorithm.advantage.distillation.coefficient: is 0"),
     (("teacher.parallel.tensor_parallel_size=3",), "teacher.parallel.tensor_parallel_size: num_attention"),
@@ -299,5 +302,6 @@ def test_distillation_needs_no_reward_unless_it_is_weighted(distilled: Any, tmp_
     assert found.startswith("data.val_files, reward.functions: nothing scores the responses")
 
 
-def test_the_settings_of_a_teacher_that_is_not_needed_are_not_checked(run: Any) -> None:
-    assert run("teacher.path=nowhere", "teacher.parallel.tensor_parallel_size=3") == []
+def test_a_teacher_that_no_estimator_reads_is_refused_and_not_checked_further(run: Any) -> None:
+    (problem,) = run("teacher.path=nowhere", "teacher.parallel.tensor_parallel_size=3")
+    assert "have no effect with algorithm.advantage.estimator=" in problem

@@ -151,7 +151,7 @@ def test_an_engine_of_a_dense_model_has_no_experts(tmp_path: Path) -> None:
         path, "rollout.engine=sglang", "rollout.tensor_parallel_size=2", "rollout.expert_parallel_size=2"
     )
     assert found.startswith("rollout.expert_parallel_size: is 2, but ")
-    assert "(qwen2) has no experts; use 1" in found
+    assert "(qwen2) has no experts; remove it" in found
 
 
 def test_experts_with_biases_in_mxfp4(ppo: str, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_files_must_exist(tmp_path: Path) -> None:
     [
         ({"url": None}, "url", "neither is given; give the base URL"),
         ({"model": None}, "model", "is missing; give the name of the model on the server"),
-        ({"num_replicas": 2}, "num_replicas", "is only for a judge with `path`"),
+        ({"num_replicas": 2}, "num_replicas", "has no effect with reward.judges[0].path=null"),
         ({"name": "a/b"}, "name", "is 'a/b', but is part of metrics"),
         (
             {"url": "localhost:30000"},

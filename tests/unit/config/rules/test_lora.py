@@ -48,7 +48,7 @@ def test_engines_can_get_adapters_separately(ppo: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["actor.lora.alpha=8"], "alpha is set, but rank is null, so all weights train"),
+        (["actor.lora.alpha=8"], "is 8, but has no effect with actor.lora.rank=null: all weights train"),
         ([RANK, "actor.lora.dropout=0.1"], "is 0.1, but dropout of adapters is not supported"),
         (
             [RANK, "actor.lora.targets=[c_attn]"],
@@ -61,12 +61,18 @@ def test_engines_can_get_adapters_separately(ppo: str) -> None:
         ),
         ([RANK, "actor.lora.modules_to_save=[norm]"], "'norm' cannot train in full next to adapters"),
         ([RANK, "actor.lora.modules_to_save=[lm_head,lm_head]"], "name each module once"),
-        (["actor.lora.modules_to_save=[lm_head]"], "modules_to_save is set, but rank is null"),
+        (
+            ["actor.lora.modules_to_save=[lm_head]"],
+            "is [lm_head], but has no effect with actor.lora.rank=null",
+        ),
         (
             ["critic.lora.rank=4", "critic.lora.modules_to_save=[lm_head]"],
             "has lm_head, but the critic has a value head, which always trains; remove it",
         ),
-        (["actor.lora.sync=adapter"], "sync is set, but rank is null, so all weights train"),
+        (
+            ["actor.lora.sync=adapter"],
+            "is adapter, but has no effect with actor.lora.rank=null: all weights train",
+        ),
         (
             ["critic.lora.rank=4", "critic.lora.sync=adapter"],
             "only the actor of an RL run is sent to engines",

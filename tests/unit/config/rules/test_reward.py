@@ -78,7 +78,7 @@ def test_good_settings_have_none(ppo: str) -> None:
         ),
         (
             ["reward.model.path=null"],
-            "reward.model.path: is null, so the other settings of reward.model have no effect",
+            "reward.model.micro_batch.max_tokens, reward.model.path: is 40, but has no effect with reward.model.path=null",
         ),
         (
             ["reward.model.path=nowhere"],

@@ -69,4 +69,4 @@ def test_experts_with_images_need_a_gpu(ppo: str, tmp_path: Path) -> None:
 def test_a_frozen_tower_of_a_model_without_one(ppo: str, tmp_path: Path) -> None:
     (found,) = violations(ppo, f"model.path={tmp_path / 'model'}", "actor.freeze_vision=true")
     assert "actor.freeze_vision: is true, but" in found
-    assert "has no vision tower; use false" in found
+    assert "has no vision tower; remove it" in found
