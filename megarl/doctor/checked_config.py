@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megarl.config.load import PartialConfig, read_config, resolved
+from megarl.config.load import PartialConfig, is_on_cuda, read_config, resolved
 from megarl.config.published import with_published_models
 from megarl.config.roles import model_roles
 from megarl.config.rules.machine import missing, writable_folders
-from megarl.config.schema import PPOConfig, RolloutConfig, RolloutEngineKind, RunConfig
+from megarl.config.schema import Device, PPOConfig, RolloutConfig, RolloutEngineKind, RunConfig
 from megarl.config.sources import is_hub_name
 from megarl.config.validate import read_architectures, validate
 from megarl.config.violation import Absence, Violation
@@ -23,6 +23,7 @@ from megarl.machine.errors import ConfigError
 from megarl.placement.memory import budget_problems, plan_memory, refuses
 from megarl.placement.plan import plan_placement
 from megarl.placement.transport import choose_transport
+from megarl.step_time.device_files import assumed_profile, with_budget
 
 # Keys that a placement depends on.
 _PLACEMENT_KEYS = (
@@ -36,6 +37,9 @@ _PLACEMENT_KEYS = (
     ),
     *("rollout.num_replicas", "rollout.tensor_parallel_size", "rollout.pipeline_parallel_size"),
 )
+
+# A machine without GPUs may run a role of this many ranks. A larger layout is meant for GPUs.
+_MOST_CPU_RANKS = 4
 
 
 class Checked[Run: RunConfig](NamedTuple):
@@ -60,10 +64,12 @@ class Inputs[Run: RunConfig]:
         partial: The configuration, with a folder for each model that has one, and the problems found so far.
         substituted: One line, which begins with the key, about each model with only a `config.json`, and
             about each input that a run would fetch from a hub.
+        assumed: One line, which begins with the key, about each setting that only the plan assumes.
     """
 
     partial: PartialConfig[Run]
     substituted: list[str]
+    assumed: tuple[str, ...] = ()
 
     def violations(self) -> list[Violation]:
         """Return all violations for a run that starts on this machine."""
@@ -117,11 +123,11 @@ def load_checked_anywhere[Run: RunConfig](
     Raises:
         ConfigError: It lists every problem.
     """
-    inputs = find_inputs(read_config(schema, path, overrides))
+    inputs = find_planned(schema, path, overrides)
     errors, absent = inputs.divided(starts_elsewhere)
-    refuse(path, problems_of(inputs.partial, errors))
+    refuse(path, problems_of(inputs.partial, errors, inputs.assumed))
 
-    return Checked(inputs.partial.config, [*inputs.substituted, *map(str, absent)], [])
+    return Checked(inputs.partial.config, [*inputs.substituted, *map(str, absent)], [*inputs.assumed])
 
 
 def load_checked_here[Run: RunConfig](schema: type[Run], path: str, overrides: Sequence[str] = ()) -> Run:
@@ -135,6 +141,47 @@ def load_checked_here[Run: RunConfig](schema: type[Run], path: str, overrides: S
     inputs = find_on_hub(read_config(schema, path, overrides), fetch=True)
     refuse(path, problems_of(inputs.partial, inputs.violations()))
     return inputs.partial.config
+
+
+def find_planned[Run: RunConfig](schema: type[Run], path: str, overrides: Sequence[str] = ()) -> Inputs[Run]:
+    """Find the inputs of a run that is only planned here, with the device and the memory that it will have.
+
+    `device: auto` is planned as CUDA if a role has more ranks than a machine without GPUs runs. GPUs without
+    a memory budget have that of their kind, by default an H100's.
+    """
+    partial = read_config(schema, path, overrides)
+    assumed = []
+    if _is_meant_for_gpus(partial.config):
+        partial = read_config(schema, path, [*overrides, "device=cuda"])
+        assumed.append(
+            "device: planned as cuda, because the layout needs several GPUs and this machine has none; "
+            "device=cpu plans the run for a CPU"
+        )
+
+    inputs = find_inputs(partial)
+    config = inputs.partial.config
+    if config.placement.device_memory_gb is None and is_on_cuda(config.device):
+        try:
+            profile = assumed_profile(config)
+        except ConfigError:  # reported by the check of the device profile
+            return replace(inputs, assumed=tuple(assumed))
+        config = with_budget(config, profile)
+        inputs = replace(inputs, partial=replace(inputs.partial, config=config))
+        assumed.append(
+            f"placement.device_memory_gb: not set, so the plan has {config.placement.device_memory_gb:g} "
+            f"GiB, nine tenths of {profile.name}; set it, or placement.device_profile, for other GPUs"
+        )
+
+    return replace(inputs, assumed=tuple(assumed))
+
+
+def _is_meant_for_gpus(config: RunConfig) -> bool:
+    if config.device is not Device.auto or is_on_cuda(config.device):
+        return False
+    ranks = [role.parallel.world_size for role in model_roles(config)]
+    if isinstance(config, PPOConfig):
+        ranks.append(config.rollout.num_replicas * config.rollout.devices_per_engine)
+    return max(ranks) > _MOST_CPU_RANKS or config.placement.num_nodes > 1
 
 
 def find_inputs[Run: RunConfig](partial: PartialConfig[Run]) -> Inputs[Run]:
@@ -193,8 +240,14 @@ def refuse(path: str, problems: Sequence[str]) -> None:
         raise ConfigError(path, problems)
 
 
-def problems_of[Run: RunConfig](partial: PartialConfig[Run], violations: Sequence[Violation]) -> list[str]:
-    """Return the schema problems, the violations, and problems of the placement and of engine arguments."""
+def problems_of[Run: RunConfig](
+    partial: PartialConfig[Run], violations: Sequence[Violation], assumed: Sequence[str] = ()
+) -> list[str]:
+    """Return the schema problems, the violations, and problems of the placement and of engine arguments.
+
+    Args:
+        assumed: See `Inputs`. The first problem of the memory budget says them.
+    """
     config = partial.config
     problems = [*partial.problems, *map(str, violations)]
 
@@ -207,7 +260,9 @@ def problems_of[Run: RunConfig](partial: PartialConfig[Run], violations: Sequenc
                 choose_transport(config, plan)
             # The memory plan is only computed for a configuration without other problems.
             if not problems and refuses(config) and config.placement.device_memory_gb is not None:
-                problems += budget_problems(config, plan_memory(config, plan, read_architectures(config)[0]))
+                over = budget_problems(config, plan_memory(config, plan, read_architectures(config)[0]))
+                problems += [f"{line} ({'; '.join(assumed)})" if assumed else line for line in over[:1]]
+                problems += over[1:]
         except ConfigError as error:
             problems += error.problems
 

@@ -16,7 +16,7 @@ from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.config.violation import Absence, Violation
 from megarl.doctor.check_result import DATA, CheckResult, Status
-from megarl.doctor.checked_config import Checked, Inputs, find_inputs, find_on_hub, problems_of, refuse
+from megarl.doctor.checked_config import Checked, Inputs, find_on_hub, find_planned, problems_of, refuse
 from megarl.doctor.inputs import ROWS, findings
 from megarl.machine.errors import CheckpointError, ConfigError
 from megarl.trainers.resume import find_resume
@@ -56,15 +56,15 @@ def load_examined_anywhere[Run: RunConfig](
     Raises:
         ConfigError: Lists every problem.
     """
-    inputs = find_inputs(read_config(schema, path, overrides))
+    inputs = find_planned(schema, path, overrides)
     errors, absent = inputs.divided()
     found = _examine(inputs, [*errors, *absent], ROWS)
     problems = [
-        *problems_of(inputs.partial, errors),
+        *problems_of(inputs.partial, errors, inputs.assumed),
         *(str(each) for each in found if each.status is Status.error),
     ]
     refuse(path, problems or _resume_problems(inputs.partial.config))
-    warnings = [str(each) for each in found if each.status is Status.warning]
+    warnings = [*inputs.assumed, *(str(each) for each in found if each.status is Status.warning)]
 
     return Checked(inputs.partial.config, [*inputs.substituted, *map(str, absent)], warnings)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -20,6 +21,8 @@ from megarl.step_time.device import DeviceProfile
 
 DEVICES_DIR = CONFIGS_DIR / "devices"
 _SUFFIX = ".yaml"
+# The share of a device that a plan may use. CUDA graphs, NCCL and fragmentation need the rest.
+_USABLE = 0.9
 # Keys without a measured or published value.
 _WITHOUT_SOURCE = ("name", "is_host", "sources")
 
@@ -69,6 +72,14 @@ def assumed_profile(config: RunConfig) -> DeviceProfile:
         ConfigError: There is no such device, or its file has errors.
     """
     return profile_of(config) or load_device("cpu" if config.device is Device.cpu else "h100_80gb")
+
+
+def with_budget[Run: RunConfig](config: Run, device: DeviceProfile) -> Run:
+    """Return the configuration with a memory budget: the configured one, or nine tenths of the device."""
+    if config.placement.device_memory_gb is not None:
+        return config
+    budget_gb = round(_USABLE * device.memory_gb, 1)
+    return config.with_sections(placement=replace(config.placement, device_memory_gb=budget_gb))
 
 
 def dump_device(profile: DeviceProfile, path: Path) -> None:

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from megarl.cli.tables.console import output_console, print_line
 from megarl.cli.tables.placement import print_absent
 from megarl.cli.tables.run import print_run
+from megarl.config.load import is_on_cuda
 from megarl.config.schema import PPOConfig, RunConfig
+from megarl.config.validate import read_architectures
 from megarl.doctor.checked_config import load_checked_anywhere
 from megarl.machine.wording import counted
+from megarl.placement.memory import plan_memory
+from megarl.placement.placement_plan import PlacementPlan
 from megarl.placement.plan import plan_placement
 
 
@@ -42,10 +46,21 @@ def run(
     plan = plan_placement(config)
     print_absent(absent, console)
     verdict = "OK, except for files that are not on this machine" if absent else "OK"
-    print_line(
-        console,
-        f"{config_path}: {verdict} ({counted(plan.num_processes, 'process')}, "
-        f"{counted(plan.num_devices, 'device')})",
-    )
+    processes, devices = counted(plan.num_processes, "process"), counted(plan.num_devices, "device")
+    print_line(console, f"{config_path}: {verdict} ({processes}, {devices}; {_planned_for(config, plan)})")
 
     return 0
+
+
+def _planned_for(config: RunConfig, plan: PlacementPlan) -> str:
+    """Describe the devices that the plan is for, and the memory of the fullest one."""
+    dtype = config.model.dtype.value
+    limit_gb = config.placement.device_memory_gb
+    if not is_on_cuda(config.device) or limit_gb is None:
+        return f"planned for {'CUDA' if is_on_cuda(config.device) else 'a CPU'} in {dtype}"
+
+    memory = plan_memory(config, plan, read_architectures(config)[0])
+    fullest_gb = max(device.peak for device in memory) / 2**30
+    # A larger plan gets here only with placement.over_budget=warn.
+    fits = "of" if fullest_gb <= limit_gb else "MORE THAN"
+    return f"planned for CUDA in {dtype}, {fullest_gb:,.1f} {fits} {limit_gb:g} GiB"

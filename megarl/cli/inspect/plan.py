@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.cli.tables.console import output_console
+from megarl.cli.tables.console import output_console, print_line
 from megarl.cli.tables.placement import print_absent, print_placement
 from megarl.cli.tables.step_time import print_predicted_step
 from megarl.config.schema import PPOConfig, RunConfig
@@ -39,7 +39,7 @@ def run(
         ValueError: `output` is not a drawing.
     """
     check_drawing(output)
-    config, absent, _ = load_checked_anywhere(schema, config_path, overrides)
+    config, absent, warnings = load_checked_anywhere(schema, config_path, overrides)
     plan = plan_placement(config)
     console = output_console()
     architectures, _ = read_architectures(config)
@@ -50,6 +50,8 @@ def run(
         print_predicted_step(
             predict_step(config, plan, architectures, device, lengths), device, lengths, console
         )
+    for warning in warnings:
+        print_line(console, f"warning: {warning}", style="yellow")
     print_absent(absent, console)
 
     if output is not None:

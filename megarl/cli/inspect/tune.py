@@ -33,13 +33,10 @@ from megarl.search.search import configured_step, search
 from megarl.search.solution import Solution
 from megarl.search.space import Space, pinned_keys
 from megarl.step_time.device import DeviceProfile
-from megarl.step_time.device_files import assumed_profile, dump_device
+from megarl.step_time.device_files import assumed_profile, dump_device, with_budget
 from megarl.step_time.lengths import Lengths, expected_lengths
 from megarl.step_time.measured_run import fit_run
 from megarl.step_time.step import PredictedStep
-
-# The share of a device that a plan may use. CUDA graphs, NCCL and fragmentation need the rest.
-_USABLE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +106,7 @@ def run(
     console = output_console()
     device = _device(config, wishes, console)
     tuned = Tuned(config_path, overrides, inputs.partial.config, device, _lengths(config, wishes.lengths))
-    config = _with_budget(config, device)
+    config = with_budget(config, device)
 
     print_absent(inputs.substituted, console)
     if wishes.devices is None:
@@ -147,14 +144,6 @@ def _device(config: PPOConfig, wishes: TuneOptions, console: Console) -> DeviceP
         dump_device(fit.device, Path(wishes.device_output))
         print_line(console, f"{wishes.device_output}: the fitted device, for placement.device_profile")
     return fit.device
-
-
-def _with_budget(config: PPOConfig, device: DeviceProfile) -> PPOConfig:
-    """Return the configuration with a memory budget: the configured one, or nine tenths of the device."""
-    if config.placement.device_memory_gb is not None:
-        return config
-    budget_gb = round(_USABLE * device.memory_gb, 1)
-    return config.with_sections(placement=replace(config.placement, device_memory_gb=budget_gb))
 
 
 def _lengths(config: PPOConfig, text: str | None) -> Lengths:

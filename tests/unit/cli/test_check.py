@@ -57,7 +57,7 @@ def test_a_good_file_prints_models_arithmetic_and_places(
     assert "critic reward 0 reward 0 cpu" in rows
     assert "engine hf rollout.engine" in rows
     assert "replicas 1 x 1 device separate devices" in rows
-    assert "OK (8 processes, 7 devices)" in out
+    assert "OK (8 processes, 7 devices; planned for a CPU in bfloat16)" in out
     assert "Weight sync" not in out
     assert main(["plan", ppo, "resharding.delta=true"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
@@ -247,7 +247,7 @@ def test_engines_on_the_devices_of_the_actor(
     assert "rollout.sglang: {deterministic: false, mode: engine, server_args: {}}" in rows
     assert "replicas 2 x 2 devices devices shared with actor, reference" in rows
     assert "actor rollout 0-1 rollout 0 0-1; 2-3" in rows
-    assert "OK (9 processes, 6 devices)" in out
+    assert "OK (9 processes, 6 devices; planned for a CPU in bfloat16)" in out
     assert main(["plan", ppo, *overrides]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert "transport device resharding.transport=auto" in rows
@@ -440,3 +440,65 @@ def test_what_is_allowed_but_seldom_meant_is_said(
     assert said in capsys.readouterr().out
     assert main(["check", "--fast", ppo, "model.dtype=auto"]) == 0
     assert "warning: " not in capsys.readouterr().out
+
+
+# A 7B model on eight GPUs, with 76 GiB of activations per GPU.
+UNBUDGETED = """
+algorithm: grpo
+model: {path: models/Qwen2.5-7B-Instruct}
+data: {train_files: [train.parquet], max_prompt_length: 512, max_response_length: 1024}
+actor:
+  parallel: {tensor_parallel_size: 2, data_parallel_size: 4}
+rollout: {engine: sglang, n: 5, num_replicas: 4, tensor_parallel_size: 2}
+reward: {functions: [{path: reward.py}]}
+placement: {strategy: hybrid, devices_per_node: 8}
+trainer: {total_steps: 109, prompts_per_step: 1024, updates_per_step: 4}
+"""
+
+
+def planned(folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, str, str]:
+    """Return the exit status, the last line of the output, and everything that was printed."""
+    (folder / "run.yaml").write_text(UNBUDGETED)
+    status = main(["check", "--fast", str(folder / "run.yaml"), *overrides])
+    printed = capsys.readouterr()
+    return status, printed.out.strip().rpartition("\n")[2], printed.out + printed.err
+
+
+def test_a_layout_of_several_gpus_is_planned_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, said = planned(tmp_path, capsys)
+    assert status == 2
+    assert "needs 75.92 GiB" in said
+    assert "has 71.6" in said
+    assert "device: planned as cuda" in said
+    assert "nine tenths of H100 80 GB SXM" in said
+    assert "1 problem" in said
+
+    status, verdict, said = planned(tmp_path, capsys, "actor.recompute=full")
+    assert status == 0
+    assert verdict.endswith("planned for CUDA in bfloat16, 38.3 of 71.6 GiB)")
+    assert "warning: device: planned as cuda" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "status", "verdict"),
+    [
+        (["placement.device_memory_gb=76"], 0, "planned for CUDA in bfloat16, 75.9 of 76 GiB)"),
+        (["placement.device_profile=h200"], 0, "planned for CUDA in bfloat16, 75.9 of 126.4 GiB)"),
+        (["placement.device_profile=a100_80gb"], 2, ""),
+        (["placement.over_budget=warn"], 0, "planned for CUDA in bfloat16, 75.9 MORE THAN 71.6 GiB)"),
+        (
+            ["device=cpu", "rollout.engine=hf", "rollout.tensor_parallel_size=1"],
+            0,
+            "planned for a CPU in float32)",
+        ),
+        (["placement.num_nodes=2", "placement.devices_per_node=4"], 2, ""),
+    ],
+    ids=str,
+)
+def test_the_verdict_says_what_was_planned(
+    overrides: list[str], status: int, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, line, _ = planned(tmp_path, capsys, *overrides)
+    assert (found, line.endswith(verdict)) == (status, True), line

@@ -257,7 +257,7 @@ def test_the_reward_fits_the_answers(
 ) -> None:
     answers, said, right, wrong = KINDS[kind]
     mine = written(
-        tmp_path, policy, [{"question": f"number {n}", "answer": answer} for n, answer in enumerate(answers)]
+        tmp_path, policy, [{"question": f"{n}+0=", "answer": answer} for n, answer in enumerate(answers)]
     )
     printed = capsys.readouterr()
     assert f"reward: {said}, so " in printed.out
@@ -366,7 +366,7 @@ def test_answers_that_no_reward_fits_are_named(
     answers: list[Any], reason: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = written(
-        tmp_path, policy, [{"question": f"number {n}", "answer": answer} for n, answer in enumerate(answers)]
+        tmp_path, policy, [{"question": f"{n}+0=", "answer": answer} for n, answer in enumerate(answers)]
     )
     said = capsys.readouterr().out
     assert f"warning: no reward fits the answers, because {reason}" in said
@@ -407,3 +407,74 @@ def test_what_it_says_about_the_reward_is_documented(
     assert f"```text\n{said}```" in (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(
         encoding="utf-8"
     )
+
+
+def changed(policy: Path, model: Path, **values: Any) -> Path:
+    """Return a folder like the policy's, without weights, with other values in config.json."""
+    model.mkdir()
+    for file in [file for file in policy.iterdir() if file.suffix != ".safetensors"]:
+        (model / file.name).write_bytes(file.read_bytes())
+    config = json.loads((model / "config.json").read_text()) | values
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def test_the_tokenizer_of_the_model_is_tried_before_anything_is_written(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(30)]
+    rows[7]["question"] = "7 \N{SNOWMAN} 1="
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for kind in ("ppo", "sft"):
+        given = ["--model", str(policy), "--data", str(data), "--device", "cpu", "--kind", kind]
+        assert main(["init", str(tmp_path / "mine"), *given]) == 2
+        message = capsys.readouterr().err
+        assert "rows.jsonl, row 7" in message
+        assert "\N{SNOWMAN}" in message
+        assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "limit", "skipped"),
+    [(10, 512, 0), (600, 640, 0), (5000, 2048 - 512, 1)],
+    ids=["short", "longer than the default", "longer than the model can read"],
+)
+def test_the_limit_of_prompts_fits_the_rows_and_the_model(
+    words: int,
+    limit: int,
+    skipped: int,
+    policy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(30)]
+    rows[7]["question"] = "1" * words
+    folder = written(tmp_path, changed(policy, tmp_path / "model", max_position_embeddings=2048), rows)
+    said = capsys.readouterr().out
+    config = load_config(PPOConfig, str(folder / "run.yaml"))
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (limit, 512)
+    assert f"limit {limit:,}" in said
+    assert ("1 longer row will be skipped" in said) is bool(skipped)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "layers", "rates"),
+    [(48, 2, (1e-3, 2e-3)), (512, 24, (2e-5, 1e-4)), (2048, 24, (1e-6, 1e-5))],
+    ids=["tiny", "small", "large"],
+)
+def test_the_learning_rate_fits_the_size_of_the_model(
+    hidden: int, layers: int, rates: tuple[float, float], policy: Path, tmp_path: Path
+) -> None:
+    model = changed(
+        policy,
+        tmp_path / "model",
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        layer_types=["full_attention"] * layers,
+    )
+    for kind, rate in zip(("ppo", "sft"), rates, strict=True):
+        folder = tmp_path / kind
+        assert main(["init", str(folder), "--model", str(model), "--device", "cpu", "--kind", kind]) == 0
+        assert yaml.safe_load((folder / "run.yaml").read_text())["actor"]["optim"]["lr"] == rate
