@@ -9,7 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+)
 
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import ConfigReader
@@ -77,6 +83,9 @@ WITH_TRANSPOSED_EXPERTS = ("qwen3_vl_moe",)
 
 def example_config(model_type: str, **changes: Any) -> PretrainedConfig:
     """Return the configuration that transformers creates from `example_fields`."""
+    assert model_type in CONFIG_MAPPING, (
+        f"the installed transformers has no model_type {model_type!r}, and its class is the reference of the tests"
+    )
     return AutoConfig.for_model(**example_fields(model_type, **changes))
 
 

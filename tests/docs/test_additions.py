@@ -30,11 +30,13 @@ MOST_FILES = {
     "A configuration key": 1,
     "A metric": 1,
     "A command": 2,
-    "A rollout engine": 3,
+    "A rollout engine": 7,
     "A role": 5,
     "A model family": 2,
+    "A weight transport": 12,
+    "A layer that computes something new": 16,
 }
-OTHERS = {"A layer that computes something new", "A weight transport", "A placement", "A logger"}
+OTHERS = {"A placement", "A logger"}
 SHOWN = (
     "An advantage estimator",
     "A policy loss",

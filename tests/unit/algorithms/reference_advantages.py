@@ -55,7 +55,7 @@ def advantages(kind, batch, config):
         ]
         return mixed, mixed
 
-    per_row = {
+    per_row_of = {
         "grpo": lambda: [normalized(scores, group[i], i, config.normalize_by_std) for i in rows],
         "grpo_pass_k": lambda: [pass_k(scores, group[i], i, config.normalize_by_std) for i in rows],
         "rloo": lambda: [leave_one_out(scores, group[i], i) for i in rows],
@@ -63,7 +63,11 @@ def advantages(kind, batch, config):
         "opo": lambda: [scores[i] - length_weighted_mean(scores, mask, group[i]) for i in rows],
         "gpg": lambda: gpg(scores, mask, group, rows),
         "gdpo": lambda: gdpo(batch["score_parts"], batch["score_weights"], mask, group, rows),
-    }[kind]()
+    }
+    assert kind in per_row_of, (
+        f"tests/unit/algorithms/reference_advantages.py has no slow version of {kind!r}; add one"
+    )
+    per_row = per_row_of[kind]()
     spread = [[per_row[i] if keep else 0.0 for keep in mask[i]] for i in rows]
     spread = whitened(spread, mask) if kind == "reinforce_plus_plus_baseline" else spread
 
