@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from megarl.models.architecture import Architecture
-from megarl.models.config_reader import ConfigReader
 from megarl.models.families import FAMILIES
 from megarl.models.mapping import StagePlacement
 from megarl.models.tensor_part import TensorPart
@@ -91,7 +90,7 @@ def example_config(model_type: str, **changes: Any) -> PretrainedConfig:
 
 def example_architecture(model_type: str, **changes: Any) -> Architecture:
     """Return the architecture that the family reads from `example_fields`."""
-    reader = ConfigReader(example_fields(model_type, **changes))
+    reader = FAMILIES[model_type].reader(example_fields(model_type, **changes))
     architecture = FAMILIES[model_type].read(reader)
     assert reader.problems == []
     return architecture

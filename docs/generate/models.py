@@ -14,7 +14,6 @@ from megarl.models.architecture import (
     RouterScore,
     YarnScaling,
 )
-from megarl.models.config_reader import ConfigReader
 from megarl.models.counts import num_active_parameters, num_parameters
 from megarl.models.families import FAMILIES, read_architecture
 from megarl.models.family import Family
@@ -46,7 +45,8 @@ _COMMON = """## What all families support
 - **[RoPE scaling](long_context.md#longer-than-the-model-was-trained-for)**: `linear`, `llama3` and `yarn`, in
   the forms of transformers v4 and v5.
 
-A field of `config.json` that megarl does not know, or whose value it does not support, is refused by name.
+A field of `config.json` that megarl does not know, or whose value it does not support, is refused by name. A
+missing field has the default of transformers' class for that `model_type`, or is refused by name if it is a size.
 """
 
 _REFUSED = """## Refused by name
@@ -93,7 +93,8 @@ def _sglang_class(family: Family) -> str:
 
 
 def _example(model_type: str) -> Architecture:
-    return FAMILIES[model_type].read(ConfigReader(FAMILIES[model_type].example()))
+    family = FAMILIES[model_type]
+    return family.read(family.reader(family.example()))
 
 
 def _attention(architecture: Architecture) -> str:

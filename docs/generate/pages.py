@@ -1,10 +1,11 @@
-"""List the generated files of `docs/` and the function that generates each."""
+"""List the generated files and the function that generates each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from docs.generate import drawings
+from docs.generate.class_defaults import class_defaults
 from docs.generate.command_line import commands_page
 from docs.generate.configuration import reference
 from docs.generate.metrics import metrics_page
@@ -14,6 +15,7 @@ from docs.generate.trl import migration_from_trl
 from docs.generate.verl import migration
 
 PAGES: dict[str, Callable[[], str]] = {
+    "megarl/models/class_defaults.py": class_defaults,
     "docs/configuration.md": reference,
     "docs/cli.md": commands_page,
     "docs/metrics.md": metrics_page,

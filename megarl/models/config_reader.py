@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,7 @@ _HARMLESS = {
 # fmt: on
 
 REQUIRED: Any = object()
+OF_CLASS: Any = object()  # the default of transformers' class
 _LARGEST = 1e15  # the largest accepted number in a config.json
 
 
@@ -64,12 +66,15 @@ class ConfigReader:
 
     Attributes:
         fields: The object as it is in the file.
+        defaults: The defaults of transformers' class for this object, with nested objects. See
+            class_defaults.py.
         problems: One line for each field that megarl cannot honor.
         seen: The fields that were read. The remaining ones are unknown.
         invalid: The numbers that could not be read. Their problems are listed, and 1 takes their place.
     """
 
     fields: dict[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
     invalid: set[str] = field(default_factory=set)
@@ -84,9 +89,22 @@ class ConfigReader:
         kind: type[int] | type[float],
         default: Any = REQUIRED,
         at_most: float = _LARGEST,
+        null: Any = REQUIRED,
     ) -> Any:
-        """Read a positive int or float up to `at_most`; `default` if the field is missing or null."""
+        """Read a positive int or float up to `at_most`.
+
+        Args:
+            name: The field.
+            kind: The type.
+            default: The number if the field is missing or null. `OF_CLASS`: a missing field has the default
+                of transformers' class, and null is refused.
+            at_most: The largest number.
+            null: With `OF_CLASS`, the number that null means, also if it is the default of the class.
+        """
         value = self.take(name)
+        if default is OF_CLASS:
+            value = self.value(name)
+            default = null
         if value is None and default is not REQUIRED:
             return default
 
@@ -107,20 +125,31 @@ class ConfigReader:
         self.invalid.add(name)
         return kind(1)  # arbitrary: the problem is raised before an Architecture is created
 
-    def count(self, name: str, default: int) -> int:
-        """Read a non-negative int; `default` if the field is missing or null."""
-        if self.fields.get(name) == 0 and not isinstance(self.fields[name], bool):
+    def value(self, name: str) -> Any:
+        """Return a field as it is, or the default of transformers' class if it is missing."""
+        default = self.defaults.get(name)
+        value = self.take(name)
+        return value if name in self.fields else default
+
+    def count(self, name: str, default: Any) -> int:
+        """Read a non-negative int. The arguments are those of `number`."""
+        given = self.value(name) if default is OF_CLASS else self.fields.get(name)
+        if given == 0 and not isinstance(given, bool):
             self.seen.add(name)
             return 0
         number: int = self.number(name, int, default)
         return number
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        """Read a boolean; `default` if the field is missing or null."""
-        value = self.take(name)
+    def flag(self, name: str) -> bool:
+        """Read a boolean.
+
+        A missing field has the default of transformers' class, or is false if the class has none. Null is
+        false, as it is in Python.
+        """
+        value = self.value(name)
         if not isinstance(value, bool | None):
             self.problems.append(f"field {name!r} is {value!r}, but must be true or false")
-        return default if value is None else bool(value)
+        return bool(value)
 
     def object(self, name: str) -> dict[str, Any]:
         """Read a nested object; empty if the field is something else."""
@@ -130,9 +159,19 @@ class ConfigReader:
         self.problems.append(f"field {name!r} is {value!r}, but must be an object")
         return {}
 
+    def nested(self, name: str, fields: dict[str, Any] | None = None) -> ConfigReader:
+        """Return a reader of a nested object, with the defaults of its class.
+
+        Args:
+            name: The field.
+            fields: The fields of the object; None: those of the file.
+        """
+        inner = self.object(name) if fields is None else fields
+        return ConfigReader(inner, defaults=self.defaults.get(name, {}))
+
     def refuse(self, name: str, reason: str) -> None:
         """Add the problem that the value of a field is not supported."""
-        self.problems.append(f"field {name!r} is {self.fields[name]!r}; {reason}")
+        self.problems.append(f"field {name!r} is {self.value(name)!r}; {reason}")
 
     def conflict(self, problem: str, *names: str) -> None:
         """Add a problem of fields that do not fit together.

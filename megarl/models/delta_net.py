@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.models.architecture import Architecture, DeltaNet
-from megarl.models.config_reader import ConfigReader
+from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
 from megarl.models.tensor_part import TensorPart
 from megarl.models.trunk import ATTENTION_ROWS
@@ -115,8 +115,8 @@ def _row(name: str, cut: Cut, *tensors: tuple[str, str] | TensorPart) -> Mapping
 
 def read_delta_net(reader: ConfigReader, num_hidden_layers: int) -> DeltaNet:
     """Read the sizes of gated delta net layers, and which layers they are."""
-    num_key_heads = reader.number("linear_num_key_heads", int, 16)
-    num_value_heads = reader.number("linear_num_value_heads", int, 32)
+    num_key_heads = reader.number("linear_num_key_heads", int, OF_CLASS)
+    num_value_heads = reader.number("linear_num_value_heads", int, OF_CLASS)
     if num_value_heads % num_key_heads:
         needed = f"a multiple of 'linear_num_key_heads' {num_key_heads}"
         reader.conflict(
@@ -128,9 +128,9 @@ def read_delta_net(reader: ConfigReader, num_hidden_layers: int) -> DeltaNet:
     return DeltaNet(
         num_key_heads=num_key_heads,
         num_value_heads=num_value_heads,
-        key_head_dim=reader.number("linear_key_head_dim", int, 128),
-        value_head_dim=reader.number("linear_value_head_dim", int, 128),
-        conv_kernel_dim=reader.number("linear_conv_kernel_dim", int, 4),
+        key_head_dim=reader.number("linear_key_head_dim", int, OF_CLASS),
+        value_head_dim=reader.number("linear_value_head_dim", int, OF_CLASS),
+        conv_kernel_dim=reader.number("linear_conv_kernel_dim", int, OF_CLASS),
         layers=_read_layers(reader, num_hidden_layers),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megarl.models.architecture import Architecture, ExpertGroups, Experts, RouterScore
-from megarl.models.config_reader import ConfigReader
+from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_sparse
 from megarl.models.tensor_part import TensorPart
 
@@ -129,14 +129,10 @@ def _has_shared_expert(architecture: Architecture, layer: int | None) -> bool:
 
 
 def read_sigmoid_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
-    """Read the experts of DeepSeek-V3's design: sigmoid scores, a selection bias and shared experts.
-
-    The defaults are those of transformers for GLM-4.5 and DeepSeek-V3, except that the numbers of experts
-    have none.
-    """
+    """Read the experts of DeepSeek-V3's design: sigmoid scores, a selection bias and shared experts."""
     num_experts = reader.number("n_routed_experts", int)
     chosen = reader.number("num_experts_per_tok", int)
-    norm_topk_prob = reader.take("norm_topk_prob") in (None, True)
+    norm_topk_prob = reader.flag("norm_topk_prob")
     intermediate_size = reader.number("moe_intermediate_size", int)
 
     _check_num_chosen(reader, chosen, "n_routed_experts", num_experts)
@@ -148,19 +144,19 @@ def read_sigmoid_experts(reader: ConfigReader, num_hidden_layers: int) -> Expert
         num_experts=num_experts,
         num_experts_per_tok=chosen,
         intermediate_size=intermediate_size,
-        shared_intermediate_size=reader.count("n_shared_experts", 1) * intermediate_size,
+        shared_intermediate_size=reader.count("n_shared_experts", OF_CLASS) * intermediate_size,
         norm_topk_prob=norm_topk_prob,
         layers=_layers_after_dense(reader, num_hidden_layers),
         score=RouterScore.sigmoid,
         has_selection_bias=True,
         groups=_read_groups(reader, num_experts, chosen),
-        scaling_factor=reader.number("routed_scaling_factor", float, 1.0),
+        scaling_factor=reader.number("routed_scaling_factor", float, OF_CLASS),
     )
 
 
 def _layers_after_dense(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
     """Return the layers with experts: all but the first `first_k_dense_replace`."""
-    num_dense = reader.count("first_k_dense_replace", 1)
+    num_dense = reader.count("first_k_dense_replace", OF_CLASS)
     if num_dense >= num_hidden_layers:
         reader.conflict(
             f"'first_k_dense_replace' is {num_dense}: none of {num_hidden_layers} layers has experts",
@@ -176,8 +172,8 @@ def _read_groups(reader: ConfigReader, num_experts: int, chosen: int) -> ExpertG
     transformers scores a group by its two best experts. Megatron scores it by as many experts as a token
     selects of each group, so the two must agree.
     """
-    num_groups = reader.number("n_group", int, 1)
-    num_selected = reader.number("topk_group", int, 1)
+    num_groups = reader.number("n_group", int, OF_CLASS)
+    num_selected = reader.number("topk_group", int, OF_CLASS)
     names = ("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group")
     said = f"'n_group' {num_groups} and 'topk_group' {num_selected}"
 

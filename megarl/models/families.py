@@ -84,14 +84,17 @@ def read_architecture(path: str, trust_remote_code: bool = False) -> Architectur
             with its value.
     """
     file = Path(path) / "config.json"
-    reader = ConfigReader(_read_json(file))
-    model_type = reader.take("model_type")
+    fields = _read_json(file)
+    model_type = fields.get("model_type")
     family = family_of(model_type)
 
     if family is None:
         raise ConfigError(
             str(file), [f"field 'model_type' is {model_type!r}; {_why_unsupported(model_type)}"]
         )
+
+    reader = family.reader(fields)
+    reader.take("model_type")
 
     # Run all checks before raising, so that the error lists every problem.
     architecture = family.read(reader)

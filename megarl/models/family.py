@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megarl.models.architecture import Architecture
+from megarl.models.class_defaults import CLASS_DEFAULTS
 from megarl.models.config_reader import ConfigReader
 from megarl.models.mapping import MappingRow, layer_of
 from megarl.models.vision import Vision
@@ -94,6 +95,10 @@ class Family:
     models: str = ""
     limits: tuple[str, ...] = ()
 
+    def reader(self, fields: Mapping[str, Any]) -> ConfigReader:
+        """Return a reader of a `config.json` of the family."""
+        return ConfigReader(dict(fields), defaults=CLASS_DEFAULTS.get(self.model_type, {}))
+
     def keeps(self, name: str) -> bool:
         """Return whether a tensor is kept without being trained, except layers after the last one."""
         layer = layer_of(name)
@@ -108,7 +113,7 @@ class Family:
         """
         required = dict(self.sglang_fields)
         if self.sglang_derived is not _no_fields:
-            required |= self.sglang_derived(self.read(ConfigReader(dict(config))))
+            required |= self.sglang_derived(self.read(self.reader(config)))
         missing = {name: value for name, value in required.items() if name not in config}
         if is_policy and self.sglang_policy_class is not None:
             missing["architectures"] = [self.sglang_policy_class]

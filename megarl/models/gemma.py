@@ -10,16 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.models.architecture import Activation, Architecture, BlockNorms
-from megarl.models.config_reader import ConfigReader
+from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.family import Family
-from megarl.models.trunk import (
-    ATTENTION_ROWS,
-    EXAMPLE,
-    LocalRopeDefaults,
-    NormNames,
-    read_trunk,
-    trunk_rows,
-)
+from megarl.models.trunk import ATTENTION_ROWS, EXAMPLE, NormNames, read_trunk, trunk_rows
 from megarl.models.windows import read_windows
 
 _ROWS = trunk_rows(
@@ -32,8 +25,7 @@ _ROWS = trunk_rows(
     ),
 )
 _ACTIVATION = "gelu_pytorch_tanh"
-_WINDOW = 4096  # of a config.json without the field, in transformers
-_PATTERN = 6  # the same: each sixth layer has full attention
+_PATTERN = 6  # without the field, each sixth layer has full attention
 
 
 def _read(reader: ConfigReader) -> Architecture:
@@ -49,18 +41,15 @@ def _read(reader: ConfigReader) -> Architecture:
     architecture = read_trunk(
         reader,
         qk_norm=True,
-        default_head_dim=256,
-        default_rope_theta=1e6,
         read_windows=_read_windows,
-        local_rope=LocalRopeDefaults(1e4, field="rope_local_base_freq"),
-        tied_by_default=True,
+        local_theta_field="rope_local_base_freq",
     )
     return replace(
         architecture,
         norms=BlockNorms(before=True, after=True, zero_centered=True),
         activation=Activation.gelu_tanh,
         embedding_scale=architecture.hidden_size**0.5,
-        softmax_scale=reader.number("query_pre_attn_scalar", float, 256.0) ** -0.5,
+        softmax_scale=reader.number("query_pre_attn_scalar", float, OF_CLASS) ** -0.5,
     )
 
 
@@ -68,7 +57,7 @@ def _read_windows(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ..
     # The second is a copy that transformers writes in addition to `layer_types`.
     pattern = reader.number("sliding_window_pattern", int, _PATTERN)
     reader.take("_sliding_window_pattern")
-    return read_windows(reader, num_hidden_layers, default_window=_WINDOW, full_every=pattern)
+    return read_windows(reader, num_hidden_layers, full_every=pattern)
 
 
 def _sglang_differs(architecture: Architecture) -> Iterator[str]:

@@ -18,7 +18,6 @@ def _read(reader: ConfigReader) -> Architecture:
         reader,
         qkv_bias=reader.flag("attention_bias"),
         qk_norm=reader.flag("use_qk_norm"),
-        default_partial_rotary_factor=0.5,
         read_experts=read_sigmoid_experts,
         may_have_mtp=True,
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.models.architecture import Architecture, Experts
-from megarl.models.config_reader import ConfigReader
+from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.experts import check_router_gradient
 from megarl.models.family import Family
 from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
@@ -84,8 +84,6 @@ def _read(reader: ConfigReader) -> Architecture:
     architecture = read_trunk(
         reader,
         qkv_bias=True,
-        default_head_dim=64,
-        default_rope_theta=150000.0,
         read_experts=_read_experts,
         read_windows=_read_windows,
     )
@@ -105,7 +103,7 @@ def _read_packing(reader: ConfigReader) -> bool:
 def _read_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
     num_experts = reader.number("num_local_experts", int)
     older = reader.number("experts_per_token", int, None)
-    num_experts_per_tok = reader.number("num_experts_per_tok", int, older or 4)
+    num_experts_per_tok = reader.number("num_experts_per_tok", int, older or OF_CLASS)
     check_router_gradient(reader, num_experts_per_tok, norm_topk_prob=True)
 
     if older not in (None, num_experts_per_tok):
@@ -122,13 +120,13 @@ def _read_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
         shared_intermediate_size=0,
         norm_topk_prob=True,
         layers=tuple(range(num_hidden_layers)),
-        clamp=reader.number("swiglu_limit", float, 7.0),
+        clamp=reader.number("swiglu_limit", float, OF_CLASS),
     )
 
 
 def _read_windows(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
     # Without `layer_types`, every other layer has a window, the first included.
-    return read_windows(reader, num_hidden_layers, default_window=128, full_every=2)
+    return read_windows(reader, num_hidden_layers, full_every=2)
 
 
 def _example() -> dict[str, Any]:

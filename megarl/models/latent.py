@@ -88,7 +88,7 @@ def read_latent(reader: ConfigReader) -> LatentAttention:
         qk_nope_head_dim=reader.number("qk_nope_head_dim", int),
         qk_rope_head_dim=reader.number("qk_rope_head_dim", int),
         v_head_dim=reader.number("v_head_dim", int),
-        rope_interleave=reader.take("rope_interleave") is None or reader.flag("rope_interleave"),
+        rope_interleave=reader.flag("rope_interleave"),
         norm_eps=_NORM_EPS,
     )
     _check_head_sizes(reader, latent)

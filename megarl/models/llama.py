@@ -11,7 +11,7 @@ from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 
 
 def _read(reader: ConfigReader) -> Architecture:
-    return read_trunk(reader, multi_head_by_default=True)
+    return read_trunk(reader)
 
 
 def _example() -> dict[str, Any]:

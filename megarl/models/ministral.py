@@ -10,18 +10,17 @@ from megarl.models.family import Family
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 from megarl.models.windows import check_sliding_window, read_windows
 
-_WINDOW = 4096  # of a config.json without the field, in transformers; null means full attention
-
 
 def _read(reader: ConfigReader) -> Architecture:
     return read_trunk(reader, read_windows=_read_windows)
 
 
 def _read_windows(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
-    if reader.fields.get("sliding_window", _WINDOW) is None:
-        check_sliding_window(reader, num_hidden_layers, 0, None, has_experts=False)
+    # Null means full attention.
+    if reader.value("sliding_window") is None:
+        check_sliding_window(reader, num_hidden_layers, 0, has_experts=False)
         return ()
-    return read_windows(reader, num_hidden_layers, default_window=_WINDOW, full_every=None)
+    return read_windows(reader, num_hidden_layers, full_every=None)
 
 
 def _example() -> dict[str, Any]:

@@ -12,11 +12,9 @@ from megarl.models.config_reader import ConfigReader
 from megarl.models.family import Family, SGLangStages
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 
-_WINDOW = 4096  # of a config.json without the field, in transformers; null means full attention
-
 
 def _read(reader: ConfigReader) -> Architecture:
-    return read_trunk(reader, default_sliding_window=_WINDOW)
+    return read_trunk(reader)
 
 
 def _example() -> dict[str, Any]:

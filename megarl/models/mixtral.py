@@ -12,7 +12,7 @@ from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 
 
 def _read(reader: ConfigReader) -> Architecture:
-    return read_trunk(reader, default_rope_theta=1e6, read_experts=_read_experts)
+    return read_trunk(reader, read_experts=_read_experts)
 
 
 def _read_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:

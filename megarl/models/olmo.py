@@ -15,7 +15,6 @@ from megarl.models.family import Family
 from megarl.models.trunk import (
     ATTENTION_ROWS_WITH_NORMS_OVER_HEADS,
     EXAMPLE,
-    LocalRopeDefaults,
     NormNames,
     read_trunk,
     trunk_rows,
@@ -39,18 +38,11 @@ def _with_norms(architecture: Architecture) -> Architecture:
 
 
 def _read_olmo2(reader: ConfigReader) -> Architecture:
-    return _with_norms(read_trunk(reader, qk_norm=True, multi_head_by_default=True))
+    return _with_norms(read_trunk(reader, qk_norm=True))
 
 
 def _read_olmo3(reader: ConfigReader) -> Architecture:
-    architecture = read_trunk(
-        reader,
-        qk_norm=True,
-        multi_head_by_default=True,
-        default_rope_theta=_OLMO3_THETA,
-        read_windows=_read_windows,
-        local_rope=LocalRopeDefaults(_OLMO3_THETA, field=None),
-    )
+    architecture = read_trunk(reader, qk_norm=True, read_windows=_read_windows)
     # transformers gives the field of v4 to layers with full attention only.
     theta = reader.fields.get("rope_theta")
     if theta not in (None, _OLMO3_THETA) and not isinstance(reader.fields.get("rope_parameters"), dict):
@@ -63,7 +55,7 @@ def _read_olmo3(reader: ConfigReader) -> Architecture:
 
 
 def _read_windows(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
-    return read_windows(reader, num_hidden_layers, default_window=4096, full_every=4)
+    return read_windows(reader, num_hidden_layers, full_every=4)
 
 
 def _sglang_differs(architecture: Architecture) -> Iterator[str]:
@@ -122,6 +114,7 @@ OLMO3 = Family(
     read=_read_olmo3,
     rows=_ROWS,
     example=_olmo3_example,
+    sglang_fields={"rope_theta": _OLMO3_THETA},  # SGLang's own class has another default
     sglang_replaced=_sglang_replaced,
     sglang_differs=_sglang_differs,
     models="OLMo 3",

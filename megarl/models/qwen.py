@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models.architecture import Architecture, Experts
-from megarl.models.config_reader import ConfigReader
+from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.experts import (
     check_router_gradient,
     expert_rows,
@@ -36,7 +36,7 @@ def _read_qwen2(reader: ConfigReader) -> Architecture:
 
 
 def _read_qwen3(reader: ConfigReader) -> Architecture:
-    return read_trunk(reader, qk_norm=True, default_head_dim=128)
+    return read_trunk(reader, qk_norm=True)
 
 
 def _read_qwen2_moe(reader: ConfigReader) -> Architecture:
@@ -55,23 +55,16 @@ def read_experts_with_shared(reader: ConfigReader, num_hidden_layers: int) -> Ex
     return read_experts(reader, num_hidden_layers, shared_intermediate_size)
 
 
-def read_experts(
-    reader: ConfigReader,
-    num_hidden_layers: int,
-    shared_intermediate_size: int = 0,
-    *,
-    norm_by_default: bool = False,
-) -> Experts:
+def read_experts(reader: ConfigReader, num_hidden_layers: int, shared_intermediate_size: int = 0) -> Experts:
     """Read the experts of a model with a softmax router.
 
     Args:
         reader: The fields of the language model.
         num_hidden_layers: The number of layers.
         shared_intermediate_size: The size of a shared expert with a gate; 0: there is none.
-        norm_by_default: Whether the weights of selected experts sum to one if `norm_topk_prob` is missing.
     """
     num_experts, num_experts_per_tok = read_num_experts(reader)
-    norm_topk_prob = reader.flag("norm_topk_prob", norm_by_default)
+    norm_topk_prob = reader.flag("norm_topk_prob")
     check_router_gradient(reader, num_experts_per_tok, norm_topk_prob)
 
     return Experts(
@@ -87,7 +80,7 @@ def read_experts(
 
 def _sparse_layers(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
     """Return every `decoder_sparse_step`-th layer except those of `mlp_only_layers`, as transformers does."""
-    step = reader.number("decoder_sparse_step", int, 1)
+    step = reader.number("decoder_sparse_step", int, OF_CLASS)
     dense = reader.take("mlp_only_layers") or []
 
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):

@@ -52,7 +52,7 @@ def _read_text(
     # The three positions of a token of text are equal, so each section rotates by the same one.
     fields = dict(reader.fields)
     read_sections(fields, Sections((11, 11, 10), is_interleaved=True), reader)
-    text = ConfigReader(fields, problems=reader.problems, seen=reader.seen)
+    text = replace(reader, fields=fields)
 
     for name, accepted in _IMPLIED.items():
         if text.take(name) not in accepted:
@@ -64,8 +64,6 @@ def _read_text(
     architecture = read_trunk(
         text,
         qk_norm=True,
-        default_head_dim=256,
-        default_partial_rotary_factor=0.25,
         read_experts=read_experts,
         read_windows=read_no_windows,
     )
@@ -100,7 +98,7 @@ def _read_with_tower(reader: ConfigReader, text: Family) -> Architecture:
     reader.object("vision_config")
 
     is_tied = reader.flag("tie_word_embeddings")
-    nested = ConfigReader({**reader.object("text_config"), "tie_word_embeddings": is_tied})
+    nested = reader.nested("text_config", {**reader.object("text_config"), "tie_word_embeddings": is_tied})
     architecture = text.read(nested)
     reader.check_nested("text_config", nested)
     return replace(architecture, model_type=model_type)
@@ -114,7 +112,7 @@ def _sglang_differs(architecture: Architecture) -> Iterator[str]:
 
 def _sglang_text_only(config: Mapping[str, Any], text: Family) -> Mapping[str, Any]:
     """Return the fields with which SGLang creates the language model without its tower."""
-    architecture = _read_with_tower(ConfigReader(dict(config)), text)
+    architecture = text.read(text.reader(config["text_config"]))
     return {"language_model_only": True, "text_config": sglang_derived(architecture)}
 
 

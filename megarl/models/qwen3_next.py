@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +30,6 @@ def _read(reader: ConfigReader) -> Architecture:
     architecture = read_trunk(
         reader,
         qk_norm=True,
-        default_head_dim=256,
-        default_partial_rotary_factor=0.25,
         read_experts=read_experts_with_shared,
         read_windows=read_no_windows,
     )
@@ -46,6 +44,15 @@ def _read(reader: ConfigReader) -> Architecture:
 def _sglang_differs(architecture: Architecture) -> Iterator[str]:
     yield from sglang_experts_differ(architecture)
     yield from sglang_layers_differ(architecture)
+
+
+def _sglang_replaced(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """SGLang's own class of the configuration reads the names of transformers v4 only."""
+    rope = fields.get("rope_parameters")
+    if not rope:
+        return {}
+    outer = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    return outer | {"rope_scaling": None if rope.get("rope_type", "default") == "default" else rope}
 
 
 def _example() -> dict[str, Any]:
@@ -82,6 +89,7 @@ QWEN3_NEXT = Family(
     example=_example,
     kept=MTP,
     sglang_derived=sglang_derived,
+    sglang_replaced=_sglang_replaced,
     sglang_differs=_sglang_differs,
     models="Qwen3-Next-80B-A3B",
     limits=(

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megarl.models.architecture import Architecture, Experts
-from megarl.models.config_reader import ConfigReader
+from megarl.models.config_reader import OF_CLASS, ConfigReader
+from megarl.models.experts import check_router_gradient, transposed_fused
 from megarl.models.experts import sglang_differs as sglang_experts_differ
-from megarl.models.experts import transposed_fused
 from megarl.models.family import Family
 from megarl.models.mapping import Cut, MappingRow, StagePlacement
 from megarl.models.qwen import EXPERTS_OF_EXAMPLE, SPARSE_ROWS, read_experts
@@ -50,7 +50,7 @@ class Sections(NamedTuple):
 def _read_qwen2_5_vl(reader: ConfigReader) -> Architecture:
     return _read(
         reader,
-        lambda text: read_trunk(text, qkv_bias=True, default_rope_theta=1e6),
+        lambda text: read_trunk(text, qkv_bias=True),
         _read_windowed_tower,
         default_sections=Sections((16, 24, 24), is_interleaved=False),
     )
@@ -59,7 +59,7 @@ def _read_qwen2_5_vl(reader: ConfigReader) -> Architecture:
 def _read_qwen3_vl(reader: ConfigReader) -> Architecture:
     return _read(
         reader,
-        lambda text: read_trunk(text, qk_norm=True, default_head_dim=128, default_rope_theta=5e5),
+        lambda text: read_trunk(text, qk_norm=True),
         _read_deepstack_tower,
         default_sections=Sections((24, 20, 20), is_interleaved=True),
     )
@@ -68,7 +68,7 @@ def _read_qwen3_vl(reader: ConfigReader) -> Architecture:
 def _read_qwen3_vl_moe(reader: ConfigReader) -> Architecture:
     architecture = _read(
         reader,
-        lambda text: read_trunk(text, qk_norm=True, default_rope_theta=5e5, read_experts=_read_experts),
+        lambda text: read_trunk(text, qk_norm=True, read_experts=_read_experts),
         _read_deepstack_tower,
         default_sections=Sections((24, 20, 20), is_interleaved=True),
     )
@@ -86,10 +86,12 @@ def _read_qwen3_vl_moe(reader: ConfigReader) -> Architecture:
 
 
 def _read_experts(reader: ConfigReader, num_hidden_layers: int) -> Experts:
-    experts = read_experts(reader, num_hidden_layers, norm_by_default=True)
-    if not experts.norm_topk_prob:
+    experts = read_experts(reader, num_hidden_layers)
+    if reader.take("norm_topk_prob") not in (None, True):
         reader.refuse("norm_topk_prob", "transformers does not read it and normalizes the weights; use true")
-    return experts
+    if not experts.norm_topk_prob:
+        check_router_gradient(reader, experts.num_experts_per_tok, norm_topk_prob=True)
+    return replace(experts, norm_topk_prob=True)
 
 
 def _read(
@@ -113,10 +115,12 @@ def _read(
         "tie_word_embeddings": is_tied,
     }
     sections = read_sections(text_fields, default_sections, reader)
-    text = ConfigReader(text_fields, seen=set(reader.seen) if is_flat else set())
+    text = reader.nested("text_config", text_fields)
+    if is_flat:
+        text.seen |= reader.seen
     architecture = read_text(text)
 
-    tower = ConfigReader(reader.object("vision_config"))
+    tower = reader.nested("vision_config")
     vision = Vision(
         tower_type=f"{model_type}_vision",
         image_token_id=reader.number("image_token_id", int),
@@ -175,8 +179,8 @@ def _read_tower(tower: ConfigReader) -> dict[str, Any]:
     """Read what the towers of both families have."""
     for name in _UNREAD_OF_TOWER:
         tower.take(name)
-    in_channels = tower.number("in_channels", int, 3)
-    patch_size = tower.number("patch_size", int, 14)
+    in_channels = tower.number("in_channels", int, OF_CLASS)
+    patch_size = tower.number("patch_size", int, OF_CLASS)
 
     # Older names, which transformers does not read.
     for name, used in (("in_chans", in_channels), ("spatial_patch_size", patch_size)):
@@ -201,15 +205,15 @@ def _read_tower(tower: ConfigReader) -> dict[str, Any]:
         "out_hidden_size": tower.number("out_hidden_size", int),
         "in_channels": in_channels,
         "patch_size": patch_size,
-        "temporal_patch_size": tower.number("temporal_patch_size", int, 2),
-        "spatial_merge_size": tower.number("spatial_merge_size", int, 2),
+        "temporal_patch_size": tower.number("temporal_patch_size", int, OF_CLASS),
+        "spatial_merge_size": tower.number("spatial_merge_size", int, OF_CLASS),
     }
 
 
 def _read_windowed_tower(tower: ConfigReader) -> dict[str, Any]:
     return {
-        "window_size": tower.number("window_size", int, 112),
-        "full_attention_blocks": _blocks(tower, "fullatt_block_indexes", (7, 15, 23, 31)),
+        "window_size": tower.number("window_size", int, OF_CLASS),
+        "full_attention_blocks": _blocks(tower, "fullatt_block_indexes"),
     }
 
 
@@ -218,17 +222,14 @@ def _read_deepstack_tower(tower: ConfigReader) -> dict[str, Any]:
     if activation not in (None, "gelu_pytorch_tanh"):
         tower.refuse("hidden_act", 'only "gelu_pytorch_tanh" is supported')
     return {
-        "num_position_embeddings": tower.number("num_position_embeddings", int, 2304),
-        "deepstack_blocks": _blocks(tower, "deepstack_visual_indexes", (8, 16, 24)),
+        "num_position_embeddings": tower.number("num_position_embeddings", int, OF_CLASS),
+        "deepstack_blocks": _blocks(tower, "deepstack_visual_indexes"),
     }
 
 
-def _blocks(tower: ConfigReader, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+def _blocks(tower: ConfigReader, name: str) -> tuple[int, ...]:
     """Read a list of distinct numbers of blocks, in ascending order."""
-    blocks = tower.take(name)
-    if blocks is None:
-        return default
-
+    blocks = tower.value(name)
     depth = tower.fields.get("depth")
     last = depth if isinstance(depth, int) else 0
     if (
@@ -241,7 +242,7 @@ def _blocks(tower: ConfigReader, name: str, default: tuple[int, ...]) -> tuple[i
             "order",
             "depth",
         )
-        return default
+        return ()
     return tuple(blocks)
 
 

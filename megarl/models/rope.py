@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from megarl.models.architecture import (
@@ -14,9 +15,10 @@ from megarl.models.architecture import (
     RopeScaling,
     YarnScaling,
 )
-from megarl.models.config_reader import ConfigReader
+from megarl.models.config_reader import OF_CLASS, ConfigReader
 
-_BASE_FIELDS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_OUTER_FIELDS = ("rope_theta", "partial_rotary_factor")  # at the top level in transformers v4
+_BASE_FIELDS = {"rope_type", "type", *_OUTER_FIELDS}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _MODEL_OF_IMAGES = "positions in three axes are those of a model of images, which megarl does not train yet"
 
@@ -38,30 +40,26 @@ class Rope(NamedTuple):
     partial_rotary_factor: float
 
 
-def read_rope(
-    reader: ConfigReader,
-    max_position_embeddings: int,
-    default_theta: float,
-    default_partial_rotary_factor: float | None = None,
-) -> Rope:
+def read_rope(reader: ConfigReader, max_position_embeddings: int) -> Rope:
     """Read the rotary embedding.
 
     transformers v5 keeps all of it in `rope_parameters`. v4 has `rope_theta` and `partial_rotary_factor` at
-    the top level and the scaling in `rope_scaling`, whose type may be named `type`.
+    the top level and the scaling in `rope_scaling`, whose type may be named `type`. A folder without both
+    objects has the scaling of transformers' class.
 
     Args:
         reader: The fields of `config.json`.
         max_position_embeddings: The original context length of a scaling that does not name one.
-        default_theta: The base frequency if the field is missing.
-        default_partial_rotary_factor: The rotated fraction of a head if the field is missing; None if the
-            family always rotates whole heads.
     """
-    outer = {field: reader.take(field) for field in ("rope_theta", "partial_rotary_factor")}
+    of_class = reader.defaults.get("rope_parameters", {})
+    for name in _OUTER_FIELDS:
+        reader.take(name)
+    outer = {name: reader.fields[name] for name in _OUTER_FIELDS if name in reader.fields}
 
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(reader.take(name), dict | None):
             reader.problems.append(f"field {name!r} is {reader.fields[name]!r}, but must be an object")
-            return Rope(default_theta, None, 1.0)
+            return Rope(1.0, None, 1.0)
 
     # Choose the object to read, and merge the top-level fields of v4 into it.
     older = reader.fields.get("rope_scaling")
@@ -72,11 +70,15 @@ def read_rope(
         both = "fields 'rope_scaling' and 'rope_parameters'"
         reader.problems.append(f"{both} are both given and differ; keep one")
 
+    inner = older or newer
+    if inner is None:
+        inner = {field: value for field, value in of_class.items() if field not in _OUTER_FIELDS}
+
     # A separate reader collects these problems, so that they can name the object that contains the field.
-    rope = ConfigReader(outer | (reader.fields.get(name) or {}))
+    rope = ConfigReader(outer | inner, defaults=of_class)
     scaling = _read_scaling(rope, max_position_embeddings)
-    theta = rope.number("rope_theta", float, default_theta)
-    rotated = _read_partial_rotary_factor(rope, default_partial_rotary_factor)
+    theta = rope.number("rope_theta", float, OF_CLASS)
+    rotated = _read_partial_rotary_factor(rope)
 
     # A field may be given inside the object, at the top level, or in both places.
     for field, value in outer.items():
@@ -92,12 +94,13 @@ def read_rope(
     return Rope(theta, scaling, rotated)
 
 
+def has_rope_by_layer_type(reader: ConfigReader) -> bool:
+    """Return whether layers with a sliding window have a rotary embedding of their own."""
+    return not _LAYER_TYPES.isdisjoint(reader.defaults.get("rope_parameters", {}))
+
+
 def read_ropes_by_layer_type(
-    reader: ConfigReader,
-    max_position_embeddings: int,
-    default_theta: float,
-    default_local_theta: float,
-    local_theta_field: str | None,
+    reader: ConfigReader, max_position_embeddings: int, local_theta_field: str | None
 ) -> tuple[Rope, LocalRope]:
     """Read the rotary embedding of full attention, and that of layers with a sliding window.
 
@@ -107,18 +110,19 @@ def read_ropes_by_layer_type(
     Args:
         reader: The fields of `config.json`.
         max_position_embeddings: The original context length of a scaling that does not name one.
-        default_theta: The base frequency of full attention if the field is missing.
-        default_local_theta: The base frequency of layers with a window if the field is missing.
-        local_theta_field: The field of v4 that has the latter; None if v4 has none.
+        local_theta_field: The field of v4 that has the base frequency of layers with a window; None if v4
+            has none.
     """
-    local_theta = default_local_theta
-    if local_theta_field is not None:
-        local_theta = reader.number(local_theta_field, float, default_local_theta)
+    of_class = reader.defaults["rope_parameters"]
+    full = of_class["full_attention"]
+    sliding = of_class["sliding_attention"]
+    if local_theta_field in reader.fields:
+        sliding = sliding | {"rope_theta": reader.number(local_theta_field, float)}
 
     both = reader.fields.get("rope_parameters")
     if not isinstance(both, dict) or not _LAYER_TYPES & both.keys():
-        rope = read_rope(reader, max_position_embeddings, default_theta)
-        return rope, LocalRope(theta=local_theta, scaling=None)
+        rope = read_rope(replace(reader, defaults={"rope_parameters": full}), max_position_embeddings)
+        return rope, LocalRope(theta=sliding["rope_theta"], scaling=None)
 
     # Each type of layer has an object like that of other models. Fields of v4 may be left at the top level.
     for name in ("rope_parameters", "rope_theta"):
@@ -129,21 +133,23 @@ def read_ropes_by_layer_type(
         reader.problems.append(f"rope_parameters: field {name!r} is not one of {sorted(_LAYER_TYPES)}")
 
     ropes = []
-    for layer_type, theta in (("full_attention", default_theta), ("sliding_attention", local_theta)):
-        part = ConfigReader({"rope_parameters": both.get(layer_type)})
-        ropes.append(read_rope(part, max_position_embeddings, theta))
+    for layer_type, defaults in (("full_attention", full), ("sliding_attention", sliding)):
+        part = ConfigReader({"rope_parameters": both.get(layer_type)}, defaults={"rope_parameters": defaults})
+        ropes.append(read_rope(part, max_position_embeddings))
         reader.problems.extend(f"{layer_type} of {problem}" for problem in part.problems)
 
     return ropes[0], LocalRope(theta=ropes[1].theta, scaling=ropes[1].scaling)
 
 
-def _read_partial_rotary_factor(rope: ConfigReader, default: float | None) -> float:
-    if default is None:
+def _read_partial_rotary_factor(rope: ConfigReader) -> float:
+    """Read the rotated fraction of a head. Families whose class has no default always rotate whole heads."""
+    if "partial_rotary_factor" not in rope.defaults:
         if rope.fields.get("partial_rotary_factor") not in (None, 1):
             rope.refuse("partial_rotary_factor", "only 1 is supported by this family")
         return 1.0
 
-    return rope.number("partial_rotary_factor", float, default, at_most=1.0)
+    fraction: float = rope.number("partial_rotary_factor", float, OF_CLASS, at_most=1.0)
+    return fraction
 
 
 def _read_scaling(rope: ConfigReader, max_position_embeddings: int) -> RopeScaling | None:
@@ -209,7 +215,7 @@ def _read_yarn(rope: ConfigReader, max_position_embeddings: int) -> YarnScaling:
         original_max_position_embeddings=original,
         beta_fast=rope.number("beta_fast", float, 32.0),
         beta_slow=rope.number("beta_slow", float, 1.0),
-        truncate=rope.flag("truncate") if rope.fields.get("truncate") is not None else True,
+        truncate=rope.flag("truncate") if "truncate" in rope.fields else True,
         mscale=mscale,
         mscale_all_dim=mscale_all_dim,
         attention_factor=rope.number("attention_factor", float, attention_factor),

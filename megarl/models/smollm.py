@@ -6,17 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.models.architecture import Architecture
-from megarl.models.config_reader import ConfigReader
+from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.family import Family
 from megarl.models.trunk import EXAMPLE, TRUNK_ROWS, read_trunk
 
-_INTERVAL = 4  # of a config.json without the field, in transformers
-
 
 def _read(reader: ConfigReader) -> Architecture:
-    architecture = read_trunk(
-        reader, multi_head_by_default=True, default_rope_theta=2e6, tied_by_default=True
-    )
+    architecture = read_trunk(reader)
     return replace(
         architecture, layers_without_rope=_read_layers_without_rope(reader, architecture.num_hidden_layers)
     )
@@ -24,7 +20,7 @@ def _read(reader: ConfigReader) -> Architecture:
 
 def _read_layers_without_rope(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...]:
     """Read the layers without rotary embedding. `no_rope_layers` has 0 for them, and 1 for the others."""
-    interval = reader.number("no_rope_layer_interval", int, _INTERVAL)
+    interval = reader.number("no_rope_layer_interval", int, OF_CLASS)
     marks = reader.take("no_rope_layers")
     if marks is None:
         marks = [int(number % interval != 0) for number in range(1, num_hidden_layers + 1)]

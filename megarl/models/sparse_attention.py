@@ -19,8 +19,6 @@ from megarl.models.family import Family, SGLangStages
 from megarl.models.mapping import HF_LAYER
 
 _LAYER_TYPES = ("indexed_attention", "deepseek_sparse_attention")  # transformers' names, newer and older
-# Fields whose defaults in transformers differ from those of DeepSeek-V3 and GLM-4.5.
-_WITHOUT_DEFAULT = ("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor")
 # How an indexer computes its scores, and in which layers it reuses the selection of an earlier layer.
 _FLAGS_OF_INDEXERS = ("indexer_rope_interleave", "index_share_for_mtp_iteration")
 _SHARING = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern", "indexer_types")
@@ -36,9 +34,6 @@ def _read(reader: ConfigReader) -> Architecture:
         reader.take(name)
     if reader.take("moe_router_dtype") not in (None, "float32"):
         reader.refuse("moe_router_dtype", "only 'float32' is supported")
-    reader.problems += [
-        f"field {name!r} is missing" for name in _WITHOUT_DEFAULT if reader.fields.get(name) is None
-    ]
 
     # transformers' classes have no other rotation, and no queries without a latent vector.
     if reader.fields.get("rope_interleave") is False:
@@ -48,9 +43,10 @@ def _read(reader: ConfigReader) -> Architecture:
 
     # The size of a head follows from others in transformers, and GLM-5.2 has another one in this field.
     inner = {name: value for name, value in reader.fields.items() if name not in ("layer_types", "head_dim")}
+    if inner.get("rope_interleave") is None:
+        inner["rope_interleave"] = True
     reader.take("head_dim")
-    inside = ConfigReader(inner, problems=reader.problems, seen=reader.seen, invalid=reader.invalid)
-    architecture = replace(read_deepseek(inside), index_topk=index_topk)
+    architecture = replace(read_deepseek(replace(reader, fields=inner)), index_topk=index_topk)
     _check_types_of_layers(reader, architecture)
     return architecture
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megarl.models.architecture import Architecture, Experts, LatentAttention
-from megarl.models.config_reader import REQUIRED, ConfigReader
+from megarl.models.config_reader import OF_CLASS, REQUIRED, ConfigReader
 from megarl.models.mapping import (
     EMBEDDING,
     HF_LAYER,
@@ -20,7 +20,7 @@ from megarl.models.mapping import (
     StagePlacement,
     is_dense,
 )
-from megarl.models.rope import read_rope, read_ropes_by_layer_type
+from megarl.models.rope import has_rope_by_layer_type, read_rope, read_ropes_by_layer_type
 from megarl.models.tensor_part import TensorPart
 from megarl.models.windows import check_sliding_window
 
@@ -201,64 +201,41 @@ EXAMPLE: dict[str, Any] = {
 }
 
 
-class LocalRopeDefaults(NamedTuple):
-    """The base frequency of layers with a window in a folder without it, and its field in transformers v4."""
-
-    theta: float
-    field: str | None
-
-
 def read_trunk(
     reader: ConfigReader,
     *,
     qkv_bias: bool = False,
     qk_norm: bool = False,
-    default_head_dim: int | None = None,
-    multi_head_by_default: bool = False,
-    default_rope_theta: float = 10000.0,
-    default_partial_rotary_factor: float | None = None,
-    default_sliding_window: int | None = None,
     read_experts: Callable[[ConfigReader, int], Experts] | None = None,
     read_latent: Callable[[ConfigReader], LatentAttention] | None = None,
     may_have_mtp: bool = False,
     read_windows: Callable[[ConfigReader, int], tuple[int, ...]] | None = None,
-    local_rope: LocalRopeDefaults | None = None,
-    tied_by_default: bool = False,
+    local_theta_field: str | None = None,
 ) -> Architecture:
-    """Read what the families share. The defaults are those of transformers for missing fields.
+    """Read what the families share.
 
     Args:
         reader: The fields of `config.json`.
         qkv_bias: Whether the projections of queries, keys and values have a bias.
         qk_norm: Whether queries and keys are normalized per head.
-        default_head_dim: The size of a head; None: hidden_size / num_attention_heads.
-        multi_head_by_default: Whether `num_key_value_heads` defaults to the number of query heads.
-        default_rope_theta: The base frequency.
-        default_partial_rotary_factor: The rotated fraction of a head; None: the family rotates whole heads.
-        default_sliding_window: The attention window.
         read_experts: Reads the experts of a model with the given number of layers.
         read_latent: Reads the sizes of latent attention.
         may_have_mtp: Whether models of the family may have layers that predict further tokens.
         read_windows: Reads the window of each layer; None: windows are refused.
-        local_rope: The rotary embedding of layers with a window; None: all layers have the same.
-        tied_by_default: Whether the output layer is the embedding if the folder does not say so.
+        local_theta_field: The field of transformers v4 that has the base frequency of layers with a window;
+            None if it had none.
     """
     hidden_size = reader.number("hidden_size", int)
     latent = read_latent(reader) if read_latent else None
-    if latent is None:
-        heads = _read_heads(reader, hidden_size, default_head_dim, multi_head_by_default)
-    else:
-        heads = _read_heads_of_latent(reader, latent)
+    heads = _read_heads(reader, hidden_size) if latent is None else _read_heads_of_latent(reader, latent)
 
     # Layers with a window may have a rotary embedding of their own.
     max_position_embeddings = reader.number("max_position_embeddings", int)
     rope_of_windows = None
-    if local_rope is None:
-        rope = read_rope(reader, max_position_embeddings, default_rope_theta, default_partial_rotary_factor)
+    if has_rope_by_layer_type(reader):
+        rope, rope_of_windows = read_ropes_by_layer_type(reader, max_position_embeddings, local_theta_field)
     else:
-        rope, rope_of_windows = read_ropes_by_layer_type(
-            reader, max_position_embeddings, default_rope_theta, local_rope.theta, local_rope.field
-        )
+        rope = read_rope(reader, max_position_embeddings)
 
     num_hidden_layers = reader.number("num_hidden_layers", int)
     experts = read_experts(reader, num_hidden_layers) if read_experts else None
@@ -266,9 +243,8 @@ def read_trunk(
     if read_windows is not None:
         windows = read_windows(reader, num_hidden_layers)
     else:
-        window = reader.fields.get("sliding_window", default_sliding_window)
         check_sliding_window(
-            reader, num_hidden_layers, max_position_embeddings, window, has_experts=experts is not None
+            reader, num_hidden_layers, max_position_embeddings, has_experts=experts is not None
         )
 
     return Architecture(
@@ -285,12 +261,12 @@ def read_trunk(
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         partial_rotary_factor=rope.partial_rotary_factor,
-        tie_word_embeddings=reader.flag("tie_word_embeddings", tied_by_default),
+        tie_word_embeddings=reader.flag("tie_word_embeddings"),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         experts=experts,
         latent=latent,
-        num_mtp_layers=reader.count("num_nextn_predict_layers", 0) if may_have_mtp else 0,
+        num_mtp_layers=reader.count("num_nextn_predict_layers", OF_CLASS) if may_have_mtp else 0,
         windows=windows,
         local_rope=rope_of_windows,
     )
@@ -298,10 +274,11 @@ def read_trunk(
 
 def _read_intermediate_size(reader: ConfigReader, num_hidden_layers: int, experts: Experts | None) -> int:
     """Read the size of dense feed-forwards. A folder may omit it if all layers have experts."""
-    default = REQUIRED
+    size: int
     if experts is not None and len(experts.layers) == num_hidden_layers:
-        default = experts.intermediate_size
-    size: int = reader.number("intermediate_size", int, default)
+        size = reader.number("intermediate_size", int, OF_CLASS, null=experts.intermediate_size)
+    else:
+        size = reader.number("intermediate_size", int)
     return size
 
 
@@ -313,19 +290,15 @@ class _Heads(NamedTuple):
     dim: int
 
 
-def _read_heads(
-    reader: ConfigReader, hidden_size: int, default_head_dim: int | None, multi_head_by_default: bool
-) -> _Heads:
-    """Read the heads of attention. The defaults are those of `read_trunk`."""
+def _read_heads(reader: ConfigReader, hidden_size: int) -> _Heads:
+    """Read the heads of attention."""
     num_attention_heads = reader.number("num_attention_heads", int)
-    has_default = multi_head_by_default or "num_key_value_heads" in reader.fields
-    default_key_value_heads = num_attention_heads if has_default else REQUIRED
-    num_key_value_heads = reader.number("num_key_value_heads", int, default_key_value_heads)
-    head_dim = reader.number("head_dim", int, default_head_dim or hidden_size // num_attention_heads)
+    num_key_value_heads = _read_key_value_heads(reader, num_attention_heads)
+    head_dim = reader.number("head_dim", int, OF_CLASS, null=hidden_size // num_attention_heads)
 
     # Only a head size that is derived from the hidden size requires an even division.
     of_heads = f"a multiple of 'num_attention_heads' {num_attention_heads}"
-    is_derived = reader.fields.get("head_dim") is None and default_head_dim is None
+    is_derived = reader.value("head_dim") is None
     if is_derived and hidden_size % num_attention_heads:
         reader.conflict(
             f"'hidden_size' {hidden_size} is not {of_heads}, and 'head_dim' is missing",
@@ -350,10 +323,21 @@ def _read_heads(
     return _Heads(num_attention_heads, num_key_value_heads, head_dim)
 
 
+def _read_key_value_heads(reader: ConfigReader, num_attention_heads: int) -> int:
+    """Read the number of key-value heads. Null means as many as query heads.
+
+    The field is required if transformers' class has a number that only fits its own default sizes.
+    """
+    name = "num_key_value_heads"
+    is_derived = reader.value(name) is None and (name in reader.fields or name in reader.defaults)
+    number: int = reader.number(name, int, num_attention_heads if is_derived else REQUIRED)
+    return number
+
+
 def _read_heads_of_latent(reader: ConfigReader, latent: LatentAttention) -> _Heads:
     """Read the heads of latent attention, each of which has its own keys and values."""
     num_attention_heads = reader.number("num_attention_heads", int)
-    num_key_value_heads = reader.number("num_key_value_heads", int, num_attention_heads)
+    num_key_value_heads = _read_key_value_heads(reader, num_attention_heads)
 
     if num_key_value_heads != num_attention_heads:
         needed = (

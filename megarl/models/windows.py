@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
-from megarl.models.config_reader import ConfigReader
+from megarl.models.config_reader import OF_CLASS, ConfigReader
 
 _WINDOWED = "sliding_attention"
 _FULL = "full_attention"
 
 
-def read_windows(
-    reader: ConfigReader, num_hidden_layers: int, *, default_window: int, full_every: int | None
-) -> tuple[int, ...]:
+def read_windows(reader: ConfigReader, num_hidden_layers: int, *, full_every: int | None) -> tuple[int, ...]:
     """Read the window of each layer: the number of tokens that it sees, or 0 for all.
 
     Args:
         reader: The fields of `config.json`.
         num_hidden_layers: The number of layers.
-        default_window: The window if the field `sliding_window` is missing.
         full_every: Without `layer_types`, each layer whose number, counted from 1, is a multiple of this has
             full attention; None: no layer has.
     """
-    window = reader.number("sliding_window", int, default_window)
+    window = reader.number("sliding_window", int, OF_CLASS)
     kinds = reader.take("layer_types")
     if kinds is None:
         kinds = [
@@ -44,7 +40,6 @@ def check_sliding_window(
     reader: ConfigReader,
     num_hidden_layers: int,
     max_position_embeddings: int,
-    window: Any,
     *,
     has_experts: bool,
 ) -> None:
@@ -55,9 +50,9 @@ def check_sliding_window(
     type of each layer. A window without its switch counts as used; a window of zero tokens does not.
     """
     layer_types = reader.take("layer_types")
-    reader.take("sliding_window")
-    switch = reader.take("use_sliding_window")
-    first_windowed = reader.take("max_window_layers")
+    window = reader.value("sliding_window")
+    switch = reader.value("use_sliding_window")
+    first_windowed = reader.value("max_window_layers")
 
     if layer_types is not None:
         if not isinstance(layer_types, list) or len(layer_types) != num_hidden_layers:

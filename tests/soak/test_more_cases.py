@@ -1,5 +1,6 @@
 """Test every engine from every layout by every transport, 32 deaths during a weight sync, 2,000 damaged
-configurations, the layers of every shipped run, and memory over 500 steps."""
+configurations, the layers of every shipped run, each field of the published models, and memory over 500
+steps."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ FILES = (
     "tests/integration/test_weights_hf.py",
     "tests/integration/test_weights_sglang.py",
     "tests/unit/config/test_mutations.py",
+    "tests/unit/models/test_missing_fields.py",
     "tests/unit/rehearsal/test_transformer_engine.py",
     "tests/unit/weights/test_transport_failures.py",
 )

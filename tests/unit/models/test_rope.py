@@ -17,9 +17,11 @@ YARN_FACTOR = 1.1386294361119891  # 0.1 ln 4 + 1
 QWEN_README = YarnScaling(**YARN, attention_factor=YARN_FACTOR)  # Qwen's own advice for 128k tokens
 
 
-def read(fields: dict[str, Any], **options: Any) -> tuple[Rope, list[str]]:
-    reader = ConfigReader(fields)
-    rope = read_rope(reader, 131072, 10000.0, **options)
+def read(fields: dict[str, Any], **of_class: Any) -> tuple[Rope, list[str]]:
+    """Read the fields of a model whose class has a base frequency of 10,000 and these defaults."""
+    rope_of_class = {"rope_type": "default", "rope_theta": 10000.0, **of_class}
+    reader = ConfigReader(fields, defaults={"rope_parameters": rope_of_class})
+    rope = read_rope(reader, 131072)
     reader.check_neutral()
     reader.check_left_over()
     return rope, reader.problems
@@ -70,8 +72,8 @@ def test_factor_of_cosine_and_sine(given: dict[str, float], factor: float) -> No
     "fields", [{"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}]
 )
 def test_partial_rotation(fields: dict[str, Any]) -> None:
-    assert read(fields, default_partial_rotary_factor=1.0) == (Rope(10000.0, None, 0.5), [])
-    assert read({}, default_partial_rotary_factor=0.25) == (Rope(10000.0, None, 0.25), [])
+    assert read(fields, partial_rotary_factor=1.0) == (Rope(10000.0, None, 0.5), [])
+    assert read({}, partial_rotary_factor=0.25) == (Rope(10000.0, None, 0.25), [])
     assert "only 1 is supported by this family" in read(fields)[1][0]
 
 
