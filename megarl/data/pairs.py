@@ -24,7 +24,8 @@ from megarl.batch.token_rows import MARGINS, REFERENCE_LOG_PROBS
 from megarl.config.schema import PreferenceConfig, PreferenceDataConfig, RunKind
 from megarl.data.preferences import Pair, read_pair, read_pair_rows
 from megarl.data.sft import encode_answer
-from megarl.data.tables import DataRow, Fingerprint, Measured, RowIdentity, keep_within, warn_of_escapes
+from megarl.data.tables import DataRow, Fingerprint, RowIdentity, read_within, warn_of_escapes
+from megarl.data.token_bounds import TooManyTokensError
 from megarl.data.whole_chat import render_whole, rendering_identity, spelled_special
 
 # A response token after a conversation. The score is predicted before it, and it is never read.
@@ -64,10 +65,17 @@ class PairEncoder(ABC):
         self.data = data
 
     def encode(self, row: DataRow) -> EncodedPair:
-        """Encode a row of `read_pair_rows`. Raises DataError if the row cannot be used."""
+        """Encode a row of `read_pair_rows`.
+
+        Raises:
+            DataError: The row cannot be used.
+            TooManyTokensError: A chat is far longer than `data.max_length`, and was not tokenized.
+        """
         pair = read_pair(row, self.data)
         try:
             prompt_ids, chosen_ids, rejected_ids = self.token_ids(pair)
+        except TooManyTokensError:
+            raise
         except ValueError as error:
             raise row.error(self.data.columns.chosen, str(error)) from error
 
@@ -82,6 +90,17 @@ class PairEncoder(ABC):
         fingerprint.add(values=[*pair])
         escaped = spelled_special(self.tokenizer, pair.prompt)
         return EncodedPair(prompt_ids, chosen_ids, rejected_ids, pair.margin, fingerprint.hex(), escaped)
+
+    def render(self, chat: list[dict[str, Any]], pair: Pair) -> list[int]:
+        """Return the ids of a chat with an answer, see `render_whole`."""
+        return render_whole(
+            self.tokenizer,
+            chat,
+            self.data.lossy,
+            for_generation=False,
+            tools=pair.tools,
+            limit=self.data.max_length,
+        )
 
     @abstractmethod
     def token_ids(self, pair: Pair) -> tuple[list[int], list[int], list[int]]:
@@ -98,7 +117,7 @@ class AnswerEncoder(PairEncoder):
     def token_ids(self, pair: Pair) -> tuple[list[int], list[int], list[int]]:
         chats = [[*pair.prompt, answer] for answer in (pair.chosen, pair.rejected)]
         for chat in chats:
-            render_whole(self.tokenizer, chat, self.data.lossy, for_generation=False, tools=pair.tools)
+            self.render(chat, pair)
         (prompt_ids, chosen_ids), (_, rejected_ids) = (
             encode_answer(self.tokenizer, chat, pair.tools) for chat in chats
         )
@@ -135,7 +154,7 @@ class ConversationPairEncoder(PairEncoder):
         return chosen[:common], [*chosen[common:], _AFTER], [*rejected[common:], _AFTER]
 
     def _conversation(self, chat: list[dict[str, Any]], pair: Pair) -> list[int]:
-        ids = render_whole(self.tokenizer, chat, self.data.lossy, for_generation=False, tools=pair.tools)
+        ids = self.render(chat, pair)
         while ids and ids[-1] == self._pad_token_id:
             ids.pop()
         return ids
@@ -167,19 +186,16 @@ class PairDataset:
 
     def __init__(self, files: Sequence[str], encoder: PairEncoder) -> None:
         data = encoder.data
-        pairs: list[EncodedPair] = []
-        measured: list[Measured] = []
-        for row in read_pair_rows(files, data.columns):
-            pairs.append(encoder.encode(row))
-            measured.append(Measured.of(row, pairs[-1].length))
-
-        warn_of_escapes([pair.escaped for pair in pairs])
-        # Measure all rows first, so that a message can report how many exceed the limit.
-        kept = keep_within(range(len(pairs)), measured, data.max_length, "data.max_length", data.overlong)
-        self._pairs = [pairs[index] for index in kept]
+        self._pairs, self.row_files, self.num_filtered = read_within(
+            read_pair_rows(files, data.columns),
+            encoder.encode,
+            lambda pair: pair.length,
+            data.max_length,
+            "data.max_length",
+            data.overlong,
+        )
+        warn_of_escapes([pair.escaped for pair in self._pairs])
         self._encoder = encoder
-        self.row_files = [measured[index].file for index in kept]
-        self.num_filtered = len(pairs) - len(self._pairs)
         self.identity = self._identity()
         self.reference: Mapping[int, tuple[np.ndarray, np.ndarray]] = {}
 

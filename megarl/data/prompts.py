@@ -28,14 +28,14 @@ from megarl.data.images import (
 from megarl.data.tables import (
     DataRow,
     Fingerprint,
-    Measured,
     RowIdentity,
     chat_messages,
-    keep_within,
     read_rows,
+    read_within,
     typed_value,
     warn_of_escapes,
 )
+from megarl.data.token_bounds import TooManyTokensError
 from megarl.data.tokenizer import Tools, render_chat
 from megarl.data.whole_chat import render_whole, rendering_identity, spelled_special
 
@@ -83,23 +83,16 @@ class PromptDataset:
         harness: HarnessConfig | None = None,
     ) -> None:
         self._pad_id = tokenizer.pad_token_id
-        prompts = []
-        measured = []
-
-        for row in read_prompt_rows(files, data.columns):
-            prompt = read_prompt(row, tokenizer, data, tools, images, harness)
-            prompts.append(prompt)
-            measured.append(Measured.of(row, len(prompt.token_ids)))
-
-        warn_of_escapes([spelled_special(tokenizer, prompt.messages) for prompt in prompts])
-        # Measure all rows first, so that a message can report how many exceed the limit.
-        kept = keep_within(
-            range(len(prompts)), measured, data.max_prompt_length, "data.max_prompt_length", data.overlong
+        self._prompts, self.row_files, self.num_filtered = read_within(
+            read_prompt_rows(files, data.columns),
+            lambda row: read_prompt(row, tokenizer, data, tools, images, harness),
+            lambda prompt: len(prompt.token_ids),
+            data.max_prompt_length,
+            "data.max_prompt_length",
+            data.overlong,
         )
-        self._prompts = [prompts[index] for index in kept]
-        self.row_files = [measured[index].file for index in kept]
+        warn_of_escapes([spelled_special(tokenizer, prompt.messages) for prompt in self._prompts])
         self._has_images = any(prompt.images for prompt in self._prompts)
-        self.num_filtered = len(prompts) - len(self._prompts)
         self.identity = self._identity(tokenizer)
 
     def _identity(self, tokenizer: PreTrainedTokenizerBase) -> RowIdentity:
@@ -273,6 +266,7 @@ def read_prompt(
 
     Raises:
         DataError: The row cannot be used.
+        TooManyTokensError: The prompt is far longer than `data.max_prompt_length`, and was not tokenized.
     """
     columns = data.columns
     images = () if processor is None else read_images(row, columns.images, ImageLimits.of(data))
@@ -294,11 +288,15 @@ def read_prompt(
     try:
         # The checks of the text do not concern images.
         text = without_placeholders(messages) if images else messages
-        token_ids = render_whole(tokenizer, text, data.lossy, for_generation=True, tools=tools)
+        token_ids = render_whole(
+            tokenizer, text, data.lossy, for_generation=True, tools=tools, limit=data.max_prompt_length
+        )
         if processor is not None and images:
             parts = message_parts(messages, len(images))
             rendered = render_chat(tokenizer, parts, for_generation=True, tools=tools)
             token_ids = processor.expanded(rendered, images)
+    except TooManyTokensError:
+        raise
     except ValueError as error:
         raise row.error(columns.prompt, str(error)) from error
 

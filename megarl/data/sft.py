@@ -21,15 +21,15 @@ from megarl.config.schema import ChatColumnsConfig, SFTDataConfig
 from megarl.data.tables import (
     DataRow,
     Fingerprint,
-    Measured,
     RowIdentity,
     chat_messages,
-    keep_within,
     read_rows,
+    read_within,
     tool_schemas,
     typed_value,
     warn_of_escapes,
 )
+from megarl.data.token_bounds import TooManyTokensError
 from megarl.data.tokenizer import Tools, encode_rendered, rendered_chat
 from megarl.data.tool_columns import looks_like_tools, names_of
 from megarl.data.turns import TurnTemplate, refuse_silent_template
@@ -60,6 +60,10 @@ class Example(NamedTuple):
     # A special token in a text that is not the assistant's, see megarl/data/special_tokens.py.
     escaped: str | None
 
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
 
 class SFTDataset:
     """The chats of `files`, read according to `data`.
@@ -75,20 +79,15 @@ class SFTDataset:
 
     def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: SFTDataConfig) -> None:
         self._pad_id = tokenizer.pad_token_id
-        examples = []
-        measured = []
-
-        for row in read_chat_rows(files, data.columns):
-            example = read_example(row, tokenizer, data)
-            examples.append(example)
-            measured.append(Measured.of(row, len(example.prompt_ids) + len(example.response_ids)))
-
-        warn_of_escapes([example.escaped for example in examples])
-        # Measure all rows first, so that a message can report how many exceed the limit.
-        kept = keep_within(range(len(examples)), measured, data.max_length, "data.max_length", data.overlong)
-        self._examples = [examples[index] for index in kept]
-        self.row_files = [measured[index].file for index in kept]
-        self.num_filtered = len(examples) - len(self._examples)
+        self._examples, self.row_files, self.num_filtered = read_within(
+            read_chat_rows(files, data.columns),
+            lambda row: read_example(row, tokenizer, data),
+            lambda example: example.length,
+            data.max_length,
+            "data.max_length",
+            data.overlong,
+        )
+        warn_of_escapes([example.escaped for example in self._examples])
 
         # Train on what the model sees during generation, not on a rendering of the whole chat.
         if others := sum(not example.is_as_rendered for example in self._examples):
@@ -175,7 +174,12 @@ def _chat(row: DataRow, data: SFTDataConfig) -> tuple[str, list[dict[str, Any]]]
 
 
 def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTDataConfig) -> Example:
-    """Render the chat of a row of `read_chat_rows`. Raises DataError if the row cannot be used."""
+    """Render the chat of a row of `read_chat_rows`.
+
+    Raises:
+        DataError: The row cannot be used.
+        TooManyTokensError: The chat is far longer than `data.max_length`, and was not tokenized as a whole.
+    """
     column, messages = _chat(row, data)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [index for index in answers if _is_trained(row, column, messages[index])]
@@ -189,19 +193,30 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
         )
 
     tools = tool_schemas(row, data.columns.tools)
+    # Each answer has at least its end token.
+    turns = [index for index in answers if trained[0] <= index <= trained[-1]]
+    if len(turns) > data.max_length:
+        raise TooManyTokensError(len(turns), f"{len(turns)} answers")
     try:
-        whole_ids = render_whole(tokenizer, messages, data.lossy, for_generation=False, tools=tools)
+        whole_ids = render_whole(
+            tokenizer, messages, data.lossy, for_generation=False, tools=tools, limit=data.max_length
+        )
         # Everything before the first trained answer is the prompt.
         prompt_ids, answer_ids = encode_answer(tokenizer, messages[: trained[0] + 1], tools)
         response_ids = [*answer_ids]
         is_trained = [True] * len(answer_ids)
         bridges = TurnTemplate(tokenizer, tools)
         # Append later turns as in generation: an untrained bridge, then the answer.
-        for before, index in pairwise(index for index in answers if trained[0] <= index <= trained[-1]):
+        for before, index in pairwise(turns):
+            # Each turn renders the chat again, so a chat that is far too long is not measured to its end.
+            if (length := len(prompt_ids) + len(response_ids)) > 2 * data.max_length:
+                raise TooManyTokensError(length, f"{length} tokens before message {index}")
             bridge_ids = bridges.bridge(messages[before + 1 : index])
             _, answer_ids = encode_answer(tokenizer, messages[: index + 1], tools)
             response_ids += bridge_ids + answer_ids
             is_trained += [False] * len(bridge_ids) + [index in trained] * len(answer_ids)
+    except TooManyTokensError:
+        raise
     except ValueError as error:
         raise row.error(column, str(error)) from error
 

@@ -14,16 +14,17 @@ import json
 import logging
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megarl.config.rules.data import JSON_LINES
 from megarl.config.schema import Overlong
 from megarl.data.files import DataError, open_file
+from megarl.data.token_bounds import TooManyTokensError
 from megarl.data.tool_columns import calls_of, holds_null, schemas_of
 from megarl.data.tool_results import order_results
 from megarl.machine import unicode_text
-from megarl.machine.strict_json import load_strictly
+from megarl.machine.strict_json import MAX_DEPTH, is_too_deep, load_strictly
 
 logger = logging.getLogger(__name__)
 ROLES = ("system", "user", "assistant", "tool")
@@ -63,6 +64,7 @@ def read_rows(
             if absent := [name for name in required if name not in values]:
                 raise row.error(absent[0], f"is missing; the row has {list(values)}")
             _refuse_surrogates(row, (*required, *optional))
+            _refuse_deep(row, (*required, *optional))
             yield row
         if number < 0:
             raise DataError(f"{file}: the file has no rows; remove it from the list or write it again")
@@ -74,6 +76,15 @@ def _refuse_surrogates(row: DataRow, columns: Sequence[str]) -> None:
         place = unicode_text.lone_surrogate(row.values.get(name))
         if place is not None:
             raise row.error(name, f"{place or 'its text'} has {unicode_text.PROBLEM}; remove it")
+
+
+def _refuse_deep(row: DataRow, columns: Sequence[str]) -> None:
+    """Refuse values that are nested too deep for pickle and recursive functions."""
+    for name in columns:
+        if is_too_deep(row.values.get(name)):
+            raise row.error(
+                name, f"is nested more than {MAX_DEPTH} levels deep; write inner values as JSON text"
+            )
 
 
 def _refuse_absent(file: str, required: Sequence[str], columns: Sequence[str], hint: str) -> None:
@@ -220,48 +231,86 @@ def _show(value: Any) -> str:
 
 
 class Measured(NamedTuple):
-    """The location of a row and its number of tokens."""
+    """The location of a row and its number of tokens, or a lower bound on it."""
 
     file: str
     number: int
     length: int
+    is_bound: bool = False
 
-    @classmethod
-    def of(cls, row: DataRow, length: int) -> Measured:
-        return cls(row.file, row.number, length)
+    def __str__(self) -> str:
+        return f"at least {self.length}" if self.is_bound else str(self.length)
 
 
-def keep_within[Item](
-    items: Sequence[Item], measured: Sequence[Measured], limit: int, option: str, overlong: Overlong
-) -> list[Item]:
-    """Return the items of at most `limit` tokens.
+class ReadRows[Item](NamedTuple):
+    """The rows of a data set.
+
+    Attributes:
+        items: The rows that are used.
+        files: The file of each of them.
+        num_filtered: The number of rows dropped because they are too long.
+    """
+
+    items: list[Item]
+    files: list[str]
+    num_filtered: int
+
+
+def read_within[Item](
+    rows: Iterable[DataRow],
+    read: Callable[[DataRow], Item],
+    length_of: Callable[[Item], int],
+    limit: int,
+    option: str,
+    overlong: Overlong,
+) -> ReadRows[Item]:
+    """Read the rows of at most `limit` tokens.
 
     Args:
+        read: Reads a row. It may raise TooManyTokensError.
         option: The configuration key of the limit.
 
     Raises:
-        DataError: An item is longer and `overlong` is `refuse`, or `filter` would drop all items.
+        DataError: A row cannot be used, or is longer and `overlong` is `refuse`; or `filter` would drop all
+            rows.
     """
+    items: list[Item] = []
+    measured: list[Measured] = []
+    for row in rows:
+        try:
+            item = read(row)
+        except TooManyTokensError as error:
+            measured.append(Measured(row.file, row.number, error.at_least, is_bound=True))
+            continue
+        measured.append(Measured(row.file, row.number, length_of(item)))
+        if measured[-1].length <= limit:
+            items.append(item)
+
+    # All rows are measured first, so that a message can report how many exceed the limit.
+    _judge_lengths(measured, limit, option, overlong)
+    files = [row.file for row in measured if row.length <= limit]
+    return ReadRows(items, files, len(measured) - len(items))
+
+
+def _judge_lengths(measured: Sequence[Measured], limit: int, option: str, overlong: Overlong) -> None:
     over = [row for row in measured if row.length > limit]
     if not over:
-        return list(items)
+        return
     first = over[0]
-    longest = max(row.length for row in over)
     # Report the longest row, so that raising the limit once is enough.
+    longest = max(over, key=lambda row: row.length)
     summary = (
         f"{len(over)} of {len(measured)} rows have more than {option}={limit} tokens, the longest {longest}"
     )
-
     if overlong == Overlong.refuse:
         raise DataError(
-            f"{first.file}, row {first.number}: {first.length} tokens; {summary}. Raise {option} to "
+            f"{first.file}, row {first.number}: {first} tokens; {summary}. Raise {option} to "
             f"{longest}, or set data.overlong=filter to drop them"
         )
 
     if len(over) == len(measured):
         raise DataError(f"{first.file}: no row is left after filtering: {summary}. Raise {option}")
     logger.warning("%s: dropped (data.overlong=filter)", summary)
-    return [item for item, row in zip(items, measured, strict=True) if row.length <= limit]
 
 
 def warn_of_escapes(spelled: Sequence[str | None]) -> None:

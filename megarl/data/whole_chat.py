@@ -20,6 +20,7 @@ from megarl.config.schema import LossyText
 from megarl.data.chat_clock import chat_time, reads_clock
 from megarl.data.special_tokens import escaped, spelled
 from megarl.data.tables import Fingerprint
+from megarl.data.token_bounds import refuse_hopeless
 from megarl.data.tokenizer import Tools, encode_rendered, lost_text, rendered_chat
 from megarl.data.tool_columns import names_of
 from megarl.models.thinking import END_THINK, THINK
@@ -38,12 +39,17 @@ def render_whole(
     *,
     for_generation: bool,
     tools: Tools = None,
+    limit: int | None = None,
 ) -> list[int]:
     """Render a chat of a data set, see `render_chat`.
 
     An earlier answer may lose parts of its content, as the template decides.
 
+    Args:
+        limit: The most tokens that the row may have.
+
     Raises:
+        TooManyTokensError: The chat has more characters than `limit` tokens can have. It is not tokenized.
         ValueError: The tokens do not represent the text, unless `lossy` allows it; the template leaves out a
             field of a message, or the text of a system, user or tool message; or an answer contains a token
             that begins or ends turns.
@@ -54,17 +60,20 @@ def render_whole(
             _refuse_turn_tokens(tokenizer, index, message)
 
     text = rendered_chat(tokenizer, messages, for_generation=for_generation, tools=tools)
+    refuse_hopeless(tokenizer, text, limit)
     token_ids = encode_rendered(tokenizer, text)
     if lossy is LossyText.refuse and (problem := lost_text(tokenizer, text, token_ids)):
         raise ValueError(problem)
 
+    whole = _Written(text)
     for index, message in enumerate(messages):
         # Every text of the message must be rendered, except what a template may drop.
-        written = text
+        written = whole
         if message["role"] == "assistant":
             message = {key: value for key, value in message.items() if key not in ("content", "tool_calls")}
             if any(_said(message)):  # templates may drop thinking from earlier answers, but not from the last
-                written = rendered_chat(tokenizer, messages[: index + 1], for_generation=False, tools=tools)
+                begun = rendered_chat(tokenizer, messages[: index + 1], for_generation=False, tools=tools)
+                written = _Written(begun)
         else:
             message = escaped(tokenizer, message)
         _refuse_unsaid(tokenizer, index, message, written)
@@ -90,7 +99,7 @@ def refuse_unsaid_answer(
     message = messages[-1]
     # A template may open the thinking in the prompt; the answer then lacks the tag.
     opened = THINK if prompt.rstrip().endswith(THINK) else ""
-    _refuse_unsaid(tokenizer, index, message, opened + answer)
+    _refuse_unsaid(tokenizer, index, message, _Written(opened + answer))
     thought, end, _ = message["content"].partition(END_THINK)
 
     if end and THINK not in thought and f"{THINK}{_squeezed(thought)}{END_THINK}" in _squeezed(answer):
@@ -154,22 +163,53 @@ def _turn_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     )
 
 
-def _refuse_unsaid(
-    tokenizer: PreTrainedTokenizerBase, index: int, message: Mapping[str, Any], rendered: str
-) -> None:
-    """Match each text, longest first, with its own place in the rendered text."""
-    left = _squeezed(rendered)
-    for key, text in sorted(_said(message), key=lambda said: -len(said[1])):
+class _Written:
+    """A rendered text without whitespace, in which the texts of messages are found in their order."""
+
+    def __init__(self, text: str) -> None:
+        self._text = _squeezed(text)
+        self._start = 0  # the end of the last text that was found
+
+    def missing(self, texts: Sequence[str]) -> int | None:
+        """Return the index of the first text without a place of its own, or None. Give the longest first."""
+        # Search after the texts of earlier messages first, or a long chat is searched once for each message.
+        end = self._start + 4 * sum(map(len, texts)) + 1000
+        _, last = _find_each(self._text[self._start : end], texts)
+        if last is not None:
+            self._start += last
+            return None
+        missing, last = _find_each(self._text, texts)
+        self._start = last or self._start
+        return missing
+
+
+def _find_each(written: str, texts: Sequence[str]) -> tuple[int | None, int | None]:
+    """Return the index of the first text without a place, or None and the end of the last place."""
+    last = 0
+    for index, text in enumerate(texts):
         # Templates write calls and results as JSON.
         forms = (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1])
-        found = next((form for form in map(_squeezed, forms) if form in left), None)
+        found = next((form for form in map(_squeezed, forms) if form in written), None)
         if found is None:
-            raise ValueError(
-                f"message {index}: the chat template does not write its {key} ({_short(text)}); "
-                f"{_hint(tokenizer, key)}"
-            )
+            return index, None
         # Use up the place, so that a repeated text needs a second one.
-        left = left.replace(found, "\0", 1)
+        last = max(last, written.index(found) + len(found))
+        written = written.replace(found, "\0" * len(found), 1)
+    return None, last
+
+
+def _refuse_unsaid(
+    tokenizer: PreTrainedTokenizerBase, index: int, message: Mapping[str, Any], written: _Written
+) -> None:
+    """Match each text, longest first, with its own place in the rendered text."""
+    said = sorted(_said(message), key=lambda said: -len(said[1]))
+    missing = written.missing([text for _, text in said])
+    if missing is not None:
+        key, text = said[missing]
+        raise ValueError(
+            f"message {index}: the chat template does not write its {key} ({_short(text)}); "
+            f"{_hint(tokenizer, key)}"
+        )
 
 
 def _hint(tokenizer: PreTrainedTokenizerBase, key: str) -> str:

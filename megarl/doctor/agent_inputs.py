@@ -15,6 +15,7 @@ from megarl.agents.trial import ANSWER, try_agent
 from megarl.config.schema import AgentConfig, PPOConfig
 from megarl.data.files import DataError
 from megarl.data.prompts import read_prompt, read_prompt_rows
+from megarl.data.token_bounds import TooManyTokensError
 from megarl.data.tokenizer import Tools
 from megarl.data.tool_columns import names_of
 from megarl.data.turns import TurnTemplate
@@ -145,7 +146,7 @@ def _first_task(
                 prompt = read_prompt(
                     next(read_prompt_rows([file], config.data.columns)), tokenizer, config.data
                 )
-            except DataError:  # reported by the check of the data
+            except (DataError, TooManyTokensError):  # reported by the check of the data
                 continue
             task = Task(
                 messages=prompt.messages, reward_model=prompt.reward_model, extra_info=prompt.extra_info

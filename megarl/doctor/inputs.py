@@ -38,7 +38,8 @@ from megarl.data.pairs import pair_encoder
 from megarl.data.preferences import read_pair_rows
 from megarl.data.prompts import read_prompt, read_prompt_rows
 from megarl.data.sft import read_chat_rows, read_example
-from megarl.data.tables import escapes_message
+from megarl.data.tables import DataRow, escapes_message
+from megarl.data.token_bounds import TooManyTokensError
 from megarl.data.tokenizer import Tools, load_tokenizer
 from megarl.data.turns import closing_token
 from megarl.data.whole_chat import spelled_special
@@ -286,7 +287,7 @@ def data(
             if not os.path.exists(file):  # reported elsewhere
                 continue
             try:
-                lengths, spelled = _rendered(config, file, tokenizer, num_rows, tools)
+                lengths, has_bounds, spelled = _rendered(config, file, tokenizer, num_rows, tools)
             except DataError as error:
                 example = _EXAMPLES[config.kind]
                 hint = f"rewrite the file with these columns, {example}"
@@ -295,7 +296,7 @@ def data(
             # With fewer rows than requested, the file has been read to its end.
             rows = open_file(file, ()).num_rows if len(lengths) == num_rows else len(lengths)
             counts += [rows] if key == "data.train_files" else []
-            results.append(judge_rows(config, key, file, rows, lengths))
+            results.append(judge_rows(config, key, file, rows, lengths, has_bounds=has_bounds))
             if spelled:
                 message = f"{key}: {file}: {escapes_message(spelled, len(lengths))}"
                 results.append(
@@ -340,10 +341,12 @@ class _RenderedRows(NamedTuple):
 
     Attributes:
         lengths: The tokens of each prompt or, for supervised fine-tuning, of each conversation.
+        has_bounds: Whether some of them are lower bounds, of rows that are too long to be tokenized.
         spelled: Special tokens in text that the assistant did not write.
     """
 
     lengths: list[int]
+    has_bounds: bool
     spelled: list[str]
 
 
@@ -351,32 +354,69 @@ def _rendered(
     config: Config, file: str, tokenizer: PreTrainedTokenizerBase, num_rows: int, tools: Tools
 ) -> _RenderedRows:
     """Read and render the first rows like a run."""
+    lengths: list[int] = []
+    spelled: list[str] = []
+    has_bounds = False
+    rows, read = _reading(config, file, tokenizer, tools)
+    for row in islice(rows, num_rows):
+        try:
+            length, token = read(row)
+        except TooManyTokensError as error:
+            length, token = error.at_least, None
+            has_bounds = True
+        lengths.append(length)
+        spelled += [] if token is None else [token]
+    return _RenderedRows(lengths, has_bounds, spelled)
+
+
+def _reading(
+    config: Config, file: str, tokenizer: PreTrainedTokenizerBase, tools: Tools
+) -> tuple[Iterator[DataRow], Callable[[DataRow], tuple[int, str | None]]]:
+    """Return the rows of a file, and a function that returns the length and a special token of one."""
     section = config.data
     if isinstance(section, DataConfig):
         harness = config.agent.harness if isinstance(config, PPOConfig) else None
-        rows = islice(read_prompt_rows([file], section.columns), num_rows)
         images = ImageProcessor.of_folder(config.model.path, config.model.trust_remote_code)
-        prompts = [read_prompt(row, tokenizer, section, tools, images, harness) for row in rows]
-        spelled = [token for prompt in prompts if (token := spelled_special(tokenizer, prompt.messages))]
-        return _RenderedRows([len(prompt.token_ids) for prompt in prompts], spelled)
+
+        def of_prompt(row: DataRow) -> tuple[int, str | None]:
+            prompt = read_prompt(row, tokenizer, section, tools, images, harness)
+            return len(prompt.token_ids), spelled_special(tokenizer, prompt.messages)
+
+        return read_prompt_rows([file], section.columns), of_prompt
 
     if isinstance(config, PreferenceConfig):
         encoder = pair_encoder(config, tokenizer)
-        pairs = [encoder.encode(row) for row in islice(read_pair_rows([file], config.data.columns), num_rows)]
-        return _RenderedRows(
-            [pair.length for pair in pairs], [each for pair in pairs if (each := pair.escaped)]
-        )
+
+        def of_pair(row: DataRow) -> tuple[int, str | None]:
+            pair = encoder.encode(row)
+            return pair.length, pair.escaped
+
+        return read_pair_rows([file], config.data.columns), of_pair
 
     assert isinstance(section, SFTDataConfig)
-    chats = islice(read_chat_rows([file], section.columns), num_rows)
-    examples = [read_example(row, tokenizer, section) for row in chats]
-    lengths = [len(example.prompt_ids) + len(example.response_ids) for example in examples]
 
-    return _RenderedRows(lengths, [example.escaped for example in examples if example.escaped])
+    def of_chat(row: DataRow) -> tuple[int, str | None]:
+        example = read_example(row, tokenizer, section)
+        return example.length, example.escaped
+
+    return read_chat_rows([file], section.columns), of_chat
 
 
-def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: Sequence[int]) -> CheckResult:
-    """Check the lengths of the first rows. `rows` is the number of rows of the file, None if unknown."""
+def judge_rows(
+    config: Config,
+    key: str,
+    file: str,
+    rows: int | None,
+    lengths: Sequence[int],
+    *,
+    has_bounds: bool = False,
+) -> CheckResult:
+    """Check the lengths of the first rows.
+
+    Args:
+        rows: The number of rows of the file; None if unknown.
+        has_bounds: Whether some lengths are lower bounds.
+    """
     limit_key = config.length_keys[0]
     limit = config.data.longest_row
     longest = max(lengths)
@@ -386,7 +426,7 @@ def judge_rows(config: Config, key: str, file: str, rows: int | None, lengths: S
     if longer:
         message = (
             f"{key}: {file}: {longer} of the first {len(lengths)} rows have more than "
-            f"{limit_key}={limit} tokens, the longest {longest}"
+            f"{limit_key}={limit} tokens, the longest {'at least ' if has_bounds else ''}{longest}"
         )
         if config.data.overlong is Overlong.refuse:
             return wrong(

@@ -12,19 +12,38 @@ from typing import Any
 
 from megarl.machine import unicode_text
 
+# Levels of lists and objects. Python's own limit is some hundreds, depending on what walks the value.
+MAX_DEPTH = 200
+_NESTED = (dict, list, tuple)
+
 
 def load_strictly(text: str) -> Any:
     """Parse JSON, refusing NaN and Infinity, repeated keys in an object, and lone surrogates in strings.
+
+    Values of more than MAX_DEPTH levels are refused too.
 
     Raises:
         ValueError: The text is not such JSON.
         RecursionError: It is nested too deep.
     """
     value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=refuse_repeated_keys)
+    if is_too_deep(value):
+        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
     # An escape such as \ud800 can be parsed, but no UTF-8 file can contain the result.
     if (place := unicode_text.lone_surrogate(value)) is not None:
         raise ValueError(f"{place or 'it'} has {unicode_text.PROBLEM}")
     return value
+
+
+def is_too_deep(value: Any) -> bool:
+    """Return whether a value of dictionaries, lists and tuples has more than MAX_DEPTH levels."""
+    level = [value] if isinstance(value, _NESTED) else []
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return False
+        members = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for inner in members for each in inner if isinstance(each, _NESTED)]
+    return bool(level)
 
 
 def dump_readable(value: Any, default: Callable[[Any], Any] | None = None) -> str:
