@@ -17,18 +17,21 @@ MAX_DEPTH = 200
 _NESTED = (dict, list, tuple)
 
 
-def load_strictly(text: str) -> Any:
+def load_strictly(text: str | bytes) -> Any:
     """Parse JSON, refusing NaN and Infinity, repeated keys in an object, and lone surrogates in strings.
 
     Values of more than MAX_DEPTH levels are refused too.
 
     Raises:
         ValueError: The text is not such JSON.
-        RecursionError: It is nested too deep.
     """
-    value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=refuse_repeated_keys)
+    too_deep = f"it is nested more than {MAX_DEPTH} levels deep"
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=refuse_repeated_keys)
+    except RecursionError as error:
+        raise ValueError(too_deep) from error
     if is_too_deep(value):
-        raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+        raise ValueError(too_deep)
     # An escape such as \ud800 can be parsed, but no UTF-8 file can contain the result.
     if (place := unicode_text.lone_surrogate(value)) is not None:
         raise ValueError(f"{place or 'it'} has {unicode_text.PROBLEM}")

@@ -52,3 +52,13 @@ def test_any_text_is_written_and_read_again():
     text = dump_readable(value, default=sorted)
     assert "é" in text.encode().decode()
     assert json.loads(text) == {"text": f"é{HALF}", "other": [1, 2]}
+
+
+@pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
+def test_deep_json_is_refused_whatever_the_limit_of_python(begin, end):
+    for levels in (202, 5_000, 100_000):
+        count = levels // len(end)
+        with pytest.raises(ValueError, match="nested more than 200 levels"):
+            load_strictly(f"{begin * count}1{end * count}")
+    count = 200 // len(end)
+    assert json.dumps(load_strictly(f"{begin * count}1{end * count}")).count("1") == 1
