@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megarl.data.chat_clock import clock_arguments
 from megarl.data.special_tokens import escaped
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from megarl.batch.ragged import RaggedTensor
 
 Tools = Sequence[Mapping[str, Any]] | None
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 _JSON_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
 
 
@@ -289,6 +292,26 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> dict[
         texts[number] = f" {text}" if has_space and not text.startswith(" ") else text
 
     return texts
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> dict[int, bytes]:
+    """Return the bytes of each token by itself, in UTF-8, including a leading space.
+
+    A token can be a part of a character. Vocabularies name such tokens by their bytes, either with one
+    printable character for each byte (GPT-2's mapping) or as `<0xE2>` (SentencePiece).
+    """
+    found = {}
+    for number, text in token_texts(tokenizer, ids).items():
+        token = tokenizer.convert_ids_to_tokens(number)
+        found[number] = text.encode(errors="replace")
+        # The replacement character stands for bytes that are no character, or for itself.
+        if "\ufffd" in text and isinstance(token, str):
+            if fallback := re.fullmatch("<0x([0-9A-F]{2})>", token):
+                found[number] = bytes.fromhex(fallback[1])
+            elif all(character in _BYTE_OF for character in token):
+                found[number] = bytes(_BYTE_OF[character] for character in token)
+
+    return found
 
 
 def decode_turns(
