@@ -67,7 +67,7 @@ class ConversationTree:
         # Different turns can have equal messages, so several branches may match. All of them are followed.
         while reached:
             start = reached.pop()
-            for number in self._children[start.turn]:
+            for number in self._children.get(start.turn, ()):
                 turn = self.turns[number]
                 end = start.num_messages + len(turn.messages) + 1
                 if (
@@ -106,7 +106,7 @@ class ConversationTree:
         trained: set[int] = set()
 
         for leaf in range(len(self.turns)):
-            if self._children[leaf]:
+            if leaf in self._children:
                 continue
             path = list(self._path(leaf))
             new = [number for number in path if number not in trained]

@@ -4,93 +4,138 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from megarl.agents.protocol import Message
-from megarl.endpoint.api_error import ApiError, invalid, refuse_unsupported, unsupported
+from megarl.endpoint.api_error import refuse_unsupported, unsupported
 from megarl.endpoint.openai_chat import refuse_answered
 from megarl.endpoint.request_fields import (
+    Count,
+    JsonSchema,
+    Name,
+    RequestFields,
+    StopTexts,
+    as_parts,
     call_of,
+    checked,
     function_schema,
-    joined_text,
-    objects,
-    positive,
-    stop_texts,
+    of_kinds,
+    text_of,
 )
 from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
 
-_READ = ("max_tokens", "messages", "model", "stop_sequences", "stream", "system", "tools")
 _NEUTRAL: Mapping[str, Collection[Any]] = {
     "thinking": ({"type": "disabled"},),
     "tool_choice": ({"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}),
 }
-_THINKING = ("thinking", "redacted_thinking")
+_BLOCKS_HINT = "messages may contain text, calls and their results"
+
+
+class _Text(RequestFields):
+    text: str = ""
+
+
+class _Call(RequestFields):
+    id: str | None = None
+    name: Name
+    input: Any = {}
+
+
+class _Result(RequestFields):
+    tool_use_id: str | None = None
+    content: Annotated[str, text_of("text")] = ""
+
+
+class _Thinking(RequestFields):
+    """Thinking, which is in the recorded tokens."""
+
+
+_Block = _Text | _Call | _Result | _Thinking
+_KIND = of_kinds(
+    {
+        "text": _Text,
+        "tool_use": _Call,
+        "tool_result": _Result,
+        "thinking": _Thinking,
+        "redacted_thinking": _Thinking,
+    },
+    _BLOCKS_HINT,
+)
+# Kinds of blocks that only one role may send.
+_ROLE_OF: Mapping[type, tuple[str, str]] = {
+    _Call: ("tool_use", "assistant"),
+    _Result: ("tool_result", "user"),
+}
+
+
+class _Message(RequestFields):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Annotated[_Block, _KIND]], BeforeValidator(as_parts)]
+
+    def for_template(self, where: str) -> list[Message]:
+        """Return the messages of templates. Results of tools are messages of their own, before other text.
+
+        Raises ApiError for a block that another role sends.
+        """
+        for index, block in enumerate(self.content):
+            kind, role = _ROLE_OF.get(type(block), ("", self.role))
+            if role != self.role:
+                raise unsupported(f"{where}.content[{index}].type={kind!r}", _BLOCKS_HINT)
+
+        texts = [block.text for block in self.content if isinstance(block, _Text)]
+        calls = [
+            call_of(block.id, block.name, block.input) for block in self.content if isinstance(block, _Call)
+        ]
+        results: list[Message] = [
+            {"role": "tool", "content": block.content, "tool_call_id": block.tool_use_id}
+            for block in self.content
+            if isinstance(block, _Result)
+        ]
+        if results and not texts:
+            return results
+        made: Message = {"role": self.role, "content": "".join(texts)}
+        return [*results, made | {"tool_calls": calls} if calls else made]
+
+
+class _Tool(RequestFields):
+    name: Name
+    description: str | None = None
+    input_schema: JsonSchema | None = None
+
+
+_OWN_TOOL = of_kinds({"custom": _Tool, None: _Tool}, "the provider's own tools do not exist")
+
+
+class _Request(RequestFields):
+    """The body of a request."""
+
+    model: str | None = None
+    system: Annotated[str, text_of("text")] = ""
+    messages: list[_Message]
+    tools: list[Annotated[_Tool, _OWN_TOOL]] = []
+    max_tokens: Count | None = None
+    stop_sequences: StopTexts = []
+    stream: bool = False
 
 
 def read_query(body: Mapping[str, Any], ignored: Collection[str]) -> TurnQuery:
     """Return the query of a request. Raises ApiError."""
-    refuse_unsupported(body, _READ, _NEUTRAL, ignored)
-    system = joined_text(body.get("system"), "system", ("text",))
-    messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    for index, message in enumerate(objects(body.get("messages"), "messages")):
-        messages += _messages(message, f"messages[{index}]")
+    refuse_unsupported(body, _Request.model_fields, _NEUTRAL, ignored)
+    request = checked(_Request, body)
+    messages: list[Message] = [{"role": "system", "content": request.system}] if request.system else []
+    for index, message in enumerate(request.messages):
+        messages += message.for_template(f"messages[{index}]")
 
     refuse_answered(messages)
     return TurnQuery(
         messages=messages,
-        tools=_tools(body.get("tools")),
-        max_tokens=positive(body, "max_tokens"),
-        stop=stop_texts(body.get("stop_sequences"), "stop_sequences"),
+        tools=[function_schema(each.name, each.description, each.input_schema) for each in request.tools]
+        or None,
+        max_tokens=request.max_tokens,
+        stop=tuple(request.stop_sequences),
     )
-
-
-def _messages(message: Mapping[str, Any], where: str) -> list[Message]:
-    """Return the messages of templates. Results of tools are messages of their own, before other text."""
-    role = message.get("role")
-    content = message.get("content")
-    if role not in ("user", "assistant", "system"):
-        raise invalid(f"{where}.role", f"is {role!r}; it must be user, assistant or system")
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-
-    texts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    results: list[Message] = []
-    for index, block in enumerate(objects(content, f"{where}.content")):
-        place = f"{where}.content[{index}]"
-        kind = block.get("type")
-        if kind == "text":
-            texts.append(block.get("text") or "")
-        elif kind == "tool_use" and role == "assistant":
-            calls.append(call_of(block.get("id"), block.get("name"), block.get("input"), place))
-        elif kind == "tool_result" and role == "user":
-            text = joined_text(block.get("content"), f"{place}.content", ("text",))
-            results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
-        elif kind not in _THINKING:  # thinking is in the recorded tokens
-            raise unsupported(f"{place}.type={kind!r}", "messages may contain text, calls and their results")
-
-    if results and not texts:
-        return results
-    made: Message = {"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})}
-    return [*results, made]
-
-
-def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    if not tools:
-        return None
-    made = []
-    for index, tool in enumerate(objects(tools, "tools")):
-        if tool.get("type") not in (None, "custom"):
-            raise unsupported(
-                f"tools[{index}].type={tool['type']!r}", "the provider's own tools do not exist"
-            )
-        made.append(
-            function_schema(
-                tool.get("name"), tool.get("description"), tool.get("input_schema"), f"tools[{index}]"
-            )
-        )
-
-    return made
 
 
 # ---- answers
@@ -127,10 +172,6 @@ def events(body: Mapping[str, Any], reply: TurnReply) -> Iterator[str]:
 
     yield _event("message_delta", delta=_end(choice), usage=_usage(reply, len(choice.tokens)))
     yield _event("message_stop")
-
-
-def error_event(error: ApiError) -> str:
-    return f"event: error\ndata: {json.dumps(error.for_anthropic())}\n\n"
 
 
 def _event(kind: str, **fields: Any) -> str:

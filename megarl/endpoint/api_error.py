@@ -36,7 +36,7 @@ class ApiError(Exception):
         }
 
     def for_anthropic(self) -> dict[str, Any]:
-        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+        kinds = {401: "authentication_error", 403: "permission_error", 413: "request_too_large"}
         return {
             "type": "error",
             "error": {"type": kinds.get(self.status, "invalid_request_error"), "message": self.message},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,12 +12,16 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.message_keys import tools_key
 from megarl.agents.protocol import Message, Schema, ToolCall
-from megarl.agents.thinking import CallParser, CallTags, split_thinking
+from megarl.agents.thinking import CallParser, CallTags, TurnPart, split_thinking
 from megarl.config.schema import AgentConfig
-from megarl.data.tokenizer import render_chat, token_texts
+from megarl.data.tokenizer import render_chat, token_bytes
 from megarl.data.turns import TurnTemplate
 from megarl.endpoint.turn_query import WrittenCall
+from megarl.models.thinking import END_THINK, THINK
 from megarl.rollout.tool_calls import call_parser, call_tags
+
+_TOKEN_BYTES = 100  # of a token in a request, on average, at most
+_FIELD_BYTES = 1 << 20  # of a request without its texts, such as ids and the names of fields
 
 
 class ReadTurn(NamedTuple):
@@ -24,6 +29,7 @@ class ReadTurn(NamedTuple):
 
     text: str
     reasoning: str
+    num_reasoning: int
     calls: list[WrittenCall]
 
 
@@ -49,7 +55,11 @@ class ChatTokens:
         self._known(None).template.check()
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Schema] | None) -> list[int]:
-        """Return the tokens of a whole conversation. Raises ValueError if the template refuses it."""
+        """Return the tokens of a whole conversation.
+
+        Raises ValueError if the template refuses it, or the parser of calls the tools.
+        """
+        self._known(tools)
         return render_chat(self._tokenizer, list(messages), for_generation=True, tools=_listed(tools))
 
     def bridge(
@@ -62,12 +72,17 @@ class ChatTokens:
         """Return the text of a turn without its end token."""
         return self._known(tools).template.read(list(token_ids))
 
-    def read(self, text: str, tools: Sequence[Schema] | None) -> ReadTurn:
-        """Separate the text of a turn into answer, thinking and calls. Without tools, nothing is a call."""
+    def read(self, token_ids: Sequence[int], text: str, tools: Sequence[Schema] | None) -> ReadTurn:
+        """Separate a turn into answer, thinking and calls. Without tools, nothing is a call.
+
+        Args:
+            text: The text of the turn, see `plain`, up to a stop text.
+        """
         known = self._known(tools)
         parts = split_thinking(text, known.tags, opens_thinking=known.template.opens_thinking)
         visible = "".join(part.text for part in parts if not part.is_thinking)
         reasoning = "".join(part.text for part in parts if part.is_thinking).strip()
+        num_reasoning = self._num_thinking(list(token_ids), text, parts) if reasoning else 0
         calls = [each for each in known.parse(text) if isinstance(each, ToolCall)] if tools else []
 
         # Templates put line breaks around calls and after thinking, which are not part of the answer.
@@ -76,12 +91,42 @@ class ChatTokens:
         elif reasoning:
             visible = visible.strip()
         written = [WrittenCall(f"call_{uuid.uuid4().hex[:24]}", *call) for call in calls]
-        return ReadTurn(visible, reasoning, written)
+        return ReadTurn(visible, reasoning, num_reasoning, written)
 
-    def texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token."""
-        texts = token_texts(self._tokenizer, sorted(set(token_ids)))
-        return [texts[token] for token in token_ids]
+    def token_bytes(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Return the bytes of each token. Together they are the text."""
+        found = token_bytes(self._tokenizer, sorted(set(token_ids)))
+        return [found[token] for token in token_ids]
+
+    def max_body_bytes(self, max_tokens: int) -> int:
+        """Return the size of the largest body that is accepted for conversations of `max_tokens` tokens.
+
+        Long tokens are runs of one character. The average token of a text is many times shorter.
+        """
+        longest = max(map(len, self._tokenizer.get_vocab()))
+        return max_tokens * max(longest, _TOKEN_BYTES) + _FIELD_BYTES
+
+    def _num_thinking(self, token_ids: list[int], text: str, parts: Sequence[TurnPart]) -> int:
+        """Return the number of tokens in thinking, with its tags."""
+
+        def num_tokens(end: int) -> int:
+            # A character is complete with its last token.
+            return bisect_left(
+                range(len(token_ids)),
+                end,
+                key=lambda count: len(str(self._tokenizer.decode(token_ids[:count])).rstrip("\ufffd")),
+            )
+
+        count = 0
+        end = 0
+        for part in parts:
+            begin = text.index(part.text, end)
+            end = begin + len(part.text)
+            if part.is_thinking:
+                begin -= len(THINK) * text[:begin].endswith(THINK)
+                end += len(END_THINK) * text[end:].startswith(END_THINK)
+                count += num_tokens(end) - num_tokens(begin)
+        return count
 
     def _known(self, tools: Sequence[Schema] | None) -> _OfTools:
         key = tools_key(tools)

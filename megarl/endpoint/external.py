@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -13,13 +13,19 @@ from fastapi.responses import JSONResponse
 
 from megarl.endpoint.api_error import ApiError
 from megarl.endpoint.harness import HarnessError, HarnessFailure
-from megarl.endpoint.request_fields import bearer_key, json_body
+from megarl.endpoint.request_body import RequestBodies, bearer_key, disconnected
+from megarl.endpoint.request_fields import checked
 from megarl.endpoint.session import AgentSession
-from megarl.endpoint.session_access import environment_of, record_reward, task_fields
+from megarl.endpoint.session_access import RewardFields, environment_of, record_reward, task_fields
 
 KEY_VARIABLE = "MEGARL_ENDPOINT_KEY"
 _SHORTEST_KEY = 16
 _CLAIM_S = 20.0  # the longest wait of a claim for an episode
+_CALLBACKS = 10
+
+
+class _EndFields(RewardFields):
+    error: str | None = None
 
 
 class _Episode:
@@ -57,7 +63,7 @@ class ExternalHarness:
             episode.result.cancel()
             self._claimed.pop(session.key, None)
 
-    def add_routes(self, app: FastAPI) -> None:
+    def add_routes(self, app: FastAPI, bodies: RequestBodies) -> None:
         """Add `POST /sessions`, which claims an episode, and `POST /session/end`."""
 
         @app.post("/sessions")
@@ -68,14 +74,12 @@ class ExternalHarness:
                     f"the key is not that of the run, {KEY_VARIABLE}", status=401, code="invalid_api_key"
                 )
 
-            episode = None
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_CLAIM_S):
-                    episode = await self._next(request)
+            episode = await self._next(request)
             if episode is None:
                 return Response(status_code=204)
 
             self._claimed[episode.session.key] = episode
+            request.state.on_reset = partial(self._offer_again, episode)
             content = {
                 "environment": environment_of(episode.url, episode.session),
                 "task": task_fields(episode.session.task),
@@ -86,24 +90,54 @@ class ExternalHarness:
         async def end(request: Request) -> dict[str, Any]:
             episode = self._claimed.get(bearer_key(request))
             if episode is None or episode.result.done():
-                raise ApiError("no episode of this key is open", status=401, code="invalid_api_key")
+                raise _not_open()
 
-            body = await json_body(request)
-            given = {name: body[name] for name in ("reward", "responses") if body.get(name) is not None}
-            if given:
-                record_reward(episode.session, given)
-            if body.get("error") is not None:
-                why = str(body["error"])
+            body = await bodies.process(request, dict)
+            if episode.result.done():
+                raise _not_open()
+            why = checked(_EndFields, body).error
+            if body.get("reward") is not None or body.get("responses") is not None:
+                record_reward(episode.session, body)
+            if why is not None:
                 episode.result.set_exception(HarnessError(HarnessFailure.reported, why))
             else:
                 episode.result.set_result(None)
             return {"reward": episode.session.reward}
 
     async def _next(self, request: Request) -> _Episode | None:
-        """Return the next episode that is still open, or None if the client has gone."""
-        while not await request.is_disconnected():
-            with suppress(TimeoutError):
-                episode = await asyncio.wait_for(self._offered.get(), timeout=0.2)
-                if not episode.result.done():
-                    return episode
-        return None
+        """Return the next episode, or None if there is none or the client has gone."""
+        getting = asyncio.ensure_future(self._next_open())
+        disconnecting = asyncio.ensure_future(disconnected(request))
+        try:
+            await asyncio.wait(
+                {getting, disconnecting}, timeout=_CLAIM_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            # The end of a connection that has arrived by now passes through some callbacks until it is known.
+            for _ in range(_CALLBACKS):
+                await asyncio.sleep(0)
+
+            if not getting.done():
+                return None
+            if disconnecting.done():
+                self._offered.put_nowait(getting.result())
+                return None
+            return getting.result()
+        finally:
+            getting.cancel()
+            disconnecting.cancel()
+
+    def _offer_again(self, episode: _Episode) -> None:
+        """Offer an episode whose client has ended before it read which one it claimed."""
+        if not episode.result.done() and not episode.session.has_client:
+            del self._claimed[episode.session.key]
+            self._offered.put_nowait(episode)
+
+    async def _next_open(self) -> _Episode:
+        """Return the next episode that has not ended while it waited."""
+        while (episode := await self._offered.get()).result.done():
+            pass
+        return episode
+
+
+def _not_open() -> ApiError:
+    return ApiError("no episode of this key is open", status=401, code="invalid_api_key")

@@ -5,34 +5,24 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from megarl.agents.protocol import Message
-from megarl.endpoint.api_error import ApiError, invalid, refuse_unsupported, unsupported
+from megarl.endpoint.api_error import invalid, refuse_unsupported, unsupported
 from megarl.endpoint.request_fields import (
+    CallArguments,
+    Count,
+    Name,
+    RequestFields,
+    StopTexts,
+    ToolFunction,
     call_of,
-    joined_text,
-    objects,
-    openai_tools,
-    parsed_arguments,
-    positive,
-    stop_texts,
-    template_role,
+    checked,
+    of_kinds,
+    text_of,
 )
 from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
 
-_READ = (
-    "logprobs",
-    "max_completion_tokens",
-    "max_tokens",
-    "messages",
-    "model",
-    "n",
-    "stop",
-    "stream",
-    "stream_options",
-    "tools",
-)
 _NEUTRAL: Mapping[str, Collection[Any]] = {
     "frequency_penalty": (0,),
     "logit_bias": ({},),
@@ -43,30 +33,82 @@ _NEUTRAL: Mapping[str, Collection[Any]] = {
     "tool_choice": ("auto",),
     "top_logprobs": (0,),
 }
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-_TEXT = ("text", "refusal")
+
+
+class _Function(RequestFields):
+    name: Name
+    arguments: CallArguments = {}
+
+
+class _Call(RequestFields):
+    id: str | None = None
+    function: _Function
+
+    def for_template(self) -> dict[str, Any]:
+        return call_of(self.id, self.function.name, self.function.arguments)
+
+
+_FUNCTION_CALL = of_kinds({"function": _Call, None: _Call}, "calls must be of functions")
+
+
+class _Message(RequestFields):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, text_of("text", "refusal")] = ""
+    tool_call_id: str | None = None
+    name: str | None = None
+    tool_calls: list[Annotated[_Call, _FUNCTION_CALL]] = []
+
+    def for_template(self) -> Message:
+        made: Message = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content,
+        }
+        # Some templates show the id or the name of a call next to its result.
+        if self.tool_call_id is not None:
+            made["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            made["name"] = self.name
+        if self.tool_calls:
+            made["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return made
+
+
+class _Tool(RequestFields):
+    function: ToolFunction
+
+
+class _StreamOptions(RequestFields):
+    include_usage: bool = False
+
+
+class _Request(RequestFields):
+    """The body of a request."""
+
+    model: str | None = None
+    messages: list[_Message]
+    tools: list[Annotated[_Tool, of_kinds({"function": _Tool}, "tools must be functions")]] = []
+    n: Count = 1
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = None
+    stop: StopTexts = []
+    logprobs: bool = False
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
 
 
 def read_query(body: Mapping[str, Any], ignored: Collection[str]) -> TurnQuery:
     """Return the query of a request. Raises ApiError."""
-    refuse_unsupported(body, _READ, _NEUTRAL, ignored)
-    messages = [
-        _message(message, index) for index, message in enumerate(objects(body.get("messages"), "messages"))
-    ]
+    refuse_unsupported(body, _Request.model_fields, _NEUTRAL, ignored)
+    request = checked(_Request, body)
+    messages = [message.for_template() for message in request.messages]
     refuse_answered(messages)
 
     return TurnQuery(
         messages=messages,
-        tools=openai_tools(body.get("tools"), lambda tool: tool.get("function") or {}),
-        num_choices=positive(body, "n") or 1,
-        max_tokens=positive(body, "max_completion_tokens", "max_tokens"),
-        stop=stop_texts(body.get("stop"), "stop"),
+        tools=[tool.function.for_template() for tool in request.tools] or None,
+        num_choices=request.n,
+        max_tokens=request.max_completion_tokens or request.max_tokens,
+        stop=tuple(request.stop),
     )
 
 
@@ -76,29 +118,6 @@ def refuse_answered(messages: list[Message]) -> None:
         raise invalid("messages", "is empty")
     if messages[-1]["role"] == "assistant":
         raise unsupported("an assistant message at the end (prefill)", "end with another message")
-
-
-def _message(message: Mapping[str, Any], index: int) -> Message:
-    where = f"messages[{index}]"
-    made: Message = {
-        "role": template_role(message, _ROLES, where),
-        "content": joined_text(message.get("content"), f"{where}.content", _TEXT),
-    }
-
-    # Some templates show the id or the name of a call next to its result.
-    for name in ("tool_call_id", "name"):
-        if message.get(name) is not None:
-            made[name] = message[name]
-    if calls := message.get("tool_calls"):
-        made["tool_calls"] = [
-            _call(call, f"{where}.tool_calls") for call in objects(calls, f"{where}.tool_calls")
-        ]
-    return made
-
-
-def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    function = call.get("function") or {}
-    return call_of(call.get("id"), function.get("name"), parsed_arguments(function.get("arguments")), where)
 
 
 # ---- answers
@@ -146,10 +165,6 @@ def chunks(body: Mapping[str, Any], reply: TurnReply) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def error_event(error: ApiError) -> str:
-    return f"data: {json.dumps(error.for_openai())}\n\n"
-
-
 def usage(reply: TurnReply) -> dict[str, Any]:
     written = sum(len(choice.tokens) for choice in reply.choices)
     return {
@@ -157,6 +172,9 @@ def usage(reply: TurnReply) -> dict[str, Any]:
         "completion_tokens": written,
         "total_tokens": reply.num_prompt_tokens + written,
         "prompt_tokens_details": {"cached_tokens": reply.num_reused},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(choice.num_reasoning for choice in reply.choices)
+        },
     }
 
 
@@ -196,9 +214,9 @@ def _log_probs(choice: SampledChoice) -> dict[str, Any]:
     return {
         "content": [
             {
-                "token": token,
+                "token": token.decode(errors="replace"),
                 "logprob": log_prob,
-                "bytes": list(token.encode(errors="replace")),
+                "bytes": list(token),
                 "top_logprobs": [],
             }
             for token, log_prob in zip(choice.tokens, choice.log_probs, strict=True)

@@ -6,23 +6,27 @@ import json
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from megarl.agents.protocol import Message
-from megarl.endpoint.api_error import ApiError, refuse_unsupported, unsupported
+from megarl.endpoint.api_error import refuse_unsupported
 from megarl.endpoint.openai_chat import refuse_answered, usage
 from megarl.endpoint.request_fields import (
+    CallArguments,
+    Count,
+    Name,
+    RequestFields,
+    ToolFunction,
     call_of,
-    joined_text,
-    objects,
-    openai_tools,
-    parsed_arguments,
-    positive,
-    template_role,
+    checked,
+    of_kinds,
+    text_of,
+    wrong,
 )
 from megarl.endpoint.turn_query import SampledChoice, TurnQuery, TurnReply
 
-_READ = ("input", "instructions", "max_output_tokens", "model", "stream", "tools")
 _NEUTRAL: Mapping[str, Collection[Any]] = {
     "background": (False,),
     "include": ([], ["reasoning.encrypted_content"]),
@@ -32,48 +36,95 @@ _NEUTRAL: Mapping[str, Collection[Any]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_TEXT = ("input_text", "output_text", "text", "refusal")
+_TEXT = text_of("input_text", "output_text", "text", "refusal")
+
+
+class _Text(RequestFields):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, _TEXT] = ""
+
+
+class _Call(RequestFields):
+    call_id: str | None = None
+    name: Name
+    arguments: CallArguments = {}
+
+
+class _Result(RequestFields):
+    call_id: str | None = None
+    output: Annotated[str, _TEXT] = ""
+
+
+class _Reasoning(RequestFields):
+    """Thinking, which is in the recorded tokens."""
+
+
+_KIND = of_kinds(
+    {
+        "message": _Text,
+        None: _Text,
+        "function_call": _Call,
+        "function_call_output": _Result,
+        "reasoning": _Reasoning,
+    },
+    "give messages, function calls and their outputs",
+)
+_Item = Annotated[_Text | _Call | _Result | _Reasoning, _KIND]
+_FUNCTION = of_kinds({"function": ToolFunction}, "tools must be functions")
+
+
+def _as_items(given: Any) -> Any:
+    if not isinstance(given, str | list):
+        raise wrong("be a string or a list of items")
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+class _Request(RequestFields):
+    """The body of a request."""
+
+    model: str | None = None
+    instructions: Annotated[str, _TEXT] = ""
+    input: Annotated[list[_Item], BeforeValidator(_as_items)]
+    tools: list[Annotated[ToolFunction, _FUNCTION]] = []
+    max_output_tokens: Count | None = None
+    stream: bool = False
 
 
 def read_query(body: Mapping[str, Any], ignored: Collection[str]) -> TurnQuery:
     """Return the query of a request. Raises ApiError."""
-    refuse_unsupported(body, _READ, _NEUTRAL, ignored)
+    refuse_unsupported(body, _Request.model_fields, _NEUTRAL, ignored)
+    request = checked(_Request, body)
     messages: list[Message] = []
-    if body.get("instructions"):
-        messages.append(
-            {"role": "system", "content": joined_text(body["instructions"], "instructions", _TEXT)}
-        )
-
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
-    for index, item in enumerate(items):
-        _append(messages, item, f"input[{index}]")
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    for item in request.input:
+        _append(messages, item)
 
     refuse_answered(messages)
     return TurnQuery(
         messages=messages,
-        tools=openai_tools(body.get("tools"), lambda tool: tool),
-        max_tokens=positive(body, "max_output_tokens"),
+        tools=[tool.for_template() for tool in request.tools] or None,
+        max_tokens=request.max_output_tokens,
     )
 
 
-def _append(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
+def _append(messages: list[Message], item: _Text | _Call | _Result | _Reasoning) -> None:
     """Append an item. Text and calls of one answer are items of their own, and become one message."""
-    kind = item.get("type") or "message"
-    if kind == "message":
-        text = joined_text(item.get("content"), f"{where}.content", _TEXT)
-        messages.append({"role": template_role(item, _ROLES, where), "content": text})
-    elif kind == "function_call":
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        call = call_of(item.get("call_id"), item.get("name"), parsed_arguments(item.get("arguments")), where)
-        messages[-1].setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
-        text = joined_text(item.get("output"), f"{where}.output", _TEXT)
-        messages.append({"role": "tool", "content": text, "tool_call_id": item.get("call_id")})
-    elif kind != "reasoning":  # reasoning is in the recorded tokens
-        raise unsupported(f"{where}.type={kind!r}", "give messages, function calls and their outputs")
+    last: Message = messages[-1] if messages else {"role": None}
+    if isinstance(item, _Text):
+        role = "system" if item.role == "developer" else item.role
+        if role == last["role"] == "assistant" and "tool_calls" in last:
+            last["content"] += item.content
+        else:
+            messages.append({"role": role, "content": item.content})
+    elif isinstance(item, _Call):
+        if last["role"] != "assistant":
+            last = {"role": "assistant", "content": ""}
+            messages.append(last)
+        call = call_of(item.call_id, item.name, item.arguments)
+        last.setdefault("tool_calls", []).append(call)
+    elif isinstance(item, _Result):
+        messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
 
 
 # ---- answers
@@ -94,7 +145,7 @@ def response(body: Mapping[str, Any], reply: TurnReply) -> dict[str, Any]:
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": counts["prompt_tokens_details"],
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": counts["completion_tokens_details"],
             "total_tokens": counts["total_tokens"],
         },
     }
@@ -116,19 +167,11 @@ def events(body: Mapping[str, Any], reply: TurnReply) -> Iterator[str]:
 
     for index, item in enumerate(whole["output"]):
         place = {"output_index": index, "item_id": item["id"]}
-        empty = {"content": []} if item["type"] == "message" else {"arguments": ""}
+        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         yield event(
             "response.output_item.added", output_index=index, item={**item, **empty, "status": "in_progress"}
         )
-        if item["type"] == "message":
-            (part,) = item["content"]
-            begun_part = {**part, "text": ""}
-            text = {"content_index": 0, "logprobs": []}
-            yield event("response.content_part.added", **place, content_index=0, part=begun_part)
-            yield event("response.output_text.delta", **place, **text, delta=part["text"])
-            yield event("response.output_text.done", **place, **text, text=part["text"])
-            yield event("response.content_part.done", **place, content_index=0, part=part)
-        elif item["type"] == "function_call":
+        if item["type"] == "function_call":
             yield event("response.function_call_arguments.delta", **place, delta=item["arguments"])
             yield event(
                 "response.function_call_arguments.done",
@@ -136,14 +179,19 @@ def events(body: Mapping[str, Any], reply: TurnReply) -> Iterator[str]:
                 name=item["name"],
                 arguments=item["arguments"],
             )
+        else:
+            (part,) = item["content"]
+            text = {**place, "content_index": 0}
+            # Parts of text and of reasoning differ in the names of their events.
+            kind = f"response.{part['type']}"
+            more = {"logprobs": []} if item["type"] == "message" else {}
+            yield event("response.content_part.added", **text, part={**part, "text": ""})
+            yield event(f"{kind}.delta", **text, **more, delta=part["text"])
+            yield event(f"{kind}.done", **text, **more, text=part["text"])
+            yield event("response.content_part.done", **text, part=part)
         yield event("response.output_item.done", output_index=index, item=item)
 
     yield event(f"response.{whole['status']}", response=whole)
-
-
-def error_event(error: ApiError) -> str:
-    data = {"type": "error", "code": error.code, "message": error.message, "param": error.parameter}
-    return f"event: error\ndata: {json.dumps(data)}\n\n"
 
 
 def _head(body: Mapping[str, Any], reply: TurnReply) -> dict[str, Any]:
@@ -163,6 +211,18 @@ def _head(body: Mapping[str, Any], reply: TurnReply) -> dict[str, Any]:
 
 def _output(choice: SampledChoice) -> list[dict[str, Any]]:
     output: list[dict[str, Any]] = []
+
+    if choice.reasoning:
+        thinking = {"type": "reasoning_text", "text": choice.reasoning}
+        output.append(
+            {
+                "id": f"rs_{uuid.uuid4().hex}",
+                "type": "reasoning",
+                "status": "completed",
+                "summary": [],
+                "content": [thinking],
+            }
+        )
 
     if choice.text or not choice.calls:
         part = {"type": "output_text", "text": choice.text, "annotations": [], "logprobs": []}

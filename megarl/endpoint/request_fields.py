@@ -1,67 +1,229 @@
-"""Readers of the fields that requests of several APIs share. Each raises ApiError for an invalid value."""
+"""Schemas of requests: types that several APIs share, and the error of a body that does not match.
+
+The schemas are pydantic models. Null counts as absent, and fields that a schema does not declare are not
+read.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+import re
+import reprlib
+from collections.abc import Mapping
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, NamedTuple
 
-from starlette.requests import Request
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from megarl.endpoint.api_error import ApiError, invalid, unsupported
+from megarl.machine.strict_json import MAX_DEPTH, is_too_deep
+
+_MOST_SHOWN = 3  # problems in one error
+_UNSUPPORTED = "unsupported"
+_NOT_DEEP = f"contain JSON of at most {MAX_DEPTH} nested levels"
+# What pydantic expects, where its own words are those of Python.
+_RULES = {
+    "bool_type": "be true or false",
+    "dict_type": "be an object",
+    "int_type": "be an integer",
+    "list_type": "be a list",
+    "mapping_type": "be an object",
+    "model_type": "be an object",
+    "string_type": "be a string",
+}
+_shown = reprlib.Repr(maxlevel=3, maxdict=4, maxlist=4, maxstring=60, maxlong=40, maxother=60)
 
 
-def positive(body: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first of these fields that is set, or None."""
-    for name in names:
-        value = body.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise invalid(name, f"is {value!r}; it must be a positive integer")
-        return value
-    return None
+class RequestFields(BaseModel):
+    """An object in a request."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, fields: Any) -> Any:
+        if not isinstance(fields, Mapping):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
 
 
-def objects(value: Any, name: str) -> Sequence[Mapping[str, Any]]:
-    """Return a list of JSON objects."""
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise invalid(name, "must be a list of objects")
-    return value
+def checked[Schema: RequestFields](schema: type[Schema], body: Mapping[str, Any]) -> Schema:
+    """Return the fields of a body.
 
-
-def stop_texts(value: Any, name: str) -> tuple[str, ...]:
-    texts = () if value is None else (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(text, str) and text for text in texts):
-        raise invalid(name, f"is {value!r}; it must be a text or a list of texts that are not empty")
-    return texts
-
-
-def joined_text(content: Any, where: str, kinds: Collection[str]) -> str:
-    """Return the text of a message's content: a text, or a list of parts of these kinds."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for index, part in enumerate(objects(content, where)):
-        kind = part.get("type")
-        if kind not in kinds:
-            raise unsupported(f"{where}[{index}].type={kind!r}", "messages may contain text only")
-        texts.append(part.get("text") or part.get("refusal") or "")
-    return "".join(texts)
-
-
-def parsed_arguments(text: Any) -> Any:
-    """Return the arguments of a call, which APIs write as JSON in a text."""
+    Raises:
+        ApiError: A field has the wrong type or value. The error has its path, its value and what it must be.
+    """
     try:
-        return json.loads(text) if isinstance(text, str) else text
+        return schema.model_validate(body)
+    except ValidationError as error:
+        problems = [_problem(body, each) for each in error.errors(include_url=False)[:_MOST_SHOWN]]
+        first = problems[0]
+        message = ". ".join(each.message for each in problems)
+        raise ApiError(message, code=first.code, parameter=first.parameter) from None
+
+
+def _problem(body: Any, error: ErrorDetails) -> ApiError:
+    path, value = _place(body, error)
+    if error["type"] == "missing":
+        return invalid(path, "is missing")
+    if error["type"] == _UNSUPPORTED:
+        return unsupported(f"{path}.type={_shown.repr(value.get('type'))}", error["msg"])
+    rule = _RULES.get(error["type"]) or re.sub(r"^\w+ should ", "", error["msg"])
+    return invalid(path, f"is {_shown.repr(value)}; it must {rule}")
+
+
+def _place(body: Any, error: ErrorDetails) -> tuple[str, Any]:
+    """Return the path of a problem, such as `messages[0].content`, and the value there."""
+    path = ""
+    value = body
+    last = len(error["loc"]) - 1
+    for number, step in enumerate(error["loc"]):
+        if isinstance(step, int):
+            if not isinstance(value, list):  # a text that is read as a list
+                break
+            path += f"[{step}]"
+            value = value[step]
+        # The other steps are not fields, but names of schemas.
+        elif isinstance(value, Mapping) and (step in value or number == last):
+            value = value.get(step)
+            name = step if step.isidentifier() else f"[{_shown.repr(step)}]"
+            path += f".{name}" if path and name == step else name
+    return path, value
+
+
+# ---- types of fields
+
+
+def wrong(rule: str) -> PydanticCustomError:
+    """Return the error of a validator. `rule` follows "it must"."""
+    return PydanticCustomError("rule", "Value should {rule}", {"rule": rule})
+
+
+class _ReadAs(NamedTuple):
+    """Metadata of an annotation: the type by which a field is validated, instead of the annotated one."""
+
+    kind: Any
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler.generate_schema(self.kind)
+
+
+def of_kinds(schemas: Mapping[str | None, type[RequestFields]], hint: str) -> _ReadAs:
+    """Annotate an object whose field `type` selects its schema.
+
+    Args:
+        schemas: The schemas by kind. None: the field is absent.
+        hint: What to do instead of sending another kind.
+    """
+
+    def refuse_others(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise wrong("be an object")
+        kind = value.get("type")
+        if not isinstance(kind, str | None) or kind not in schemas:
+            raise PydanticCustomError(_UNSUPPORTED, hint)  # pyrefly: ignore
+        return value
+
+    tagged = tuple(Annotated[schema, Tag(schema.__name__)] for schema in dict.fromkeys(schemas.values()))
+    if len(tagged) == 1:
+        return _ReadAs(Annotated[tagged[0], BeforeValidator(refuse_others)])
+    by_kind = Discriminator(lambda value: schemas[value.get("type")].__name__)
+    any_of: Any = reduce(or_, tagged)
+    return _ReadAs(Annotated[any_of, by_kind, BeforeValidator(refuse_others)])
+
+
+class _TextPart(RequestFields):
+    text: str = ""
+    refusal: str = ""
+
+
+def as_parts(content: Any) -> Any:
+    """Return the content of a message, which may be a text, as a list of parts."""
+    if not isinstance(content, str | list):
+        raise wrong("be a string or a list of parts")
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def text_of(*kinds: str) -> _ReadAs:
+    """Annotate the text of a message that is sent as a text, or as a list of parts of these kinds."""
+
+    def joined(parts: list[_TextPart]) -> str:
+        return "".join(part.text or part.refusal for part in parts)
+
+    part = Annotated[_TextPart, of_kinds(dict.fromkeys(kinds, _TextPart), "messages may contain text only")]
+    return _ReadAs(Annotated[list[part], BeforeValidator(as_parts), AfterValidator(joined)])
+
+
+def _listed_stops(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+        raise wrong("be a string or a list of strings that are not empty")
+    return stops
+
+
+def _read_arguments(given: Any) -> Any:
+    """Read the arguments of a call, which APIs of OpenAI write as JSON in a text.
+
+    Some clients send "" for a call without arguments. A text that is not JSON stays a text.
+    """
+    if isinstance(given, dict):
+        return given
+    if not isinstance(given, str):
+        raise wrong("be a string that contains JSON")
+    if not given.strip():
+        return {}
+    try:
+        arguments = json.loads(given)
+    except RecursionError:
+        raise wrong(_NOT_DEEP) from None
     except ValueError:
-        return text
+        return given
+    if is_too_deep(arguments):
+        raise wrong(_NOT_DEEP)
+    return arguments
 
 
-def function_schema(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
+def _refuse_odd_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    properties = schema.get("properties")
+    required = schema.get("required")
+    if not isinstance(properties, dict | None) or not isinstance(required, list | None):
+        raise wrong("be a JSON schema, whose `properties` are an object and whose `required` is a list")
+    return schema
+
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+StopTexts = Annotated[list[str], BeforeValidator(_listed_stops), Field(max_length=64)]
+CallArguments = Annotated[Any, BeforeValidator(_read_arguments)]
+JsonSchema = Annotated[dict[str, Any], AfterValidator(_refuse_odd_schema)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class ToolFunction(RequestFields):
+    """A tool of OpenAI's APIs."""
+
+    name: Name
+    description: str | None = None
+    parameters: JsonSchema | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        return function_schema(self.name, self.description, self.parameters)
+
+
+def function_schema(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
     """Return the schema of a tool, as chat templates read it."""
-    if not isinstance(name, str):
-        raise invalid(where, "has a tool without a name")
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description
@@ -69,53 +231,6 @@ def function_schema(name: Any, description: Any, parameters: Any, where: str) ->
     return {"type": "function", "function": function}
 
 
-def openai_tools(
-    tools: Any, function_of: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-) -> list[dict[str, Any]] | None:
-    """Return the tools of a request to an API of OpenAI, or None without tools.
-
-    Args:
-        function_of: Returns the fields of a tool's function, which the APIs write in different places.
-    """
-    if not tools:
-        return None
-    made = []
-    for index, tool in enumerate(objects(tools, "tools")):
-        if tool.get("type") != "function":
-            raise unsupported(f"tools[{index}].type={tool.get('type')!r}", "tools must be functions")
-        function = function_of(tool)
-        name, description = function.get("name"), function.get("description")
-        made.append(function_schema(name, description, function.get("parameters"), f"tools[{index}]"))
-    return made
-
-
-def template_role(message: Mapping[str, Any], roles: Mapping[str, str], where: str) -> str:
-    """Return the role of a message as chat templates read it. `roles` has the API's roles."""
-    role = message.get("role")
-    if role not in roles:
-        raise invalid(f"{where}.role", f"is {role!r}; it must be one of {', '.join(roles)}")
-    return roles[role]
-
-
-def call_of(call_id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
+def call_of(call_id: str | None, name: str, arguments: Any) -> dict[str, Any]:
     """Return a call of an earlier turn, as chat templates read it."""
-    if not isinstance(name, str):
-        raise invalid(where, "has a call without a name")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def bearer_key(request: Request) -> str:
-    """Return the key of a request, from the header of either API."""
-    headers = request.headers
-    return headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-
-
-async def json_body(request: Request) -> dict[str, Any]:
-    """Return the JSON object that a request contains."""
-    try:
-        body = await request.json()
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(body, dict):
-        raise ApiError("the body must be a JSON object", code="invalid_json")
-    return body

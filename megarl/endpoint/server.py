@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from megarl.agents.trajectory import EpisodeEnd
 from megarl.endpoint import anthropic_messages, openai_chat, openai_responses
 from megarl.endpoint.api_error import ApiError
-from megarl.endpoint.request_fields import bearer_key, json_body
+from megarl.endpoint.request_body import BodyTooLargeError, RequestBodies, bearer_key, disconnected
 from megarl.endpoint.session import AgentSession, TurnPlan
 from megarl.endpoint.session_access import record_reward, task_fields
 from megarl.endpoint.turn_query import TurnQuery, TurnReply
@@ -37,34 +40,26 @@ class _Api(NamedTuple):
     read: Callable[[Body, Collection[str]], TurnQuery]
     whole: Callable[[Body, TurnReply], dict[str, Any]]
     events: Callable[[Body, TurnReply], Iterator[str]]
-    error_event: Callable[[ApiError], str]
 
 
 _APIS = {
-    "/v1/chat/completions": _Api(
-        openai_chat.read_query, openai_chat.completion, openai_chat.chunks, openai_chat.error_event
-    ),
+    "/v1/chat/completions": _Api(openai_chat.read_query, openai_chat.completion, openai_chat.chunks),
     "/v1/messages": _Api(
-        anthropic_messages.read_query,
-        anthropic_messages.message,
-        anthropic_messages.events,
-        anthropic_messages.error_event,
+        anthropic_messages.read_query, anthropic_messages.message, anthropic_messages.events
     ),
-    "/v1/responses": _Api(
-        openai_responses.read_query,
-        openai_responses.response,
-        openai_responses.events,
-        openai_responses.error_event,
-    ),
+    "/v1/responses": _Api(openai_responses.read_query, openai_responses.response, openai_responses.events),
 }
 
 
-def build_app(sessions: Mapping[str, AgentSession], ignored: Collection[str]) -> FastAPI:
+def build_app(
+    sessions: Mapping[str, AgentSession], ignored: Collection[str], bodies: RequestBodies
+) -> FastAPI:
     """Build the application.
 
     Args:
         sessions: The sessions by key. The caller may add and remove sessions at any time.
         ignored: Parameters of requests that are accepted without effect.
+        bodies: Reads the bodies of requests.
     """
     app = FastAPI(openapi_url=None)
 
@@ -85,12 +80,20 @@ def build_app(sessions: Mapping[str, AgentSession], ignored: Collection[str]) ->
     async def complete(request: Request) -> Response:
         api = _APIS[request.url.path]
         session = _session_of(request, sessions)
-        body = await json_body(request)
+
+        def read(body: Body) -> tuple[Body, TurnPlan]:
+            return body, session.plan(api.read(body, ignored))
+
+        try:
+            body, plan = await bodies.process(request, read)
+        except BodyTooLargeError:
+            session.limit = session.limit or EpisodeEnd.length
+            raise
         # Refusals have a status of their own, so all of them come before a stream begins.
-        plan = session.plan(api.read(body, ignored))
+        answering = session.answer(plan)
         if body.get("stream"):
-            return StreamingResponse(_stream(api, body, session, plan), media_type="text/event-stream")
-        reply = await _while_connected(request, session, session.answer(plan))
+            return _EventStream(session, answering, _events(api, body, answering))
+        reply = await _while_connected(request, session, answering)
         return Response(status_code=_CLIENT_GONE) if reply is None else JSONResponse(api.whole(body, reply))
 
     for path in _APIS:
@@ -99,8 +102,11 @@ def build_app(sessions: Mapping[str, AgentSession], ignored: Collection[str]) ->
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> dict[str, int]:
         session = _session_of(request, sessions)
-        query = anthropic_messages.read_query(await json_body(request), ignored)
-        return {"input_tokens": session.num_tokens(query)}
+
+        def count(body: Body) -> int:
+            return len(session.plan(anthropic_messages.read_query(body, ignored)).token_ids)
+
+        return {"input_tokens": await bodies.process(request, count)}
 
     @app.get("/v1/models")
     async def models(request: Request) -> dict[str, Any]:
@@ -115,7 +121,7 @@ def build_app(sessions: Mapping[str, AgentSession], ignored: Collection[str]) ->
     @app.post("/session/reward")
     async def reward(request: Request) -> dict[str, Any]:
         session = _session_of(request, sessions)
-        record_reward(session, await json_body(request))
+        record_reward(session, await bodies.process(request, dict))
         return {"reward": session.reward}
 
     return app
@@ -130,16 +136,16 @@ def _session_of(request: Request, sessions: Mapping[str, AgentSession]) -> Agent
             status=401,
             code="invalid_api_key",
         )
+    session.has_client = True
     return session
 
 
 async def _while_connected(
-    request: Request, session: AgentSession, answer: Coroutine[Any, Any, TurnReply]
+    request: Request, session: AgentSession, answering: asyncio.Task[TurnReply]
 ) -> TurnReply | None:
     """Return the answer, or None if the client disconnects first."""
-    answering = asyncio.ensure_future(answer)
     # Polling for this would take a fifth of a core with 200 waiting requests.
-    disconnecting = asyncio.ensure_future(_disconnect(request))
+    disconnecting = asyncio.ensure_future(disconnected(request))
 
     try:
         await asyncio.wait({answering, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
@@ -152,28 +158,55 @@ async def _while_connected(
         disconnecting.cancel()
 
 
-async def _disconnect(request: Request) -> None:
-    """Wait until the client disconnects. The body of the request has been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+class _EventStream(StreamingResponse):
+    """A streamed answer. If its client disconnects first, the answer is cancelled."""
+
+    def __init__(
+        self, session: AgentSession, answering: asyncio.Task[TurnReply], events: AsyncIterator[str]
+    ) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._session = session
+        self._answering = answering
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The client may disconnect before the first event is requested, so the events cannot do this.
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if not self._answering.done():
+                self._session.abandon()
+            self._answering.cancel()
 
 
-async def _stream(api: _Api, body: Body, session: AgentSession, plan: TurnPlan) -> AsyncIterator[str]:
-    answering = asyncio.ensure_future(session.answer(plan))
-    try:
-        # Comments keep the connection alive. The answer is sent when it is complete.
-        while not (await asyncio.wait({answering}, timeout=_ALIVE_S))[0]:
-            yield ": waiting for the model\n\n"
-        for event in api.events(body, answering.result()):
-            yield event
-    except ApiError as error:
-        yield api.error_event(error)
-    except (asyncio.CancelledError, GeneratorExit):
-        if not answering.done():
-            session.abandon()
-        raise
-    finally:
-        answering.cancel()
+async def _events(api: _Api, body: Body, answering: asyncio.Task[TurnReply]) -> AsyncIterator[str]:
+    # Comments keep the connection alive. The answer is sent when it is complete.
+    while not (await asyncio.wait({answering}, timeout=_ALIVE_S))[0]:
+        yield ": waiting for the model\n\n"
+    for event in api.events(body, answering.result()):
+        yield event
+
+
+class _Protocol(H11Protocol):
+    """Calls `request.state.on_reset` of the last request if the client resets the connection.
+
+    The system of a client that ends does so if the client has not read everything that was sent to it.
+    """
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if isinstance(exc, ConnectionError) and self.scope is not None:
+            self.scope["state"].get("on_reset", lambda: None)()
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to its process.
+
+    uvicorn would wait for open requests after a SIGTERM.
+    """
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
 
 
 class EndpointServer:
@@ -197,12 +230,13 @@ class EndpointServer:
 
         config = uvicorn.Config(
             app,
+            http=_Protocol,
             log_level=logging.WARNING,
             lifespan="off",
             access_log=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import uuid
 from bisect import bisect_left
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -53,7 +53,7 @@ Generate = Callable[[list[int], int, int], Coroutine[Any, Any, SampledTurn]]
 
 
 class TurnPlan(NamedTuple):
-    """A request that was accepted.
+    """A request and its place in the conversation.
 
     Attributes:
         parent: The turn that it continues.
@@ -67,8 +67,6 @@ class TurnPlan(NamedTuple):
     keys: tuple[str, ...]
     bridge: list[int]
     token_ids: list[int]
-    max_new_tokens: int
-    seeds: list[int]
 
 
 class AgentSession:
@@ -88,6 +86,7 @@ class AgentSession:
         limit: The first limit that refused a request.
         num_abandoned: Requests whose client disconnected.
         is_abandoned: Whether the client of the last request disconnected.
+        has_client: Whether a request with its key has arrived.
         is_open: Whether the session accepts requests.
     """
 
@@ -103,67 +102,22 @@ class AgentSession:
         self.is_truncated = False
         self.num_abandoned = 0
         self.is_abandoned = False
+        self.has_client = False
         self.is_open = True
 
         self._tokens = tokens
         self._generate = generate
         self._limits = limits
-        self._num_begun = 0
-        self._prompts: Counter[bytes] = Counter()
+        self._num_begun = 0  # turns that are recorded or being sampled
+        self._seeds: defaultdict[bytes, set[int]] = defaultdict(set)  # of those turns, by their prompts
 
     def plan(self, query: TurnQuery) -> TurnPlan:
-        """Accept a request.
+        """Find the recorded turn that a request continues, and tokenize the messages after it.
+
+        This changes nothing, and may run in another thread.
 
         Raises:
-            ApiError: The session is over, a limit is reached, or the template refuses the messages.
-        """
-        if not self.is_open:
-            raise ApiError("the episode of this key is over", status=403, code="episode_over")
-        self._refuse_more_turns(query.num_choices)
-
-        parent, keys, bridge = self._found(query)
-        token_ids = [*self.tree.token_ids(parent), *bridge]
-        at_most = [self._room(len(token_ids)), self._limits.max_turn_tokens, query.max_tokens]
-        self._num_begun += query.num_choices
-
-        return TurnPlan(
-            query,
-            parent,
-            keys,
-            bridge,
-            token_ids,
-            min(limit for limit in at_most if limit is not None),
-            self._seeds(token_ids, query.num_choices),
-        )
-
-    def num_tokens(self, query: TurnQuery) -> int:
-        """Return the number of tokens before the turn of a request. Raises ApiError, see `plan`."""
-        parent, _, bridge = self._found(query)
-        return len(self.tree.token_ids(parent)) + len(bridge)
-
-    async def answer(self, plan: TurnPlan) -> TurnReply:
-        """Sample the turns of an accepted request and record them."""
-        self.is_abandoned = False
-        samples = await asyncio.gather(
-            *(self._generate(plan.token_ids, plan.max_new_tokens, seed) for seed in plan.seeds)
-        )
-        first = len(self.tree.turns)
-        choices = [self._record(plan, sample) for sample in samples]
-        reply = TurnReply(
-            uuid.uuid4().hex, choices, len(plan.token_ids), len(plan.token_ids) - len(plan.bridge)
-        )
-        self.answered[reply.id] = list(range(first, len(self.tree.turns)))
-        return reply
-
-    def abandon(self) -> None:
-        """Note that the client of a request has disconnected."""
-        self.num_abandoned += 1
-        self.is_abandoned = True
-
-    def _found(self, query: TurnQuery) -> tuple[int | None, tuple[str, ...], list[int]]:
-        """Return the recorded turn that a request continues, the keys of its new messages, and their tokens.
-
-        Recorded tokens are reused, and only what follows them is tokenized.
+            ApiError: The template refuses the messages.
         """
         try:
             messages = order_results(query.messages)
@@ -178,13 +132,60 @@ class AgentSession:
         except ValueError as error:
             raise ApiError(str(error), code="invalid_messages", parameter="messages") from error
 
-        return found.turn, tuple(keys[found.num_messages :]), bridge
+        token_ids = [*self.tree.token_ids(found.turn), *bridge]
+        return TurnPlan(query, found.turn, tuple(keys[found.num_messages :]), bridge, token_ids)
+
+    def answer(self, plan: TurnPlan) -> asyncio.Task[TurnReply]:
+        """Begin to sample the turns of a request. They are recorded when all of them are complete.
+
+        A request that is cancelled or fails counts as if it had never been sent.
+
+        Raises:
+            ApiError: The session is over, or a limit is reached.
+        """
+        if not self.is_open:
+            raise ApiError("the episode of this key is over", status=403, code="episode_over")
+        num_choices = plan.query.num_choices
+        self._refuse_more_turns(num_choices)
+        at_most = [self._room(len(plan.token_ids)), self._limits.max_turn_tokens, plan.query.max_tokens]
+        max_new_tokens = min(limit for limit in at_most if limit is not None)
+
+        seeds = self._draw_seeds(plan.token_ids, num_choices)
+        self._num_begun += num_choices
+        self.is_abandoned = False
+        answering = asyncio.ensure_future(self._sample(plan, max_new_tokens, seeds))
+
+        def settle(answered: asyncio.Task[TurnReply]) -> None:
+            if answered.cancelled() or answered.exception() is not None:
+                self._num_begun -= num_choices
+                self._seeds[_digest(plan.token_ids)].difference_update(seeds)
+
+        # A task that is cancelled before it has begun never enters a `try` of its own.
+        answering.add_done_callback(settle)
+        return answering
+
+    def abandon(self) -> None:
+        """Note that the client of a request has disconnected."""
+        self.num_abandoned += 1
+        self.is_abandoned = True
+
+    async def _sample(self, plan: TurnPlan, max_new_tokens: int, seeds: Sequence[int]) -> TurnReply:
+        samples = await asyncio.gather(
+            *(self._generate(plan.token_ids, max_new_tokens, seed) for seed in seeds)
+        )
+        first = len(self.tree.turns)
+        choices = [self._record(plan, sample) for sample in samples]
+        reply = TurnReply(
+            uuid.uuid4().hex, choices, len(plan.token_ids), len(plan.token_ids) - len(plan.bridge)
+        )
+        self.answered[reply.id] = list(range(first, len(self.tree.turns)))
+        return reply
 
     def _record(self, plan: TurnPlan, sample: SampledTurn) -> SampledChoice:
         tools = plan.query.tools
         text = self._tokens.plain(sample.token_ids.tolist(), tools)
         stop, sample, text = self._stopped(plan.query, sample, text)
-        read = self._tokens.read(text, tools)
+        read = self._tokens.read(sample.token_ids.tolist(), text, tools)
         self.num_calls += len(read.calls)
         self.is_truncated |= sample.finish_reason == "length"
 
@@ -207,7 +208,7 @@ class AgentSession:
             *read,
             sample.finish_reason,
             stop,
-            self._tokens.texts(sample.token_ids.tolist()),
+            self._tokens.token_bytes(sample.token_ids.tolist()),
             sample.log_probs.tolist(),
         )
 
@@ -257,16 +258,23 @@ class AgentSession:
             )
         return most - num_tokens
 
-    def _seeds(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """Return the seeds of a request, which depend on its tokens and on earlier equal requests.
+    def _draw_seeds(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """Return seeds that no other turn after these tokens has.
 
-        Concurrent requests of an agent may arrive in any order.
+        They depend on the tokens and on earlier equal requests, because concurrent requests of an agent may
+        arrive in any order.
         """
-        digest = hashlib.sha256(np.array(token_ids, dtype=np.int64).tobytes()).digest()
-        first = self._prompts[digest]
-        self._prompts[digest] += count
+        digest = _digest(token_ids)
+        used = self._seeds[digest]
         entropy = [self.task.seed, int.from_bytes(digest[:8], "little")]
-        return np.random.SeedSequence(entropy).generate_state(first + count)[first:].tolist()
+        drawn = np.random.SeedSequence(entropy).generate_state(len(used) + count).tolist()
+        seeds = [seed for seed in drawn if seed not in used][:count]
+        used.update(seeds)
+        return seeds
+
+
+def _digest(token_ids: Sequence[int]) -> bytes:
+    return hashlib.sha256(np.array(token_ids, dtype=np.int64).tobytes()).digest()
 
 
 def _message(read: ReadTurn) -> dict[str, Any]:

@@ -6,11 +6,16 @@ import math
 import re
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from megarl.agents.protocol import Task
 from megarl.endpoint.api_error import invalid
+from megarl.endpoint.request_fields import RequestFields, checked, wrong
 from megarl.endpoint.session import AgentSession
+
+_MOST_REWARD = 1e15
 
 
 def task_fields(task: Task) -> dict[str, Any]:
@@ -23,26 +28,41 @@ def task_fields(task: Task) -> dict[str, Any]:
     }
 
 
+def _finite(value: Any) -> float:
+    # A reward that is squared and summed in float32 must stay finite.
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    size: Any = abs(value) if is_number else math.nan
+    if not size <= _MOST_REWARD:
+        raise wrong(f"be a finite number between -{_MOST_REWARD:g} and {_MOST_REWARD:g}")
+    return float(value)
+
+
+_Reward = Annotated[float, BeforeValidator(_finite)]
+
+
+class RewardFields(RequestFields):
+    """The reward of an episode, and those of single turns by the ids of the responses that contained them."""
+
+    reward: _Reward | None = None
+    responses: dict[str, _Reward] = {}
+
+
 def record_reward(session: AgentSession, given: Any) -> None:
     """Record the reward of an agent in its session.
 
     Args:
-        given: The reward of the episode, or a mapping. Its `reward` is that of the episode, and its
-            `responses` has the rewards of single turns by the ids of the responses that contained them.
+        given: The reward of the episode, or a mapping with the fields of RewardFields.
 
     Raises:
         ApiError: A reward is not a finite number, or no single turn has that id. Nothing is recorded then.
     """
-    fields = given if isinstance(given, Mapping) else {"reward": given}
-    responses = fields.get("responses", {})
-    if not isinstance(responses, Mapping):
-        raise invalid("responses", f"is {responses!r}; it must be an object with a reward for each id")
-    reward = _finite("reward", fields.get("reward", 0.0 if responses else None))
-    of_turns = {
-        _turn(session, name): _finite(f"responses[{name!r}]", value) for name, value in responses.items()
-    }
-    if "reward" in fields:
-        session.reward = reward
+    fields = checked(RewardFields, given if isinstance(given, Mapping) else {"reward": given})
+    if fields.reward is None and not fields.responses:
+        raise invalid("reward", "is missing; it must be a finite number")
+
+    of_turns = {_turn(session, response): reward for response, reward in fields.responses.items()}
+    if fields.reward is not None:
+        session.reward = fields.reward
     session.turn_rewards.update(of_turns)
 
 
@@ -58,12 +78,6 @@ def _turn(session: AgentSession, response: str) -> int:
             else "is not a response of the episode",
         )
     return turns[0]
-
-
-def _finite(name: str, value: Any) -> float:
-    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
-        raise invalid(name, f"is {value!r}; it must be a finite number")
-    return float(value)
 
 
 def environment_of(url: str, session: AgentSession) -> dict[str, str]:

@@ -12,6 +12,7 @@ from megarl.config.schema import HarnessConfig
 from megarl.endpoint.chat_tokens import ChatTokens
 from megarl.endpoint.external import ExternalHarness
 from megarl.endpoint.harness import Harness, HarnessError, HarnessFailure
+from megarl.endpoint.request_body import RequestBodies
 from megarl.endpoint.server import EndpointServer, build_app
 from megarl.endpoint.session import AgentSession, SampledTurn, SessionLimits
 from megarl.endpoint.session_messages import (
@@ -34,6 +35,9 @@ class SessionServer:
         config: Time limit of an episode, and ignored parameters of requests.
         max_concurrency: Limit on the programs that run at the same time.
         report: Receives requests and results.
+
+    Attributes:
+        max_body_bytes: Size of the largest body that is accepted.
     """
 
     def __init__(
@@ -56,9 +60,11 @@ class SessionServer:
         self._waiting: dict[int, asyncio.Future[SampledTurn]] = {}
         self._numbers = itertools.count()
 
-        app = build_app(self._sessions, config.ignored_parameters)
+        self.max_body_bytes = tokens.max_body_bytes(limits.max_tokens)
+        bodies = RequestBodies(self.max_body_bytes)
+        app = build_app(self._sessions, config.ignored_parameters, bodies)
         if isinstance(harness, ExternalHarness):
-            harness.add_routes(app)
+            harness.add_routes(app, bodies)
         self._server = EndpointServer(app, config.host, config.port or 0)
 
     @property

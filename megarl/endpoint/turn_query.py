@@ -43,19 +43,21 @@ class SampledChoice(NamedTuple):
     Attributes:
         text: What the model wrote outside of thinking and calls.
         reasoning: What it wrote between `<think>` and `</think>`; empty if there is none.
+        num_reasoning: Tokens of this thinking and its tags.
         calls: The calls that could be read. Others are part of the text.
         finish_reason: "length" if a limit of tokens ended it.
         stop: The text of `TurnQuery.stop` that ended it, if one did.
-        tokens: The text of each token.
+        tokens: The UTF-8 bytes of each token, which may be a part of a character.
         log_probs: The log-prob of each token.
     """
 
     text: str
     reasoning: str
+    num_reasoning: int
     calls: Sequence[WrittenCall]
     finish_reason: Literal["stop", "length"]
     stop: str | None
-    tokens: Sequence[str]
+    tokens: Sequence[bytes]
     log_probs: Sequence[float]
 
 

@@ -18,6 +18,7 @@ from megarl.agents.protocol import Task
 from megarl.config.schema import AgentConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.endpoint.chat_tokens import ChatTokens
+from megarl.endpoint.request_body import RequestBodies
 from megarl.endpoint.server import EndpointServer, build_app
 from megarl.endpoint.session import AgentSession, SampledTurn, SessionLimits
 
@@ -92,7 +93,7 @@ def serving(folder: Path, ignored: Sequence[str] = ("temperature",)) -> Generato
     def run(what: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(what, loop).result(30)
 
-    server = EndpointServer(build_app(sessions, ignored), "127.0.0.1")
+    server = EndpointServer(build_app(sessions, ignored, RequestBodies(1 << 20)), "127.0.0.1")
     run(server.start())
     try:
         yield Served(server.url, sessions, model, ChatTokens(tokenizer, AgentConfig()))

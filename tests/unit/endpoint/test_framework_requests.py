@@ -38,8 +38,12 @@ def play(bodies: Sequence[dict[str, Any]], turns: Sequence[str], ignored: Sequen
 
     limits = SessionLimits(max_turns=4, max_tokens=400)
     session = AgentSession(ChatTokens(TOKENIZER, AgentConfig()), generate, limits, Task())
+
+    async def ask(body: dict[str, Any]) -> None:
+        await session.answer(session.plan(openai_chat.read_query(body, ignored)))
+
     for body in bodies:
-        asyncio.run(session.answer(session.plan(openai_chat.read_query(body, ignored))))
+        asyncio.run(ask(body))
     return session
 
 

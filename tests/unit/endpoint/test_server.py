@@ -98,9 +98,12 @@ def test_a_conversation_with_a_call_is_one_row_of_the_tokens_that_were_sampled(
     assert second.usage.prompt_tokens_details is not None
     assert second.usage.prompt_tokens_details.cached_tokens == first.usage.total_tokens  # type: ignore[union-attr]
 
-    text = "".join(served.tokens.texts([*row.prompt, *row.token_ids.tolist()]))
+    text = b"".join(served.tokens.token_bytes([*row.prompt, *row.token_ids.tolist()])).decode()
     assert text == f"<system>price;<end><user>ab?<end><assistant>{CALL}<end><tool>42<end><assistant>42<end>"
-    assert "".join(served.tokens.texts(row.token_ids[row.mask].tolist())) == f"{CALL}<end>42<end>"
+    assert (
+        b"".join(served.tokens.token_bytes(row.token_ids[row.mask].tolist()))
+        == f"{CALL}<end>42<end>".encode()
+    )
     assert row.weight_versions == (7,)
     assert session.num_calls == 1
     check_log_probs(served, session)
@@ -145,7 +148,7 @@ def test_a_stop_text_cuts_the_sample_after_the_token_that_completes_it(
     )
     assert (found.choices[0].message.content, found.choices[0].finish_reason) == ("", "stop")
     (row,) = session.tree.rows()
-    assert served.tokens.texts(row.segments[-1].token_ids.tolist()) == ["4"]
+    assert served.tokens.token_bytes(row.segments[-1].token_ids.tolist()) == [b"4"]
 
 
 def test_anthropic_messages(served: Served, session: AgentSession) -> None:
@@ -168,7 +171,10 @@ def test_anthropic_messages(served: Served, session: AgentSession) -> None:
     assert stream.get_final_text() == "42"
     assert second.usage.input_tokens == count.input_tokens
     (row,) = session.tree.rows()
-    assert "".join(served.tokens.texts(row.token_ids[row.mask].tolist())) == f"{CALL}<end>42<end>"
+    assert (
+        b"".join(served.tokens.token_bytes(row.token_ids[row.mask].tolist()))
+        == f"{CALL}<end>42<end>".encode()
+    )
     check_log_probs(served, session)
 
 
@@ -305,7 +311,9 @@ def test_rewards_tasks_and_models(served: Served, session: AgentSession) -> None
     assert [model.id for model in openai_client(served, session).models.list()] == ["policy"]
 
 
-def test_a_client_that_disconnects_cancels_its_request(served: Served, session: AgentSession) -> None:
+def test_a_client_that_disconnects_cancels_its_request(served: Served) -> None:
+    # Abandoned requests use up no turn.
+    session = served.open(SessionLimits(max_turns=1, max_tokens=200))
     before = served.model.num_cancelled
     served.model.is_held = True
     try:
@@ -320,6 +328,9 @@ def test_a_client_that_disconnects_cancels_its_request(served: Served, session: 
     assert session.tree.turns == []
     chat(openai_client(served, session))
     assert not session.is_abandoned
+    with pytest.raises(openai.BadRequestError, match="agent.max_turns=1"):
+        chat(openai_client(served, session))
+    assert session.limit is EpisodeEnd.turns
 
 
 def test_a_client_may_disconnect_before_its_request_has_arrived(

@@ -70,7 +70,7 @@ def test_results_are_read_in_the_order_of_the_calls(served: Served, api: str) ->
     results = [("c", "third"), ("a", "first"), ("b", "second")]
     for sent in (results, results[::-1], sorted(results)):
         assert post(served, session, api, ["a", "b", "c"], sent).status_code == 200
-    prompts = {"".join(served.tokens.texts(row.prompt)) for row in session.tree.rows()}
+    prompts = {b"".join(served.tokens.token_bytes(row.prompt)).decode() for row in session.tree.rows()}
     assert prompts == {
         "<user>?<end><assistant><end><tool>first<end><tool>second<end><tool>third<end><assistant>"
     }
