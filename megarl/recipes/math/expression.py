@@ -53,7 +53,9 @@ class Expression(NamedTuple):
 
     def times(self, factor: Number) -> Expression:
         """Return the formula multiplied by a number, without a percent sign."""
-        last_place = self.last_place and numbers.multiply(self.last_place, factor)
+        last_place = None
+        if self.last_place is not None and isinstance(factor, Fraction):
+            last_place = self.last_place * factor
         return Expression(
             lambda variables: numbers.multiply(self.value(variables), factor), self.names, last_place
         )
@@ -283,7 +285,7 @@ class _Parser:
 
         if len(word) == 1 or word in _CONSTANTS or word in GREEK_NAMES:
             # `f(x)` would otherwise be read as a product.
-            if len(word) == 1 and word in "fghFG" and self._token() == "(":
+            if len(word) == 1 and self._token() == "(" and (word in "fghFG" or self._is_call(word)):
                 raise UnreadableError("a function without a definition")
             return self._name(word)
 
@@ -294,6 +296,15 @@ class _Parser:
         # `xy` is a product: put the other letters back as tokens.
         self._tokens[self._at : self._at] = [("word", letter) for letter in word[1:]]
         return self._name(word[0])
+
+    def _is_call(self, name: str) -> bool:
+        """Whether a number in parentheses after a letter is an argument, as in P(2) and y(0)."""
+        tokens = [token for _, token in self._tokens[self._at : self._at + 3]]
+        return (
+            len(tokens) == 3
+            and tokens[2] == ")"
+            and (tokens[1] == "0" or name.isupper() and tokens[1].isdigit())
+        )
 
     def _name(self, name: str) -> Value:
         if self._take("_"):

@@ -37,7 +37,8 @@ _NAME = re.compile(
         (
             rf"(?:{_LETTER}|{_ACCENTED}|\\mathbb\s*\{{[EP]\}}){_MARKS}"
             rf"(?:\s*\^\s*\{{?-1\}}?)?(?:{_CALL})?{_MARKS}",
-            rf"\|?\s*(?:{_POINTS}|{_ACCENTED})\s*\|?",
+            rf"\|?\s*(?:{_POINTS}|{_ACCENTED})\s*\|?|\\frac\s*\{{\s*{_POINTS}\s*\}}\s*\{{\s*{_POINTS}\s*\}}",
+            rf"{_POINTS}\s*[/:]\s*{_POINTS}",
             rf"[A-Z]{_MARKS}\s*\^\s*\{{?(?:-1|T|\\top)\}}?",
             rf"m?\s*{_LABEL}",
             rf"\(\s*{_LETTER}{_MARKS}(?:,\s*{_LETTER}{_MARKS})+\)",

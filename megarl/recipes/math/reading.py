@@ -301,6 +301,9 @@ def _side(text: str) -> Answer:
 
 def _interval(sides: Sequence[str], signs: Sequence[str]) -> Union | None:
     """Return the interval of an inequality between one variable and numbers; None for other inequalities."""
+    # Words on a side may change the meaning, as in `concave when x < 3`.
+    if any('"' in side or re.search("[A-Za-z]{2} ", side) for side in sides):
+        return None
     ends = [None if is_name(side) and side not in ("\\infty", "\\pi", "e") else _end(side) for side in sides]
     if sum(end is None for end in ends) != 1:
         return None

@@ -52,7 +52,7 @@ _SAME_UNITS = {
     "kilogram": "kg",
     "minute": "min",
     "usd": "dollar",
-    "percent": "%",
+    **dict.fromkeys(("percent", "pct", "percentage"), "%"),
     "deg": "degree",
     "square centimeter": "cm^2",
     "square meter": "m^2",

@@ -5,6 +5,9 @@ The tables of `math_cases.py` have one answer in a row; these show what one trut
 
 # Equations and inequalities: only a name on the left may be left out.
 EQUATIONS = [
+    (r"\frac{NO}{BO}=\frac12", ["1/2"], ["2"]),
+    ("AB:CD=1:2", ["1:2"], ["2:1"]),
+    (r"\frac{x}{y}=2", ["x=2y"], ["2"]),
     ("x+y=5", [], ["5"]),
     ("2x - 3y + 4z - 5 = 0", [], ["0"]),
     ("x^2 + y^2 = 4", [], ["4"]),
@@ -184,6 +187,11 @@ WORDS_AND_SETS = [
 
 # Answers that hedge, restate the problem, or have the right digits in another meaning.
 GUESSES = [
+    (r"x \ne 3", ["x<3 or x>3"], [r"\text{concave down when } x<3, \text{ concave up when } x>3"]),
+    ("0", [], ["I(0)", "y(0)", "P(0)"]),
+    (r"60^\circ", [], ["1.5", "1.0"]),
+    (r"1.5^\circ", ["1.5"], [r"60^\circ"]),
+    (r"28\%", ["28 pct", "28 percentage"], ["28 cm"]),
     ("(1,2)", ["1<x<2"], ["[1,2]", r"\{1,2\}"]),
     ("[1,2]", [], ["(1,2)"]),
     ("(2,1)", [], ["(1,2)", "2<x<1"]),
@@ -256,7 +264,7 @@ GUESSES = [
     (r"x\frac12", ["x/2"], []),
     (r"3\frac{5}{2}", ["7.5"], ["5.5"]),
     (r"\infty", ["infinity"], [r"-\infty", "5", "diverges", r"\frac10"]),
-    (r"\text{DNE}", [], [r"\infty"]),
+    (r"\text{does not exist}", [], [r"\infty"]),
     ("0", [
         "0.", "x=0"
     ], [
@@ -345,3 +353,50 @@ GUESSES = [
 ]  # fmt: skip
 
 BY_TRUTH = [*EQUATIONS, *UNDECIDED, *THOUSANDS, *WORDS_AND_SETS, *GUESSES]
+
+# Where this reward and Math-Verify disagree, by the reason: (reason, whether the answer is right, pairs of a truth
+# and an answer). This reward is right in all but the last two rows.
+MATH_VERIFY_DIFFERS = [
+    ("the right side of an equation is no answer to it", False, [
+        ("x+y=5", "5"), ("xy = 1", "1"), (r"\sin x = 0", "0"), ("m+n=5", "5"),
+    ]),
+    ("an equation or inequality that is not solved is no solution", False, [
+        ("9", "3x = 9"), ("0", "2x+1=0"), ("L=S-2B", "S=L+2B"), ("[-2,2]", r"x^2 \le 4"), ("(-2,2)", "x^2<4"),
+    ]),
+    ("values belong to their names and groups", False, [
+        ("a=2, b=3", "3,2"), (r"x=1,y=2 \text{ or } x=3,y=4", r"x=1,y=4 \text{ or } x=3,y=2"),
+    ]),
+    ("order and brackets have a meaning", False, [
+        ("(1,2)", r"\{1,2\}"), ("1,2", "1<x<2"), ("3", "[3,3]"), (r"\angle ABC", r"\angle ACB"),
+        (r"x<1 \text{ or } x>2", r"x<1 \text{ and } x>2"),
+    ]),
+    ("an element of a list counts as often as it is written", False, [("1,2", "1,2,2"), ("5", "5, 5")]),
+    ("a chain with a contradiction states nothing", False, [
+        ("5", "6 = 5"), ("5", "4=5"), ("5", "x = 6 = 5"), ("1/3", r"x=\frac13\approx 11"), ("4", r"4 \approx 5"),
+    ]),
+    ("words and units change a value", False, [
+        ("5", r"5\text{ thousand}"), ("5", r"\text{not } x = 5"), ("5 cm", "5 m"), ("5 hours", "5 minutes"),
+        (r"60^\circ", r"60\%"), (r"60^\circ", r"60\text{ rad}"),
+    ]),
+    ("dots stand for elements", False, [(r"\{1,2,\ldots,10\}", r"\{1,2,10\}")]),
+    ("capital letters are other names", False, [("x", "X"), ("A", "a")]),
+    ("small numbers and other bases are compared exactly", False, [
+        (r"2^{-98}", r"2^{-99}"), ("0.0000014", "0.000001"), ("101_3", "101_2"),
+    ]),
+    ("spaces beside a thousands comma", True, [("1234", r"1,\;234"), ("12345678", r"12\,345\,678")]),
+    ("mirrored inequalities", True, [(r"x+y\ne 1", r"1 \ne x+y")]),
+    ("exact values of functions, powers and periods", True, [
+        ("-1", r"e^{i\pi}"), ("1/3", r"0.\bar{3}"), (r"\frac{1}{2}ab", r"\frac{ab}{2}"),
+    ]),
+    ("notation of plain text", True, [
+        ("3.5", "3 1/2"), ("1500", "1.5e3"), ("5 million", "5000000"), ("yes", "Yes."),
+    ]),
+    ("names and words for the same", True, [
+        ("f(x)=x^2", "y=x^2"), (r"\overline{AB}", "AB"), (r"\frac{dy}{dx}=2x", "2x"), (r"\varnothing", "no solution"),
+        (r"\frac{\pi}{3}", r"60^\circ"), ("B", r"\text{Option B}"),
+    ]),
+    ("Math-Verify is right: intervals that touch are one", True, [("(0,2)", r"(0,1]\cup(1,2)")]),
+    ("Math-Verify is right: the logarithm to base 10, and an inequality times -1", True, [
+        ("2", r"\log 100"), ("x<1", "-x>-1"),
+    ]),
+]  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from math_verify import parse, verify
 
 from megarl.config.schema import DataConfig, LossyText
 from megarl.data.prompts import PromptDataset
@@ -22,7 +23,7 @@ from megarl.recipes.math.prepare import convert_gsm8k
 from megarl.recipes.math.reward import answer_from_truth, check_truth, compute_score
 from megarl.recipes.quickstart.prepare import make_tokenizer
 from tests.unit.recipes.math_cases import CASES, MISSES
-from tests.unit.recipes.math_truths import BY_TRUTH
+from tests.unit.recipes.math_truths import BY_TRUTH, MATH_VERIFY_DIFFERS
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -54,6 +55,19 @@ def test_truths_accept_their_answers_and_no_others() -> None:
         if compute_score("d", f"\\boxed{{{answer}}}", truth, {})["score"] != is_right
     ]
     assert wrong == []
+
+
+def test_this_reward_and_math_verify_disagree_where_the_table_says() -> None:
+    def by_math_verify(truth: str, answer: str) -> bool:
+        left, right = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer))
+        return verify(left, right, timeout_seconds=None, allow_set_relation_comp=True)
+
+    for reason, is_right, pairs in MATH_VERIFY_DIFFERS:
+        expected = not is_right if reason.startswith("Math-Verify is right") else is_right
+        scores = {pair: compute_score("d", f"\\boxed{{{pair[1]}}}", pair[0], {})["score"] for pair in pairs}
+        assert scores == dict.fromkeys(pairs, float(expected)), reason
+        verdicts = {pair: by_math_verify(*pair) for pair in pairs}
+        assert verdicts == dict.fromkeys(pairs, not expected), reason
 
 
 @pytest.mark.parametrize(
