@@ -288,16 +288,8 @@ def _destination(shape: Sequence[int], source: torch.Tensor, target: torch.Tenso
 
 
 def _is_engines_own(parameter: torch.Tensor) -> bool:
-    """Return whether SGLang fills a parameter itself: the scales of a KV cache (see `fill_cache_scales`)."""
+    """Return whether SGLang fills a parameter itself: the scales of a KV cache (see derived_tensors.py)."""
     return getattr(parameter, "_skip_weight_check", False)
-
-
-def fill_cache_scales(model: Any) -> None:
-    """Restore the scales of the KV cache, which SGLang computes once, and loses when it releases memory."""
-    for module in model.modules():
-        for name in ("k_scale", "v_scale"):
-            if isinstance(scale := getattr(module, name, None), torch.nn.Parameter):
-                scale.detach().fill_(getattr(module, f"{name}_float"))
 
 
 def _places(model: Any) -> list[ParameterMemory]:

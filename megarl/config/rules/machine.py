@@ -188,6 +188,29 @@ def _gpus(config: RunConfig) -> Violations:
         yield Violation(("device",), message, Absence.gpu)
 
 
+# Switches of SGLang with which samples are not those of the weights. Workers get all SGLANG_ variables.
+WRONG_SAMPLES = {
+    "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "permutes the weights of experts after loading, but not in a sync",
+    "SGLANG_FORCE_FP8_MARLIN": "repacks FP8 weights after loading, but not in a weight sync",
+    "SGLANG_SIMULATE_UNIFORM_EXPERTS": "sends tokens to experts that no router selected",
+    "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": "sends tokens to experts that no router selected",
+    "SGLANG_SIMULATE_ACC_LEN": "accepts drafted tokens that the policy did not sample",
+}
+
+
+def _engine_switches(config: RunConfig) -> Violations:
+    """Check that no switch in this machine's environment makes SGLang's samples wrong without an error."""
+    if config.rollout_engine is not RolloutEngineKind.sglang:
+        return
+    for name, effect in WRONG_SAMPLES.items():
+        value = os.environ.get(name, "").strip()
+        # SGLang ignores these values.
+        if value.lower() not in ("", "0", "false", "no", "n") and not value.startswith("-"):
+            yield Violation(
+                ("rollout.engine",), f"is sglang, but the variable {name}={value} {effect}; unset {name}"
+            )
+
+
 def _engine_packages(config: RunConfig) -> Violations:
     """Check that the packages of the engines are installed if the run joins no cluster."""
     # The nodes of a cluster have their own environments.
@@ -301,6 +324,7 @@ _RULES = (
     _gpus,
     requirements_here,
     _engine_packages,
+    _engine_switches,
     _loggers,
     _resumed_folder,
     _upload,

@@ -24,9 +24,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megarl.rollout.derived_tensors import DerivedTensors, refresh_derived
 from megarl.rollout.destinations import (
     DestinationPlan,
-    fill_cache_scales,
     record_plan,
     storage_of,
     zero_what_is_not_written,
@@ -102,17 +102,10 @@ class RankLoader:
         }
 
     def _receive(self, model: Any) -> bool:
-        """Return whether this rank has received everything.
-
-        Models with latent attention keep products of their weights, which SGLang computes after loading. It
-        does not do so here, because it takes this loader's messages for loaded weights.
-        """
+        """Return whether this rank has received everything."""
         is_complete = self._receiver.receive()
         if is_complete:
-            fill_cache_scales(model)
-        if is_complete and hasattr(model, "post_load_weights"):
-            with torch.no_grad():
-                model.post_load_weights()
+            refresh_derived(model)
         return is_complete
 
     def _places(self, part: Part) -> Iterable[torch.Tensor]:
@@ -120,15 +113,26 @@ class RankLoader:
 
     def _prepare(self, model: Any, manifest: list[tuple[str, list[int], str]]) -> dict[str, Any]:
         self._has_moved = True
-        self._plan = record_plan(
-            model, {name: TensorMeta(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in manifest}
-        )
+        metas = {name: TensorMeta(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in manifest}
+        with DerivedTensors(model) as derived:
+            self._plan = record_plan(model, metas)
+        stale: list[str] = []
+        # SGLang's own loader also refreshes what it derives.
+        if not self._plan.not_followed:
+            with DerivedTensors(model) as refreshed:
+                refresh_derived(model)
+            stale = sorted(derived.written - refreshed.written)
         slices = {
             name: [encode_slice(tensor_slice) for tensor_slice in listed]
             for name, listed in self._plan.slices.items()
         }
 
-        return {"slices": slices, "not_followed": self._plan.not_followed, "unreached": self._plan.unreached}
+        return {
+            "slices": slices,
+            "not_followed": self._plan.not_followed,
+            "unreached": self._plan.unreached,
+            "stale": stale,
+        }
 
     def _begin(self, model: Any, first_round: int, folder: str | None) -> None:
         self._follow(model)
@@ -326,6 +330,13 @@ class LoaderClient:
         if unreached and not not_followed:
             faults.append(f"no tensor is loaded into {', '.join(sorted(unreached)[:_MAX_NAMED])}")
 
+        stale = sorted({name for answer in answers for name in answer["stale"]})
+        if stale and not faults:
+            raise WeightTransferError(
+                f"a weight sync would leave {len(stale)} tensors as they are that SGLang computes when it "
+                f"loads weights, so that samples would be wrong: {', '.join(stale[:_MAX_NAMED])}; unset "
+                "SGLANG_* variables and remove rollout.server_args that select other kernels"
+            )
         if faults:
             raise WeightTransferError(
                 f"{len(faults)} faults: the tensors are not those of the engine's model: "

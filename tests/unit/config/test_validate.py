@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 from dataclasses import fields, is_dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.config.roles import model_roles
-from megarl.config.rules.machine import missing, writable_folders
+from megarl.config.rules.machine import WRONG_SAMPLES, missing, writable_folders
 from megarl.config.rules.rollout import generation_ahead
 from megarl.config.rules.run import sft_metrics, validation_metrics
 from megarl.config.schema import (
@@ -59,6 +60,38 @@ def violations(path: str, *overrides: str) -> list[str]:
     config = load_config(PPOConfig, path, list(overrides))
     found = [*validate(config), *missing(config), *writable_folders(config)]
     return [str(violation) for violation in found if violation.absence is not Absence.gpu]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_refused"),
+    [
+        ("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "1", True),
+        ("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "True", True),
+        ("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "0", False),
+        ("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "", False),
+        ("SGLANG_FORCE_FP8_MARLIN", "yes", True),
+        ("SGLANG_SIMULATE_UNIFORM_EXPERTS", "true", True),
+        ("SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS", "1", True),
+        ("SGLANG_SIMULATE_ACC_LEN", "2.5", True),
+        ("SGLANG_SIMULATE_ACC_LEN", "-1", False),
+        ("SGLANG_LOG_MS", "1", False),
+    ],
+)
+def test_switches_of_sglang_that_make_samples_wrong_are_refused(
+    ppo: str, name: str, value: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    found = [each for each in violations(ppo, "rollout.engine=sglang") if name in each]
+    assert len(found) == is_refused
+    assert all(f"the variable {name}={value} " in each and f"unset {name}" in each for each in found)
+    assert not [each for each in violations(ppo, "rollout.engine=hf") if name in each]
+
+
+def test_sglang_has_the_switches() -> None:
+    """Another version may have renamed them."""
+    (folder,) = find_spec("sglang").submodule_search_locations  # pyrefly: ignore[missing-attribute]
+    text = (Path(folder) / "srt" / "environ.py").read_text()
+    assert [name for name in WRONG_SAMPLES if name not in text] == []
 
 
 def test_packages_of_an_engine_that_are_not_installed_are_named(

@@ -135,6 +135,63 @@ def client_of():
         client.close()
 
 
+class DerivingModel(Model):
+    """Model whose loader also computes a buffer in place, and an attribute that it replaces."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__(rank, num_ranks)
+        self.register_buffer("norm_plus_one", torch.ones(6), persistent=False)
+        self.scratch = torch.zeros(3)  # is not written
+        self.folded: Any = None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        self.norm_plus_one.copy_(self.norm.data).add_(1.0)
+        self.folded = [self.down.data @ self.down.data.t()]
+
+
+class PostponingModel(DerivingModel):
+    def post_load_weights(self) -> None:
+        self.folded = [self.down.data @ self.down.data.t()]
+
+
+class RefreshedModel(PostponingModel):
+    def refresh_gemma_weight(self) -> None:
+        self.norm_plus_one.copy_(self.norm.data).add_(1.0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [(DerivingModel, ["folded[0]", "norm_plus_one"]), (PostponingModel, ["norm_plus_one"])],
+)
+def test_a_model_with_tensors_that_a_sync_leaves_stale_is_refused(
+    client_of: Callable, kind: type[Model], named: list[str], num_ranks: int
+) -> None:
+    client = client_of(Scheduler([kind(rank, num_ranks) for rank in range(num_ranks)]))
+    with pytest.raises(WeightTransferError) as refused:
+        load(client, random_weights())
+    names = ", ".join(f".{name} of {kind.__name__}" for name in named)
+    assert f"would leave {len(named)} tensors as they are" in str(refused.value)
+    assert f"so that samples would be wrong: {names}; unset" in str(refused.value)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_derived_tensors_follow_every_sync(client_of: Callable, num_ranks: int) -> None:
+    models = [RefreshedModel(rank, num_ranks) for rank in range(num_ranks)]
+    client = client_of(Scheduler(models))
+    weights = random_weights()
+    trainer = trainer_of(client, weights)
+    for version, factor in enumerate((1.0, 2.0, -0.5), start=1):
+        pushed = {name: tensor * factor for name, tensor in weights.items()}
+        trainer.push(pushed, version)
+        for model in models:
+            assert torch.equal(model.norm_plus_one, pushed["norm"] + 1.0)
+            assert torch.equal(model.folded[0], model.down @ model.down.t())
+            assert torch.equal(model.scratch, torch.zeros(3))
+    trainer.close()
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("chunk_elements", [2, 5, 1000])
 def test_pieces_of_any_size_arrive_as_whole_tensors_would(

@@ -22,7 +22,8 @@ environment.prepare("cpu")
 import torch  # noqa: E402
 
 from megarl.models.families import FAMILIES  # noqa: E402
-from megarl.rollout.destinations import DestinationPlan, record_plan  # noqa: E402
+from megarl.rollout.derived_tensors import DerivedTensors, refresh_derived  # noqa: E402
+from megarl.rollout.destinations import DestinationPlan, record_plan, storage_of  # noqa: E402
 from megarl.weights.tensors import TensorMeta  # noqa: E402
 
 
@@ -106,6 +107,61 @@ def described(plan: DestinationPlan) -> dict[str, Any]:
     }
 
 
+def random_weights(manifest: dict[str, TensorMeta], seed: int) -> dict[str, torch.Tensor]:
+    """Return the same weights on each rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(meta.shape, generator=generator) for name, meta in manifest.items()}
+
+
+def plain_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Return buffers and tensors in attributes, except those that are parameters."""
+    parameters = {storage_of(parameter) for parameter in model.parameters()}
+    return {
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
+        for name, value in {**vars(module), **dict(module.named_buffers(recurse=False))}.items()
+        if isinstance(value, torch.Tensor) and value.numel() and storage_of(value) not in parameters
+    }
+
+
+def push(plan: DestinationPlan, weights: dict[str, torch.Tensor]) -> None:
+    """Write weights into the parameters, as a weight sync does."""
+    for name, tensor in plan.tensors.items():
+        for tensor_slice, elements in tensor.parts:
+            elements.detach().copy_(weights[name][tensor_slice.index])
+
+
+def differing(model: Any, expected: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of plain tensors with other values."""
+    found = plain_tensors(model)
+    return sorted(name for name, value in expected.items() if not torch.equal(found[name], value))
+
+
+def pushed_and_loaded(model: Any, manifest: dict[str, TensorMeta]) -> dict[str, Any]:
+    """Compare plain tensors after a push with those after SGLang's own load of the same weights.
+
+    Returns:
+        The names that the loader derives by what it writes and by value, and those that differ after a push.
+    """
+    with DerivedTensors(model) as derived:
+        plan = record_plan(model, manifest)
+    with DerivedTensors(model) as refreshed:
+        refresh_derived(model)
+    with torch.no_grad():
+        model.load_weights(iter(random_weights(manifest, 2).items()))
+        expected = {name: value.clone() for name, value in plain_tensors(model).items()}
+        model.load_weights(iter(random_weights(manifest, 3).items()))
+        push(plan, random_weights(manifest, 2))
+        by_value = differing(model, expected)
+        refresh_derived(model)
+    return {
+        "derived": sorted(name.partition(" of ")[0] for name in derived.written),
+        "derived_by_value": by_value,
+        "stale": sorted(derived.written - refreshed.written),
+        "stale_by_value": differing(model, expected),
+    }
+
+
 def main(rank: int, num_ranks: int, num_stages: int, rendezvous: str, folders: list[Path]) -> None:
     cpu_adaptations.install_in_arguments()
     cpu_adaptations.rotate_without_scaling()
@@ -131,6 +187,7 @@ def main(rank: int, num_ranks: int, num_stages: int, rendezvous: str, folders: l
             "is_the_same_backwards": described(plan) == described(backwards),
             "not_followed": plan.not_followed,
             "unreached": plan.unreached,
+            **pushed_and_loaded(model, manifest),
         }
         print(json.dumps(result), flush=True)
 

@@ -38,6 +38,16 @@ OWN_NAMES |= dict.fromkeys(("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"), "
 PROGRAM = Path(__file__).with_name("plans_of_models.py")
 
 
+# The families with tensors that SGLang derives from weights.
+DERIVED = {
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5-tied", "qwen3_5_text-tied", "qwen3_5_moe", "qwen3_5_moe_text"),
+        {"gemma_weight"},
+    ),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), {"w_kc", "w_vc"}),
+}
+
+
 def save(folder: Path, family: str, tied: bool, architecture: str) -> int:
     """Save the inputs of the ranks, and return the number of tensors."""
     model = random_model(family, tied=tied)
@@ -109,6 +119,16 @@ def test_one_call_records_the_plan_of_every_family(
             assert result["num_calls_one_by_one"] == 1 + count
             assert result["not_followed"] == {}
             assert result["num_parts"] >= count / num_ranks
+
+    # A push gives what SGLang's own load gives, also in tensors that SGLang derives from weights. All of these
+    # are found without a value.
+    for results in of_ranks:
+        for result, name in zip(results, names, strict=True):
+            assert result["stale"] == result["stale_by_value"] == [], result
+            assert set(result["derived_by_value"]) <= set(result["derived"]), result
+            assert {name.rpartition(".")[2] for name in result["derived_by_value"]} == DERIVED.get(
+                name, set()
+            )
 
     # A rank may zero what another one has, such as a bias that must be added once.
     for results in zip(*of_ranks, strict=True):
