@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.batch.data_proto import DataProto
-from megarl.cli.run.context import RunContext
+from megarl.cli.run.context import RunContext, locked_folders
 from megarl.cli.run.session import Session
 from megarl.cli.run.train import open_ppo
 from megarl.config.schema import PPOConfig
@@ -60,7 +60,10 @@ def start(config: str | Path | Mapping[str, Any], *overrides: str) -> Generator[
     """
     checked = load_for_run(PPOConfig, config, overrides)
     context = RunContext(checked)
-    with open_ppo(checked, context, find_resume(checked), own_loop=True) as (session, trainer):
+    with (
+        locked_folders(checked),
+        open_ppo(checked, context, find_resume(checked), own_loop=True) as (session, trainer),
+    ):
         try:
             yield Run(session, trainer)
         finally:

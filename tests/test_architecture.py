@@ -292,6 +292,7 @@ WALL_CLOCK = {
     "data/chat_clock": "the driver's date, which all processes put into prompts",
     "endpoint/openai_chat": "a time to show",
     "endpoint/openai_responses": "a time to show",
+    "machine/folder_lock": "a time to show",
     "machine/clock": "where spans are on the timeline",
     "tracking/mlflow_service": "a time to show",
     "tracking/status": "a time to show",

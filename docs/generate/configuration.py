@@ -35,8 +35,8 @@ A configuration is a YAML file with a `kind`. `base: other.yaml` inherits anothe
 `key.sub=value` overrides a value and takes precedence.
 
 Input paths in a file (models, data, reward files, `base`) are relative to that file, wherever you run the command. Input paths in
-overrides, and output folders (`trainer.output_dir`, `checkpoint.dir`), are relative to the current folder. You can add your own preset
-as a file `algorithm/NAME.yaml` next to your configuration. The files included in megarl are available as `configs/NAME.yaml` in every
+overrides, and output folders (`trainer.output_dir`, `checkpoint.dir`), are relative to the current folder. An output folder in a file may
+begin with `${file_folder}/`, the folder of that file, as in files of `megarl init`. You can add your own preset as a file `algorithm/NAME.yaml` next to your configuration. The files included in megarl are available as `configs/NAME.yaml` in every
 folder, for commands and for `base`; their models and data are relative to the current folder. Bundled reward files have fixed names
 too, such as `megarl/recipes/math/reward.py`.
 

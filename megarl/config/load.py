@@ -41,7 +41,8 @@ def load_config[Config](
     """Load a configuration as a frozen instance of `schema`.
 
     Input paths in a file (models, data, code) are relative to that file. Paths in overrides, and output
-    folders, are relative to the current folder. `model.dtype: auto` is resolved for the device.
+    folders, are relative to the current folder; an output folder in a file may begin with
+    `${file_folder}/`. `model.dtype: auto` is resolved for the device.
 
     Args:
         schema: The class of the configuration.

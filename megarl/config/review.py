@@ -117,12 +117,12 @@ class Review:
             fits = converted if converted is not None else _converted(section, {name: value})
             if (name in inputs or name in outputs) and (unexpanded := _unexpanded(value)) is not None:
                 self._refuse(f"{prefix}{name}", f"{prefix}{name}: {unexpanded}", layer)
+            elif fits is not None and name in inputs:
+                good[name] = each_text(fits[name], partial(layer.place_of, inputs[name]))
+            elif fits is not None and name in outputs:
+                good[name] = each_text(fits[name], layer.output_of)
             elif fits is not None:
-                good[name] = (
-                    each_text(fits[name], partial(layer.place_of, inputs[name]))
-                    if name in inputs
-                    else fits[name]
-                )
+                good[name] = fits[name]
             else:
                 key = f"{prefix}{name}"
                 reason = _REFUSED_VALUES.get(key, {}).get(str(value), f"must be {expected(hints[name])}")

@@ -42,6 +42,7 @@ GROUPS = {
 }
 COMBINED = ("megatron",)  # folders whose presets can be combined
 COMMAND_LINE = "command line"
+FILE_FOLDER = "${file_folder}"  # in an output path of a file
 GIVEN = "given values"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # such as `Qwen/Qwen3-0.6B`
 _ENDINGS = (".parquet", ".json", ".jsonl", ".csv", ".arrow")  # file suffixes that no hub name has
@@ -101,6 +102,15 @@ class Layer(NamedTuple):
             return path
 
         return _from_here(joined) if ".." in joined.parts else str(joined)
+
+    def output_of(self, path: str) -> str:
+        """Return the path of an output folder, which is relative to the current folder.
+
+        FILE_FOLDER at its beginning is the folder of the file that contains it.
+        """
+        if self.file is None or not path.startswith(f"{FILE_FOLDER}/"):
+            return path
+        return _from_here(self.file.parent / path.removeprefix(f"{FILE_FOLDER}/"))
 
 
 def _from_here(path: Path) -> str:

@@ -71,7 +71,8 @@ class RunStatus:
     """Status of a run.
 
     Attributes:
-        state: running, ended, stopped (by SIGTERM, after a checkpoint), interrupted (by Ctrl-C) or failed.
+        state: running, ended, stopped (by SIGTERM or Ctrl-C, after a checkpoint), interrupted (by
+            a second Ctrl-C) or failed.
         phases: Current phases of the driver, innermost last.
         phase_s: Seconds since the innermost phase began.
         groups: Number of prompts by state.

@@ -103,7 +103,7 @@ def last_words(folder: Path, record: StatusRecord) -> str:
     if status.state == RUNNING:
         how = f"its process {record.pid} on {record.host} is gone, {ago}, {where}"
     elif status.state == STOPPED:
-        how = f"the run was stopped by SIGTERM and saved, {ago}, {where}"
+        how = f"the run was stopped and saved, {ago}, {where}"
     elif status.state == INTERRUPTED:
         how = f"the run was interrupted, {ago}, {where}"
     else:

@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from megarl.cli.run.context import RunFailedError
+from megarl.cli.run.context import RunFailedError, locked_folders, run_elsewhere
 from megarl.config.load import plain_values
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
@@ -65,21 +65,25 @@ def run_with_fewer_replicas[Run: RunConfig](
     """Load a configuration and train, after the loss of a node with fewer replicas if that is allowed.
 
     Raises:
-        ValueError: The configuration is invalid. Raised before anything is started.
+        ValueError: The configuration is invalid, or another process uses a folder of the run. Raised before
+            anything is started or changed.
         RunFailedError: The run has failed for another reason, or its batch cannot be divided among fewer
             replicas.
     """
     config = load_for_run(schema, source, overrides)
-    while True:
-        try:
-            return train(config)
-        except RunFailedError as failed:
-            if not continues_on_fewer_nodes(config, failed.error):
-                raise
-            smaller = on_fewer_nodes(config) or []
-            overrides = [*overrides, *smaller]
+    if elsewhere := run_elsewhere(source, config):
+        _log.warning("%s", elsewhere)
+    with locked_folders(config):
+        while True:
             try:
-                config = load_for_run(schema, source, overrides)
-            except ConfigError as error:
-                raise failed from error
-            _log.warning("%s\nthe run continues with %s", failed.error, " ".join(smaller))
+                return train(config)
+            except RunFailedError as failed:
+                if not continues_on_fewer_nodes(config, failed.error):
+                    raise
+                smaller = on_fewer_nodes(config) or []
+                overrides = [*overrides, *smaller]
+                try:
+                    config = load_for_run(schema, source, overrides)
+                except ConfigError as error:
+                    raise failed from error
+                _log.warning("%s\nthe run continues with %s", failed.error, " ".join(smaller))

@@ -32,7 +32,7 @@ from megarl.config.schema import (
     SFTDataConfig,
 )
 from megarl.config.shipped import CONFIGS_DIR
-from megarl.config.sources import is_hub_name
+from megarl.config.sources import FILE_FOLDER, is_hub_name
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
@@ -253,7 +253,7 @@ def _config(
         rows=max(min(_PROMPTS, _PROMPTS if data is None else data.num_rows), wishes.num_devices),
         every=10 if validation else 0,
         before=str(bool(validation)).lower(),
-        output=wishes.folder / "run",
+        output=f"{FILE_FOLDER}/run",
         critic=_critic(wishes),
     )
 

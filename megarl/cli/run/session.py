@@ -91,6 +91,7 @@ def open_session(context: RunContext, resume: Resume | None) -> Generator[Sessio
         ExitStack() as at_end,
         Termination(lambda text: console.print(text, soft_wrap=True)) as termination,
     ):
+        context.termination = termination
         yield Session(
             output_dir=output_dir,
             processes=started,
@@ -113,7 +114,12 @@ def claim_output_dir(output_dir: Path, config: RunConfig, resume: Resume | None,
     for folder in output_dir.glob(PUSHED_FOLDERS):
         shutil.rmtree(folder)
     metrics = output_dir / METRICS_FILE
-    if not metrics.exists() or (resume is not None and resume.is_own):
+    where = output_dir.absolute()
+    if resume is not None and resume.is_own:
+        _say(console, f"resuming the run in {where} after step {resume.step}")
+        return
+    if not metrics.exists():
+        _say(console, f"new run in {where}{'' if resume is None else f', from {resume.checkpoint}'}")
         return
     num_steps = metrics.read_bytes().count(b"\n")
 
@@ -124,14 +130,17 @@ def claim_output_dir(output_dir: Path, config: RunConfig, resume: Resume | None,
             f"folder or give a new one, so that two runs are not mixed"
         )
 
-    console.print(
-        f"the run in {output_dir} ended before its first checkpoint, after "
-        f"{counted(num_steps, 'logged step')}; starting over",
+    _say(
+        console,
+        f"the run in {where} ended before its first checkpoint, after {counted(num_steps, 'logged step')}; "
+        "starting over",
         style="yellow",
-        soft_wrap=True,
-        highlight=False,
     )
     clear(output_dir)
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    console.print(text, style=style, soft_wrap=True, highlight=False)
 
 
 def of_another_run(output_dir: Path, config: RunConfig) -> str | None:

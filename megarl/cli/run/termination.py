@@ -1,6 +1,7 @@
 """Signals that end a run.
 
-SIGTERM, which schedulers send, ends it after its step and a checkpoint. Ctrl-C ends it immediately.
+SIGTERM, which schedulers send, and Ctrl-C end it after its step and a checkpoint. A second signal ends it
+immediately, as does Ctrl-C before the first step.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # Exit codes, as a shell reports them.
 TERMINATED = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT
+# Names of the causes.
+SIGTERM = "SIGTERM"
+CTRL_C = "Ctrl-C"
 
 
 @contextmanager
@@ -51,16 +55,19 @@ def ends_by_signal(end_children: Callable[[], object]) -> Generator[None]:
 
 
 class Termination:
-    """Records SIGTERM within its block.
+    """Records a request to end after the step: SIGTERM within its block, or what calls `request`.
 
     Enter it after Ray was started, which installs its own handler. The previous handler is restored at the
     end.
+
+    Attributes:
+        cause: The first request; empty if there is none.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._before: Any = None
-        self.requested = False
+        self.cause = ""
 
     def __enter__(self) -> Termination:
         self._before = signal.signal(signal.SIGTERM, self._on_signal)
@@ -71,26 +78,45 @@ class Termination:
     ) -> None:
         signal.signal(signal.SIGTERM, self._before)
 
+    @property
+    def requested(self) -> bool:
+        return bool(self.cause)
+
+    @property
+    def status(self) -> int:
+        """The exit code of a run that was asked to end."""
+        return INTERRUPTED if self.cause == CTRL_C else TERMINATED
+
+    def request(self, cause: str) -> None:
+        """Ask the run to end after its step and a checkpoint."""
+        self.cause = cause
+        self._say(
+            f"{cause}: the run ends after this step and its checkpoint; a second {cause} ends it immediately"
+        )
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             self._say("SIGTERM again: exiting now, without saving")
             raise SystemExit(TERMINATED)
-        self.requested = True
-        self._say(
-            "SIGTERM: the run ends after this step and its checkpoint; a second SIGTERM ends it immediately"
-        )
+        self.request(SIGTERM)
 
 
 class Interruption:
     """Shut down a run in order on Ctrl-C or on loss of the terminal (SIGHUP), within the block.
 
-    The first Ctrl-C raises KeyboardInterrupt. A second one during the shutdown does not interrupt it. A third
-    one ends this process immediately; its child processes then end by themselves, as when it is killed. A
-    signal that is ignored (nohup, background jobs of a shell) stays ignored.
+    The first Ctrl-C asks the run to end after its step, if it can; the next one raises KeyboardInterrupt. A
+    further one during the shutdown does not interrupt it. One more ends this process immediately; its child
+    processes then end by themselves, as when it is killed. A signal that is ignored (nohup, background jobs
+    of a shell) stays ignored.
+
+    Args:
+        say: Prints a line.
+        request_end: Asks the run to end after its step; returns False if it cannot, or was asked before.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], request_end: Callable[[], bool] = lambda: False) -> None:
         self._say = say
+        self._request_end = request_end
         self._before: dict[signal.Signals, Any] = {}
         self._times = 0
 
@@ -107,6 +133,8 @@ class Interruption:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._times == 0 and number == signal.SIGINT and self._request_end():
+            return
         self._times += 1
         if self._times == 1 and number == signal.SIGHUP:
             raise SystemExit(128 + number)
@@ -115,5 +143,5 @@ class Interruption:
         if self._times > 2:
             os._exit(INTERRUPTED)
         self._say(
-            "Ctrl-C again: the run is shutting down; a third Ctrl-C exits without waiting for its processes"
+            "Ctrl-C again: the run is shutting down; one more Ctrl-C exits without waiting for its processes"
         )

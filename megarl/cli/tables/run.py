@@ -318,7 +318,7 @@ def when_saved(config: RunConfig) -> tuple[str, str]:
     words = [words for there, words, _ in moments if there]
     keys = [f"checkpoint.{key}" for there, _, key in moments if there]
     if not words:
-        return "only when SIGTERM ends the run", "checkpoint.at_end"
+        return "only when SIGTERM or Ctrl-C ends the run", "checkpoint.at_end"
     *first, last = words
 
     return f"{', '.join(first)} and {last}" if first else last, keys[0]

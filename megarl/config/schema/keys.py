@@ -183,7 +183,10 @@ def naming(*arguments: str) -> dict[Any, tuple[str, ...]]:
 
 
 class OutputFolder:
-    """Marks a key that names an output folder of a run, which is relative to the current folder."""
+    """Marks a key that names an output folder of a run.
+
+    It is relative to the current folder, unless it begins with the folder of its file; see sources.py.
+    """
 
 
 def written() -> dict[Any, bool]:

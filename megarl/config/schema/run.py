@@ -135,7 +135,8 @@ class CheckpointConfig:
     every_steps: int = ranged(0, at_least=0)  # steps between checkpoints; 0: do not save by steps
     # minutes between checkpoints, each saved at the end of a step; 0: do not save by time
     every_minutes: float = ranged(0.0, at_least=0)
-    at_end: bool = True  # save after the last step, so that training can be extended; SIGTERM always saves
+    # save after the last step, so that training can be extended; SIGTERM and Ctrl-C always save
+    at_end: bool = True
     keep: int = ranged(2, at_least=0)  # number of complete checkpoints to keep, the newest; 0: all
     keep_best: KeepBestConfig = field(default_factory=KeepBestConfig)
     # also save the policy as a Hugging Face folder, in each checkpoint and at the end in

@@ -297,6 +297,12 @@ def test_questions_are_held_out_for_validation(
     config = load_config(PPOConfig, str(mine / "run.yaml"))
     assert (config.data.columns.ground_truth, config.data.columns.data_source) == ("answer", "data_source")
     assert (config.trainer.validate_every_steps, config.trainer.validate_before) == (10, True)
+
+    # The run is found from any folder, and moves with its files.
+    for here, file in ((tmp_path, "mine/run.yaml"), (mine, "run.yaml"), (Path("/"), str(mine / "run.yaml"))):
+        monkeypatch.chdir(here)
+        output_dir = load_config(PPOConfig, file).trainer.output_dir
+        assert Path(output_dir).absolute() == mine.resolve() / "run"
     monkeypatch.chdir(tmp_path)
     assert main(["check", "mine/run.yaml"]) == 0, capsys.readouterr().err
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from megarl.cli.run.context import run_elsewhere
 from megarl.cli.run.resumption import is_complete
 from megarl.cli.run.session import claim_output_dir, of_another_run, write_summary
 from megarl.config.load import dump_config, load_config
@@ -64,8 +65,37 @@ def resumed(is_own: bool, **state: Any) -> Resume:
 
 
 def test_a_new_folder_is_made(config: SFTConfig) -> None:
-    assert claim(config) == ""
-    assert Path(config.trainer.output_dir).is_dir()
+    where = Path(config.trainer.output_dir).absolute()
+    assert claim(config) == f"new run in {where}\n"
+    assert where.is_dir()
+    assert claim(config, resumed(is_own=False)) == f"new run in {where}, from step_00000005\n"
+
+
+def test_a_new_run_names_the_one_that_the_user_may_have_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its output folder was relative to the folder in which it was started."""
+    config = SFTConfig(model=ModelConfig(path="model"), trainer=SFTTrainerConfig(output_dir="project/run"))
+    (tmp_path / "project" / "run").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "project" / "run.yaml").write_text("kind: sft\n")
+
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    source = "../project/run.yaml"
+    assert run_elsewhere(source, config) is None  # there is no run yet
+    (tmp_path / "project" / "run" / "config.yaml").touch()
+    assert run_elsewhere(source, config) == (
+        f"trainer.output_dir='project/run' is relative to the current folder, {tmp_path}/elsewhere, which has "
+        f"no such run, but {tmp_path} has one: to resume it, run the command there, or add "
+        f"trainer.output_dir={tmp_path}/project/run"
+    )
+    monkeypatch.chdir(tmp_path / "project")
+    assert "run the command there" in (run_elsewhere("run.yaml", config) or "")
+    monkeypatch.chdir(tmp_path)
+    assert run_elsewhere("project/run.yaml", config) is None
+    absolute = replace(config, trainer=SFTTrainerConfig(output_dir=str(tmp_path / "other")))
+    assert run_elsewhere("project/run.yaml", absolute) is None
+    assert run_elsewhere("configs/quickstart.yaml", config) is None  # ships with megarl
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_over(config: SFTConfig) -> None:
@@ -91,7 +121,7 @@ def test_weights_that_were_on_their_way_through_the_disk_are_removed(config: SFT
 
 def test_a_run_that_goes_on_keeps_its_metrics(config: SFTConfig) -> None:
     output_dir = left_by(config)
-    claim(config, resumed(is_own=True))
+    assert claim(config, resumed(is_own=True)) == f"resuming the run in {output_dir} after step 5\n"
     assert (output_dir / "metrics.jsonl").exists()
 
 

@@ -67,7 +67,7 @@ NO_CHECKPOINT = "; no checkpoint is saved in {folder}/checkpoints; the same comm
     ("state", "changes", "says"),
     [
         ("ended", {}, "the run is complete, 0 s ago, after step 3"),
-        ("stopped", {}, "the run was stopped by SIGTERM and saved, 0 s ago, in step 3 of 70" + NO_CHECKPOINT),
+        ("stopped", {}, "the run was stopped and saved, 0 s ago, in step 3 of 70" + NO_CHECKPOINT),
         ("interrupted", {}, "the run was interrupted, 0 s ago, in step 3 of 70" + NO_CHECKPOINT),
         (
             "failed",

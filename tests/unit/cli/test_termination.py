@@ -1,7 +1,7 @@
 """Signals that end a run.
 
-The first SIGTERM requests an end, and the second one ends at once. For Ctrl-C, the third one does. The
-previous handlers are restored afterwards.
+The first one requests an end, and the second one ends at once; further Ctrl-C do not interrupt the shutdown.
+The previous handlers are restored afterwards.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import signal
 
 import pytest
 
-from megarl.cli.run.termination import INTERRUPTED, TERMINATED, Interruption, Termination
+from megarl.cli.run.context import RunContext
+from megarl.cli.run.termination import CTRL_C, INTERRUPTED, TERMINATED, Interruption, Termination
+from megarl.config.schema import ModelConfig, SFTConfig
+from megarl.trainers.monitor import Position
 
 
 def test_the_first_signal_is_a_request_and_the_second_an_end() -> None:
@@ -42,7 +45,7 @@ def test_ctrl_c_interrupts_once_and_does_not_break_into_the_end(monkeypatch: pyt
             os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         (line,) = said
-        assert line.startswith("Ctrl-C again: the run is shutting down")
+        assert line.startswith("Ctrl-C again: the run is shutting down; one more")
         assert statuses == []
         os.kill(os.getpid(), signal.SIGINT)
         assert statuses == [INTERRUPTED] == [130]
@@ -58,3 +61,31 @@ def test_ctrl_c_that_is_ignored_stays_so() -> None:
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_in_a_step_waits_for_it_and_the_next_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step there is nothing to save, and between two steps there is."""
+    said: list[str] = []
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    context = RunContext(SFTConfig(model=ModelConfig(path="model")))
+    with Interruption(said.append, context.end_after_step), Termination(said.append) as termination:
+        context.termination = termination
+        context.position = Position()
+        context.position.phases = ["testing"]
+        assert not context.end_after_step()
+
+        context.position = Position(spent_s={"step": 1.0})
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (termination.requested, termination.status) == (True, INTERRUPTED)
+        assert said == [
+            "Ctrl-C: the run ends after this step and its checkpoint; a second Ctrl-C ends it immediately"
+        ]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_sigterm_after_ctrl_c_ends_at_once() -> None:
+    with Termination(lambda text: None) as termination:
+        termination.request(CTRL_C)
+        with pytest.raises(SystemExit):
+            os.kill(os.getpid(), signal.SIGTERM)
