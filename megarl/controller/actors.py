@@ -18,7 +18,7 @@ from megarl.controller.call_limits import GroupLimits, LearnedLimits
 from megarl.controller.calls import Call, CallEnd
 from megarl.controller.cluster import worker_owner
 from megarl.controller.dispatch import CallPlan
-from megarl.controller.errors import PhaseTimeoutError, RankReport
+from megarl.controller.errors import UNKNOWN_NODE, PhaseTimeoutError, RankReport
 from megarl.controller.futures import NODE_LOOK_S, WorkerFuture
 from megarl.controller.host import WorkerHost
 from megarl.controller.messages import (
@@ -250,7 +250,7 @@ class ActorSet:
     def _report(self, rank: int, answer: RankActivity | RayError | None) -> RankReport:
         activity = None if isinstance(answer, RayError) else answer  # an error: the process died
         location = activity.location if activity is not None else self.locations.get(rank)
-        return RankReport(self.title, rank, location.node if location else "not known yet", activity)
+        return RankReport(self.title, rank, location.node if location else UNKNOWN_NODE, activity)
 
     def end(self, why: PhaseTimeoutError | None = None) -> None:
         """End all processes at once, with everything that they started (machine/reaper.py).

@@ -14,14 +14,16 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from megarl.controller.call_limits import GroupLimits
-from megarl.controller.cluster import ended_daemon, oom_kills
+from megarl.controller.cluster import daemons_last_words, ended_daemon, ended_node, oom_kills
 from megarl.controller.errors import (
+    UNKNOWN_NODE,
     PhaseTimeoutError,
     RankFailure,
     RankReport,
     RayEndedError,
     WorkerError,
 )
+from megarl.controller.hints import NODE_LOST
 from megarl.controller.lost_process import LOST, node_lost, relay_lost, why_lost
 from megarl.controller.messages import (
     CallFailure,
@@ -193,13 +195,13 @@ class Call:
         if isinstance(error, RayActorError):  # may concern the process that should have produced an argument
             rank = self.processes.rank_of(error.actor_id, self.rank)
             if daemon := ended_daemon():
-                raise RayEndedError(daemon) from error
+                raise RayEndedError(daemon, daemons_last_words()) from error
 
         # A broken connection alone does not show whether the process or its node is gone.
         if isinstance(error, ActorUnavailableError):
             error = self.processes.last_word(rank, error)
         location = self.processes.locations.get(rank)
-        node = location.node if location else "not known yet"
+        node = location.node if location else UNKNOWN_NODE
         pid = location.pid if location else None
         log_path = location.stderr_path if location else ""
 
@@ -212,6 +214,8 @@ class Call:
             # The process is gone: the end of its log and the node's OOM kills may explain why.
             log = _end_of_log(log_path) if location else ""
             loss = why_lost(error, location.node if location else None, log, oom_kills(node))
+            if loss.hint is NODE_LOST and (daemon := ended_node()):
+                raise RayEndedError(daemon, daemons_last_words()) from error
             failure = CallFailure(
                 FailureKind.death, loss.summary, f"{error}\n{log}", time.time(), hint=loss.hint
             )
@@ -239,7 +243,7 @@ class Call:
         self.failure = RankFailure(
             self.role,
             self.rank,
-            location.node if location else "not known yet",
+            location.node if location else UNKNOWN_NODE,
             location.pid if location else None,
             self.method,
             CallFailure(kind, loss.summary, loss.summary, time.time(), hint=loss.hint),

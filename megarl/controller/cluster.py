@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import socket
+import time
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,7 @@ from megarl.controller.daemons import (
     LOOPBACK,
     OBJECT_STORE_MB,
     add_key,
+    last_words,
     loopback_only,
     read_key,
     small_nodes,
@@ -39,6 +41,8 @@ from megarl.machine.reaper import (
 )
 
 _ANSWER_S = 10.0
+_END_S = 5.0  # how long a raylet may take to end after a process that it needs
+_LOOK_S = 0.1
 _MIN_OBJECT_STORE_MB = 80  # Ray refuses less than 75 MiB
 
 _log = logging.getLogger(__name__)
@@ -129,6 +133,25 @@ def oom_kills(node: str) -> int:
 def ended_daemon() -> str | None:
     """Return the name of an indispensable Ray daemon of this process that has ended, if any."""
     return next((name for name, descriptor in _needed.items() if has_ended(descriptor)), None)
+
+
+def ended_node() -> str | None:
+    """Return the daemon whose end has ended the only node of a Ray that was started here, if Ray says so.
+
+    To be called when Ray has reported that a node is lost. No other node can join such a Ray, and its raylet
+    may take a moment to end after a process that it needs.
+    """
+    if not _needed:
+        return None
+    end_s = time.monotonic() + _END_S
+    while ended_daemon() is None and time.monotonic() < end_s:
+        time.sleep(_LOOK_S)
+    return ended_daemon() or "raylet"
+
+
+def daemons_last_words() -> list[str]:
+    """Return the last severe lines in the logs of Ray's daemons on this node."""
+    return last_words(log_folder()) if ray._private.worker._global_node is not None else []
 
 
 def is_joined() -> bool:

@@ -33,7 +33,9 @@ _STORE_BYTES = "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"
 _NO_AGENT = 'sh -c "exec tail --pid=$RAY_RAYLET_PID -f /dev/null"'
 _NUM_ATTEMPTS = 2
 _TIMED_OUT = "node timed out during startup"
-_SEVERE = re.compile(r"^\[[^\]]* [CE] \d+ \d+\]")  # CRITICAL and ERROR in the logs of Ray's C++ processes
+# CRITICAL and ERROR in the logs of Ray's C++ processes, except for the agent that exports metrics, which
+# nodes of a run do not have.
+_SEVERE = re.compile(r"^\[[^\]]* [CE] \d+ \d+\](?!.*exporter agent)")
 _NUM_LINES = 4
 _NUM_CHARACTERS = 400
 

@@ -9,6 +9,8 @@ from megarl.controller import hints
 from megarl.controller.messages import CONSTRUCTION, CallFailure, RankActivity, Rows
 from megarl.machine.errors import RunError
 
+UNKNOWN_NODE = "not known yet"  # of a process that has not reported it
+
 
 class RankFailure(NamedTuple):
     role: str
@@ -87,22 +89,31 @@ class RankReport(NamedTuple):
 
 
 class RayEndedError(RunError):
-    """`daemon`, a process of Ray's own on the driver's node, has ended, and so has the run."""
+    """`daemon`, a process of Ray's own on the driver's node, has ended, and so has the run.
+
+    `last_words` are what the daemons have written last: they name another one that has ended first.
+    """
 
     hint = hints.RAY_ENDED
 
-    def __init__(self, daemon: str) -> None:
+    def __init__(self, daemon: str, last_words: Sequence[str] = ()) -> None:
         super().__init__(
-            f"Ray's {daemon} has ended (killed, out of memory, or crashed), which ends all processes of the "
-            f"run"
+            "\n".join(
+                [
+                    f"Ray's {daemon} has ended (killed, out of memory, or crashed), which ends all processes "
+                    f"of the run",
+                    *last_words,
+                ]
+            )
         )
 
 
 class PhaseTimeoutError(RunError, TimeoutError):
     """A call exceeded the time limit of its group, or a process did not answer, and the group was ended.
 
-    `rank` is the rank with the longest call, or the one that did not answer for `silent_s`; `reports`
-    describe what each rank was doing; `node` is that of the first rank that did not answer, empty if all did.
+    `problem` is the first line; `rank` is the rank with the longest call, or the one that did not answer for
+    `silent_s`; `reports` describe what each rank was doing; `node` is that of the first rank that did not
+    answer, empty if all did or if it is not known.
     """
 
     def __init__(
@@ -126,7 +137,9 @@ class PhaseTimeoutError(RunError, TimeoutError):
         self.silent_s = silent_s
 
         # A process that does not answer is the likeliest cause: the others wait for it.
-        self.node = next((report.node for report in reports if report.activity is None), "")
+        self.node = next(
+            (report.node for report in reports if report.activity is None and report.node != UNKNOWN_NODE), ""
+        )
 
         # The user did not call a constructor, so describe what it does.
         what = f"{role}.{method}"
@@ -136,11 +149,13 @@ class PhaseTimeoutError(RunError, TimeoutError):
         limit = f"phase_time_limit_s={limit_s:g}"
         if is_learned:
             limit = f"{limit_s:.1f} s, the limit learned from its earlier calls (recovery.hang_factor)"
-        problem = f"{what} took longer than {limit}"
+        self.problem = f"{what} took longer than {limit}"
         if silent_s is not None:
-            problem = f"{what}: rank {rank} has not answered for {silent_s:.0f} s (recovery.hang_factor)"
+            self.problem = f"{what}: rank {rank} has not answered for {silent_s:.0f} s (recovery.hang_factor)"
 
-        lines = [f"{problem}; the group was ended. What each rank was doing:"]
+        lines = [f"{self.problem}; the group was ended"]
+        if reports:
+            lines[0] += ". What each rank was doing:"
         lines += [report.describe() for report in reports]
         super().__init__(
             "\n".join(lines), hint=hints.SLOW_CONSTRUCTION if method == CONSTRUCTION else hints.SLOW_CALL

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from megarl.batch.future import DataProtoFuture
 from megarl.controller.call_limits import GroupLimits
 from megarl.controller.calls import Call, Processes
-from megarl.controller.cluster import ended_daemon
+from megarl.controller.cluster import daemons_last_words, ended_daemon
 from megarl.controller.dispatch import Collect, collect
 from megarl.controller.errors import (
     PhaseTimeoutError,
@@ -187,7 +187,7 @@ def wait_for_calls(calls: Sequence[Call], timeout: float | None = None, needed: 
     endless = _pending(list(dict.fromkeys(needed)))  # several futures may need the same processes
     pending |= endless
     if pending and (daemon := ended_daemon()):
-        raise RayEndedError(daemon)  # Ray itself reports this after a minute, or never
+        raise RayEndedError(daemon, daemons_last_words())  # Ray itself reports this after a minute, or never
     next_look_s = 0.0
 
     while pending:

@@ -7,6 +7,8 @@ import time
 
 from megarl.config.schema import RecoveryConfig
 from megarl.controller import hints
+from megarl.controller.cluster import daemons_last_words, ended_node
+from megarl.controller.errors import RayEndedError
 from megarl.controller.resource_pool import RayResourcePool
 from megarl.machine.errors import RunError
 from megarl.machine.wording import counted
@@ -35,6 +37,8 @@ def leave_lost_nodes(
 ) -> None:
     """Move a pool from lost nodes to free ones, and wait for a node if there is none.
 
+    No node can join a Ray that the run has started itself, so its loss ends the run at once.
+
     Args:
         pool: The pool. Its processes have to be started again.
         what: Its processes, for messages.
@@ -44,11 +48,14 @@ def leave_lost_nodes(
 
     Raises:
         NodeLostError: There is no free node in time.
+        RayEndedError: The node was the only one of the run's own Ray.
     """
     end_s = time.monotonic() + wait_s
     is_told = False
     lost = pool.lost_nodes()
     while gone := pool.move_from_lost_nodes():
+        if daemon := ended_node():
+            raise RayEndedError(daemon, daemons_last_words()) from cause
         nodes = list(dict.fromkeys(gone.values()))
         missing = (
             f"node {', '.join(nodes)} is lost, and no other node of the cluster has free resources for "
