@@ -6,7 +6,7 @@ accepts:
 latest                     step_00000020
 best.json                  the best checkpoint by a validation metric, if the run keeps one
 step_00000010/  step_00000020/
-.step_00000030.partial/    being written
+.step_00000030.partial/    being written; .step_00000030.2.partial/ if a first attempt was abandoned
 .step_00000000.removed/    being removed
 """
 
@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ BEST_FILE = "best.json"
 DESCRIPTION_FILE = "checkpoint.json"
 FORMAT = 1
 STEP_NAME = re.compile(r"step_(\d{8,})")
-_LEFTOVER = re.compile(r"\.step_\d{8,}\.(partial|removed)|\.(latest|best\.json)\.partial")
+_LEFTOVER = re.compile(r"\.step_\d{8,}(\.\d+)?\.(partial|removed)|\.(latest|best\.json)\.partial")
 
 
 def step_of(checkpoint: Path) -> int:
@@ -54,6 +55,7 @@ class CheckpointFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._num_abandoned: Counter[int] = Counter()  # attempts at the checkpoint of a step
 
     def whole(self) -> list[Path]:
         """Return the complete checkpoints, oldest step first.
@@ -251,14 +253,17 @@ class CheckpointFolder:
         shutil.rmtree(removed)
 
     def abandon(self, step: int) -> None:
-        """Remove the files of a failed save.
+        """Remove the files of a failed or dropped save.
 
-        A rank may still be writing; the next run's `prepare` then removes the rest.
+        A rank may still be writing; the next run's `prepare` then removes the rest. The next attempt at this
+        step has a folder of another name, in which such a rank cannot write.
         """
         shutil.rmtree(self._partial(step), ignore_errors=True)
+        self._num_abandoned[step] += 1
 
     def _partial(self, step: int) -> Path:
-        return self.path / f".{step_name(step)}.partial"
+        attempt = f".{number + 1}" if (number := self._num_abandoned[step]) else ""
+        return self.path / f".{step_name(step)}{attempt}.partial"
 
     def _named(self, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
         if not self.path.is_dir():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import random
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -52,6 +52,7 @@ class BackgroundWriter:
         self._items = items
         self._written: list[WrittenItem] = []
         self._failure: str | None = None
+        self._is_canceled = False
         self._thread = threading.Thread(target=self._run, name=f"checkpoint {path.name}", daemon=True)
         self._thread.start()
 
@@ -64,14 +65,20 @@ class BackgroundWriter:
         self._thread.join()
         return self._written, self._failure
 
-    def _run(self) -> None:
+    def cancel(self) -> None:
+        """End the thread, and release the items, after the item that is being written. Does not wait."""
+        self._is_canceled = True
+
+    def _remaining(self) -> Iterator[ItemToWrite]:
         # Items are popped from the end, so that each one's memory is released once it is written.
+        while self._items and not self._is_canceled:
+            yield self._items.pop()
+
+    def _run(self) -> None:
         self._items.reverse()
         try:
             if self._items:
-                write_items(
-                    self._path, (self._items.pop() for _ in range(len(self._items))), self._written.append
-                )
+                write_items(self._path, self._remaining(), self._written.append)
         except Exception as error:  # noqa: BLE001  (thread boundary: the waiting thread raises it)
             reason = (
                 error.strerror if isinstance(error, OSError) else None
@@ -93,6 +100,10 @@ class PendingSave:
     def is_written(self) -> bool:
         """Return whether this rank has finished writing, successfully or not. `finish` raises failures."""
         return self._writer.is_done()
+
+    def cancel(self) -> None:
+        """Stop writing, because the save has been dropped. Files that are open are still closed by it."""
+        self._writer.cancel()
 
     def finish(self) -> dict[str, str]:
         """Wait until everything is written and, with all ranks, complete Megatron's part of the folder.

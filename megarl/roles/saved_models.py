@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from megarl.weights.peft_folder import write_config
 from megarl.workers.megatron import MegatronWorker
 
 T = TypeVar("T")
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +68,18 @@ class SavedModels:
     Errors of a rank about files that it cannot write or read are raised as CheckpointError, in one line.
     """
 
-    def __init__(self, models: Sequence[SavedModel], save_policy: Callable[[Path], None]) -> None:
+    def __init__(
+        self, models: Sequence[SavedModel], save_policy: Callable[[Path], None], limit_s: float
+    ) -> None:
         """Create the object.
 
         Args:
             save_policy: Writes the policy as a whole Hugging Face folder.
+            limit_s: How long ranks may write; after that, their call and its limit tell which of them hang.
         """
         self.models = tuple(models)
         self._save_policy = save_policy
+        self._limit_s = limit_s
 
     @property
     def names(self) -> list[str]:
@@ -98,6 +104,11 @@ class SavedModels:
 
     def finish_save(self, folder: Path, step: int) -> None:
         """Wait for pending writes, and complete each model's folder."""
+        # No rank waits in a call: if one is lost meanwhile, the others can return to a snapshot at once.
+        end_s = time.monotonic() + self._limit_s
+        while not self.is_written() and time.monotonic() < end_s:
+            time.sleep(_LOOK_S)
+
         # A manifest is written only after all ranks of the model have returned their checksums.
         for model, ranks in zip(
             self.models, self._on_all(lambda model: model.group.call(MegatronWorker.finish_save)), strict=True
@@ -197,4 +208,8 @@ def _trained_models(
         for role in model_roles(config)
         if role.optim is not None
     ]
-    return SavedModels(models, lambda folder: actor.save_hf(folder, config.model.path))
+    return SavedModels(
+        models,
+        lambda folder: actor.save_hf(folder, config.model.path),
+        config.trainer.phase_time_limit_s,
+    )

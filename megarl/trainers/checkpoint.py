@@ -7,6 +7,10 @@
 A step waits only for the first stage. A checkpoint becomes the latest only after the metrics of its step are
 in their files. A run that resumes from it therefore has every line up to that step, and removes the lines
 that follow.
+
+While the files are written, the save belongs to the models' ranks. A loss of one of them drops it
+(`drop_save`), because all models return to an earlier state; it begins again after the step. From `sealed`
+on it belongs to the driver alone, and a loss does not concern it.
 """
 
 from __future__ import annotations
@@ -58,6 +62,18 @@ class Models(Protocol):
     def save_policy(self, folder: Path) -> None: ...
 
 
+class Recovery(Protocol):
+    """Interface of the run's recovery (trainers/recovery.py) that a save needs."""
+
+    def retry[T](self, action: Callable[[], T]) -> T:
+        """Return the result of an action between two steps, called again if ranks of a model were lost."""
+        ...
+
+    def on_loss(self, drop: Callable[[], None]) -> None:
+        """Call `drop` whenever ranks of a model are lost, before any of them is restarted."""
+        ...
+
+
 class RunFiles(Protocol):
     """Interface of the run's monitor (trainers/monitor.py) that a save needs."""
 
@@ -103,12 +119,12 @@ class Checkpointer:
         is_told_to_end: Callable[[], bool] = lambda: False,
         say: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
-        retry: Callable[[Callable[[], None]], None] = lambda action: action(),
+        recovery: Recovery | None = None,
     ) -> None:
         """Create a checkpointer.
 
         Args:
-            retry: Runs an action between two steps, again if a process of a model was lost and restarted.
+            recovery: Repeats what a lost rank interrupts. None: such a loss ends the run.
             resumed: Contents of the `trainer.json` of the checkpoint that is resumed.
             from_memory: Whether it is that of a snapshot in memory. If checkpoints are written regularly, the
                 next step is then saved, because one may have been lost with the previous driver.
@@ -125,7 +141,9 @@ class Checkpointer:
         self._is_told_to_end = is_told_to_end
         self._say = say
         self._clock = clock
-        self._retry = retry
+        self._recovery = recovery
+        if recovery is not None:
+            recovery.on_loss(self.drop_save)
 
         # Continue the counts of the resumed run: steps, time, and the validations so far.
         resumed = resumed or {"step": 0, "seconds": 0.0}
@@ -139,6 +157,9 @@ class Checkpointer:
         for each, name in ((self._best, "best"), (self._early_stop, "early_stop")):
             if each is not None:
                 each.load_state_dict(resumed.get(name))
+
+        # The best validation whose checkpoint is complete.
+        self._best_saved = None if self._best is None else self._best.state_dict()
 
         self._under_way: _Save | None = None
         self._sources: tuple[Callable[[], State], Callable[[], Mapping[str, bytes]]] | None = None
@@ -189,12 +210,15 @@ class Checkpointer:
             self.last_step = step
 
             # The metrics of this step are complete now, so its checkpoint may be committed.
-            self._retry(self._continue_save)
+            self._between_steps(self._continue_save)
             self._write_driver_state(step)
 
-        self._retry(lambda: self._continue_save(at_end=True))
+        self._between_steps(lambda: self._continue_save(at_end=True))
         if self._uploads is not None:
             self._uploads.finish()
+
+    def _between_steps(self, action: Callable[[], None]) -> None:
+        action() if self._recovery is None else self._recovery.retry(action)
 
     def _continue_save(self, at_end: bool = False) -> None:
         """Advance the save in progress between two steps. One that was lost with a process begins again."""
@@ -277,6 +301,9 @@ class Checkpointer:
 
     def _begin(self, step: int, state: State, files: Mapping[str, bytes]) -> None:
         self._is_lost = False
+        # If the checkpoint of the best validation was dropped, the one before is the best that exists.
+        if self._best is not None and self._best.step != step:
+            self._best.load_state_dict(self._best_saved)
         save = _Save(step, self._folder.path, self._clock(), self.best)
         self._saved_s = save.started_s
 
@@ -329,11 +356,34 @@ class Checkpointer:
             nbytes = save.sealing.result()
 
         self._under_way = None
+        if self._best is not None and save.best is not None and save.best.step == self._best.step:
+            self._best_saved = self._best.state_dict()
         background_s = self._clock() - save.started_s - save.blocked_s
         self._say(
             f"checkpoint of step {save.step}: {nbytes / 2**20:,.1f} MiB in {self._folder.path}, "
             f"training blocked for {save.blocked_s:.2f} s, then {background_s:.2f} s in the background"
         )
+
+    def drop_save(self) -> None:
+        """Drop a save that the models are still writing, because some of their ranks are lost.
+
+        The others return to an earlier state, and stop writing. The save is due again.
+        """
+        save = self._under_way
+        if save is None or save.sealing is not None:
+            return
+        self._abandon(save)
+        _log.warning(
+            "the checkpoint of step %d was being written when ranks were lost: it is dropped, and written "
+            "again after the step",
+            save.step,
+        )
+
+    def _abandon(self, save: _Save) -> None:
+        """Remove what was written, and make the save due again. The previous checkpoint stays the latest."""
+        self._under_way = None
+        self._is_lost = True
+        self._folder.abandon(save.step)
 
     def _commit(self, save: _Save) -> int:
         """Commit the checkpoint, in a background thread because syncing to disk can be slow."""
@@ -354,9 +404,7 @@ class Checkpointer:
             yield
         except (RunError, OSError) as error:
             # Remove what was written, and report the file or folder that caused the error.
-            self._under_way = None
-            self._is_lost = True
-            self._folder.abandon(save.step)
+            self._abandon(save)
             # A rank that hangs is also a TimeoutError, which is an OSError.
             is_file_error = isinstance(error, OSError) and not isinstance(error, RunError)
             gone = isinstance(error, (CheckpointError, OSError)) and not self._folder.path.is_dir()

@@ -2,6 +2,11 @@
 
 The work of a step is a function that can be called again. After a loss, all models return to the newest
 snapshot, and the steps since then are repeated with the same samples.
+
+    a rank is lost -> owners of work in the background of the ranks drop it (`on_loss`) -> new processes
+    -> snapshot or checkpoint in all models -> steps since then -> the interrupted step
+
+Work in the background that needs no rank, such as uploads and tracking, continues meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from megarl.checkpoints.run_folder import step_of
 from megarl.config.schema import RecoveryConfig, RunConfig
 from megarl.controller.errors import PhaseTimeoutError
-from megarl.controller.messages import qualified_name
+from megarl.controller.messages import CONSTRUCTION, qualified_name
 from megarl.machine.errors import NonFiniteUpdateError, RunError
 from megarl.machine.files import write_whole
 from megarl.machine.wording import counted
@@ -112,6 +117,7 @@ class StepRecovery:
         self._newest_checkpoint = newest_checkpoint
         self._steps = RecordedSteps(folder)
         self._folder = folder
+        self._drops: list[Callable[[], None]] = []
 
         self._losses: list[LostRanks] = []
         self._lost_s = 0.0
@@ -129,6 +135,15 @@ class StepRecovery:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._totals = RecoveryTotals(**state)
+
+    def on_loss(self, drop: Callable[[], None]) -> None:
+        """Register the owner of work that ranks of the models do in the background.
+
+        Args:
+            drop: Forgets this work; called after each loss, before any rank is restarted. The ranks that are
+                left forget it when they load a snapshot or checkpoint.
+        """
+        self._drops.append(drop)
 
     def begin(self) -> None:
         """Take the first snapshot, of the state before the first step."""
@@ -187,12 +202,17 @@ class StepRecovery:
             start_s: When the interrupted attempt began.
         """
         noticed_s = time.monotonic()
+        earlier: RunError | None = None
         while True:
             if not self._models.concerns(error) or self._is_again_not_finite(error):
                 raise error
-            if isinstance(error, PhaseTimeoutError):
-                self._write_stacks(error)
-            self._count(error)
+            # A start that is too slow is tried once more, because a stopped rank looks the same.
+            if _is_slow_start(error) and earlier is not None and _is_slow_start(earlier):
+                raise error
+            self._count(error, self._write_stacks(error) if isinstance(error, PhaseTimeoutError) else None)
+            earlier = error
+            for drop in self._drops:
+                drop()
             try:
                 # pyrefly: ignore[bad-argument-type]  # checked above
                 restarted = self._models.recover(error, self._saved())
@@ -220,17 +240,21 @@ class StepRecovery:
             f"; repeated step {', '.join(map(str, repeated))}" if repeated else "",
         )
 
-    def _write_stacks(self, error: PhaseTimeoutError) -> None:
-        """Write what each rank was doing when a call hung, because the run continues without its message."""
+    def _write_stacks(self, error: PhaseTimeoutError) -> str:
+        """Write what each rank was doing when a call hung, because the run continues without its message.
+
+        Returns the name of the file in the run's folder.
+        """
+        name = f"step_{self._step:08d}_{len(self._losses) + 1}.txt"
         with writing(self._folder):
             (self._folder / STACKS_FOLDER).mkdir(exist_ok=True)
-            name = f"step_{self._step:08d}_{len(self._losses) + 1}.txt"
             stacks = (
                 f"{report.describe()}\n{report.activity.stack}"
                 for report in error.reports
                 if report.activity is not None
             )
             write_whole(self._folder / STACKS_FOLDER / name, "\n".join([str(error), "", *stacks]))
+        return f"{STACKS_FOLDER}/{name}"
 
     def _is_again_not_finite(self, error: RunError) -> bool:
         """Return whether this step was repeated because it was not finite, and is not finite again."""
@@ -269,8 +293,10 @@ class StepRecovery:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         return SavedStep(state["step"], folder, state.get("weight_version"))
 
-    def _count(self, error: RunError) -> None:
+    def _count(self, error: RunError, stacks: str | None) -> None:
         cause = str(error).partition("\n")[0]
+        if isinstance(error, PhaseTimeoutError):
+            cause = f"{error.problem}; {stacks} shows what each rank was doing"
         nodes = (node,) if (node := getattr(error, "node", "")) else ()
         self._losses.append(loss := LostRanks(self._step, cause, nodes))
         recent = [each for each in self._losses if each.step > self._step - self._config.window_steps]
@@ -283,6 +309,10 @@ class StepRecovery:
         _log.warning("lost: %s", loss.describe())
 
 
+def _is_slow_start(error: RunError) -> bool:
+    return isinstance(error, PhaseTimeoutError) and error.method == CONSTRUCTION
+
+
 class NoRecovery:
     """Runs steps of a run without recovery: a lost process ends it."""
 
@@ -292,6 +322,8 @@ class NoRecovery:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def on_loss(self, drop: Callable[[], None]) -> None: ...
 
     def begin(self) -> None: ...
 

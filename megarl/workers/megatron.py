@@ -371,15 +371,20 @@ class MegatronWorker(WeightExport):
         self._pending_save = None
         return pending.finish()
 
+    def _drop_save(self) -> None:
+        if self._pending_save is not None:
+            self._pending_save.cancel()
+        self._pending_save = None
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, folder: str) -> None:
         """Load the model's state from a folder with a manifest. Its layout may differ.
 
-        A save in progress is dropped: the driver has abandoned it.
+        A save in progress is dropped, as the driver has done (Checkpointer.drop_save).
         """
         from megarl.engine.checkpoint import load
 
-        self._pending_save = None
+        self._drop_save()
         self._settle_snapshot()
         load(self._engine, Path(folder))
 
@@ -410,11 +415,11 @@ class MegatronWorker(WeightExport):
     def load_snapshot(self, path: str) -> None:
         """Load the model's state from a snapshot of this rank.
 
-        A save in progress is dropped: the driver has abandoned it.
+        A save in progress is dropped, as the driver has done (Checkpointer.drop_save).
         """
         from megarl.engine.snapshot import load_snapshot
 
-        self._pending_save = None
+        self._drop_save()
         self._settle_snapshot()
         load_snapshot(self._engine, path)
 

@@ -9,15 +9,19 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import fsspec
 import psutil
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
+from megarl.checkpoints.run_folder import CheckpointFolder
 from megarl.config.schema import (
     AdvantageConfig,
     AdvantageEstimator,
@@ -173,6 +177,122 @@ def test_a_loss_before_the_first_step_is_repaired(
     assert Outcome(finished).difference(undisturbed) == []
     assert "step 0: restarted actor from the start of the run" in caplog.text
     assert caplog.text.count("lost: step 0") == 2
+
+
+class GatedStorage(LocalFileSystem):
+    """Object storage that accepts nothing until it is opened."""
+
+    protocol = "gated"
+    entered = threading.Event()
+    opened = threading.Event()
+
+    def put_file(self, *arguments: Any, **named: Any) -> None:
+        self.entered.set()
+        assert self.opened.wait(LIMIT_S * 20)
+        super().put_file(*arguments, **named)
+
+
+class Loss(NamedTuple):
+    """A rank that is stopped when a phase of the driver begins, and killed a second later.
+
+    A stopped rank ends no call, so that it is lost in `method`, the first call that it gets.
+    """
+
+    phase: str
+    role: str
+    method: str
+
+
+LOSSES = {
+    3: Loss("gen", "critic", "values"),
+    4: Loss("gen", "actor", "log_probs"),
+    5: Loss("adv", "critic", "update"),
+    6: Loss("adv", "actor", "update"),
+    7: Loss("update_weights", "actor", "send_weights"),
+    8: Loss("begin_snapshot", "actor", "await_snapshot"),
+    9: Loss("begin_snapshot", "critic", "await_snapshot"),
+    10: Loss("testing", "critic", "save_is_written"),
+    11: Loss("save_checkpoint", "actor", "save_is_written"),
+}
+
+
+def test_a_loss_in_any_phase_drops_what_ranks_do_in_the_background(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While each of these ranks is lost, a save cannot end, because its files are pipes that nobody reads; the
+    upload of an earlier checkpoint, and the file of an earlier step's samples, cannot end either. At
+    `begin_snapshot`, a snapshot is incomplete, too."""
+    total = max(LOSSES) + 2
+    fsspec.register_implementation("gated", GatedStorage, clobber=True)
+    left = dict(LOSSES)
+    of_run: list[PPORoles] = []
+
+    def config(folder: Path, upload: str | None) -> PPOConfig:
+        return tiny_config(
+            inputs,
+            folder,
+            recovery=RecoveryConfig(enabled=True, max_restarts=len(LOSSES)),
+            checkpoint=CheckpointConfig(every_steps=1, keep=3, save_hf=False, upload=upload),
+            trainer={
+                "total_steps": total,
+                "updates_per_step": 2,
+                "validate_every_steps": 5,
+                "phase_time_limit_s": 2 * LIMIT_S,
+            },
+        )
+
+    expected = Outcome(run_ppo(config(tmp_path / "undisturbed", None)))
+
+    begin_save, begin_snapshot = CheckpointFolder.begin, ModelSnapshots.begin
+
+    def begin_save_into_pipes(folder: CheckpointFolder, step: int) -> Path:
+        partial = begin_save(folder, step)
+        for role in ("actor", "critic") if min(LOSSES) - 1 <= step < max(LOSSES) else ():
+            (partial / role).mkdir()
+            os.mkfifo(partial / role / "__0_0.distcp")
+        return partial
+
+    def lose(step: int | None, phase: str) -> None:
+        if step is None or step not in left or left[step].phase != phase:
+            return
+        loss = left.pop(step)
+        partials = list((tmp_path / "run" / "checkpoints").glob(".step_*.partial"))
+        assert [path.name[6:14] for path in partials] == [f"{step - 1:08d}"]
+        assert GatedStorage.entered.is_set()
+        assert not GatedStorage.opened.is_set()
+        pid = getattr(of_run[0], loss.role).group.pids[0]
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+
+    def begin_snapshot_of(snapshots: ModelSnapshots, step: int) -> None:
+        lose(step, "begin_snapshot")
+        begin_snapshot(snapshots, step)
+
+    def look(step: int | None, phase: str, roles: PPORoles) -> None:
+        of_run[:] = [roles]
+        lose(step, phase)
+        if step == total:
+            GatedStorage.opened.set()
+
+    monkeypatch.setattr(CheckpointFolder, "begin", begin_save_into_pipes)
+    monkeypatch.setattr(ModelSnapshots, "begin", begin_snapshot_of)
+    finished = run_ppo(config(tmp_path / "run", f"gated://{tmp_path}/copies"), look_at_phase=look)
+
+    lost = re.findall(r"^lost: step (\d+), node \S+: (\w+) rank 0 \(.*?\) in (\w+)", _messages(caplog), re.M)
+    assert [(int(step), *loss) for step, *loss in lost] == [
+        (step, loss.role, loss.method) for step, loss in LOSSES.items()
+    ]
+    # In its own call, a save fails; otherwise its owner is told.
+    dropped = re.findall(r"^the checkpoint of step (\d+) was being written", _messages(caplog), re.MULTILINE)
+    assert [int(step) for step in dropped] == [
+        step - 1 for step, loss in LOSSES.items() if loss.method != "save_is_written"
+    ]
+    assert Outcome(finished).difference(expected) == []
+    assert [path.name for path in sorted((tmp_path / "copies").glob("*"))][-1] == f"step_{total:08d}"
+
+
+def _messages(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records)
 
 
 def test_losses_beyond_the_budget_end_the_run_and_are_listed(inputs: Path, tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ test_resume.py covers a driver that is killed in the middle of a save.
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from megarl.config.schema import (
     AlgorithmConfig,
     ParallelConfig,
     PPOConfig,
+    RecoveryConfig,
     SFTConfig,
 )
 from tests import fork_server
@@ -108,9 +111,23 @@ def test_a_killed_worker_ends_the_run_and_is_named(start: Callable[..., Run], fo
 
 
 def test_ctrl_c_ends_cleanly_also_when_it_is_pressed_again(start: Callable[..., Run], folder: Path) -> None:
+    """The first one saves a run whose configuration saves only at its end, and the same command resumes it.
+    The second one does not wait for the step, in which a rank is stopped here."""
+    saved = start(sft_config(folder))
+    saved.wait_for(lambda: saved.steps() >= 1)
+    saved.interrupt()
+    assert saved.status(LIMIT_S) == 130
+    last = saved.said().splitlines()[-1]
+    assert (stopped := re.fullmatch(r"stopped by Ctrl-C after step (\d+), which is saved; run .*", last))
+    assert saved.steps() == int(stopped[1])
+
     run = start(sft_config(folder))
-    run.wait_for(lambda: run.steps() >= 1)
+    run.wait_for(lambda: run.steps() >= int(stopped[1]) + 1)
+    assert f"after step {stopped[1]}, loaded in" in run.said()
     everything = run.processes()
+    run.processes("ray::WorkerHost")[0].send_signal(signal.SIGSTOP)
+    run.interrupt()
+    run.wait_for(lambda: "Ctrl-C: the run ends after this step" in run.said())
     run.interrupt()
     time.sleep(0.1)  # while it is ending
     run.interrupt()
@@ -120,6 +137,93 @@ def test_ctrl_c_ends_cleanly_also_when_it_is_pressed_again(start: Callable[..., 
     assert "; the same command " in run.said().splitlines()[-1]
     assert "Traceback" not in run.said()
     assert (run.output_dir / "timeline.json").exists()
+
+
+def test_a_second_start_on_a_folder_of_a_run_is_refused_and_the_first_goes_on(
+    start: Callable[..., Run], folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A run that was killed does not keep its folders: the same command resumes at once."""
+    config = sft_config(folder)
+    config = replace(config, checkpoint=replace(config.checkpoint, every_steps=1, save_hf=False))
+    run = start(config)
+    run.wait_for(lambda: run.steps() >= 2)
+    link = tmp_path_factory.mktemp("elsewhere") / "link"
+    link.symlink_to(folder, target_is_directory=True)
+    names = {path.name for path in run.output_dir.iterdir()}
+
+    # The same folder by another path, and another folder with the same checkpoints.
+    for number, (key, changes) in enumerate(
+        [
+            ("trainer.output_dir", []),
+            ("trainer.output_dir", [f"trainer.output_dir={link}/run"]),
+            (
+                "checkpoint.dir",
+                [f"trainer.output_dir={folder}/new/other", f"checkpoint.dir={link}/run/checkpoints"],
+            ),
+        ]
+    ):
+        log = folder / f"second_{number}.txt"
+        second = Command(["-m", "megarl", "sft", str(folder / "run.yaml"), *changes], log)
+        assert second.status() == 2, second.said()
+        (line,) = (line for line in second.said().splitlines() if "megarl sft: " in line)
+        named = re.search(
+            rf"megarl sft: {key}='\S+' is used by a run that has not ended \(process (\d+) on \S+, since "
+            rf"[-\d]+ [:\d]+\); wait for its end, end it, or give another {key}$",
+            line,
+        )
+        assert named is not None, line
+        assert int(named[1]) in {process.pid for process in run.processes()}
+    assert not (folder / "new").exists()
+    assert names <= {path.name for path in run.output_dir.iterdir()}
+    num_steps = run.steps()
+    run.wait_for(lambda: run.steps() >= num_steps + 3)
+    assert "Traceback" not in run.said()
+
+    run.kill_all()
+    num_steps = run.steps()
+    resumed = start(config)
+    resumed.wait_for(lambda: "resumed from" in resumed.said())
+    resumed.wait_for(lambda: resumed.steps() > num_steps)
+    resumed.interrupt()
+    assert resumed.status(LIMIT_S) == 130
+    assert not (run.output_dir / ".lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("killed", "recovers", "named"),
+    [
+        ("RuntimeEnvAgent", True, "one Ray agent failed, agent_name = runtime_env_agent"),
+        ("tail", False, "one Ray agent failed, agent_name = dashboard_agent"),  # it stands for this agent
+        ("raylet", True, "Ray's raylet has ended"),
+        ("gcs_server", True, "Ray's (gcs_server|raylet) has ended"),
+    ],
+)
+def test_the_loss_of_a_process_of_rays_own_ends_the_run_and_is_named(
+    killed: str, recovers: bool, named: str, start: Callable[..., Run], folder: Path
+) -> None:
+    """No other node can join this Ray, so a run with recovery does not wait for one."""
+    config = sft_config(folder)
+    config = replace(
+        config,
+        actor=replace(config.actor, parallel=ParallelConfig()),
+        recovery=RecoveryConfig(enabled=recovers),
+    )
+    run = start(config, python=[sys.executable])
+    run.wait_for(lambda: run.steps() >= 1)
+    everything = run.processes()
+    (raylet,) = (each for each in everything if each.cmdline()[0].endswith("raylet/raylet"))
+    (victim,) = (
+        each
+        for each in {*everything, *raylet.children(recursive=True)}
+        if re.search(rf"(^|/|::){killed}$", each.cmdline()[0])
+    )
+    victim.kill()
+    assert run.status(60) == 1
+    assert gone_within(everything, LIMIT_S) == []
+    page = last_page_of(run.said())
+    assert "what    RayEndedError: Ray's " in page
+    assert re.search(named, page), page
+    assert "waiting up to" not in run.said()
 
 
 def ppo_config(folder: Path) -> PPOConfig:

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from megarl.agents.user_tools import load_agent
+from megarl.checkpoints.object_storage import ObjectStorage
 from megarl.config.roles import model_roles
 from megarl.config.schema import (
     ActorConfig,
@@ -85,6 +86,7 @@ from megarl.trainers.reference import compute_reference, read_reference
 from megarl.trainers.resume import Resume, checkpoint_folder, find_resume
 from megarl.trainers.sft import SFTTrainer
 from megarl.trainers.stragglers import Stragglers
+from megarl.trainers.uploads import Uploads
 
 SYMBOLS = ["<pad>", "<end>", "<user>", "<model>", *"0123456789+= "]
 CHAT_TEMPLATE = (
@@ -464,8 +466,9 @@ def _checkpoints(
     folder = checkpoint_folder(config)
     folder.prepare()
     resumed = None if resume is None else resume.state
-    retry = (recovery or NoRecovery()).retry
-    return Checkpointer(config, folder, models, monitor, resumed=resumed, retry=retry)
+    url = config.checkpoint.upload
+    uploads = None if url is None else Uploads(ObjectStorage(url), print)
+    return Checkpointer(config, folder, models, monitor, resumed=resumed, recovery=recovery, uploads=uploads)
 
 
 def _finished(config: RunConfig) -> Finished:

@@ -19,7 +19,6 @@ from megarl.checkpoints.object_storage import ObjectStorage
 from megarl.checkpoints.run_folder import step_of
 from megarl.cli.run.fewer_replicas import continues_on_fewer_nodes
 from megarl.cli.run.session import Session, of_another_run, read_summary, write_summary
-from megarl.cli.run.termination import TERMINATED
 from megarl.cli.tables.console import print_line
 from megarl.config.load import dump_config
 from megarl.config.schema import RunConfig
@@ -193,7 +192,7 @@ def open_checkpoints(
         is_told_to_end=lambda: session.termination.requested,
         uploads=uploads,
         say=say,
-        retry=recovery.retry,
+        recovery=recovery,
     )
     session.at_last.push(
         lambda kind, error, trace: checkpoints.close(
@@ -245,16 +244,16 @@ def print_end(
 
 
 def print_stopped(session: Session, checkpoints: Checkpointer) -> int:
-    """Print that SIGTERM stopped the run, and return the exit code."""
+    """Print what stopped the run, and return the exit code."""
     step = checkpoints.stopped_after
     saved = f"after step {step}, which is saved" if step else "before its first step"
     session.console.print(
-        f"stopped by SIGTERM {saved}; run the same command to resume from there",
+        f"stopped by {session.termination.cause} {saved}; run the same command to resume from there",
         soft_wrap=True,
         highlight=False,
     )
 
-    return TERMINATED
+    return session.termination.status
 
 
 def finish(
@@ -271,7 +270,7 @@ def finish(
         save_hf: Saves the trained model as a Hugging Face folder, given the folder and `model.path`.
         rows_per_step: The name of the run's rows in the summary, and their number in a step.
     """
-    # A run that SIGTERM has stopped is resumed later, so it is not exported.
+    # A run that was told to stop is resumed later, so it is not exported.
     if checkpoints.stopped_after is not None:
         return print_stopped(session, checkpoints)
 

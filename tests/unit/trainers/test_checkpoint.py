@@ -6,7 +6,8 @@ import errno
 import json
 import math
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +86,7 @@ class Case:
         early_stop: EarlyStopConfig | None = None,
         from_memory: bool = False,
         with_snapshots: bool = False,
+        recovery: Losses | None = None,
         **checkpoint: Any,
     ) -> None:
         config = SFTConfig(
@@ -115,6 +117,7 @@ class Case:
             is_told_to_end=lambda: self.is_told_to_end,
             say=self.said.append,
             clock=lambda: self.clock_s,
+            recovery=recovery,
         )
         self.models.written = True
 
@@ -442,3 +445,118 @@ def test_a_folder_that_became_a_file_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="checkpoint of step 1 cannot be written .Not a directory"):
         list(case.train())
     assert list(tmp_path.iterdir()) == [tmp_path / "checkpoints"]
+
+
+class Losses:
+    """Stub for the recovery: a loss drops what owners have registered, and the interrupted action repeats."""
+
+    def __init__(self) -> None:
+        self.drops: list[Callable[[], None]] = []
+
+    def on_loss(self, drop: Callable[[], None]) -> None:
+        self.drops.append(drop)
+
+    def lose(self) -> None:
+        for drop in self.drops:
+            drop()
+
+    def retry[T](self, action: Callable[[], T]) -> T:
+        while True:
+            try:
+                return action()
+            except PhaseTimeoutError:
+                self.lose()
+
+
+def test_a_loss_drops_the_save_that_is_being_written_and_it_is_written_after_the_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses = Losses()
+    case = Case(tmp_path, total_steps=4, recovery=losses, every_steps=2, keep=0, save_hf=False)
+    case.models.written = False
+    training = case.train()
+    assert [next(training) for _ in range(3)] == [1, 2, 3]
+    losses.lose()
+    losses.lose()  # another rank, during the recovery
+    assert list(case.folder.path.glob(".step_*")) == []
+    assert caplog.messages == [
+        "the checkpoint of step 2 was being written when ranks were lost: it is dropped, and written again "
+        "after the step"
+    ]
+
+    case.models.written = True
+    assert list(training) == [4]
+    assert case.saved == [3, 4]
+    assert case.models.calls == [
+        *("begin .step_00000002.partial", "begin .step_00000003.partial", "finish 3"),
+        *("begin .step_00000004.partial", "finish 4"),
+    ]
+
+
+def test_a_rank_of_a_dropped_save_cannot_write_into_the_next_attempt(tmp_path: Path) -> None:
+    """It is lost in the last wait, so that the same step is saved again."""
+    losses = Losses()
+    case = Case(tmp_path, total_steps=1, recovery=losses, save_hf=False)
+    stale: list[Path] = []
+    finish = case.models.finish_save
+
+    def hang_once(folder: Path, step: int) -> None:
+        if not stale:
+            stale.append(folder / "actor")
+            raise PhaseTimeoutError("actor", "finish_save", 1.0, [])
+        assert not stale[0].exists()
+        with pytest.raises(FileNotFoundError):
+            (stale[0] / "__0_0.distcp").open("wb")  # what a rank does that has not begun to write
+        finish(folder, step)
+
+    case.models.finish_save = hang_once
+    assert list(case.train()) == [1]
+    assert case.saved == [1]
+    assert case.models.calls == ["begin .step_00000001.partial", "begin .step_00000001.2.partial", "finish 1"]
+
+    # A later run removes what a killed one has left of any attempt.
+    case.folder.begin(9)
+    case.folder.abandon(9)
+    (case.folder.begin(9) / "actor").mkdir()
+    CheckpointFolder(case.folder.path).prepare()
+    assert sorted(path.name for path in case.folder.path.iterdir()) == ["latest", "step_00000001"]
+
+
+def test_a_loss_after_the_models_have_finished_does_not_drop_the_save(tmp_path: Path) -> None:
+    losses = Losses()
+    case = Case(tmp_path, total_steps=3, recovery=losses, every_steps=1, keep=0, asynchronous=True)
+    begun = threading.Event()
+    seal = case.folder.seal
+
+    def slowly(step: int, description: dict[str, Any]) -> int:
+        assert begun.wait(60)
+        return seal(step, description)
+
+    case.folder.seal = slowly
+    training = case.train()
+    assert [next(training) for _ in range(2)] == [1, 2]  # the driver writes the rest of step 1
+    losses.lose()
+    begun.set()
+    assert list(training) == [3]
+    assert case.saved == [1, 2, 3]
+
+
+def test_the_best_checkpoint_is_one_that_exists_after_a_loss(tmp_path: Path) -> None:
+    """The checkpoint of step 3, the best so far, is dropped, so that of step 1 stays."""
+    losses = Losses()
+    best = KeepBestConfig(metric="val/loss", mode=MetricMode.min)
+    case = Case(
+        tmp_path, total_steps=5, recovery=losses, every_steps=1, keep=1, keep_best=best, save_hf=False
+    )
+    case.losses = {1: 0.5, 3: 0.25, 5: 0.4}
+    training = case.train()
+    for step in training:
+        case.models.written = step != 3
+        if step == 4:
+            losses.lose()
+            case.models.written = True
+            assert next(training) == 5
+            assert case.checkpoints.best == BestCheckpoint(1, "val/loss", 0.5)
+            assert case.folder.best() == case.folder.path / "step_00000001"
+    assert case.checkpoints.best == BestCheckpoint(5, "val/loss", 0.4)
+    assert case.folder.best() == case.folder.path / "step_00000005"

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.config.schema import RecoveryConfig
+from megarl.controller.errors import UNKNOWN_NODE, PhaseTimeoutError, RankReport
+from megarl.controller.messages import CONSTRUCTION
 from megarl.machine.errors import RunError
 from megarl.roles.model_recovery import Restarted, SavedStep, Source
 from megarl.roles.model_snapshots import SnapshotLostError
@@ -264,3 +266,52 @@ def test_a_step_that_is_not_finite_is_repeated_once() -> None:
     with pytest.raises(DivergedError):
         steps.recovery.run(3, train, 3)
     assert attempts == [1, 1, 2, 2, 3, 3]
+
+
+def slow(method: str, *reports: RankReport) -> PhaseTimeoutError:
+    return PhaseTimeoutError("actor", method, 60.0, reports)
+
+
+def test_a_start_that_is_too_slow_is_tried_once_more(tmp_path: Path) -> None:
+    """Each attempt has the same limit, so that more of them would not help."""
+    steps = Steps(folder=tmp_path)
+    steps.models.complete = 0
+    steps.models.concerns = lambda error: isinstance(error, PhaseTimeoutError)
+    attempts = []
+
+    def start() -> None:
+        attempts.append(1)
+        raise slow(CONSTRUCTION)
+
+    def restart(error: Exception, saved: SavedStep | None) -> Restarted:
+        attempts.append(2)
+        raise slow(CONSTRUCTION)
+
+    steps.models.recover = restart
+    with pytest.raises(PhaseTimeoutError, match=r"the construction of actor rank 0 .* phase_time_limit_s=60"):
+        steps.recovery.retry(start)
+    assert attempts == [1, 2]
+    steps.recovery.retry(lambda: None)
+
+
+def test_hangs_are_listed_with_the_file_that_shows_what_the_ranks_did(tmp_path: Path) -> None:
+    """A process that is starting does not know its node yet."""
+    steps = Steps(folder=tmp_path, max_restarts=1)
+    steps.models.complete = 0
+    steps.models.concerns = lambda error: isinstance(error, PhaseTimeoutError)
+    reports = [RankReport("actor", 0, UNKNOWN_NODE, None), RankReport("actor", 1, "10.0.0.3", None)]
+
+    def hang() -> None:
+        raise slow("update", *reports)
+
+    with pytest.raises(RecoveryLimitError) as failed:
+        steps.recovery.retry(hang)
+    assert str(failed.value).splitlines()[1:] == [
+        f"  step 0, node 10.0.0.3: actor.update took longer than phase_time_limit_s=60; "
+        f"stacks/step_00000000_{number}.txt shows what each rank was doing"
+        for number in (1, 2)
+    ]
+    stacks = (tmp_path / "stacks" / "step_00000000_2.txt").read_text()
+    assert "actor rank 1 (node 10.0.0.3): no answer from the process" in stacks
+    assert slow("update", reports[0]).node == ""
+    assert str(slow("update")) == ("actor.update took longer than phase_time_limit_s=60; the group was ended")
