@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import xxhash
 from safetensors import safe_open
 
 from megarl.models.architecture import Architecture
@@ -54,6 +55,12 @@ def manifest_of(architecture: Architecture, dtype: torch.dtype, head: Head = "lm
         if not weight.is_copy
         for tensor in weight.tensors
     }
+
+
+def manifest_name(manifest: Manifest) -> str:
+    """Return a name of the manifest, which another one with the same tensors has too, in any process."""
+    lines = (f"{name} {tuple(meta.shape)} {meta.dtype}" for name, meta in sorted(manifest.items()))
+    return xxhash.xxh3_64_hexdigest("\n".join(lines).encode())
 
 
 def stored_manifest(index: CheckpointIndex, architecture: Architecture, head: Head) -> Manifest:

@@ -17,6 +17,7 @@ from megarl.rollout.interface import (
     RolloutEngine,
 )
 from megarl.rollout.nodes import EngineNode
+from megarl.weights.manifest import manifest_name
 from megarl.weights.plan import TensorSlices
 from megarl.weights.receiver import EngineLink
 from megarl.weights.tensors import Manifest, WeightTransferError
@@ -36,6 +37,9 @@ class RolloutWorker(Worker):
         super().__init__()
         self._joined = ""  # name of the last weight source that the engine joined
         self._received = ""  # name of the source that the engine's weights were received from
+        self._planned: Manifest = {}  # the tensors that `needed_slices` was asked for last
+        self._joined_manifest: Manifest = {}  # the tensors of the joined source
+        self._kept: tuple[str, Manifest] = ("", {})  # the tensors of folders, with their name
         self._part = build_engine() if self.world_size == 1 else build_engine(node=self._engine_node())
 
     def _engine_node(self) -> EngineNode:
@@ -72,7 +76,11 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def needed_slices(self, manifest: Manifest) -> list[TensorSlices]:
-        """Return the slices of the manifest's tensors that each engine rank needs."""
+        """Return the slices of the manifest's tensors that each engine rank needs.
+
+        The manifest is that of the source that joins next, so that its weight syncs do not send it again.
+        """
+        self._planned = manifest
         return self._engine.needed_slices(manifest)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
@@ -85,15 +93,15 @@ class RolloutWorker(Worker):
         self._joined = ""
         self._engine.join_weights(links)
         self._joined = name
+        self._joined_manifest = self._planned
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
     def receive_weights(
-        self, manifest: Manifest, version: int, name: str, first_round: int = 0, folder: str | None = None
+        self, version: int, name: str, first_round: int = 0, folder: str | None = None
     ) -> None:
         """Receive the weights while the trainers send them, from a round on (see `begin_weight_update`).
 
         Args:
-            manifest: The tensors.
             version: The version of the weights.
             name: The name of the connection.
             first_round: The first round that is sent.
@@ -108,16 +116,24 @@ class RolloutWorker(Worker):
 
         # Between begin and end, the engine has mixed weights and refuses to generate.
         self._received = ""
-        self._engine.begin_weight_update(manifest, first_round)
+        self._engine.begin_weight_update(self._joined_manifest, first_round)
         self._engine.receive_weights(folder)
         self._engine.end_weight_update(version)
         self._received = name
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, blocking=False)
-    def load_folder(self, folder: str, manifest: Manifest, version: int) -> None:
-        """Load all weights from a Hugging Face folder."""
+    def load_folder(self, folder: str, manifest: Manifest | str, version: int) -> None:
+        """Load all weights from a Hugging Face folder.
+
+        Args:
+            manifest: The tensors, or the name (manifest_name) of those that an earlier call has brought.
+        """
+        if not isinstance(manifest, str):
+            self._kept = (manifest_name(manifest), manifest)
+        elif manifest != self._kept[0]:
+            raise WeightTransferError("the engine has loaded a folder of another source since")
         self._received = ""
-        self._engine.begin_weight_update(manifest)
+        self._engine.begin_weight_update(self._kept[1])
         self._engine.load_folder(Path(folder))
         self._engine.end_weight_update(version)
 

@@ -13,9 +13,8 @@ from typing import Protocol
 from megarl.controller.group import RoleGroup
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.rollout.replicas import Replicas, is_dead_or_failed_start, results_of
-from megarl.roles.weights.sync import PushReport
+from megarl.roles.weights.sync import FolderLoading, PushReport
 from megarl.weights.tensors import Manifest
-from megarl.workers.rollout_worker import RolloutWorker
 
 
 class Pusher(Protocol):
@@ -176,7 +175,7 @@ class FolderWeights:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder = folder
-        self._manifest = manifest
+        self._loading = FolderLoading(manifest)
 
     def push(
         self, replicas: Mapping[int, RoleGroup], version: int
@@ -186,13 +185,7 @@ class FolderWeights:
         There is no report, since no trainer sends anything.
         """
         lost: dict[int, Exception] = {}
-        loading = {
-            number: replica.call_rank(
-                0, RolloutWorker.load_folder, str(self._folder.absolute()), self._manifest, version
-            )
-            for number, replica in replicas.items()
-        }
-        results_of(loading, lost, is_dead_or_failed_start)
+        results_of(self._loading.start(replicas, self._folder, version), lost, is_dead_or_failed_start)
 
         return None, lost
 

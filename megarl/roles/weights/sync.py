@@ -12,6 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakSet
 
 from megarl.config.schema import Transport, Verify
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
@@ -23,7 +24,9 @@ from megarl.roles.rollout.replicas import results_of
 from megarl.roles.weights.session import TransferSession, is_lost
 from megarl.roles.weights.source import WeightSource
 from megarl.weights.checksum import WeightMismatchError, add_checksums, compare_checksums
+from megarl.weights.manifest import manifest_name
 from megarl.weights.plan import RankLocation
+from megarl.weights.tensors import Manifest
 from megarl.weights.transports.interface import SendReport
 from megarl.workers.rollout_worker import RolloutWorker
 from megarl.workers.weight_export import WeightExport
@@ -64,6 +67,36 @@ class PushReport(NamedTuple):
             **{f"resharding/{name}": float(value) for name, value in known.items()},
             "resharding/gb_per_s": speed,
         }
+
+
+class FolderLoading:
+    """Lets replicas load folders with the same tensors. Each replica gets the manifest once.
+
+    Args:
+        manifest: The tensors, which may be tens of thousands.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._name = manifest_name(manifest)
+        self._has_manifest = WeakSet[RoleGroup]()  # a restarted replica is another group
+
+    def start(
+        self, replicas: Mapping[int, RoleGroup], folder: Path, version: int
+    ) -> dict[int, WorkerFuture[None]]:
+        """Let replicas load a folder, and return their calls by number."""
+        calls = {
+            number: replica.call_rank(
+                0,
+                RolloutWorker.load_folder,
+                str(folder.absolute()),
+                self._name if replica in self._has_manifest else self._manifest,
+                version,
+            )
+            for number, replica in replicas.items()
+        }
+        self._has_manifest.update(replicas.values())
+        return calls
 
 
 class WeightSync:
@@ -112,6 +145,7 @@ class WeightSync:
         self._sends_changes = sends_changes
 
         self._session = self._new_session(replica_places)
+        self._loading: FolderLoading | None = None
         self._verified: list[RoleGroup] = []
 
     def push(
@@ -281,7 +315,6 @@ class WeightSync:
             number: replica.call_rank(
                 0,
                 RolloutWorker.receive_weights,
-                self._source.manifest,
                 version,
                 self._session.name(number),
                 first_round,
@@ -304,13 +337,8 @@ class WeightSync:
             # The trainers write a complete folder before any replica reads it.
             folder = scratch / "model"
             reports = self._source.write_hf(folder, self._config_dir)
-            loading = {
-                number: replica.call_rank(
-                    0, RolloutWorker.load_folder, str(folder), self._source.manifest, version
-                )
-                for number, replica in replicas.items()
-            }
-            results_of(loading, lost, is_lost)
+            self._loading = self._loading or FolderLoading(self._source.manifest)
+            results_of(self._loading.start(replicas, folder, version), lost, is_lost)
             return reports
 
     # ---- verification

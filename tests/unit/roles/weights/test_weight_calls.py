@@ -7,7 +7,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
+import torch
 
 from megarl.config.schema import DType, ParallelConfig, Transport, Verify
 from megarl.config.shipped import CONFIGS_DIR
@@ -15,8 +17,9 @@ from megarl.controller.futures import DerivedFuture
 from megarl.models.families import read_architecture
 from megarl.roles.weights.forecast import engine_slices
 from megarl.roles.weights.source import WeightSource
-from megarl.roles.weights.sync import WeightSync
+from megarl.roles.weights.sync import FolderLoading, WeightSync
 from megarl.weights.ipc import IPCAddress
+from megarl.weights.manifest import manifest_of
 from megarl.weights.plan import RankLocation, TensorSlices
 from megarl.weights.transports.interface import SendReport
 from megarl.workers.megatron import megatron_mesh
@@ -24,6 +27,8 @@ from megarl.workers.weight_export import MeetingPoint
 
 TRAINERS = ParallelConfig(tensor_parallel_size=8, pipeline_parallel_size=4, data_parallel_size=2)
 NUM_REPLICAS = 8
+SMALL_BYTES = 1_000
+LARGE_BYTES = 20_000
 ENGINE_SIZE = 8
 ANSWERS: dict[str, Any] = {
     "reserve_weight_group": MeetingPoint("node", 1, "gloo"),
@@ -49,9 +54,11 @@ class CountingGroup:
         self._answers = {**ANSWERS, "needed_slices": needed}
         self.has_ended = False
         self.calls: Counter[tuple[int, str]] = Counter()
+        self.nbytes = 0  # of the arguments of all calls
 
     def call_rank(self, rank: int, method: Any, *arguments: Any) -> DerivedFuture[Any]:
         self.calls[rank, method.name] += 1
+        self.nbytes += len(cloudpickle.dumps(arguments))
         return DerivedFuture([], lambda _: self._answers.get(method.name))
 
 
@@ -92,5 +99,28 @@ def test_a_push_is_one_call_to_each_rank(transport: Transport, tmp_path: Path) -
         if version:  # the first sync connects them
             assert trainers.calls == Counter({(rank, "send_weights"): 1 for rank in range(64)})
             assert all(replica.calls == Counter({(0, "receive_weights"): 1}) for replica in replicas)
+            assert all(replica.nbytes < SMALL_BYTES for replica in replicas)
+        else:
+            assert all(replica.nbytes > LARGE_BYTES for replica in replicas)
         for group in (trainers, *replicas):
             group.calls.clear()
+            group.nbytes = 0
+
+
+def test_a_manifest_is_sent_to_each_replica_once(tmp_path: Path) -> None:
+    """That of DeepSeek-V3.2 has 45,395 tensors. A restarted replica gets it again, alone."""
+    model = read_architecture(str(CONFIGS_DIR / "models" / "DeepSeek-V3.2-BF16"))
+    loading = FolderLoading(manifest_of(model, torch.bfloat16))
+    replicas: Any = {number: CountingGroup(ParallelConfig()) for number in range(3)}
+    sent = []
+    for version in range(3):
+        if version == 2:
+            replicas[1] = CountingGroup(ParallelConfig())
+        loading.start(replicas, tmp_path, version)
+        sent.append([replica.nbytes > LARGE_BYTES for replica in replicas.values()])
+        assert all(
+            replica.nbytes > LARGE_BYTES or replica.nbytes < SMALL_BYTES for replica in replicas.values()
+        )
+        for replica in replicas.values():
+            replica.nbytes = 0
+    assert sent == [[True, True, True], [False, False, False], [False, True, False]]
