@@ -277,8 +277,8 @@ class StepRecovery:
 
         for step in steps:
             step.train()
-            if step.number < self._step:  # the snapshot of the current step begins after it
-                self._begin_snapshot(step.number)
+            # That of the current step may have been complete, and is not begun again by `run`.
+            self._begin_snapshot(step.number)
 
         return [step.number for step in steps]
 

@@ -315,3 +315,20 @@ def test_hangs_are_listed_with_the_file_that_shows_what_the_ranks_did(tmp_path: 
     assert "actor rank 1 (node 10.0.0.3): no answer from the process" in stacks
     assert slow("update", reports[0]).node == ""
     assert str(slow("update")) == ("actor.update took longer than phase_time_limit_s=60; the group was ended")
+
+
+def test_after_a_loss_between_two_steps_the_last_one_has_a_snapshot_again() -> None:
+    """The next loss then repeats one step, not two."""
+    steps = Steps()
+    steps.models.complete = 1
+    steps.run(1)
+    steps.run(2)
+    left = [LostRankError("a rank died in a save")]
+
+    def save() -> None:
+        if left:
+            raise left.pop()
+
+    steps.recovery.retry(save)
+    assert steps.trained == [1, 2, 2]
+    assert steps.models.begun == [1, 2, 2]
