@@ -277,7 +277,7 @@ class StepRecovery:
 
         for step in steps:
             step.train()
-            # That of the current step may have been complete, and is not begun again by `run`.
+            # After a loss in a save, `run` has begun the snapshot of the current step before.
             self._begin_snapshot(step.number)
 
         return [step.number for step in steps]
