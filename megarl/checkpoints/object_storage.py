@@ -28,6 +28,7 @@ from megarl.checkpoints.run_folder import (
 )
 from megarl.config.paths import is_url
 from megarl.machine.errors import CheckpointError
+from megarl.machine.files import parse_json
 from megarl.machine.wording import counted
 
 MANIFEST_FILE = "upload.json"
@@ -221,7 +222,7 @@ class ObjectStorage:
             raise self._failed(f"{name}/{MANIFEST_FILE} cannot be read", error) from error
 
         try:
-            files = json.loads(content)["files"]
+            files = parse_json(content)["files"]
             inside = all(_is_inside(file) and entry["nbytes"] >= 0 for file, entry in files.items())
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{self.url}/{name}/{MANIFEST_FILE}: is damaged ({error})") from error

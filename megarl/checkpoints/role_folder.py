@@ -28,7 +28,7 @@ from megarl.checkpoints.torch_dist import (
 )
 from megarl.checkpoints.torch_file import refuse_code
 from megarl.machine.errors import CheckpointError
-from megarl.machine.files import write_whole
+from megarl.machine.files import parse_json, write_whole
 from megarl.models.tensor_table import Head
 
 MANIFEST_FILE = "manifest.json"
@@ -186,7 +186,7 @@ def read_manifest(folder: str | Path) -> RoleManifest:
     """
     path = Path(folder) / MANIFEST_FILE
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(path.read_text())
         if content["format"] != FORMAT:
             raise CheckpointError(f"{path}: has format {content['format']!r}, this megarl reads {FORMAT}")
         layout = Layout(**content["layout"])

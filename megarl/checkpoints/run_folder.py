@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from megarl.machine.errors import CheckpointError
-from megarl.machine.files import sync_folder, sync_tree, write_whole
+from megarl.machine.files import parse_json, sync_folder, sync_tree, write_whole
 
 LATEST_FILE = "latest"
 BEST_FILE = "best.json"
@@ -201,7 +201,7 @@ class CheckpointFolder:
 
         def read() -> str:
             try:
-                return str(json.loads(pointer.read_text(encoding="utf-8"))["checkpoint"])
+                return str(parse_json(pointer.read_text(encoding="utf-8"))["checkpoint"])
             except (OSError, ValueError, LookupError, TypeError) as error:
                 raise CheckpointError(
                     f"{pointer}: does not name a checkpoint ({error}); the file is damaged"
@@ -284,7 +284,7 @@ def read_description(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / DESCRIPTION_FILE
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
+        description = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror}); {checkpoint} is not a checkpoint of a run"

@@ -9,7 +9,6 @@ A folder contains `.metadata` (the file and byte range of every tensor chunk and
 from __future__ import annotations
 
 import io
-import json
 import pickle
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
@@ -31,6 +30,7 @@ from megarl.checkpoints.torch_file import (
     stored_tensor,
 )
 from megarl.machine.errors import CheckpointError
+from megarl.machine.files import parse_json
 from megarl.weights.tensors import TensorSlice, chunks_fault
 
 METADATA_FILE = ".metadata"
@@ -206,7 +206,7 @@ def read_index(folder: str | Path) -> TorchDistIndex:
 def _check_backend(folder: Path) -> None:
     path = folder / BACKEND_FILE
     try:
-        written = json.loads(path.read_text())
+        written = parse_json(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: the file is missing: {folder} is not a complete Megatron checkpoint (torch_dist)"

@@ -133,6 +133,18 @@ def _locked(scratch: Path) -> Generator[None]:
         os.close(descriptor)
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON from a file that may be damaged.
+
+    Raises:
+        ValueError: The text is not JSON, or is nested too deep.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
 def read_json_object(file: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 
@@ -142,11 +154,9 @@ def read_json_object(file: Path) -> dict[str, Any]:
         OSError: The file cannot be read.
     """
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        values = parse_json(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError too
         raise ValueError(f"is not JSON: {error}") from error
-    except RecursionError as error:
-        raise ValueError("is not readable JSON: it is nested too deep") from error
 
     if not isinstance(values, dict):
         raise ValueError(f"must contain a JSON object, not {type(values).__name__}")

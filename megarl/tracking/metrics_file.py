@@ -65,7 +65,7 @@ def read_metrics(path: Path) -> dict[str, Points]:
 def _parse(path: Path, number: int, line: str) -> tuple[int, dict[str, float]]:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise MetricsFileError(
             f"{path}, line {number}: not JSON ({error}); fix or delete that line"
         ) from error

@@ -170,7 +170,15 @@ def read_samples(path: Path) -> SampleTable:
         return SampleTable(
             rows, {int(number): str(text) for number, text in tokens.items()}, [str(name) for name in parts]
         )
-    except (OSError, pa.ArrowException, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (
+        OSError,
+        pa.ArrowException,
+        ValueError,
+        KeyError,
+        AttributeError,
+        TypeError,
+        RecursionError,
+    ) as error:
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SamplesFileError(
             f"{path}: cannot be read as the samples of a step ({problem}); it is damaged or not a sample file"

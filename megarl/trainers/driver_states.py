@@ -18,6 +18,7 @@ from pathlib import Path
 from megarl.checkpoints.run_folder import STEP_NAME, file_checksum, files_of, step_name, step_of
 from megarl.config.schema import RunConfig
 from megarl.machine.errors import CheckpointError
+from megarl.machine.files import parse_json
 from megarl.placement.snapshots import NUM_KEPT
 
 FOLDER = "driver"
@@ -84,7 +85,7 @@ def check_state(folder: Path) -> None:
     """
     path = folder / _CHECKSUMS_FILE
     try:
-        checksums = json.loads(path.read_text(encoding="utf-8"))
+        checksums = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(checksums, dict):
             raise CheckpointError(f"{path}: is not a mapping of files")
         for name, checksum in checksums.items():

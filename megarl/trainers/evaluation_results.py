@@ -178,7 +178,7 @@ def read_samples(path: Path) -> list[ScoredSample]:
             for number, line in enumerate(lines, 1):
                 try:
                     samples.append(ScoredSample(**json.loads(line)))
-                except (ValueError, TypeError) as error:
+                except (ValueError, TypeError, RecursionError) as error:
                     raise ConfigError(
                         str(path), [f"line {number} is not a sample of `megarl eval` ({error})"]
                     ) from error

@@ -5,7 +5,6 @@ Only small files are read, before any process starts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from megarl.config.roles import model_roles
 from megarl.config.schema import RESUME_AUTO, RESUME_DISABLE, Device, RunConfig
 from megarl.config.validate import read_architectures
 from megarl.machine.errors import CheckpointError, ConfigError, one_line
+from megarl.machine.files import parse_json
 from megarl.machine.processors import threads_setting
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
@@ -232,7 +232,7 @@ def _state(checkpoint: Path, step: int) -> dict[str, Any]:
     """Read `trainer.json` of the checkpoint of `step`."""
     path = checkpoint / STATE_FILE
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); the checkpoint is damaged") from error
 

@@ -17,6 +17,7 @@ from megarl.weights.tensors import WeightTransferError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
 _LFS = b"version https://git-lfs"
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -86,14 +87,29 @@ def read_checkpoint_index(folder: str | Path) -> CheckpointIndex:
     """Read the headers of `model.safetensors`, or of the files listed in `model.safetensors.index.json`.
 
     Raises:
-        WeightTransferError: There are no weights, a file is missing, truncated or corrupt, or the index
-            disagrees with its files. The message names the file and the tensor.
+        WeightTransferError: There are no weights or two sets of them, a file is missing, truncated or
+            corrupt, or the index disagrees with its files. The message names the file and the tensor.
     """
     folder = Path(folder)
     index_path = folder / INDEX_FILE
 
+    # transformers would load the base model of the adapter instead of the weights next to it.
+    if (folder / ADAPTER_CONFIG_FILE).is_file():
+        raise WeightTransferError(
+            f"{folder}: has an adapter ({ADAPTER_CONFIG_FILE}) next to the weights of a model; move the "
+            "adapter to a folder of its own, or delete its files"
+        )
+
     if index_path.is_file():
-        return CheckpointIndex(folder=folder, tensors=_unpacked(_read_sharded(folder, index_path)))
+        tensors = _read_sharded(folder, index_path)
+        # transformers would load the single file.
+        single = folder / SINGLE_FILE
+        if single.is_file() and single not in {stored.file for stored in tensors.values()}:
+            raise WeightTransferError(
+                f"{folder}: has two sets of weights, {SINGLE_FILE} and the files that {INDEX_FILE} lists; "
+                "delete the one that is out of date (of the second set, the index too)"
+            )
+        return CheckpointIndex(folder=folder, tensors=_unpacked(tensors))
 
     if (folder / SINGLE_FILE).is_file():
         return CheckpointIndex(folder=folder, tensors=_unpacked(_read_header(folder / SINGLE_FILE)))

@@ -22,7 +22,7 @@ from megarl.models.families import CRITIC_CLASS, FAMILIES, REWARD_CLASS, family_
 from megarl.models.fp8 import scale_name, scale_shape
 from megarl.models.quantization import FIELD as QUANTIZATION
 from megarl.models.tensor_table import Head, unique_tensors
-from megarl.weights.checkpoint_index import INDEX_FILE, SINGLE_FILE
+from megarl.weights.checkpoint_index import ADAPTER_CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from megarl.weights.kept_tensors import KeptTensors
 from megarl.weights.manifest import manifest_of
 from megarl.weights.shard_layout import ShardLayout, held_weights
@@ -60,9 +60,11 @@ def copy_companions(
         promises_mtp: Whether config.json keeps the number of layers that predict further tokens. False for a
             folder whose weights do not include them.
     """
-    # Skip the source's index, which lists other weight files, and config.json, which is written below.
+    # Skip the source's index, which lists other weight files, an adapter's configuration, and config.json,
+    # which is written below.
     for path in sorted({path for pattern in _COPIED for path in source.glob(pattern)}):
-        if path.is_file() and not path.name.endswith(".index.json") and path.name != CONFIG_FILE:
+        skipped = path.name.endswith(".index.json") or path.name in (CONFIG_FILE, ADAPTER_CONFIG_FILE)
+        if path.is_file() and not skipped:
             shutil.copyfile(path, target / path.name)
 
     config: dict[str, Any] = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))

@@ -16,6 +16,7 @@ from megarl.models.fp8 import scale_name
 from megarl.models.tensor_table import OUTPUT_LAYER, VALUE_HEAD_TENSOR, Head, Weight, stored_weights
 from megarl.weights.block_scaling import ScaledMatrix
 from megarl.weights.checkpoint_index import CheckpointIndex, Packing, TensorInFile, read_checkpoint_index
+from megarl.weights.finite_values import check_finite
 from megarl.weights.manifest import (
     check_index,
     check_tied_head,
@@ -60,8 +61,8 @@ def load_into_shards(
             caller's values, and the head in the folder is not read.
 
     Raises:
-        WeightTransferError: The folder and the architecture disagree, or `parameters` do not match the
-            layout. The message names the file and the tensor.
+        WeightTransferError: The folder and the architecture disagree, values are NaN or infinite, or
+            `parameters` do not match the layout. The message names the file and the tensor.
     """
     # Check all names, shapes and values before the first parameter is changed.
     index = read_checkpoint_index(folder)
@@ -198,6 +199,7 @@ class _Reader(ExitStack):
         except SafetensorError as error:
             raise WeightTransferError(f"{stored.file}: cannot read {piece.hf_name}: {error}") from error
 
+        check_finite(values, piece.hf_name, stored.file)
         return values.reshape(where.view)[where.index]
 
     def _elements(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,37 +15,69 @@ from safetensors.torch import save_file
 from megarl.machine.files import read_json_object, write_whole
 from megarl.models.adapters import SAVED_MODULES, adapter_names, is_adapter
 from megarl.models.architecture import Architecture, LoRA
+from megarl.models.config_reader import ConfigReader
 from megarl.models.families import REWARD_CLASS
 from megarl.models.tensor_table import VALUE_HEAD_TENSOR, Head, hf_tensors, trained_tensors
+from megarl.weights.checkpoint_index import ADAPTER_CONFIG_FILE
+from megarl.weights.finite_values import check_finite
 from megarl.weights.piece import Piece
 from megarl.weights.tensors import WeightTransferError
 
-CONFIG_FILE = "adapter_config.json"
+CONFIG_FILE = ADAPTER_CONFIG_FILE
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HEADS = {"classifier", "score"}  # PEFT lists both for a model with a value head
 SEQUENCE_TASK = "SEQ_CLS"  # of a reward model, whose head returns one score
 _TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS"}
-# Options of PEFT that change what is computed, with the values that mean plain LoRA.
+# The fields of PEFT's LoraConfig, with the values that mean plain LoRA. Other fields are refused, because
+# they may change what is computed.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # Other initializations change the base model, and PEFT repeats the change when it loads the adapter.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
     "bias": ("none",),
     "fan_in_fan_out": (False,),
     "use_rslora": (False,),
     "use_dora": (False,),
     "use_qalora": (False,),
+    "use_bdlora": (None, False),
     "lora_bias": (False,),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
+    "ensure_weight_tying": (False,),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
     "layers_to_transform": (None, []),
+    "layers_pattern": (None, []),
     "layer_replication": (None,),
     "target_parameters": (None, []),
     "exclude_modules": (None, []),
     "trainable_token_indices": (None,),
+    "alora_invocation_tokens": (None,),
+    "runtime_config": (None, {"ephemeral_gpu_offload": False}),
+    "loftq_config": (None, {}),
+    "arrow_config": (None,),
     "corda_config": (None,),
     "eva_config": (None,),
-    "alora_invocation_tokens": (None,),
-    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "lora_ga_config": (None,),
+    "megatron_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
 }
+# Fields that are read, and fields without an effect on a trained adapter.
+_READ = {"peft_type", "r", "lora_alpha", "target_modules", "modules_to_save", "task_type"}
+_HARMLESS = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+}
+_DEFAULT_NUMBER = 8  # of `r` and of `lora_alpha` in PEFT
+# The beginning of a full path, with which PEFT names the projections of a small model.
+_LAYER = re.compile(r"(?:.*\.)?layers\.\d+\.")
+_EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
 def adapter_tensors(architecture: Architecture, head: Head) -> dict[str, tuple[int, ...]]:
@@ -75,18 +108,25 @@ def read_lora(folder: Path) -> LoRA:
         raise WeightTransferError(f"{file}: not an adapter in PEFT's format: {error}") from error
 
     problems = [] if fields.get("peft_type") == "LORA" else [f"peft_type is {fields.get('peft_type')!r}"]
+    known = _READ | _HARMLESS
     problems += [
-        f"{name} is {fields[name]!r}"
-        for name, neutral in _NEUTRAL.items()
-        if name in fields and fields[name] not in neutral
+        f"{name} is {value!r}"
+        for name, value in fields.items()
+        if name not in known and value not in _NEUTRAL.get(name, ())
     ]
 
+    numbers = ConfigReader(fields)
+    rank = numbers.number("r", int, _DEFAULT_NUMBER)
+    alpha = numbers.number("lora_alpha", float, float(_DEFAULT_NUMBER))
+    problems += numbers.problems
+
     targets = fields.get("target_modules")
-    names = targets if isinstance(targets, list) else []
+    names = targets if isinstance(targets, list) and all(isinstance(name, str) for name in targets) else []
     if not names:
         problems.append(f"target_modules is {targets!r}, not a list of names")
 
-    saved = set(fields.get("modules_to_save") or ()) - _HEADS
+    modules = fields.get("modules_to_save") or []
+    saved = set(map(str, modules)) - _HEADS if isinstance(modules, list) else {str(modules)}
     if not saved.issubset(SAVED_MODULES):
         problems.append(f"modules_to_save has {', '.join(sorted(saved.difference(SAVED_MODULES)))}")
 
@@ -94,11 +134,19 @@ def read_lora(folder: Path) -> LoRA:
         raise WeightTransferError(f"{file}: only plain LoRA is supported, but {'; '.join(problems)}")
 
     return LoRA(
-        rank=int(fields["r"]),
-        alpha=float(fields["lora_alpha"]),
-        targets=tuple(sorted(names)),
+        rank=rank,
+        alpha=alpha,
+        targets=tuple(sorted({_suffix(name) for name in names})),
         modules_to_save=tuple(sorted(saved)),
     )
+
+
+def _suffix(target: str) -> str:
+    """Return a target as the suffix of names in the tensor table, in which numbers are placeholders.
+
+    Whether every layer and every expert has the adapter shows in the tensors of the folder.
+    """
+    return _EXPERT_NUMBER.sub("{expert}", _LAYER.sub("", target))
 
 
 def open_adapter(folder: Path, architecture: Architecture, head: Head) -> Callable[[Piece], torch.Tensor]:
@@ -143,6 +191,7 @@ def open_adapter(folder: Path, architecture: Architecture, head: Head) -> Callab
     def read(piece: Piece) -> torch.Tensor:
         with safe_open(file, framework="pt") as opened:
             values: torch.Tensor = opened.get_slice(_PREFIX + piece.hf_name)[piece.hf.index]
+        check_finite(values, piece.hf_name, file)
         return values
 
     return read
@@ -167,15 +216,19 @@ def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of an adapter, by the names in the tensor table.
 
     Raises:
-        WeightTransferError: The file cannot be read.
+        WeightTransferError: The file cannot be read, or has values that are not finite.
     """
     file = folder / WEIGHTS_FILE
     try:
         with safe_open(file, framework="pt") as opened:
             names = opened.keys()
-            return {name.removeprefix(_PREFIX): opened.get_tensor(name) for name in names}
+            tensors = {name.removeprefix(_PREFIX): opened.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise WeightTransferError(f"{file}: cannot be read: {error}") from error
+
+    for name, values in tensors.items():
+        check_finite(values, name, file)
+    return tensors
 
 
 def write_adapter(

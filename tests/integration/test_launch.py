@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 from safetensors.torch import load_file, save_file
 
@@ -86,8 +87,9 @@ def test_a_submitted_run_that_fails_shows_its_first_cause(
     config = save_sft_run(tmp_path)
     tensors = load_file(file := tmp_path / "policy" / "model.safetensors")
 
-    # values are not checked before a run
-    tensors["model.layers.3.mlp.down_proj.weight"].fill_(float("nan"))
+    # Finite weights, as a folder must have, whose products with normalized inputs overflow.
+    weight = tensors["model.layers.3.self_attn.q_proj.weight"]
+    weight.fill_(torch.finfo(weight.dtype).max)
     save_file(tensors, file, {"format": "pt"})
     job = submit(cluster, env, config)
     assert job.status() == 1, job.said()

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoints.convert.source import ModelSource, SourceTensor, StoredPiece
+from megarl.checkpoints.convert.hugging_face import open_hugging_face
+from megarl.checkpoints.convert.source import ModelSource, SourceTensor, StoredPiece, refuse_nonfinite
 from megarl.checkpoints.convert.streaming import Progress, Written, new_folder, no_progress
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import read_json_object
@@ -18,6 +19,7 @@ from megarl.models.adapters import adapter_names
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS, read_architecture
 from megarl.models.tensor_table import VALUE_HEAD_TENSOR, Head, hf_tensors
+from megarl.weights.hf_folder import CONFIG_FILE as CONFIG_OF_MODEL
 from megarl.weights.peft_folder import (
     CONFIG_FILE,
     SEQUENCE_TASK,
@@ -101,6 +103,7 @@ def whole_tensors(source: ModelSource, dtype: torch.dtype | None = None) -> dict
     for name, tensor in source.tensors.items():
         place = TensorSlice.whole(tensor.hf.view)
         tensors[name] = tensor.block(place, dtype or tensor.dtype).reshape(tensor.hf.shape)
+        refuse_nonfinite(tensors[name], name)
     return tensors
 
 
@@ -192,6 +195,26 @@ def merged_source(adapter: ModelSource, base: ModelSource) -> ModelSource:
         tensors = {name: value for name, value in tensors.items() if name != "lm_head.weight"}
         tensors[VALUE_HEAD_TENSOR] = adapter.tensors[VALUE_HEAD_TENSOR]
     return replace(base, tensors=tensors, head=adapter.head, kind=f"{base.kind} with a merged adapter")
+
+
+def with_merged_adapter(source: ModelSource) -> ModelSource:
+    """Return a model that can compute: a checkpoint of adapters is merged into its base model.
+
+    Raises:
+        CheckpointError: The base model is not on this machine, or has changed.
+    """
+    if source.architecture.lora is None:
+        return source
+
+    name = _adapter_fields(source).get("base_model_name_or_path")
+    if not isinstance(name, str) or not (Path(name) / CONFIG_OF_MODEL).is_file():
+        raise CheckpointError(
+            f"{source.folder}: has adapters only, and their base model {name!r} is not on this machine; run "
+            f"`megarl convert merge-adapter --input {source.folder} --base HF_DIR --output MERGED_DIR`, and "
+            "give MERGED_DIR"
+        )
+    merged = merged_source(source, open_hugging_face(Path(name)))
+    return replace(merged, folder=source.folder, step=source.step)
 
 
 def _merge(

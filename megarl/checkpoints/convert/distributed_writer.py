@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoints.convert.distributed import stored_slice
-from megarl.checkpoints.convert.source import ModelSource
+from megarl.checkpoints.convert.source import ModelSource, refuse_nonfinite
 from megarl.checkpoints.convert.streaming import (
     Progress,
     Room,
@@ -158,7 +158,9 @@ class _Writer:
         if len(parts) == 1 and parts[0][1] == tensor_slice and parts[0][0].rearrangement is None:
             piece = parts[0][0]
             place = tensor_slice.relative_to(piece.shard.starts, piece.hf.starts)
-            return tensors[piece.hf_name].block(place, dtype, room.tensor)
+            stored = tensors[piece.hf_name].block(place, dtype, room.tensor)
+            refuse_nonfinite(stored, piece.hf_name)
+            return stored
 
         block = room.tensor(tensor_slice.shape, dtype)
         # The memory is reused for every block, so padding rows contain old values.
@@ -170,6 +172,7 @@ class _Writer:
                 target = block[match.shard.relative_to(tensor_slice.starts).index]
                 tensors[piece.hf_name].fill(piece.in_hf_order(target, match.hf), match.hf)
 
+        refuse_nonfinite(block, item.weight.megatron_name)
         return block
 
 

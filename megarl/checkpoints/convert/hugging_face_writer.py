@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoints.convert.source import ModelSource, SourceTensor
+from megarl.checkpoints.convert.source import ModelSource, SourceTensor, refuse_nonfinite
 from megarl.checkpoints.convert.streaming import (
     BLOCK_BYTES,
     Job,
@@ -179,6 +179,7 @@ class _Writer:
         for start in range(first, min(first + num_rows, tensor.hf.shape[0]), BLOCK):
             self._workers.check()
             rows = tensor.rows(start, min(start + BLOCK, tensor.hf.shape[0]), torch.float32)
+            refuse_nonfinite(rows, tensor.hf.name)
             scales = scales_of(block_maxima(rows, (0, 0)))
             values = quantize(rows, scales, TensorSlice.whole(rows.shape)).reshape(-1)
             output.write(ChunkMeta(tensor.hf.name, start * num_columns, values.numel()), values)
@@ -197,5 +198,6 @@ class _Writer:
             self._workers.check()
             place = inner.relative_to((0,) * len(inner.starts), part.place.starts)
             block = part.tensor.block(place, dtype, room.tensor).reshape(-1)
+            refuse_nonfinite(block, part.tensor.hf.name)
             output.write(ChunkMeta(part.tensor.hf.name, part.offset + first, block.numel()), block)
             self._report(block.nbytes)

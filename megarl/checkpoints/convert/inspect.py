@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from megarl.checkpoints.convert.source import ModelSource
 from megarl.config.rules.reward import has_chat_template
 from megarl.machine.errors import CheckpointError
+from megarl.machine.files import parse_json
 from megarl.weights.hf_folder import CONFIG_FILE
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -99,7 +99,7 @@ def _tokenizer(companions: Path) -> str:
 
 def _read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: the file is missing") from None
     except ValueError as error:

@@ -13,6 +13,7 @@ from megarl.machine.errors import CheckpointError
 from megarl.models.architecture import Architecture
 from megarl.models.tensor_table import Head, HFTensor, hf_tensors
 from megarl.weights.block_scaling import Elements
+from megarl.weights.finite_values import nonfinite_problem
 from megarl.weights.message_words import word_counts
 from megarl.weights.tensors import TensorSlice, chunks_fault, range_slices
 
@@ -140,6 +141,16 @@ class ModelSource:
                     f"one for all with --dtype"
                 )
         return self.dtype
+
+
+def refuse_nonfinite(values: torch.Tensor, name: str) -> None:
+    """Refuse to write a tensor that has NaN or infinity.
+
+    Raises:
+        CheckpointError: It has. The message names the tensor.
+    """
+    if (problem := nonfinite_problem(values)) is not None:
+        raise CheckpointError(f"{name} {problem}")
 
 
 def checked_tensors(

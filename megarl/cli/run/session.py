@@ -164,7 +164,7 @@ def read_summary(output_dir: Path) -> dict[str, Any] | None:
         summary = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not JSON ({error}); remove it") from error
 
     if not isinstance(summary, dict) or not isinstance(summary.get("steps"), int):

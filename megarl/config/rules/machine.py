@@ -29,11 +29,12 @@ from megarl.config.schema import (
 from megarl.config.sources import is_hub_name
 from megarl.config.speculation import DRAFT, SECTION, draft_of
 from megarl.config.violation import Absence, Violation, Violations
-from megarl.machine.files import existing_folder
+from megarl.machine.files import existing_folder, read_json_object
 from megarl.machine.processors import has_gpu
 from megarl.machine.ray_address import cluster_address
 
 _WEIGHTS = "*.safetensors"
+_INDEX = "model.safetensors.index.json"
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 _TOKENIZERS = (
     "tokenizer.json",
@@ -127,7 +128,10 @@ def _model_files(config: RunConfig) -> Violations:
     for folder, key in folders.items():
         if not os.path.isfile(Path(folder) / "config.json"):
             continue
-        if not has_weights(folder):
+        if (outside := _file_outside(Path(folder))) is not None:
+            message = f"{folder!r} has an index ({_INDEX}) that lists {outside!r}"
+            yield Violation((key,), f"{message}; only files in this folder are allowed")
+        elif not has_weights(folder):
             # Weights in another format can be converted; otherwise they have to be downloaded.
             others = any(any(Path(folder).glob(pattern)) for pattern in _OTHER_WEIGHTS)
             message = f"{folder!r} has no weights in safetensors files"
@@ -146,6 +150,16 @@ def _model_files(config: RunConfig) -> Violations:
                 f"and chat_template.jinja into it"
             )
             yield Violation((key,), message, Absence.input)
+
+
+def _file_outside(folder: Path) -> str | None:
+    """Return a file outside the folder that its index of weights lists, None if there is none."""
+    try:
+        files = read_json_object(folder / _INDEX).get("weight_map")
+    except (OSError, ValueError):  # a damaged index is reported when the headers are read
+        return None
+    names = files.values() if isinstance(files, dict) else ()
+    return next((name for name in names if isinstance(name, str) and Path(name).name != name), None)
 
 
 def _draft_folder(config: RunConfig) -> Violations:

@@ -130,6 +130,6 @@ def _fields(file: Path) -> dict[str, Any]:
     """Return the fields of a JSON object; none if the file is missing or contains something else."""
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}

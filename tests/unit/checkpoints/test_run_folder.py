@@ -295,6 +295,10 @@ def described(checkpoint: Path, **changes: Any) -> None:
         (lambda path: (path / "actor" / "weights").unlink() or (path / "actor").rmdir(), "actor: is missing"),
         (lambda path: (path / "checkpoint.json").write_text("{"), "checkpoint.json: not JSON"),
         (
+            lambda path: (path / "checkpoint.json").write_text("[" * 100_000),
+            r"checkpoint.json: not JSON \(it is nested too deep\); the checkpoint is damaged",
+        ),
+        (
             lambda path: (path / "checkpoint.json").write_text(json.dumps({"format": 2})),
             "checkpoint.json: has format 2, .* reads 1",
         ),

@@ -6,6 +6,7 @@ It names the keys, both values and a valid value.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import math
 from dataclasses import fields, is_dataclass, replace
 from importlib.util import find_spec
@@ -671,6 +672,16 @@ def test_a_model_without_weights(ppo: str, tmp_path: Path) -> None:
     (found,) = violations(ppo)
     assert found.startswith("model.path: ")
     assert "has no weights in safetensors files" in found
+
+
+@pytest.mark.parametrize("outside", ["../outside.safetensors", "/etc/passwd", "sub/model.safetensors"])
+def test_an_index_that_leaves_the_folder(ppo: str, tmp_path: Path, outside: str) -> None:
+    folder = tmp_path / "model"
+    (folder / "model.safetensors").unlink()
+    index = json.dumps({"weight_map": {"model.norm.weight": outside}})
+    (folder / "model.safetensors.index.json").write_text(index)
+    (found,) = violations(ppo)
+    assert found.endswith(f"lists {outside!r}; only files in this folder are allowed")
 
 
 def test_sft(tmp_path: Path) -> None:

@@ -280,6 +280,7 @@ def resealed(path: Path, name: str, content: str) -> None:
     ("name", "content", "said"),
     [
         ("trainer.json", "[]", "is a list, not a mapping"),
+        ("trainer.json", "[" * 100_000, r"cannot be read \(it is nested too deep\)"),
         ("trainer.json", '{"trainer": "ppo", "data": {}, "seconds": 1}', "has no step"),
         ("trainer.json", '{"step": 4, "data": {}}', "has no trainer and no seconds"),
         ("config.yaml", "- 1", r"cannot be read \(it is a list, not a mapping of keys\)"),

@@ -242,7 +242,13 @@ def test_all_but_weights_is_copied(tmp_path: Path) -> None:
         "merges.txt",
         "modeling_ours.py",
     )
-    left = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "training_args.bin")
+    left = (
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "training_args.bin",
+        "adapter_config.json",
+    )
     for name in (*kept, *left):
         (source / name).write_text(name)
     (source / "notes.json").mkdir()  # a folder whose name matches

@@ -1,6 +1,7 @@
 """Faults of a folder. The message names the file and the tensor."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
+from megarl.checkpoints.convert.open import open_model
+from megarl.machine.errors import CheckpointError
 from megarl.models.families import FAMILIES
 from megarl.weights.checkpoint_index import read_checkpoint_index
 from megarl.weights.load import load_into_shards
@@ -205,3 +209,52 @@ def test_parameters_that_are_not_the_layouts(folder: Path) -> None:
         r"32\)",
     ):
         load_into_shards(folder, replace(architecture, vocab_size=200), layout, parameters)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_is_refused_by_the_name_of_its_tensor(folder: Path, bad: float) -> None:
+    values = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].clone()
+    values[-1, -1] = bad
+    edit(folder, model__layers__0__mlp__up_proj__weight=values)
+    said = r"model\.safetensors: model\.layers\.0\.mlp\.up_proj\.weight has elements that are NaN or infinite"
+    with pytest.raises(WeightTransferError, match=said):
+        load(folder)
+    with pytest.raises(CheckpointError, match=r"^model\.layers\.0\.mlp\.up_proj\.weight has elements"):
+        write_hugging_face(open_model(folder), folder.with_name("written"))
+    assert not folder.with_name("written").exists()
+
+
+def test_large_values_whose_sum_is_infinite_are_finite(folder: Path) -> None:
+    large = torch.full((32,), torch.finfo(torch.float32).max)
+    edit(folder, model__norm__weight=large)
+    assert bool(load(folder)["decoder.final_layernorm.weight"].eq(large).all())
+
+
+def test_two_sets_of_weights_in_a_folder_are_refused(tmp_path: Path) -> None:
+    model = random_model("qwen2", num_layers=1)
+    folder = save(model, tmp_path / "model", max_shard_size="20KB")
+    load(folder)
+    # transformers prefers safetensors, so an older format does no harm.
+    (folder / "pytorch_model.bin").write_bytes(b"older")
+    load(folder)
+
+    shutil.copy(save(model, tmp_path / "single") / "model.safetensors", folder)
+    with pytest.raises(WeightTransferError, match=r"two sets of weights, model\.safetensors and .*; delete"):
+        load(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    load(folder)
+
+
+def test_an_index_of_a_single_file_is_one_set(folder: Path) -> None:
+    names = load_file(folder / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    load(folder)
+
+
+def test_an_adapter_next_to_the_weights_of_a_model_is_refused(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        WeightTransferError, match=r"has an adapter \(adapter_config\.json\) next to the weights"
+    ):
+        load(folder)
