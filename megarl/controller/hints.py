@@ -45,6 +45,13 @@ PROCESS_EXITED = (
     "signal, or the code that calls exit (rewards, tools, environments, libraries)",
     "the same command resumes from the latest checkpoint",
 )
+GPU_FAILED = (
+    "`dmesg -T | grep -i xid` and `nvidia-smi -q -d ECC,PAGE_RETIREMENT,ROW_REMAPPER` on its node tell "
+    "whether the GPU is faulty: reset it (`nvidia-smi -r`), or leave the node out",
+    "an illegal access or an illegal instruction without an Xid of the hardware is a fault of a kernel: with "
+    "CUDA_LAUNCH_BLOCKING=1 the traceback names its call",
+    "the same command resumes from the latest checkpoint; with recovery.enabled, the run continues by itself",
+)
 NODE_LOST = (
     "is the node up, and is the network between it and the driver up? Run `ray list nodes`, and `ping` from "
     "another node",

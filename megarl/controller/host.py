@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import socket
 import sys
 import time
@@ -50,6 +51,17 @@ _COMMUNICATION_WORDS = (
     "NCCL communicator was aborted",
     "Watchdog caught collective operation timeout",
     "wait timeout after",
+)
+
+# What begins the text of an error of the GPU: torch's, cuBLAS's, cuDNN's, Triton's and Transformer Engine's.
+_DEVICE_ERROR = re.compile(
+    r"(?i:CUDA error|CUDA driver error|Triton Error \[CUDA\])|CUBLAS_STATUS_\w+|CUDNN_STATUS_\w+"
+)
+# Errors of a call, after which the process can use its GPU, and of the program, which would repeat them.
+_NOT_LOST = re.compile(
+    r"out of memory|_ALLOC_FAILED|NOT_SUPPORTED|BAD_PARAM|INVALID_VALUE|device-side assert|invalid argument|"
+    r"invalid (configuration|device (ordinal|function)|resource handle)|no kernel image|not supported|"
+    r"too many resources requested|operation not permitted|driver version is insufficient"
 )
 
 # The largest result that passes a relay, in bytes; Ray sends values of this size within its own messages.
@@ -205,6 +217,9 @@ def _failure_of(error: BaseException) -> CallFailure:
     # Remove the host's own frames: the traceback should begin with the worker's code.
     text = "".join(traceback.format_exception(type(error), error, _after_host(error.__traceback__)))
     kind = FailureKind.communication if _is_about_a_peer(error) else FailureKind.exception
+    # NCCL's errors name CUDA too, but their cause may be the peer's.
+    if kind is FailureKind.exception and _is_of_device(error):
+        kind = FailureKind.device
     return CallFailure(kind, summary, text, now, qualified_name(type(error)), tuple(hint_of(error)))
 
 
@@ -232,6 +247,20 @@ def _is_about_a_peer(error: BaseException) -> bool:
     if any(cls.__name__ in ("DistBackendError", "DistNetworkError") for cls in type(error).__mro__):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _COMMUNICATION_WORDS)
+
+
+def _is_of_device(error: BaseException | None) -> bool:
+    """Return whether the GPU of this process has failed: an ECC error, an Xid, an illegal access.
+
+    Such an error is sticky: every later call on the GPU raises it again. The first one may have been caught
+    and raised as another error.
+    """
+    while error is not None:
+        text = str(error)
+        if isinstance(error, RuntimeError) and _DEVICE_ERROR.search(text) and not _NOT_LOST.search(text):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _node_address() -> str:

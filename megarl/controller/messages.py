@@ -26,9 +26,15 @@ def qualified_name(cls: type) -> str:
 class FailureKind(IntEnum):
     """How likely a failure is the cause of others. Smaller values are likelier."""
 
-    exception = 0
-    death = 1  # the process is gone
-    communication = 2  # a peer did not answer; the reason is with the peer
+    device = 0  # its GPU has failed: the process is alive, but can never use the GPU again
+    exception = 1
+    death = 2  # the process is gone
+    communication = 3  # a peer did not answer; the reason is with the peer
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the process must be replaced."""
+        return self in (FailureKind.device, FailureKind.death)
 
 
 class CallFailure(NamedTuple):

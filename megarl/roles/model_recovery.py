@@ -118,7 +118,10 @@ class ModelRecovery:
         return secured
 
     def concerns(self, error: Exception) -> bool:
-        """Return whether processes of these models are lost: they died, hang, or have a wrong state."""
+        """Return whether processes of these models are lost.
+
+        They died, hang, have a wrong state, or their GPU has failed.
+        """
         if not isinstance(error, (WorkerError, PhaseTimeoutError)):
             return False
         roles = {role for group in self._groups for role in (group.role, "+".join(group.processes.roles))}
@@ -133,7 +136,7 @@ class ModelRecovery:
 
         # A rank's own exception comes first, although it may follow from the death of a peer.
         kinds = {error.kind, *(other.failure.kind for other in error.others)}
-        return FailureKind.death in kinds or error.kind is FailureKind.communication
+        return any(kind.is_loss for kind in kinds) or error.kind is FailureKind.communication
 
     def recover(self, error: WorkerError | PhaseTimeoutError, saved: SavedStep | None = None) -> Restarted:
         """Restart the processes that `error` concerns, and load the newest complete snapshot in all models.
@@ -239,6 +242,8 @@ class ModelRecovery:
         # All ranks report a gradient that is not finite, so it is not known which node computed it.
         if isinstance(error, WorkerError) and error.error_type != qualified_name(NonFiniteUpdateError):
             nodes.append(error.node)
+            # Processes that outlive their GPU are in no report of dead ranks.
+            nodes += [other.node for other in error.others if other.failure.kind is FailureKind.device]
 
         for processes in dict.fromkeys(group.processes for group in self._groups):
             reports = [] if processes.has_ended else processes.lost_ranks()

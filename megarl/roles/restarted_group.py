@@ -11,7 +11,6 @@ from megarl.controller.calls import Call
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import DerivedFuture, RemoteFuture, wait_for_calls
 from megarl.controller.group import RayWorkerGroup, RoleGroup
-from megarl.controller.messages import FailureKind
 from megarl.controller.restart_budget import RestartBudget
 from megarl.roles.restarts import ProcessLimitError, leave_lost_nodes
 
@@ -103,7 +102,7 @@ class RestartedGroup:
         calls = [*sent.calls, *sent.needed, *self.servers.calls]
         constructions = [each for call in calls for each in call.processes.construction]
         failures = [call.failure for call in (*calls, *constructions) if call.failure is not None]
-        return any(failure.failure.kind is FailureKind.death for failure in failures)
+        return any(failure.failure.kind.is_loss for failure in failures)
 
     def _restart(self, why: str) -> None:
         role = self.group.role
@@ -127,7 +126,7 @@ class RestartedGroup:
             try:
                 self.servers.connect(self.group)
             except WorkerError as error:
-                if error.kind is not FailureKind.death:
+                if not error.kind.is_loss:
                     raise
                 why = str(error)
                 continue

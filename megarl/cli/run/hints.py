@@ -232,6 +232,11 @@ FOREIGN_FAILURES = (
     ForeignFailure(
         _GPU_FULL, ("the GPU is full; use a device with more memory, or reduce memory:", *_DEVICE_MEMORY)
     ),
+    ForeignFailure(
+        r"(CUDA [Ee]rror: |Triton Error \[CUDA\]: )(?!device-side assert|invalid |no kernel image)"
+        r"|CUBLAS_STATUS_EXECUTION_FAILED|CUDNN_STATUS_EXECUTION_FAILED",
+        hints.GPU_FAILED,
+    ),
     ForeignFailure(r"memory monitor ended the process|node running low on memory", hints.MEMORY_MONITOR),
     ForeignFailure(
         r"can't allocate memory|Cannot allocate memory|std::bad_alloc|\bMemoryError\b", hints.HOST_MEMORY

@@ -349,11 +349,11 @@ def is_dead_or_failed_start(error: WorkerError | PhaseTimeoutError) -> bool:
 
 
 def is_dead(error: WorkerError | PhaseTimeoutError) -> bool:
-    """Whether the process or its engine is gone or stuck. Any other error comes from the call itself."""
+    """Whether the process, its engine or its GPU is gone or stuck. Others come from the call itself."""
     # The group is killed when a call exceeds its limit, so a timeout is a death.
     if isinstance(error, PhaseTimeoutError):
         return True
-    return error.kind is FailureKind.death or error.error_type == qualified_name(EngineDeadError)
+    return error.kind.is_loss or error.error_type == qualified_name(EngineDeadError)
 
 
 def is_failed_start(error: WorkerError | PhaseTimeoutError) -> bool:

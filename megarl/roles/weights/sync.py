@@ -18,7 +18,6 @@ from megarl.config.schema import Transport, Verify
 from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, gather, wait_for_any
 from megarl.controller.group import RoleGroup
-from megarl.controller.messages import FailureKind
 from megarl.machine.errors import RunError
 from megarl.roles.rollout.replicas import results_of
 from megarl.roles.weights.session import TransferSession, is_lost
@@ -452,7 +451,7 @@ class _Push:
     def _cause(self, error: WorkerError) -> WorkerError:
         """Return the cause of a trainer rank's failure.
 
-        If another rank has died, those that waited for it report first.
+        If another rank is lost, those that waited for it report first.
         """
         # Wait briefly for the others: the death of a rank is often reported after its peers' failures.
         deadline_s = time.monotonic() + _GRACE_S
@@ -460,7 +459,7 @@ class _Push:
             try:
                 sent.get(max(0.0, deadline_s - time.monotonic()))
             except WorkerError as other:
-                if other.kind is FailureKind.death:
+                if other.kind.is_loss:
                     return other
             except TimeoutError:
                 pass

@@ -31,6 +31,14 @@ def failure(rank: int, kind: FailureKind, time_s: float) -> RankFailure:
             1,
         ),
         ([(0, FailureKind.death, 9.0), (1, FailureKind.exception, 4.0)], 1),
+        (
+            [
+                (0, FailureKind.communication, 1.0),
+                (1, FailureKind.device, 9.0),
+                (2, FailureKind.exception, 0.5),
+            ],
+            1,
+        ),
         ([(0, FailureKind.communication, 2.0), (1, FailureKind.communication, 1.0)], 1),
     ],
 )

@@ -260,6 +260,39 @@ def test_classes_that_cannot_work_are_refused(ray_cluster: None) -> None:
     pool.release()
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "how", "is_lost"),
+    [
+        ("AcceleratorError", "CUDA error: uncorrectable ECC error encountered\nSearch for `cuda...", "itself", True),
+        ("AcceleratorError", "CUDA error: an illegal memory access was encountered", "itself", True),
+        ("AcceleratorError", "CUDA error: unspecified launch failure", "itself", True),
+        ("AcceleratorError", "CUDA error: unknown error", "cause", True),
+        ("AcceleratorError", "CUDA error: uncorrectable NVLink error detected", "context", True),
+        ("RuntimeError", "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`", "itself", True),
+        ("RuntimeError", "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "itself", True),
+        ("RuntimeError", "Triton Error [CUDA]: an illegal memory access was encountered", "itself", True),
+        ("RuntimeError", "/te/cudnn.cpp:12 in function f: CUDA Error: an illegal instruction was encountered", "itself", True),
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", "itself", False),
+        ("AcceleratorError", "CUDA error: out of memory", "itself", False),
+        ("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "itself", False),
+        ("AcceleratorError", "CUDA error: device-side assert triggered", "itself", False),
+        ("AcceleratorError", "CUDA error: invalid configuration argument", "itself", False),
+        ("AcceleratorError", "CUDA error: no kernel image is available for execution on the device", "itself", False),
+        ("ValueError", "the text says CUDA error: an illegal memory access was encountered", "itself", False),
+        ("RuntimeError", "the size of tensor a must match", "cause", False),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_gpu_is_a_loss_of_the_process(
+    group: RayWorkerGroup, kind: str, text: str, how: str, is_lost: bool
+) -> None:
+    """The texts are those of torch, cuBLAS, cuDNN, Triton and Transformer Engine."""
+    with pytest.raises(WorkerError) as caught:
+        group.call(EchoWorker.fail_with, kind, text, how)
+    assert caught.value.kind is (FailureKind.device if is_lost else FailureKind.exception)
+    assert caught.value.kind.is_loss == is_lost
+    assert text.splitlines()[0] in caught.value.remote_traceback
+
+
 def test_waiting_for_whichever_ends_first(group: RayWorkerGroup, fused: dict) -> None:
     """Futures may end successfully or not; `get` shows which. After the timeout, the result may be empty."""
     group.call(EchoWorker.about)  # both are running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import subprocess
 import sys
@@ -89,6 +90,25 @@ class EchoWorker(Worker):
     def unregistered(self) -> None: ...
 
     # ---- failures
+
+    @register(Dispatch.ONE_TO_ALL)
+    def fail_with(self, kind: str, text: str, how: str) -> None:
+        """Raise an error of torch or of Python.
+
+        Args:
+            kind: Its name, in torch or builtins.
+            text: Its text.
+            how: `itself`, or how another error that is raised after it follows from it: `cause`, `context`.
+        """
+        error = (getattr(torch, kind, None) or getattr(builtins, kind))(text)
+        if how == "cause":
+            raise ValueError("the snapshot cannot be written") from error
+        if how == "context":
+            try:
+                raise error
+            finally:
+                self.no_such_attribute.close()
+        raise error
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def fail_on(self, rank: int, after_s: float = 0.0) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from megarl.controller.errors import PhaseTimeoutError
+from megarl.controller.errors import PhaseTimeoutError, RankFailure, WorkerError
 from megarl.controller.futures import DerivedFuture
+from megarl.controller.messages import CallFailure, FailureKind
 from megarl.roles import restarts
 from megarl.roles.model_recovery import ModelRecovery, SavedStep
 from megarl.roles.model_snapshots import SnapshotLostError
@@ -131,3 +132,43 @@ def test_a_bad_node_stays_in_use_if_there_is_no_other(caplog: pytest.LogCaptureF
         "node 10.0.0.2 was involved in 2 losses, and is excluded, but no other node has free resources: it stays"
     ]
     assert processes.num_restarts == 2
+
+
+class LivingProcesses(Processes):
+    """Processes that all report that they are alive."""
+
+    def lost_ranks(self) -> Sequence[Any]:
+        return []
+
+
+def failure(rank: int, node: str, kind: FailureKind) -> RankFailure:
+    return RankFailure("actor", rank, node, 7, "update", CallFailure(kind, "it failed", "", 0.0))
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "concerns"),
+    [
+        (FailureKind.device, [], True),
+        (FailureKind.device, [FailureKind.communication], True),
+        (FailureKind.exception, [FailureKind.device], True),
+        (FailureKind.exception, [FailureKind.communication], False),
+        (FailureKind.exception, [], False),
+    ],
+)
+def test_a_rank_whose_gpu_fails_is_replaced_and_counted_to_its_node(
+    first: FailureKind, others: list[FailureKind], concerns: bool
+) -> None:
+    """The rank is alive, so that no report of dead ranks names its node."""
+    nodes = [BAD if kind is FailureKind.device else "10.0.0.9" for kind in (first, *others)]
+    error = WorkerError(
+        failure(0, nodes[0], first),
+        [failure(rank, nodes[rank], kind) for rank, kind in enumerate(others, start=1)],
+    )
+    processes = LivingProcesses(Pool(looks=0))
+    recovery = recovery_of(processes, 0)
+    assert recovery.concerns(error) == concerns
+    if concerns:
+        assert BAD in recovery.recover(error).nodes
+        assert processes.num_restarts == 1
+        recovery.recover(error)
+        assert recovery.excluded_nodes[:1] == [BAD]
