@@ -527,7 +527,7 @@ class MegatronEngine:
         single = len(self.chunks) == 1
 
         # Megatron chooses the schedule by the pipeline layout.
-        return get_forward_backward_func()(
+        results = get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, loss=loss, extras=extras, tally=tally, top=top),
             data_iterator=iterators[0] if single else iterators,
             model=self.chunks[0] if single else self.chunks,
@@ -537,6 +537,9 @@ class MegatronEngine:
             forward_only=loss is None,
             collect_non_loss_data=loss is None,
         )
+        if self._routes is not None:
+            self._routes.leave()
+        return results
 
     def _with_routes(
         self,

@@ -59,12 +59,14 @@ class MicroBatchRoutes:
         given: The experts to use for the tokens of `is_given` (T,). Without them, routers select experts.
         is_given: (T,) bool, the tokens with a given route.
         chosen: What the routers selected, if it is kept.
+        asked: The layers whose routers have asked for experts.
     """
 
     def __init__(self, given: Mapping[int, Tensor] | None, is_given: Tensor | None) -> None:
         self.given = given
         self.is_given = is_given
         self.chosen: dict[int, Tensor] = {}
+        self.asked: set[int] = set()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,7 @@ class RouterReplay:
         assert self._router.tokens is not None, "each layer passes tokens to its router"
         assert (routes := self._router.tokens.routes) is not None, "each micro-batch has routes"
 
+        routes.asked.add(self._layer)
         # Computed even if routes are given, because tokens without a route use the router's selection.
         values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
 
@@ -111,6 +112,7 @@ class RouterReplayBuffer:
         self._groups = groups
         self._device = device
         self._kept: list[tuple[TokenPositions, MicroBatchRoutes]] = []
+        self._asked: list[set[int]] = []  # of each micro-batch; routes themselves are freed after their use
 
     def enter(
         self, made: Sequence[MicroBatch], micro_batches: Sequence[Sequence[int]], column: RaggedTensor | None
@@ -127,6 +129,7 @@ class RouterReplayBuffer:
             ValueError: The routes of a row do not match its tokens.
         """
         self._kept = []
+        self._asked = []
         entered = []
 
         for micro_batch, rows in zip(made, micro_batches, strict=True):
@@ -137,11 +140,29 @@ class RouterReplayBuffer:
             )
             routes = MicroBatchRoutes(*(given or (None, None)))
             entered.append(replace(micro_batch, routes=routes))
+            self._asked.append(routes.asked)
             # The routers fill in the routes during the pass, and `collect` reads them afterwards.
             if column is None:
                 self._kept.append((places, routes))
 
         return entered
+
+    def leave(self) -> None:
+        """End a pass, in which every router of this rank must have asked for the experts of each micro-batch.
+
+        Raises:
+            RuntimeError: A router selected experts without asking. The update would differ from what the
+                routes say, without any other sign.
+        """
+        skipped = sorted(set(self._layers) - set.intersection(*self._asked)) if self._asked else []
+        self._asked = []
+        if skipped:
+            raise RuntimeError(
+                f"the routers of {len(skipped)} of {len(self._layers)} layers with experts (first: number "
+                f"{skipped[0]} of these layers) selected experts without asking for the routes to replay: an "
+                "option of Megatron-Core, such as moe_router_fusion, bypasses them; remove it, or use "
+                "engine.routing_replay=off"
+            )
 
     def _own_part(self, tokens: Tensor) -> Tensor:
         """Return the part of a rank's tokens that its routers see under sequence parallelism."""

@@ -204,6 +204,14 @@ def routing_replay(config: PPOConfig, policy: Architecture) -> Violations:
             f"is {replay.value}, which requires packed rows; use engine.packing=true, or off",
         )
 
+    # Megatron's fused router returns before it asks for the routes to replay.
+    if config.actor.megatron.transformer.get("moe_router_fusion"):
+        yield Violation(
+            (_REPLAY, "actor.megatron.transformer.moe_router_fusion"),
+            f"is {replay.value}, but a fused router selects experts itself and replays no routes; use "
+            "actor.megatron.transformer.moe_router_fusion=false, or off",
+        )
+
     # Routes come from the trainer's scoring pass, or from the engine that generated.
     if replay is RoutingReplay.trainer:
         yield from _routes_of_scoring(config)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -320,3 +321,72 @@ def test_a_token_in_a_hundred_matters(setting: Setting) -> None:
         for name, value in setting.plain.gradients.items()
     }
     assert max(changed.values()) > 1e-3
+
+
+class Bypassed(NamedTuple):
+    """How many calls of a fused router there were, and what each pass of an engine said."""
+
+    num_calls: int
+    said: list[str]
+
+
+def run_bypassed(folder: str, batch: dict[str, Any], is_fused: bool) -> Bypassed:
+    """Run in a rank: run passes in which routers do not ask for routes.
+
+    Args:
+        folder: The model.
+        batch: Its rows.
+        is_fused: Whether all routers are fused, by Megatron's option and a kernel that computes the same
+            unfused. Otherwise a single router asks nobody.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    unfused = moe_utils.topk_routing_with_score_function
+    kernel = mock.Mock(side_effect=unfused)
+    engine = build(start(ParallelConfig()), folder, optim=OptimConfig(), routing_replay=RoutingReplay.trainer)
+    micro_batches = deal(NUM_ROWS, 2)
+    given = {**batch, **engine.forward(batch, micro_batches)}
+    given = {**batch, ROUTED_EXPERTS: given[ROUTED_EXPERTS]}
+    routers = [layer.mlp.router for model in engine.models for layer in model.decoder.layers]
+    if is_fused:
+        for router in routers:
+            router.config.moe_router_fusion = True
+    else:
+        routers[-1].router_replay = None
+    said = []
+
+    with (
+        mock.patch.object(moe_utils, "HAVE_TE", new=True),
+        mock.patch.object(moe_utils, "fused_topk_with_score_function", new=kernel),
+    ):
+        for run in (
+            lambda: engine.forward(batch, micro_batches),
+            lambda: engine.forward(given, micro_batches),
+            lambda: engine.forward_backward(given, micro_batches, weighted_sum(("log_probs",))),
+        ):
+            with pytest.raises(RuntimeError) as error:
+                run()
+            said.append(str(error.value))
+
+    return Bypassed(kernel.call_count, said)
+
+
+@pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "one router"])
+def test_a_router_that_does_not_ask_for_routes_is_an_error(
+    setting_of: Callable[[str], Setting], is_fused: bool, rank_pool: RankPool
+) -> None:
+    """Routes would be ignored, or empty, without a sign: in scoring, in scoring with routes, and in training."""
+    setting = setting_of("qwen3_moe")
+    (rank,) = rank_pool.run(
+        run_bypassed, world_size=1, folder=setting.folder, batch=setting.batch, is_fused=is_fused
+    )
+    assert bool(rank.num_calls) == is_fused
+    assert len(rank.said) == 3
+    for said in rank.said:
+        expected = (
+            "2 of 2 layers with experts (first: number 0"
+            if is_fused
+            else "1 of 2 layers with experts (first: number 1"
+        )
+        assert expected in said
+        assert "moe_router_fusion" in said

@@ -109,6 +109,18 @@ def test_good_layouts_have_none(ppo: str) -> None:
             ["engine.routing_replay=rollout", "engine.packing=false"],
             "is rollout, which requires packed rows",
         ),
+        *(
+            (
+                [f"engine.routing_replay={replay}", "device=cuda", "model.dtype=bfloat16", option],
+                "engine.routing_replay, actor.megatron.transformer.moe_router_fusion: is "
+                f"{replay}, but a fused router selects experts itself and replays no routes",
+            )
+            for replay in ("rollout", "trainer")
+            for option in (
+                "actor.megatron=fused_experts",
+                "actor.megatron.transformer={moe_router_fusion: true}",
+            )
+        ),
         (
             ["engine.routing_replay=rollout", *_AHEAD],
             "rollout.max_staleness, rollout.on_update: is rollout, but with max_staleness 1 samples "
