@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from math import ceil
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -105,8 +108,7 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
         distributed_timeout_minutes=ceil(limit_s / 60),
     )
 
-    # Seed the default generator and Megatron's tracker of tensor-parallel generators.
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    _seed_generators(seed)
 
     return ParallelGroups(
         parallel=parallel,
@@ -123,6 +125,26 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
         expert_data=_existing(parallel_state.get_expert_data_parallel_group()),
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
     )
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed the generators of torch, of Megatron, of numpy and of Python.
+
+    megarl draws from none of the last two, but code of a user in a rank may. Ranks of a context-parallel
+    group share their seed, because a checkpoint stores one state for all of them.
+    """
+    # Megatron seeds the generators of the GPU only, and its tracker of tensor-parallel generators.
+    torch.default_generator.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    for_numpy, for_python = np.random.SeedSequence([seed, *place]).spawn(2)
+    np.random.seed(for_numpy.generate_state(4))
+    random.seed(for_python.generate_state(4).tobytes())
 
 
 def _existing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_map
 
+from megarl.checkpoints.torch_dist import StoredItem, read_index
 from megarl.tracking.samples import read_samples, sample_files
 from tests.integration.tiny_run import Finished
 
@@ -15,6 +20,14 @@ _TIMED = re.compile(
     r"(timing_s|perf|memory|resharding|recovery)/.*|(rollout|agent)/num_restarts"
     r"|rollout/replica_\d+/tokens_per_s|agent/(tool_s/mean|waiting_share)|.*/judge/\w+/latency_s/\w+"
 )
+
+
+def stored_object(folder: Path, item: StoredItem) -> object:
+    """Return an object of a checkpoint, with lists for tensors, which are printed in part."""
+    with (folder / item.file).open("rb") as file:
+        file.seek(item.position)
+        stored = torch.load(io.BytesIO(file.read(item.nbytes)), weights_only=True)
+    return tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, stored)
 
 
 class Outcome:
@@ -45,6 +58,15 @@ class Outcome:
             for path in (folder / "checkpoints" / latest).glob("*/manifest.json")
         }
         assert self.states
+        # Of torch, Megatron, numpy and Python, in each rank.
+        self.random_states = {
+            (role, key): repr(stored_object(index.folder, item))
+            for role in self.states
+            for index in [read_index(folder / "checkpoints" / latest / role)]
+            for key, item in index.objects.items()
+            if key.startswith("rng_state")
+        }
+        assert self.random_states
 
     def difference(self, other: Outcome) -> list[str]:
         """Return what differs."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -66,3 +68,34 @@ def lowered_priorities() -> tuple[int, set[int]]:
 def test_only_the_thread_of_the_gloo_device_has_a_low_priority(rank_pool: RankPool) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert rank_pool.run(lowered_priorities, world_size=2) == [(own, {min(10, 19 - own)})] * 2
+
+
+def drawn(parallel: ParallelConfig) -> tuple[list[list[float]], list[list[float]]]:
+    """Run in a rank: return numbers of each generator after two initializations, which others came before."""
+    start(parallel)
+    from megarl.engine import groups
+
+    numbers = []
+    for noise in (b"one", b"two"):
+        random.seed(noise)
+        np.random.seed(list(noise))
+        torch.default_generator.seed()
+        groups.initialize(parallel, seed=5)
+        numbers.append([random.random(), float(np.random.random()), float(torch.rand(()))])
+    groups.initialize(parallel, seed=6)
+    return numbers, [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+def test_each_rank_seeds_every_generator(rank_pool: RankPool) -> None:
+    """A checkpoint stores one state for ranks that share rows, which are those of a context-parallel group."""
+    ranks = rank_pool.run(
+        drawn, world_size=4, parallel=ParallelConfig(context_parallel_size=2, data_parallel_size=2)
+    )
+    for (first, second), other in ranks:
+        assert first == second
+        assert all(number != another for number, another in zip(first, other, strict=True))
+    by_seed = [first for (first, _), _ in ranks]
+    assert by_seed[0] == by_seed[1]
+    assert by_seed[2] == by_seed[3]
+    assert all(by_seed[0][number] != by_seed[2][number] for number in (0, 1))
+    assert by_seed[0][0] != by_seed[0][1]
