@@ -45,8 +45,8 @@ class Recomputation(NamedTuple):
 
 class Decay(str, Enum):
     constant = "constant"  # the learning rate stays at `lr`
-    linear = "linear"  # linear decay to `min_lr` at the last step
-    cosine = "cosine"  # cosine decay to `min_lr` at the last step
+    linear = "linear"  # linear decay to `min_lr`, which is the rate of the last update
+    cosine = "cosine"  # cosine decay to `min_lr`, which is the rate of the last update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ class OptimConfig:
     clip_grad: float = ranged(1.0, at_least=0)  # maximum global gradient norm; 0 disables clipping
     warmup_steps: int = ranged(0, at_least=0)  # optimizer steps of linear warm-up from 0
     decay: Decay = Decay.constant  # learning-rate schedule from the end of the warm-up to the last step
-    # final learning rate of the decay
+    # learning rate of the last update; with 0, that update changes nothing
     min_lr: float = only_with(ranged(0.0, at_least=0), Reader(".decay", (Decay.linear, Decay.cosine)))
     on_nonfinite: OnNonFinite = OnNonFinite.stop  # what follows a loss or gradient that is not finite
 
