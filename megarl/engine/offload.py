@@ -102,8 +102,17 @@ class _File:
 
     def read(self, number: int, start: int, target: Tensor) -> None:
         assert self._file is not None
-        self._file.seek(self._starts[number] + start)
-        _all_of(target.untyped_storage(), self._file.readinto)
+        file = self._file.fileno()
+        position = self._starts[number] + start
+
+        # Leaves the position of the file alone, since a snapshot reads in a thread of its own.
+        def read_next(view: memoryview) -> int:
+            nonlocal position
+            count = os.preadv(file, [view], position)
+            position += count
+            return count
+
+        _move_all(target.data_ptr(), target.numel(), read_next)
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
@@ -117,9 +126,13 @@ def _disk_folder() -> str:
 
 
 def _all_of(storage: UntypedStorage, move: Callable[[memoryview], int | None]) -> None:
-    """Move all bytes of a storage. One call moves at most 2 GiB on Linux."""
     # Use the address: a storage that was exposed as a numpy array can no longer be resized.
-    view = memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+    _move_all(storage.data_ptr(), storage.nbytes(), move)
+
+
+def _move_all(address: int, nbytes: int, move: Callable[[memoryview], int | None]) -> None:
+    """Move all bytes of host memory. One call moves at most 2 GiB on Linux."""
+    view = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
     while view:
         moved = move(view)
         if not moved:
@@ -237,20 +250,26 @@ class MovableState:
 
         return nbytes
 
-    def read(self, tensor: Tensor, start: int, count: int) -> Tensor | None:
-        """Return a host copy of elements start..start + count of an offloaded contiguous tensor.
+    def read(self, tensor: Tensor, start: int, target: Tensor) -> bool:
+        """Copy elements of an offloaded contiguous tensor, which stays offloaded.
 
-        Returns None if the tensor is not offloaded.
+        Args:
+            tensor: The tensor.
+            start: The first element.
+            target: A contiguous host tensor, which is filled.
+
+        Returns:
+            Whether the tensor is offloaded.
         """
         identity = tensor.untyped_storage()._cdata  # the address is lost with the memory
         for number, moved in enumerate(self._offloaded or ()):
             if moved.storage._cdata == identity:
                 assert self._kept
-                copy = torch.empty(count * tensor.itemsize, dtype=torch.uint8)
-                self._host_buffer.read(number, (int(tensor.storage_offset()) + start) * tensor.itemsize, copy)
-                return copy.view(tensor.dtype)
+                first = (int(tensor.storage_offset()) + start) * tensor.itemsize
+                self._host_buffer.read(number, first, target.view(-1).view(torch.uint8))
+                return True
 
-        return None
+        return False
 
 
 class OffloadableState:
@@ -289,8 +308,19 @@ class OffloadableState:
 
         The tensor may be offloaded, and then stays so.
         """
-        for state in self._parts.values():
-            copy = state.read(tensor, start, count)
-            if copy is not None:
-                return copy
+        if tensor.untyped_storage().nbytes() == 0 and count:
+            copy = torch.empty(count, dtype=tensor.dtype)
+            self.read_offloaded(tensor, start, copy)
+            return copy
         return tensor.detach().view(-1)[start : start + count].to("cpu", copy=True)
+
+    def read_offloaded(self, tensor: Tensor, start: int, target: Tensor) -> None:
+        """Copy elements of an offloaded contiguous tensor from the host into a contiguous host tensor.
+
+        Args:
+            tensor: The tensor, which stays offloaded.
+            start: The first element.
+            target: Is filled with as many elements as it has.
+        """
+        was_read = any(state.read(tensor, start, target) for state in self._parts.values())
+        assert was_read, "a tensor without memory is offloaded"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import io
 import threading
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections import defaultdict, deque
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,11 +29,76 @@ from megarl.engine.optimizer import StepCounts
 from megarl.engine.sharding import Shard
 from megarl.machine.errors import CheckpointError
 
+_STAGED_BYTES = 64 * 2**20  # of each buffer
+_LEAST_STAGED_BYTES = 2**20  # below, the start of a copy takes longer than the copy
+_NUM_PARTS = 4  # of a tensor that fits into a buffer, so that copies to and from the buffers overlap
+
+
+class Staging:
+    """Two buffers of pinned host memory, through which a GPU's tensors are copied into ordinary memory.
+
+    A copy from the device to memory that is not pinned passes a small buffer of the driver, at a fraction of
+    the speed. While one buffer is filled from the device, the other one is emptied.
+    """
+
+    def __init__(self, nbytes: int = _STAGED_BYTES, least: int = _LEAST_STAGED_BYTES) -> None:
+        self._least = least
+        self._buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(2)]
+        # They are pinned as long as the process lives, because pinning takes longer than copying.
+        for buffer in self._buffers:
+            platform.current().pin(buffer)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a contiguous tensor into a contiguous host tensor of the same size and dtype. Waits for it."""
+        if not source.numel():
+            return
+        from_bytes = source.reshape(-1).view(torch.uint8)
+        to_bytes = target.view(-1).view(torch.uint8)
+        size = min(max(-(-from_bytes.numel() // _NUM_PARTS), self._least), self._buffers[0].numel())
+        filled: deque[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None]] = deque()
+
+        for number, (part, place) in enumerate(
+            zip(from_bytes.split(size), to_bytes.split(size), strict=True)
+        ):
+            # The buffer was emptied two parts ago.
+            buffer = self._buffers[number % 2][: part.numel()]
+            buffer.copy_(part, non_blocking=True)
+            filled.append((buffer, place, _recorded_event(part)))
+            if len(filled) == 2:
+                _empty(*filled.popleft())
+        while filled:
+            _empty(*filled.popleft())
+
+
+def _recorded_event(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    """Return an event after the work that is queued on the tensor's GPU; None on a CPU."""
+    if not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def _empty(buffer: torch.Tensor, place: torch.Tensor, is_filled: torch.cuda.Event | None) -> None:
+    if is_filled is not None:
+        is_filled.synchronize()
+    place.copy_(buffer)
+
 
 class PendingSnapshot:
-    """A snapshot that is copied while the model is used. It must not change before `wait` returns."""
+    """A snapshot that is copied while the model is used.
 
-    def __init__(self, path: str, step: int, state: TrainingState) -> None:
+    The state must not change before `wait` returns. It may be offloaded within `stands_still`, and what has
+    not been copied yet is then copied from the host.
+
+    Args:
+        path: The file in memory.
+        step: The step of the state.
+        state: The state.
+        staging: The buffers through which tensors of a GPU pass; None copies directly, as on a CPU.
+    """
+
+    def __init__(self, path: str, step: int, state: TrainingState, staging: Staging | None = None) -> None:
         # The random state changes with the next use of the model, so it is read now.
         record = {"counts": state.optimizer.counts()._asdict(), "random": random_state()}
         torch.save(record, buffer := io.BytesIO())
@@ -41,8 +106,9 @@ class PendingSnapshot:
         self._path = path
         self._step = step
         self._record = buffer.getvalue()
-        self._tensors = [_copied(shard, state) for shard in trained_shards(state)]
-        self._failure: str | None = None
+        self._lock = threading.Lock()  # held while a tensor is copied
+        self._tensors = [self._copied(shard, state, staging) for shard in trained_shards(state)]
+        self._failure: Exception | None = None
 
         # The copies are queued on the current stream, and must end before the thread reads them.
         self._stream = torch.cuda.Stream() if platform.current().is_cuda else None
@@ -60,7 +126,16 @@ class PendingSnapshot:
         """
         self._thread.join()
         if self._failure is not None:
-            raise CheckpointError(self._failure)
+            # The cause tells whether the GPU has failed.
+            raise CheckpointError(
+                f"the snapshot of step {self._step} cannot be written: {self._failure}"
+            ) from self._failure
+
+    @contextmanager
+    def stands_still(self) -> Generator[None]:
+        """Copy nothing within the context, in which tensors may be moved between the device and the host."""
+        with self._lock:
+            yield
 
     def _run(self) -> None:
         try:
@@ -68,18 +143,19 @@ class PendingSnapshot:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 write_snapshot(self._path, self._step, self._tensors, self._record)
         except Exception as error:  # noqa: BLE001  (thread boundary: the waiting thread raises it)
-            self._failure = f"the snapshot of step {self._step} cannot be written: {error}"
+            self._failure = error
 
+    def _copied(self, shard: Shard, state: TrainingState, staging: Staging | None) -> SnapshotTensor:
+        def copy_to(target: torch.Tensor) -> None:
+            with self._lock:
+                if shard.tensor.untyped_storage().nbytes() == 0:  # offloaded
+                    state.places.read_offloaded(shard.tensor, shard.start, target)
+                elif staging is not None:
+                    staging.copy(shard.view, target)
+                else:
+                    target.copy_(shard.view)
 
-def _copied(shard: Shard, state: TrainingState) -> SnapshotTensor:
-    def copy_to(target: torch.Tensor) -> None:
-        if shard.tensor.untyped_storage().nbytes() == 0:  # offloaded
-            copy = state.places.host_copy(shard.tensor, shard.start, shard.place.volume)
-            target.copy_(copy.view(shard.place.shape))
-        else:
-            target.copy_(shard.view)
-
-    return SnapshotTensor(shard.key, shard.place, shard.is_main, shard.tensor.dtype, copy_to)
+        return SnapshotTensor(shard.key, shard.place, shard.is_main, shard.tensor.dtype, copy_to)
 
 
 def load_snapshot(engine: MegatronEngine, path: str) -> None:

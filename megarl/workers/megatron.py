@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -39,7 +40,7 @@ if TYPE_CHECKING:  # these modules import Megatron, which needs the platform to 
     from megarl.engine.checkpoint import PendingSave
     from megarl.engine.engine import MegatronEngine
     from megarl.engine.groups import ParallelGroups
-    from megarl.engine.snapshot import PendingSnapshot
+    from megarl.engine.snapshot import PendingSnapshot, Staging
     from megarl.engine.speed_probe import SpeedProbe
     from megarl.engine.step_trace import StepTrace
     from megarl.engine.top_tokens import TopK
@@ -208,6 +209,7 @@ class MegatronWorker(WeightExport):
         self._engine.offload(*spec.offloaded_at_first)
         self._pending_save: PendingSave | None = None
         self._pending_snapshot: PendingSnapshot | None = None
+        self._staging: Staging | None = None
         self._trace: StepTrace | None = None
         self._num_updates = 0
         self._probe: SpeedProbe | None = None
@@ -333,10 +335,12 @@ class MegatronWorker(WeightExport):
 
         The weight-sync buffers are released as well.
         """
-        self._settle_snapshot()
         # The buffers of the last weight sync occupy device memory that the next phase needs.
         self.release_weight_buffers()
-        return self._engine.offload(*parts)
+        # A snapshot continues from what is offloaded, next to generation.
+        pending = self._pending_snapshot
+        with nullcontext() if pending is None else pending.stands_still():
+            return self._engine.offload(*parts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def restore_state(self, parts: tuple[StatePart, ...]) -> int:
@@ -349,6 +353,8 @@ class MegatronWorker(WeightExport):
         """Copy the model's current state, and write it in the background; see engine/checkpoint.py."""
         from megarl.engine.checkpoint import begin_save
 
+        # A save with adapters restores a base that is offloaded, from which a snapshot may still be copied.
+        self._settle_snapshot()
         assert self._pending_save is None, "the previous save has not been finished"
         self._pending_save = begin_save(self._engine, Path(folder))
 
@@ -392,12 +398,14 @@ class MegatronWorker(WeightExport):
     def begin_snapshot(self, path: str, step: int) -> None:
         """Start to copy the model's current state to a file in memory; see engine/snapshot.py.
 
-        Calls that change or move the state wait for the copy.
+        Calls that change or restore the state wait for the copy.
         """
-        from megarl.engine.snapshot import PendingSnapshot
+        from megarl.engine.snapshot import PendingSnapshot, Staging
 
         self._settle_snapshot()
-        self._pending_snapshot = PendingSnapshot(path, step, self._engine.training_state())
+        if self._staging is None and platform.current().is_cuda:
+            self._staging = Staging()
+        self._pending_snapshot = PendingSnapshot(path, step, self._engine.training_state(), self._staging)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def await_snapshot(self) -> None:

@@ -181,3 +181,99 @@ def test_ranks_with_another_layout_continue_from_it(case: str, rank_pool: RankPo
     stepped = stored_tensors(tmp_path / "next after")
     for name, tensor in stored_tensors(tmp_path / "next before").items():
         assert torch.dist(stepped[name], tensor) <= 1e-5 * tensor.norm(), name
+
+
+def staged_copies() -> list[str]:
+    """Run in a rank: copy tensors of all sizes around those of the buffers, and return those that differ."""
+    from megarl.config.schema import Device
+    from megarl.engine import platform
+    from megarl.engine.snapshot import Staging
+
+    platform.activate(Device.cpu)
+    staging = Staging(nbytes=64, least=16)
+    generator = torch.Generator().manual_seed(0)
+    wrong = []
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+        for shape in ((0,), (1,), (), (3,), (16,), (17,), (64,), (5, 13), (128,), (2, 3, 43)):
+            # Part of a larger tensor, as shards are.
+            whole = torch.randint(0, 100, (torch.Size(shape).numel() + 3,), generator=generator).to(dtype)
+            source = whole[2 : 2 + torch.Size(shape).numel()].view(shape)
+            target = torch.zeros(shape, dtype=dtype)
+            staging.copy(source, target)
+            if not torch.equal(source, target):
+                wrong.append(f"{dtype} {shape}")
+    return wrong
+
+
+def test_buffers_that_are_emptied_in_turn_copy_every_byte(rank_pool: RankPool) -> None:
+    assert rank_pool.run(staged_copies, world_size=1) == [[]]
+
+
+class Copied(NamedTuple):
+    """The contents of snapshots of one state.
+
+    Attributes:
+        directly: Of a copy without staging.
+        staged: Of one through buffers.
+        moved: Of one during which the whole state was offloaded.
+        num_direct: The tensors of the last one that were copied before.
+        num_tensors: All its tensors.
+    """
+
+    directly: list[bytes]
+    staged: list[bytes]
+    moved: list[bytes]
+    num_direct: int
+    num_tensors: int
+
+
+def contents(path: str) -> list[bytes]:
+    snapshot = open_snapshot(path)
+    return [
+        snapshot.memory[each.position : each.position + each.nbytes] for each in snapshot.index.tensors
+    ] + [snapshot.record()]
+
+
+def copy_three_times(settings: Settings, folder: Path) -> Copied:
+    """Run in a rank."""
+    import torch.distributed as dist
+
+    from megarl.engine.offload import StatePart
+    from megarl.engine.snapshot import PendingSnapshot, Staging
+
+    engine = open_engine(settings)
+    train(engine, 2)
+    staging = Staging(nbytes=4096, least=64)
+    copies = 0
+
+    class Offloading(Staging):
+        """Staging after whose third copy the state is offloaded, as between two tensors of a long snapshot."""
+
+        def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+            nonlocal copies
+            super().copy(source, target)
+            copies += 1
+            if copies == 3:
+                engine.offload(StatePart.optimizer, StatePart.gradients, StatePart.parameters)
+
+    found = []
+    for number, way in enumerate((None, staging, Offloading(nbytes=4096, least=64))):
+        (path := folder / f"{number}-{dist.get_rank()}").touch()
+        pending = PendingSnapshot(str(path), 2, engine.training_state(), way)
+        pending.wait()
+        with pending.stands_still():
+            found.append(contents(str(path)))
+    return Copied(*found, copies, len(found[0]) - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_snapshot_continues_from_what_is_offloaded(
+    dtype: torch.dtype, rank_pool: RankPool, tmp_path: Path
+) -> None:
+    """Through buffers or directly, on the device or offloaded: the bytes are the same."""
+    save_model("qwen2", tmp_path / "model")
+    settings = Settings(ParallelConfig(), str(tmp_path / "model"), dtype=dtype)
+    (rank,) = rank_pool.run(copy_three_times, world_size=1, settings=settings, folder=tmp_path)
+    assert rank.staged == rank.directly
+    assert rank.moved == rank.directly
+    assert rank.num_direct == 3 < rank.num_tensors
