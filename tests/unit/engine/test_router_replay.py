@@ -341,12 +341,14 @@ def run_bypassed(folder: str, batch: dict[str, Any], is_fused: bool) -> Bypassed
     """
     from megatron.core.transformer.moe import moe_utils
 
-    unfused = moe_utils.topk_routing_with_score_function
-    kernel = mock.Mock(side_effect=unfused)
-    engine = build(start(ParallelConfig()), folder, optim=OptimConfig(), routing_replay=RoutingReplay.trainer)
+    kernel = mock.Mock(side_effect=moe_utils.topk_routing_with_score_function)
+    groups = start(ParallelConfig())
+    engine = build(groups, folder, optim=OptimConfig(), routing_replay=RoutingReplay.trainer)
+    batch = take(batch, replica_rows(groups, NUM_ROWS))
     micro_batches = deal(NUM_ROWS, 2)
-    given = {**batch, **engine.forward(batch, micro_batches)}
-    given = {**batch, ROUTED_EXPERTS: given[ROUTED_EXPERTS]}
+    scores = engine.forward(batch, micro_batches)
+    assert scores is not None
+    given = {**batch, ROUTED_EXPERTS: scores[ROUTED_EXPERTS]}
     routers = [layer.mlp.router for model in engine.models for layer in model.decoder.layers]
     if is_fused:
         for router in routers:
@@ -384,9 +386,9 @@ def test_a_router_that_does_not_ask_for_routes_is_an_error(
     assert len(rank.said) == 3
     for said in rank.said:
         expected = (
-            "2 of 2 layers with experts (first: number 0"
+            "4 of 4 layers with experts (first: number 0"
             if is_fused
-            else "1 of 2 layers with experts (first: number 1"
+            else "1 of 4 layers with experts (first: number 3"
         )
         assert expected in said
         assert "moe_router_fusion" in said
