@@ -151,9 +151,10 @@ def _chosen(truth: str, given: str) -> tuple[str, str] | None:
     # Letters are not variables, and several of them, such as ACD, are not a product.
     if _LETTERS.fullmatch(truth) and _LETTERS.fullmatch(given):
         letters = ["".join(each for each in text if each.isupper()) for text in (truth, given)]
-        return letters[0], "".join(sorted(letters[1])) if list(letters[0]) == sorted(letters[0]) else letters[
-            1
-        ]
+        # Letters in alphabetical order are a choice, and two may be a segment; others may be an order.
+        if len(letters[0]) == 2 or list(letters[0]) == sorted(letters[0]):
+            letters = ["".join(sorted(each)) for each in letters]
+        return letters[0], letters[1]
     choice = _CHOICE.fullmatch(truth)
     chosen = _CHOSEN.fullmatch(given) if choice else None
     if choice is None or chosen is None:

@@ -187,6 +187,13 @@ WORDS_AND_SETS = [
 
 # Answers that hedge, restate the problem, or have the right digits in another meaning.
 GUESSES = [
+    ("BA", ["AB", "A, B"], ["A", "AC"]),
+    ("ACD", ["A, C, D", "DCA", "A, C and D"], ["A,C", "ABCD"]),
+    ("CAB", ["C, A, B"], ["ABC"]),
+    ("D", [r"\textbf{(D)}\ AB = 5", r"\textbf{(D) }\text{Set A}"], ["B is correct", "(D) $5$ (B)"]),
+    ("x+y=5", ["x-5=-y"], ["0=0", "x=x", "x+y=5=6", "(x+y-5)(x-y)=0", r"x+y=5 \text{ or } x+y=6"]),
+    (r"x+y\ge 5", [r"-x-y\le -5"], [r"-x-y\ge -5", r"0 \ge 0", "x+y>5"]),
+    ("3", ["k=3"], ["k=3, k=4", "3, 4", "a=3 and b=4"]),
     (r"x \ne 3", ["x<3 or x>3"], [r"\text{concave down when } x<3, \text{ concave up when } x>3"]),
     ("0", [], ["I(0)", "y(0)", "P(0)"]),
     (r"60^\circ", [], ["1.5", "1.0"]),
