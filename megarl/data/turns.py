@@ -150,6 +150,25 @@ class TurnTemplate:
             self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
+    def written_call(self, call: Mapping[str, Any]) -> str | None:
+        """Return what the template writes for an answer that consists of a call, without its end token.
+
+        Returns None if the template writes no calls, or refuses such a chat.
+        """
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        chat = [{"role": "user", "content": "?"}, answer]
+        try:
+            rendered = rendered_chat(self._tokenizer, chat, for_generation=False, tools=self._tools)
+        except ValueError:
+            return None
+
+        # The template may open or close thinking for the model, and not in an earlier answer.
+        begun = re.sub(r"<think>\s*(?:</think>\s*)?\Z", "", self._opened)
+        written = rendered.removeprefix(begun)
+        if len(written) == len(rendered) or call["function"]["name"] not in written:
+            return None
+        return written.partition(str(self._tokenizer.eos_token))[0]
+
     def check(self) -> None:
         """Try conversations with one result, with two at once, and with two turns.
 

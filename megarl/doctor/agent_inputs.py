@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 from transformers import PreTrainedTokenizerBase
 
-from megarl.agents.protocol import Task
+from megarl.agents.protocol import Schema, Task
 from megarl.agents.responder import EnvironmentFailedError
 from megarl.agents.trial import ANSWER, try_agent
 from megarl.config.schema import AgentConfig, PPOConfig
@@ -19,15 +19,29 @@ from megarl.data.token_bounds import TooManyTokensError
 from megarl.data.tokenizer import Tools
 from megarl.data.tool_columns import names_of
 from megarl.data.turns import TurnTemplate
-from megarl.doctor.check_result import CheckResult, good, refused, wrong
+from megarl.doctor.check_result import CheckResult, doubtful, good, refused, wrong
 from megarl.doctor.reward_functions import (
     LOAD_LIMIT_S,
 )
 from megarl.endpoint.harness import load_harness
 from megarl.machine.spawn import FreshContext
-from megarl.rollout.tool_calls import check_parser
+from megarl.rollout.tool_calls import check_parser, example_call, reads_calls
 
 AGENT = "agent"
+_PARSER_HINT = "docs/agents.md describes the formats of tool calls"
+# Represents the tools of an agent program, which are unknown before it sends a request.
+_HARNESS_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "price",
+        "description": "The price of an item.",
+        "parameters": {
+            "type": "object",
+            "properties": {"item": {"type": "string"}, "count": {"type": "integer"}},
+            "required": ["item"],
+        },
+    },
+}
 
 
 def judge_agent(
@@ -57,8 +71,6 @@ def judge_agent(
         tried = pool.schedule(try_agent, args=[agent, None if first is None else first.task], timeout=limit_s)
         try:
             tools, messages = tried.result()
-            if agent.parser is not None:
-                pool.schedule(check_parser, args=[agent.parser, tools], timeout=limit_s).result()
         except EnvironmentFailedError as error:
             return wrong(AGENT, f"agent: {error}{of_row}", hint, files=files), None
         except ValueError as error:
@@ -79,6 +91,8 @@ def judge_agent(
         return refused(
             AGENT, "agent", error, "use a model whose chat template supports such conversations", files=files
         ), None
+    if problem := _parser_problem(agent, template, tools or (), limit_s):
+        return wrong(AGENT, f"agent.parser: {problem}", _PARSER_HINT, files=files), None
 
     what = (
         f"the tools {', '.join(names_of(list(tools)))}"
@@ -91,6 +105,34 @@ def judge_agent(
         f"{what} of {files} {does}, and the chat template supports multi-turn conversations",
         files=files,
     ), tools
+
+
+def _parser_problem(
+    agent: AgentConfig, template: TurnTemplate, tools: Sequence[Schema], limit_s: float
+) -> str | None:
+    """Describe the problem if the parser of a run does not read calls as the chat template writes them."""
+    written = {}
+    for call in map(example_call, tools):
+        # Templates may require an id of nine characters.
+        of_chat = {
+            "id": "abcdef123",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        if (text := template.written_call(of_chat)) is not None:
+            written[call.name] = text
+
+    if agent.parser is None and reads_calls(agent, tools, written):
+        return None
+    # Importing SGLang changes what others import, so its parsers are in a process of their own.
+    with ProcessPool(1, context=FreshContext()) as pool:
+        try:
+            pool.schedule(check_parser, args=[agent, tools, written], timeout=limit_s).result()
+        except ValueError as error:
+            return str(error)
+        except (ProcessExpired, TimeoutError):
+            return f"the parser {agent.parser} cannot be loaded in {limit_s:g} s"
+    return None
 
 
 def _judge_harness(agent: AgentConfig, tokenizer: PreTrainedTokenizerBase, limit_s: float) -> CheckResult:
@@ -115,6 +157,11 @@ def _judge_harness(agent: AgentConfig, tokenizer: PreTrainedTokenizerBase, limit
                 AGENT, f"agent.harness: {program} cannot be loaded in {limit_s:g} s", hint, files=program
             )
 
+    # A program may use no tools, so only a parser that is set must read them.
+    tools = [_HARNESS_TOOL]
+    if problem := _parser_problem(agent, TurnTemplate(tokenizer, tools), tools, limit_s):
+        judge = doubtful if agent.parser is None else wrong
+        return judge(AGENT, f"agent.parser: {problem}", _PARSER_HINT, files=program)
     return good(
         AGENT,
         f"{program} can be started, and the chat template supports multi-turn conversations",

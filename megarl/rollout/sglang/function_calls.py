@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +23,36 @@ from megarl.agents.protocol import CallError, Schema, ToolCall
 from megarl.agents.strict_calls import unreadable
 from megarl.agents.thinking import CallTags
 from megarl.machine.strict_json import load_strictly
+from megarl.rollout.sglang.tagged_calls import FORMATS, TagFormat, TaggedCalls, lost_value, read_tagged
 
+# Forms that chat templates and models write, and the form of each that SGLang reads: its class, pattern,
+# replacement.
+_SPELLINGS = (
+    # Mistral-Nemo's template writes no space between the delimiter and the list.
+    ("MistralDetector", r"(?s)\A((?:(?!\[TOOL_CALLS\]).)*)\[TOOL_CALLS\]\s*\[", r"\1[TOOL_CALLS] ["),
+    # A line break follows the name of a tool, but models leave it out, for example without arguments.
+    ("Glm4MoeDetector", r"<tool_call>([^\n<]+)(?=<arg_key>|</tool_call>)", r"<tool_call>\1\n"),
+    # The template writes the recipient before the channel.
+    (
+        "GptOssDetector",
+        r"(?:<\|start\|>assistant|\A)\s*to=(functions\.\S+?)<\|channel\|>commentary\s*(?:<\|constrain\|>)?"
+        r"json<\|message\|>",
+        r"<|start|>assistant<|channel|>commentary to=\1 <|constrain|>json<|message|>",
+    ),
+    # The generation prompt contains the beginning of the first message.
+    ("GptOssDetector", r"\A<\|channel\|>", "<|start|>assistant<|channel|>"),
+    # A call ends the turn, whose end token is not part of its text.
+    (
+        "GptOssDetector",
+        r"(?s)(<\|channel\|>commentary to=(?:(?!<\|call\|>|<\|end\|>).)*)\Z",
+        r"\1<|call|>",
+    ),
+)
+# Attributes of SGLang's detectors that have the delimiters of a call.
+_BEGIN = ("bot_token", "tool_call_start_token", "TOOL_CALL_START")
+_END = ("eot_token", "tool_call_end_token", "TOOL_CALL_END")
+# Parsers that end a call at the first delimiter, even in a value, and read what is before it.
+_ENDS_EARLY = ("cohere_command4", "gemma4")
 _NAMES = "srt/function_call/parser_names.py"
 
 
@@ -31,7 +61,7 @@ def sglang_parser(name: str, tools: Sequence[Schema] | None) -> SGLangParser:
 
     Raises ValueError if there is none, or if SGLang rejects the schema of a tool.
     """
-    known = _names()
+    known = parser_names()
     if known is None:
         raise ValueError(f"agent.parser is {name!r}, which is SGLang's, but SGLang is not installed")
 
@@ -44,7 +74,7 @@ def sglang_parser(name: str, tools: Sequence[Schema] | None) -> SGLangParser:
     return SGLangParser(name, tools or [])
 
 
-def _names() -> list[str] | None:
+def parser_names() -> list[str] | None:
     """Return the names of SGLang's parsers, read from their file because importing SGLang takes seconds.
 
     The list is empty for an SGLang that has no such file. The result is None without SGLang.
@@ -74,13 +104,39 @@ class SGLangParser:
         self._make: Callable[[list[Any], str], Any] = FunctionCallParser
         # Read the delimiters of a call from SGLang's detector of this format.
         detector = self._make(self._tools, name).detector
-        begin = detector.bot_token.strip()
-        end = detector.eot_token.strip()
+        self._detector = type(detector).__name__
+        self._begin = _delimiter(detector, _BEGIN)
+        self._end = _delimiter(detector, _END)
+        begin = self._begin.removesuffix("[").strip()
+        end = self._end.strip()
 
         # A bracket does not identify a call, since other text contains brackets.
         self.tags = CallTags(begin, end if len(end) > 1 else "") if len(begin) > 1 else None
 
     def __call__(self, text: str) -> list[ToolCall | CallError]:
+        for detector, pattern, spelling in _SPELLINGS:
+            text = re.sub(pattern, spelling, text) if self._detector == detector else text
+        form = FORMATS.get(self._name)
+        tagged = TaggedCalls() if form is None else read_tagged(text, form)
+
+        # Only the calls before the first problem are those that the model wrote.
+        if tagged.bad_tag is not None:
+            problem = (
+                f"{tagged.bad_tag} may not stand in or after a value of a call of the form {self._name!r}"
+            )
+            return [*self(text[: tagged.bad_from]), unreadable(problem)]
+        if self._name in _ENDS_EARLY and text.count(self._end) > text.count(self._begin):
+            problem = f"{self._end} may not stand in a call of the form {self._name!r}"
+            return [*self(text[: text.rfind(self._begin)]), unreadable(problem)]
+
+        num_begun = text.count(self._begin) if self._begin and form is None else tagged.num_begun
+        calls = self._parsed(text, num_begun)
+        if form is None or len(calls) != len(tagged.values):
+            return calls
+        return [_checked(call, values, form) for call, values in zip(calls, tagged.values, strict=True)]
+
+    def _parsed(self, text: str, num_begun: int) -> list[ToolCall | CallError]:
+        """Parse a text in which at least `num_begun` calls begin."""
         parser = self._make(self._tools, self._name)  # some parsers keep state
         try:
             has_call = parser.has_tool_call(text)
@@ -97,9 +153,21 @@ class SGLangParser:
         calls = [_read(item.name, item.parameters) for item in items]
 
         # If each call has its own start delimiter, calls that were ignored can be counted.
-        begun = text.count(parser.detector.bot_token) if parser.detector.bot_token else 0
-        num_lost = max(begun, int(has_call)) - len(calls)
+        has_call |= self.tags is not None and self.tags.begin in text
+        num_lost = max(num_begun, int(has_call)) - len(calls)
         return [*calls, *[unreadable(f"it is not a call of the form {self._name!r}")] * num_lost]
+
+
+def _delimiter(detector: Any, names: Sequence[str]) -> str:
+    return next((getattr(detector, name) for name in names if getattr(detector, name, "")), "")
+
+
+def _checked(
+    call: ToolCall | CallError, values: Sequence[tuple[str, str]], form: TagFormat
+) -> ToolCall | CallError:
+    """Return a call whose arguments are the values that the model wrote, or the error of another one."""
+    lost = None if isinstance(call, CallError) else lost_value(values, call.arguments, form)
+    return call if lost is None else unreadable(lost)
 
 
 def _read(name: str | None, arguments: str) -> ToolCall | CallError:

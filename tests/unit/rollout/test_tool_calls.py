@@ -16,6 +16,7 @@ from tests import fork_server
 from tests.fork_server.client import SGLANG
 
 PRICE = '{"name": "price", "arguments": {"item": "ab"}}'
+ITEM = '{"item": "ab"}'
 LLAMA = '{"name": "price", "parameters": {"item": "ab"}}'
 CODER = "<tool_call>\n<function=price>\n<parameter=item>\nab\n</parameter>\n</function>\n</tool_call>"
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>price\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
@@ -48,6 +49,31 @@ READ: list[tuple[str, str, list[Any]]] = [
     ("llama3", '{"x": 3}', [UNREADABLE]),
     ("mistral", f"[TOOL_CALLS] [{PRICE}]", [CALL]),
     ("mistral", '[TOOL_CALLS] [{"name": "pri', [UNREADABLE]),
+    # Mistral-Nemo's template writes no blank, and newer ones no list.
+    ("mistral", f"[TOOL_CALLS][{PRICE}]", [CALL]),
+    (
+        "mistral",
+        f"so[TOOL_CALLS][{PRICE}, {PRICE.replace('ab', '[TOOL_CALLS][')}]",
+        [CALL, ["price", {"item": "[TOOL_CALLS]["}]],
+    ),
+    ("mistral", '[TOOL_CALLS]price[ARGS]{"item": "[TOOL_CALLS][{"}', [["price", {"item": "[TOOL_CALLS][{"}]]),
+    ("mistral", '[TOOL_CALLS][{"name": "pri', [UNREADABLE]),
+    # GLM-4.5 leaves out the line break, for example before no arguments.
+    ("glm45", "<tool_call>cost</tool_call>", [["cost", {}]]),
+    ("glm45", "<tool_call>price<arg_key>item</arg_key><arg_value>ab</arg_value></tool_call>", [CALL]),
+    ("glm45", "<tool_call>price\n<arg_key>item</arg_key>\n<arg_value>ab</arg_value>\n</tool_call>", [CALL]),
+    # The generation prompt of gpt-oss contains the beginning of the first message.
+    ("gpt-oss", f"<|channel|>commentary to=functions.price <|constrain|>json<|message|>{ITEM}", [CALL]),
+    ("gpt-oss", f" to=functions.price<|channel|>commentary json<|message|>{ITEM}", [CALL]),
+    (
+        "gpt-oss",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.price "
+        f"<|constrain|>json<|message|>{ITEM}",
+        [CALL],
+    ),
+    ("gpt-oss", "<|channel|>final<|message|>42", []),
+    # Without a line break, the form is Hermes'.
+    ("qwen25", f"<tool_call>{PRICE}</tool_call>", [UNREADABLE]),
     ("pythonic", "[price(item='ab'), cost()]", [CALL, ["cost", {}]]),
     ("qwen3_coder", CODER, [CALL]),
     ("qwen3_coder", "<tool_call>\n<function=price\n</tool_call>", [UNREADABLE]),
@@ -70,6 +96,7 @@ READ: list[tuple[str, str, list[Any]]] = [
         "<think>" + DEEPSEEK.format("{}") + "</think>" + DEEPSEEK.format('{"item": "ab"}'),
         [CALL],
     ),
+    ("qwen3_coder", CODER.replace("ab", "<think>a</think>"), [["price", {"item": "<think>a</think>"}]]),
     (
         "qwen25",
         f"<tool_call>\n{PRICE.replace('ab', '<think>a</think>')}\n</tool_call>",
