@@ -125,15 +125,27 @@ class SGLangParser:
                 f"{tagged.bad_tag} may not stand in or after a value of a call of the form {self._name!r}"
             )
             return [*self(text[: tagged.bad_from]), unreadable(problem)]
-        if self._name in _ENDS_EARLY and text.count(self._end) > text.count(self._begin):
-            problem = f"{self._end} may not stand in a call of the form {self._name!r}"
-            return [*self(text[: text.rfind(self._begin)]), unreadable(problem)]
+        if self._name in _ENDS_EARLY and (start := self._unpaired(text)) is not None:
+            problem = f"{self._begin} and {self._end} may not stand in a call of the form {self._name!r}"
+            return [*self(text[:start]), unreadable(problem)]
 
         num_begun = text.count(self._begin) if self._begin and form is None else tagged.num_begun
         calls = self._parsed(text, num_begun)
         if form is None or len(calls) != len(tagged.values):
             return calls
         return [_checked(call, values, form) for call, values in zip(calls, tagged.values, strict=True)]
+
+    def _unpaired(self, text: str) -> int | None:
+        """Return where the call begins whose delimiters do not alternate with those of others, or None."""
+        start = 0
+        is_open = False
+        for found in re.finditer(f"{re.escape(self._begin)}|{re.escape(self._end)}", text):
+            is_begin = found[0] == self._begin
+            if is_begin is is_open:
+                return start
+            start = found.start() if is_begin else start
+            is_open = is_begin
+        return None
 
     def _parsed(self, text: str, num_begun: int) -> list[ToolCall | CallError]:
         """Parse a text in which at least `num_begun` calls begin."""

@@ -38,6 +38,7 @@ FORMATS: Mapping[str, TagFormat] = {
     **dict.fromkeys(("qwen3_coder", "step3p5", "nanbeige", "mimo"), _FUNCTIONS),
     **dict.fromkeys(("glm", "glm45", "glm47", "ling3", "spark25", "poolside_v1"), _PAIRS),
     **dict.fromkeys(("deepseekv32", "deepseekv4", "deepseekv41"), _DSML),
+    "iquest_q1": TagFormat(("iquest_tool_call",), "arg_value", "arg_key"),
     "hunyuan": TagFormat(("tool_calls", "tool_call"), "arg_value", "arg_key"),
     "minimax-m2": TagFormat(("minimax:tool_call", "invoke"), "parameter"),
     "dots": TagFormat(("dots_function_call", "invoke"), "parameter"),
