@@ -20,7 +20,7 @@ CODER = (
 )
 AS_JSON = '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
 HERMES = f"<tool_call>\n{AS_JSON}\n</tool_call>"
-# As Mistral-Nemo's, with an id of nine characters.
+# This is Mistral-Nemo's form, which needs ids of nine characters.
 NEMO = (
     "{% if call.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
     f"[TOOL_CALLS][{AS_JSON}]"
