@@ -14,6 +14,7 @@ from megarl.agents.message_keys import tools_key
 from megarl.agents.protocol import Message, Schema, ToolCall
 from megarl.agents.thinking import CallParser, CallTags, TurnPart, split_thinking
 from megarl.config.schema import AgentConfig
+from megarl.data.token_bounds import longest_token
 from megarl.data.tokenizer import render_chat, token_bytes
 from megarl.data.turns import TurnTemplate
 from megarl.endpoint.turn_query import WrittenCall
@@ -103,7 +104,7 @@ class ChatTokens:
 
         Long tokens are runs of one character. The average token of a text is many times shorter.
         """
-        longest = max(map(len, self._tokenizer.get_vocab()))
+        longest = longest_token(self._tokenizer) or 0
         return max_tokens * max(longest, _TOKEN_BYTES) + _FIELD_BYTES
 
     def _num_thinking(self, token_ids: list[int], text: str, parts: Sequence[TurnPart]) -> int:
