@@ -38,7 +38,7 @@ _WAITS_S = (1.0, 4.0, 16.0, 60.0)  # between attempts at a file
 _HINT = (
     "credentials and endpoints come from the environment, as for other programs: AWS_ACCESS_KEY_ID, "
     "AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS ...",
-    "the URL is checkpoint.upload: {checkpoint.upload}",
+    "the URL is that of {checkpoint.upload}",
 )
 
 _log = logging.getLogger(__name__)

@@ -30,7 +30,8 @@ def in_argparse_order(arguments: Sequence[str], commands: Mapping[str, argparse.
         return list(arguments)
 
     with_values = _options_with_values(command)
-    arguments = _with_plain_overrides(arguments)
+    own = {option for action in command._actions for option in action.option_strings}
+    arguments = _with_plain_overrides(arguments, own)
     options: list[str] = []
     others: list[str] = []
     overrides: list[str] = []
@@ -48,14 +49,30 @@ def _options_with_values(command: argparse.ArgumentParser) -> Collection[str]:
     return {option for action in command._actions if action.nargs != 0 for option in action.option_strings}
 
 
-def _with_plain_overrides(arguments: Sequence[str]) -> list[str]:
+def _with_plain_overrides(arguments: Sequence[str], own: Collection[str]) -> list[str]:
+    """Return the arguments with overrides in the form `key=value`, of whichever form they have.
+
+    Args:
+        own: The options of the command.
+    """
     plain: list[str] = []
     waiting: str | None = None  # a key written as an option without "=", whose value comes next
 
     for each in arguments:
-        if waiting is not None:
+        if waiting is not None and not each.startswith("--"):
             plain.append(f"{waiting}={each}")
             waiting = None
+            continue
+        if waiting is not None:  # a flag without a value
+            plain.append(f"{waiting}=true")
+            waiting = None
+        name, equals, value = each.partition("=")
+        if name.startswith("--") and name not in own and _is_of_a_framework(name):
+            key = name.removeprefix("--").replace("-", "_")
+            if equals:
+                plain.append(f"{key}={value}")
+            else:
+                waiting = key
         elif (match := _OVERRIDE_AS_OPTION.match(each)) is None:
             plain.append(each)
         elif "=" in each:
@@ -63,4 +80,11 @@ def _with_plain_overrides(arguments: Sequence[str]) -> list[str]:
         else:
             waiting = each[match.end() :]
 
-    return [*plain, waiting] if waiting is not None else plain
+    return [*plain, f"{waiting}=true"] if waiting is not None else plain
+
+
+def _is_of_a_framework(option: str) -> bool:
+    """Whether an option is an argument of another framework, which gets a migration hint as an override."""
+    from megarl.config.migration import is_argument  # reads tables, which few command lines need
+
+    return is_argument(option.removeprefix("--").replace("-", "_"))

@@ -16,7 +16,7 @@ from typing import Any
 from megarl.config.explanations import explanation, section_explanation
 from megarl.config.review import key_types
 from megarl.config.schema import SCHEMAS, AlgorithmConfig, PPOConfig, RunKind
-from megarl.config.schema.keys import LARGEST, MISSING, ItemRange, Range, range_of
+from megarl.config.schema.keys import LARGEST, MISSING, InputKind, ItemRange, Range, range_of
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.sources import BASE, COMBINED, GROUPS, WITH
 
@@ -133,6 +133,10 @@ def _section(section: type, value: Any = None) -> Schema:
             properties[entry.name] = _section(typing.cast(type, kind), default)
             continue
         value_schema = _or_reference(_value(kind, range_of(entry), entry.metadata.get(ItemRange)))
+        # A single file instead of a list of files.
+        if entry.metadata.get(InputKind) is InputKind.data and kind == list[str]:
+            value_schema["type"] = ["array", "string"]
+            del value_schema["pattern"]
         properties[entry.name] = {"description": _description(section, entry.name, kind), **value_schema}
         if default == MISSING or default is NO_DEFAULT:
             required.append(entry.name)
@@ -140,9 +144,11 @@ def _section(section: type, value: Any = None) -> Schema:
             properties[entry.name]["default"] = _plain(default)
 
     about = section_explanation(section)
+    # A text instead of a section with a path is this path.
+    kinds = ["object", "string"] if "path" in properties else "object"
     return (
         ({"description": about} if about else {})
-        | {"type": "object", "properties": properties, "additionalProperties": False}
+        | {"type": kinds, "properties": properties, "additionalProperties": False}
         | ({"required": required} if required else {})
     )
 
@@ -198,7 +204,7 @@ def _value(kind: Any, allowed: Range = _ANY_NUMBER, items: ItemRange | None = No
     if typing.get_origin(kind) is list:
         (item,) = parts
         if is_dataclass(item):
-            return {"type": "array", "items": _section(typing.cast(type, item))}
+            return {"type": "array", "items": _section(typing.cast(type, item)) | {"type": "object"}}
         inner = _value(item) if items is None else _value(item, items.range)
         lengths = {} if items is None else {"minItems": items.length, "maxItems": items.length}
         return {"type": "array", "items": _or_reference(inner), **lengths}

@@ -178,6 +178,8 @@ def _fit[Config](schema: type[Config], path: str, layers: Sequence[Layer]) -> Pa
             _remove(values, section)
         _merge_into(values, review.fitting(schema, layer.values, "", layer))
 
+    review.explain_unknown()
+
     # What references stand for, and which values are still missing, is known once the layers are merged.
     defaults = _defaults(typing.cast(type, schema))
     if unusable := dict(resolve(schema, values, contents_of(defaults))):

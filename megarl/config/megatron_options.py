@@ -80,9 +80,10 @@ _OWNED: Mapping[str, tuple[_Owned, ...]] = {
         ),
         _Owned(
             _CONTEXT,
-            """hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel
-            cp_comm_type""",
+            "hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel",
         ),
+        _Owned("use engine.cp_comm_type", "cp_comm_type"),
+        _Owned("use {role}.experts.bias_update_rate", "moe_router_bias_update_rate"),
         _Owned(
             _STAGES,
             """num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
@@ -113,7 +114,7 @@ _OWNED: Mapping[str, tuple[_Owned, ...]] = {
             init_model_with_meta_device""",
         ),
         _Owned(
-            "is fixed at 0, because log-probs are those of the model without dropout; leave it out",
+            "is fixed at 0: megarl has no dropout, which would change log-probs in each pass; leave it out",
             "hidden_dropout attention_dropout",
         ),
         _Owned(_SUM, "calculate_per_token_loss"),
@@ -195,7 +196,7 @@ _OWNED: Mapping[str, tuple[_Owned, ...]] = {
             moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_router_topk_limited_devices
             moe_router_num_groups moe_router_group_topk moe_router_pre_softmax
             moe_router_topk_scaling_factor moe_router_score_function moe_router_enable_expert_bias
-            moe_router_bias_update_rate moe_router_quantile_balancing_ema moe_apply_probs_on_input
+            moe_router_quantile_balancing_ema moe_apply_probs_on_input
             moe_latent_size mrope_section is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups
             mamba_num_heads mamba_training_ssm_states_dtype use_mamba_mem_eff_path
             heterogeneous_block_specs q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
@@ -312,6 +313,14 @@ _PASSED_ON: Mapping[str, Mapping[Requirement, str]] = {
 def owned_fields(section: str) -> Mapping[str, str]:
     """Return the fields that cannot be set, with the reason; `{role}` in it is the section of the role."""
     return {name: owned.reason for owned in _OWNED[section] for name in owned.names.split()}
+
+
+def find_section(name: str) -> str | None:
+    """Return the section of a field of Megatron, such as `ddp`; None if there is no such field."""
+    return next(
+        (section for section in _OWNED if name in owned_fields(section) or name in requirements(section)),
+        None,
+    )
 
 
 @cache

@@ -106,7 +106,14 @@ def resolve(
             yield place.key, f"{key}: {_reason(error)} in {text!r}; {HOW_TO_REFER}"
         else:
             place.section[place.name] = value
-            yield place.key, None
+            needed = expected(key_types(place.owner)[place.name])
+            # A text with an escaped reference would be taken for a reference by the check of types.
+            is_literal = any("${" in text for _, text in texts_of(value, place.key))
+            if is_literal and "a string" not in needed and "anything" not in needed:
+                del place.section[place.name]
+                yield place.key, f"{place.key}: is {value!r}, but must be {needed}"
+            else:
+                yield place.key, None
 
 
 def _reason(error: Exception) -> str:

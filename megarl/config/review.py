@@ -15,17 +15,17 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.schema import MISSING
+from megarl.config.migration import framework_of, of_other_kinds
+from megarl.config.schema import MISSING, SCHEMAS
 from megarl.config.schema.keys import InputKind, OutputFolder
-from megarl.config.slime_names import slime_problem
-from megarl.config.sources import Layer
-from megarl.config.trl_names import trl_problem
-from megarl.config.verl_names import MigrationProblem, verl_problems
+from megarl.config.sources import PATH, Layer
+from megarl.config.synonyms import synonym_hint
+from megarl.config.verl_names import MigrationProblem, leaf_names
 
 _log = logging.getLogger(__name__)
 
@@ -40,11 +40,29 @@ _REFUSED_VALUES = {
         name: f"that is an algorithm; use kind=ppo and algorithm={name}"
         for name in ("grpo", "rloo", "remax", "dapo", "gspo", "cispo")
     },
+    "rollout.engine": {
+        "vllm": "vLLM does not exist here; use sglang, or hf for tests and tiny models",
+    },
     "rollout.dtype": {
         name: f"{title} is not supported, only FP8 with a float32 scale for each block of 128 x 128; use fp8"
         for name, title in {"mxfp8": "MXFP8", "nvfp4": "NVFP4", "mxfp4": "MXFP4", "int8": "INT8"}.items()
     },
 }
+
+
+class _Unknown(NamedTuple):
+    """An unknown key, which is explained when all of them are known.
+
+    Attributes:
+        place: The number of problems before it.
+        hint: What to say if no framework and no other kind of run has the key.
+    """
+
+    place: int
+    key: str
+    value: Any
+    hint: str
+    layer: Layer
 
 
 @dataclass
@@ -54,6 +72,7 @@ class Review:
     schema: type
     problems: list[str] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)  # full dotted keys
+    unknown: list[_Unknown] = field(default_factory=list)
 
     def add(self, layer: Layer) -> None:
         """Add the choices and overrides of a layer that could not be read."""
@@ -70,18 +89,20 @@ class Review:
         hints = key_types(section)
         good: dict[str, Any] = {}
         plain: dict[str, Any] = {}
+        inputs = {
+            entry.name: entry.metadata[InputKind] for entry in fields(section) if InputKind in entry.metadata
+        }
 
         # Refuse unknown keys, descend into sections, and collect the plain values.
         for name, value in values.items():
             key = f"{prefix}{name}"
             if name not in hints:
-                self._refuse_unknown(
-                    key,
-                    value,
-                    f"{key}: unknown key; {_nearest(self.schema, section, prefix, str(name))}",
-                    layer,
-                )
+                hint = _nearest(self.schema, section, prefix, str(name))
+                self.unknown.append(_Unknown(len(self.problems), key, value, hint, layer))
             elif is_dataclass(hints[name]):
+                # A text instead of a section with a path is this path, as in `model: Qwen/Qwen3-0.6B`.
+                if isinstance(value, str) and value != MISSING and PATH in key_types(hints[name]):
+                    value = {PATH: value}
                 if isinstance(value, Mapping):
                     good[name] = self.fitting(typing.cast(type, hints[name]), value, f"{key}.", layer)
                 else:
@@ -101,6 +122,11 @@ class Review:
                 ]
             else:
                 plain[name] = _with_current_name(key, value, layer.source)
+                # A single file instead of a list of files is the only one.
+                is_input = inputs.get(name) is InputKind.data
+                is_single = isinstance(value, str) and "${" not in value and value != MISSING
+                if is_input and is_single and hints[name] == list[str]:
+                    plain[name] = [value]
 
         # A missing value may come from a later layer, so it is judged when all are merged.
         good |= {name: plain.pop(name) for name in [*plain] if has_missing(plain[name])}
@@ -108,9 +134,6 @@ class Review:
         # Almost always all of them fit, and one check is much faster than one per value.
         converted = _converted(section, plain)
         # Paths are resolved here, because only the layer knows which file named them.
-        inputs = {
-            entry.name: entry.metadata[InputKind] for entry in fields(section) if InputKind in entry.metadata
-        }
         outputs = {entry.name for entry in fields(section) if OutputFolder in entry.metadata}
 
         for name, value in plain.items():
@@ -130,26 +153,47 @@ class Review:
 
         return good
 
-    def _refuse_unknown(self, key: str, value: Any, problem: str, layer: Layer) -> None:
-        """Refuse an unknown key.
+    def explain_unknown(self) -> None:
+        """Refuse the unknown keys.
 
-        A key of verl, TRL or slime gets a migration hint, and megarl's key is then not reported as missing.
+        A key of another framework gets a migration hint, and megarl's key is then not reported as missing.
         """
+        if not self.unknown:
+            return
         known = set(schema_keys(self.schema))
+        framework = framework_of({each.key: each.value for each in self.unknown})
+        others = {kind.value: set(schema_keys(schema)) for kind, schema in SCHEMAS.items()}
+        own = next((kind.value for kind, schema in SCHEMAS.items() if schema is self.schema), None)
+        before = self.problems
+        self.problems = []
 
-        # Users bring keys from other frameworks, so those are translated first.
-        elsewhere = verl_problems(key, value, known)
-        if not elsewhere and (flat := trl_problem(key, known) or slime_problem(key, known)) is not None:
-            elsewhere = [flat]
+        for number, (place, key, value, hint, layer) in enumerate(self.unknown):
+            earlier = self.unknown[number - 1].place if number else 0
+            self.problems += before[earlier:place]
+            found = [] if framework is None else framework.explain(key, value, known)
 
-        # The key is known and only has one of Hydra's signs.
-        if not elsewhere and key.startswith(_SIGNS):
-            elsewhere = [
-                MigrationProblem(text, name) for name, text in _without_sign(key, value) if name in known
-            ]
+            # The key is known and only has one of Hydra's signs.
+            if not found and key.startswith(_SIGNS):
+                found = [
+                    MigrationProblem(text, name) for name, text in _without_sign(key, value) if name in known
+                ]
+            if not found and own is not None:
+                found = [
+                    MigrationProblem(f"{leaf}: belongs to kind: {kinds}; this file has kind: {own}", leaf)
+                    for leaf, kinds in of_other_kinds(key, value, others)
+                ]
+            # A branch is explained leaf by leaf, if the leaves are known by other names.
+            leaves = {leaf: synonym_hint(leaf, known) for leaf in leaf_names(key, value)}
+            if not found and key not in leaves and any(leaves.values()):
+                found = [
+                    MigrationProblem(f"{leaf}: unknown key; {meant or hint}")
+                    for leaf, meant in leaves.items()
+                ]
+            for each in found or [MigrationProblem(f"{key}: unknown key; {hint}")]:
+                self._refuse(each.ours or key, each.message, layer)
 
-        for each in elsewhere or [MigrationProblem(problem)]:
-            self._refuse(each.ours or key, each.message, layer)
+        self.problems += before[self.unknown[-1].place :]
+        self.unknown = []
 
     def _refuse(self, key: str, problem: str, layer: Layer) -> None:
         self.refused.add(key)
@@ -338,18 +382,25 @@ def schema_keys(section: Any, prefix: str = "") -> Iterator[str]:
             yield from schema_keys(hint, f"{prefix}{name}.")
 
 
+_LIKENESS = 0.75  # of a typing error; names that differ more have other meanings
+
+
 def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
     """Suggest a key, or all keys of the section.
 
-    The order is: the same name inside the section, a similar name in the section, the same name in another
-    section, any similar key.
+    The order is: a typing error of a key of the section, the key that the name means, the same name inside
+    the section, the same name in one other section, a typing error of any key.
     """
+    keys = list(schema_keys(schema))
+    if near := difflib.get_close_matches(name, key_types(section), n=1, cutoff=0.85):
+        return f"did you mean {prefix}{near[0]}?"
+    if (meant := synonym_hint(prefix + name, set(keys))) is not None:
+        return meant
     inside = [key for key in schema_keys(section, prefix) if key.rsplit(".", 1)[-1] == name]
     if len(inside) == 1:
         return f"did you mean {inside[0]}?"
-    if near := difflib.get_close_matches(name, key_types(section), n=1):
+    if near := difflib.get_close_matches(name, key_types(section), n=1, cutoff=_LIKENESS):
         return f"did you mean {prefix}{near[0]}?"
-    keys = list(schema_keys(schema))
 
     # Several sections may have the name: prefer the one whose whole path is most similar.
     if same := [key for key in keys if key.rsplit(".", 1)[-1] == name]:
@@ -358,6 +409,6 @@ def _nearest(schema: type, section: type, prefix: str, name: str) -> str:
             f"{max(same, key=lambda key: difflib.SequenceMatcher(None, key, prefix + name).ratio())}?"
         )
 
-    if near := difflib.get_close_matches(prefix + name, keys, n=1):
+    if near := difflib.get_close_matches(prefix + name, keys, n=1, cutoff=0.85):
         return f"did you mean {near[0]}?"
     return f"known here: {', '.join(key_types(section))}"

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import yaml
 
-from megarl.config.verl_names import Counterpart, MigrationProblem
+from megarl.config.verl_names import Counterpart, MigrationProblem, hint_of
+
+SERVER_PREFIX = "sglang_"  # before the names of SGLang's own options
+_SERVER_ARGS = "rollout.sglang.server_args"
 
 
 @cache
@@ -21,21 +24,15 @@ def slime_names() -> dict[str, Counterpart]:
     return {name: Counterpart.of(text) for names, text in table.items() for name in names.split(", ")}
 
 
-def slime_problem(key: str, known: Container[str]) -> MigrationProblem | None:
+def slime_problem(name: str, known: Container[str]) -> MigrationProblem | None:
     """Return the migration hint for an unknown key, or None.
 
     Args:
-        key: The unknown key.
+        name: The unknown key, with underscores.
         known: The keys of the schema.
     """
-    entry = slime_names().get(key)
-    if entry is None:
-        return None
-    if entry.ours is None:
-        return MigrationProblem(f"{key}: is a slime argument without a counterpart in megarl: {entry.note}")
-    if entry.ours not in known:
-        return MigrationProblem(
-            f"{key}: is the slime argument for {entry.ours}, which this kind of run does not have"
-        )
-    note = f" ({entry.note})" if entry.note else ""
-    return MigrationProblem(f"{key}: is a slime argument; use {entry.ours}{note}", entry.ours)
+    entry = slime_names().get(name)
+    if entry is None and name.startswith(SERVER_PREFIX) and _SERVER_ARGS in known:
+        option = f"{_SERVER_ARGS}.{name.removeprefix(SERVER_PREFIX)}"
+        return MigrationProblem(f"{name}: is a slime argument; use {option}")
+    return None if entry is None else hint_of(name, entry, "slime argument", known)

@@ -32,6 +32,7 @@ from megarl.machine.errors import ConfigError
 
 BASE = "base"
 WITH = "with"
+PATH = "path"  # the key of a section that a text instead of the section gives
 # Sections that have presets, and the folder of their files in `configs/`.
 GROUPS = {
     "algorithm": "algorithm",
@@ -352,6 +353,17 @@ def in_one_line(error: Exception) -> str:
     return " ".join(str(error).partition("\n    full_key: ")[0].split())
 
 
+def _with_paths(values: Any, key: str) -> Any:
+    """Return the values with `{path: X}` for an earlier override `section=X` of a section around `key`."""
+    section = key.rpartition(".")[0]
+    while section:
+        path = OmegaConf.select(values, section, throw_on_resolution_failure=False)
+        if isinstance(path, str):
+            OmegaConf.update(values, section, {PATH: path})
+        section = section.rpartition(".")[0]
+    return values
+
+
 def _parse_overrides(overrides: Sequence[str]) -> Layer:
     refused: list[Refused] = []
     values: Any = OmegaConf.create()
@@ -363,7 +375,7 @@ def _parse_overrides(overrides: Sequence[str]) -> Layer:
             continue
         try:
             # Each override is parsed by itself, so that a broken one does not hide the others.
-            values = OmegaConf.merge(values, OmegaConf.from_dotlist([override]))
+            values = OmegaConf.merge(_with_paths(values, key), OmegaConf.from_dotlist([override]))
         except (*_UNREADABLE, TypeError) as error:  # a TypeError for a list and a mapping at one key
             is_half = isinstance(error, GrammarParseError)
             why = _half_a_reference(error) if is_half else in_one_line(error)

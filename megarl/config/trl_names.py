@@ -28,6 +28,12 @@ def trl_names() -> dict[str, dict[str, Counterpart]]:
     }
 
 
+@cache
+def trl_arguments() -> frozenset[str]:
+    """Return the arguments of all classes."""
+    return frozenset(name for arguments in trl_names().values() for name in arguments)
+
+
 def trl_problem(key: str, known: Container[str]) -> MigrationProblem | None:
     """Return the migration hint for an unknown key; None if TRL has no such argument.
 

@@ -40,14 +40,15 @@ def verl_keys() -> dict[str, Counterpart]:
     """
     table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     del table["shared"]
-    return {name: _entry(name, text) for name, text in _flat(table)}
+    return {name: _entry(name, text) for name, text in flat_table(table)}
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat_table(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted names of a table of nested keys, and their entries."""
     for names, entry in table.items():
         for name in names.split(", "):
             if isinstance(entry, Mapping):
-                yield from _flat(entry, f"{prefix}{name}.")
+                yield from flat_table(entry, f"{prefix}{name}.")
             else:
                 yield prefix.removesuffix(".") if name == "*" else prefix + name, entry
 
@@ -93,7 +94,7 @@ def verl_problems(key: str, value: Any, known: Container[str]) -> list[Migration
         value: Its value. A branch is followed to its leaves.
         known: The keys of the schema. A kind of run may lack keys that the table contains.
     """
-    found = [(name, find_verl_key(name)) for name in _names(key, value)]
+    found = [(name, find_verl_key(name)) for name in _branches(key, value)]
 
     # A key with the same name in both frameworks is not verl's if this kind of run lacks it.
     found = [
@@ -104,11 +105,13 @@ def verl_problems(key: str, value: Any, known: Container[str]) -> list[Migration
     if not any(entry for _, entry in found):
         return []
     return list(
-        dict.fromkeys(_problem(name, *entry, known) if entry else _unknown(name) for name, entry in found)
+        dict.fromkeys(
+            _problem(name, *entry, known) if entry else unknown_in_verl(name) for name, entry in found
+        )
     )
 
 
-def _names(key: str, value: Any) -> Iterator[str]:
+def _branches(key: str, value: Any) -> Iterator[str]:
     # Follow a branch only while the table has entries below it; deeper levels are one key.
     if (
         isinstance(value, Mapping)
@@ -116,26 +119,45 @@ def _names(key: str, value: Any) -> Iterator[str]:
         and any(name.startswith(f"{key.lstrip('+~')}.") for name in verl_keys())
     ):
         for name, below in value.items():
-            yield from _names(f"{key}.{name}", below)
+            yield from _branches(f"{key}.{name}", below)
+    else:
+        yield key
+
+
+def leaf_names(key: str, value: Any) -> Iterator[str]:
+    """Yield the dotted names of the values in a branch, or the key itself."""
+    if isinstance(value, Mapping) and value:
+        for name, below in value.items():
+            yield from leaf_names(f"{key}.{name}", below)
     else:
         yield key
 
 
 def _problem(written: str, name: str, entry: Counterpart, known: Container[str]) -> MigrationProblem:
-    if entry.ours is None:
-        return MigrationProblem(f"{name}: is a verl key without a counterpart in megarl: {entry.note}")
-    if entry.ours not in known:
-        return MigrationProblem(
-            f"{name}: is the verl key for {entry.ours}, which this kind of run does not have"
-        )
-    note = f" ({entry.note})" if entry.note else ""
-    if entry.ours == name:  # one of Hydra's signs before a key that is the same in both
+    if entry.ours == name and name in known:  # one of Hydra's signs before a key that is the same in both
+        note = f" ({entry.note})" if entry.note else ""
         return MigrationProblem(
             f"{written}: write {entry.ours}=..., without a sign before it{note}", entry.ours
         )
+    return hint_of(name, entry, "verl key", known)
 
-    return MigrationProblem(f"{name}: is a verl key; use {entry.ours}{note}", entry.ours)
+
+def hint_of(name: str, entry: Counterpart, what: str, known: Container[str]) -> MigrationProblem:
+    """Return the message about a key of another framework.
+
+    Args:
+        what: What the key is, such as `verl key`.
+        known: The keys of the schema.
+    """
+    if entry.ours is None:
+        return MigrationProblem(f"{name}: is a {what} without a counterpart in megarl: {entry.note}")
+    if entry.ours not in known:
+        return MigrationProblem(
+            f"{name}: is the {what} for {entry.ours}, which this kind of run does not have"
+        )
+    note = f" ({entry.note})" if entry.note else ""
+    return MigrationProblem(f"{name}: is a {what}; use {entry.ours}{note}", entry.ours)
 
 
-def _unknown(name: str) -> MigrationProblem:
+def unknown_in_verl(name: str) -> MigrationProblem:
     return MigrationProblem(f"{name}: unknown key, also in verl")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 # What a run can change if a node's memory is full. A line is dropped for a run that has none of its settings.
 LESS_HOST_MEMORY = (
-    "data of a step: {samples_per_step} per step ({trainer.prompts_per_step, rollout.n, "
-    "trainer.samples_per_step, data.max_response_length, data.max_length}); use fewer or shorter samples",
+    "data of a step: {samples_per_step} per step, of {trainer.prompts_per_step, rollout.n, "
+    "trainer.samples_per_step, data.max_response_length, data.max_length}; use fewer or shorter samples",
     "processes: {rollout.num_replicas, reward.num_processes}; use fewer",
     "roles that share devices are offloaded to it: {placement.strategy}; stand_alone offloads none",
     "saving copies the state first: {checkpoint.asynchronous}; false writes it without a copy",
@@ -59,7 +59,7 @@ NODE_LOST = (
     "and `last -x` show whether the machine crashed, restarted, or ran out of memory",
     "the same command resumes from the latest checkpoint once the node is back, or another one has joined "
     "the cluster",
-    "steps since the latest checkpoint are repeated: {checkpoint.every_steps} (0: only the end is saved)",
+    "steps since the latest checkpoint are repeated: {checkpoint.every_steps}; with 0, only the end is saved",
 )
 RAY_ENDED = (
     "its last messages are in gcs_server.out, raylet.out and raylet.err of Ray's logs (below)",

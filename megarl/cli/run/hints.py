@@ -20,7 +20,7 @@ from megarl.config.paths import checkpoint_path
 from megarl.config.roles import model_roles
 from megarl.config.schema import RunConfig
 from megarl.controller import hints
-from megarl.machine.wording import counted
+from megarl.machine.wording import counted, written
 from megarl.rollout.interface import LESS_ENGINE_MEMORY
 
 
@@ -88,8 +88,8 @@ def _filled(
     """Replace each `{field}` with its value, and drop lines with a field that this run does not have.
 
     A field is the name of a fact, a group of the matched pattern, or one or more configuration keys. Keys
-    that are set are shown as `key=value`. `role.` at the beginning of a key stands for the section of the
-    failed role.
+    that are set are shown with their values, as `key (now value)`. `role.` at the beginning of a key stands
+    for the section of the failed role.
     """
     lines: list[str] = []
     for line in hint:
@@ -111,7 +111,10 @@ def _value(field: str, cause: Cause, config: RunConfig | None, found: Mapping[st
     section = _section(cause.role, config)
     keys = [re.sub(r"^role\.", f"{section}.", key) for key in field.split(", ")]
 
-    return ", ".join(f"{key}={value}" for key in keys if (value := _setting(config, key)) is not None)
+    # The value is what the user would change, so it is not written like an override to copy.
+    return ", ".join(
+        f"{key} (now {written(value)})" for key in keys if (value := _setting(config, key)) is not None
+    )
 
 
 def _setting(config: RunConfig | None, key: str) -> Any:
@@ -146,7 +149,7 @@ def _engine_share(config: RunConfig | None) -> str:
     if key is None:
         return ""
     share = _setting(config, key)
-    return f"{key} (the engine's default)" if share is None else f"{key}={share}"
+    return f"{key} (the engine's default)" if share is None else f"{key} (now {written(share)})"
 
 
 def _logit_chunk(config: RunConfig | None) -> str:
@@ -154,7 +157,7 @@ def _logit_chunk(config: RunConfig | None) -> str:
     if config is None:
         return ""
     tokens = _setting(config, key)
-    return f"{key} is 1024 by default" if tokens is None else f"{key}={tokens}"
+    return f"{key} is 1024 by default" if tokens is None else f"{key} (now {tokens})"
 
 
 def _free_disk(config: RunConfig | None) -> str:

@@ -111,20 +111,24 @@ def test_where_when_and_which_rows(tmp_path: Path) -> None:
         (
             "actor+reference",
             [
-                "actor.micro_batch.max_tokens=12345",
-                "actor.recompute=none",
+                "actor.micro_batch.max_tokens (now 12345)",
+                "actor.recompute (now none)",
                 "engine.log_prob_chunk_tokens is 1024",
             ],
             "critic",
         ),
         (
             "critic",
-            ["critic.micro_batch.sequences=7", "critic.parallel.tensor_parallel_size=1"],
+            ["critic.micro_batch.sequences (now 7)", "critic.parallel.tensor_parallel_size (now 1)"],
             "actor.micro_batch",
         ),
         (
             "rollout",
-            ["rollout.max_concurrency=99", "mem_fraction_static=0.83", "rollout.tensor_parallel_size=1"],
+            [
+                "rollout.max_concurrency (now 99)",
+                "mem_fraction_static (now 0.83)",
+                "rollout.tensor_parallel_size (now 1)",
+            ],
             "micro_batch",
         ),
     ],
@@ -141,7 +145,7 @@ def test_a_full_gpu_names_the_knobs_of_the_role_with_their_numbers(
 
 def test_a_full_gpu_while_weights_are_sent(tmp_path: Path) -> None:
     error = raised(torch.OutOfMemoryError("CUDA out of memory."), method="push_weights")
-    assert "resharding.bucket_mb=512.0; try half" in page_of(error)
+    assert "resharding.bucket_mb (now 512); try half" in page_of(error)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +155,7 @@ def test_a_full_gpu_while_weights_are_sent(tmp_path: Path) -> None:
             raised(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")),
             "256 samples per step",
         ),
-        (raised(MemoryError()), "checkpoint.asynchronous=True"),
+        (raised(MemoryError()), "checkpoint.asynchronous (now true)"),
         (OSError(28, "No space left on device"), "/dev/shm"),
         (
             raised(RuntimeError("bind: [Errno 98] Address already in use 10.0.0.7:29500")),
@@ -161,18 +165,21 @@ def test_a_full_gpu_while_weights_are_sent(tmp_path: Path) -> None:
         (CheckpointError("x: cannot be written", hint=UNWRITTEN), "fix the folder and run the same command"),
         (
             raised(TrainingDivergedError("the gradient norm is nan"), role="critic"),
-            "smaller updates: critic.optim.lr=",
+            "smaller updates: critic.optim.lr (now ",
         ),
-        (raised(RewardError("scoring failed")), "reward.max_error_rate=0.0"),
+        (raised(RewardError("scoring failed")), "reward.max_error_rate (now 0)"),
         (raised(RewardFunctionError("no such function")), "megarl score CONFIG"),
-        (RestartLimitError("rollout replica 1 ended: ..."), "allow more restarts: rollout.restart_limit="),
+        (
+            RestartLimitError("rollout replica 1 ended: ..."),
+            "allow more restarts: rollout.restart_limit (now ",
+        ),
         (
             RestartLimitError("its last words: CUDA out of memory"),
-            "sequences at a time: rollout.max_concurrency=99",
+            "sequences at a time: rollout.max_concurrency (now 99)",
         ),
         (
             raised(EngineDeadError("last words"), role="rollout"),
-            "  sequences at a time: rollout.max_concurrency=99; try half",
+            "  sequences at a time: rollout.max_concurrency (now 99); try half",
         ),
         (RayEndedError("raylet"), "gcs_server.out, raylet.out"),
         (NodeLostError("node 10.0.0.7 is lost"), "`ray list nodes`, and `ping`"),
@@ -183,9 +190,12 @@ def test_a_full_gpu_while_weights_are_sent(tmp_path: Path) -> None:
         ),
         (
             PhaseTimeoutError("actor", "update", 60.0, [SILENT]),
-            "raise the limit: trainer.phase_time_limit_s=1800",
+            "raise the limit: trainer.phase_time_limit_s (now 1800)",
         ),
-        (PhaseTimeoutError("actor", "__init__", 60.0, [SILENT]), "raise trainer.phase_time_limit_s=1800"),
+        (
+            PhaseTimeoutError("actor", "__init__", 60.0, [SILENT]),
+            "raise trainer.phase_time_limit_s (now 1800)",
+        ),
         (Exception("The current node timed out during startup. This could"), "RAY_TMPDIR=FOLDER"),
         (
             Exception("The current node timed out during startup. This could"),
@@ -219,17 +229,21 @@ def test_a_page_has_thirty_lines_however_much_there_is_to_say() -> None:
 @pytest.mark.parametrize(
     ("text", "role", "hint"),
     [
-        ("torch.OutOfMemoryError: CUDA out of memory", "rollout.generate", "rollout.max_concurrency=99"),
-        ("torch.OutOfMemoryError: CUDA out of memory", "actor.push_weights", "resharding.bucket_mb="),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory",
+            "rollout.generate",
+            "rollout.max_concurrency (now 99)",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory", "actor.push_weights", "resharding.bucket_mb (now "),
         (
             "torch.OutOfMemoryError: CUDA out of memory",
             "actor.update",
-            "reduce the micro-batch: actor.micro_batch.max_tokens=12345",
+            "reduce the micro-batch: actor.micro_batch.max_tokens (now 12345)",
         ),
         ("torch.OutOfMemoryError: CUDA out of memory", ".", "use a device with more memory"),
         ("1 worker(s) were killed due to the node running low on memory", ".", "RAY_memory_usage_threshold"),
         ("DefaultCPUAllocator: can't allocate memory", ".", "the node's memory, not a GPU's"),
-        ("OSError: [Errno 28] No space left on device", ".", "checkpoint.keep="),
+        ("OSError: [Errno 28] No space left on device", ".", "checkpoint.keep (now "),
         ("DistNetworkError: port: 29500, code: -98, name: EADDRINUSE", ".", "ss -ltnp | grep 29500`"),
         ("OSError: [Errno 98] Address already in use: 10.0.0.7:41234", ".", "ss -ltnp | grep 41234`"),
         ("OSError: [Errno 98] Address already in use", ".", "ss -ltnp | grep PORT`"),
@@ -250,11 +264,11 @@ def test_messages_of_other_programs_are_known(text: str, role: str, hint: str) -
 
 def test_the_own_hint_of_an_error_is_used_where_no_other_program_said_anything() -> None:
     assert hint_for(Cause([], "anything", ("try {trainer.total_steps}",)), CONFIG) == [
-        "try trainer.total_steps=100"
+        "try trainer.total_steps (now 100)"
     ]
     assert hint_for(Cause([], "anything", ("always", "try {trainer.total_steps}")), None) == ["always"]
     assert hint_for(Cause([], "anything", ("{role.recompute}",), role="critic"), CONFIG) == [
-        "critic.recompute=none"
+        "critic.recompute (now none)"
     ]
 
 

@@ -157,3 +157,11 @@ def test_the_command_ends_with_a_user_error(override: str, capsys: pytest.Captur
     error = capsys.readouterr().err
     assert "1 problem\n" in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "key", ["data.max_response_length", "actor.optim.lr", "model.dtype", "profile.steps", "placement.pools"]
+)
+def test_an_escaped_reference_is_no_number(key: str) -> None:
+    (problem,) = problems_of(rf"{key}=\${{x}}")
+    assert problem.startswith(f"{key}: is '${{x}}', but must be ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,15 @@ from megarl.config.megatron_options import (
 from megarl.config.review import schema_keys
 from megarl.config.roles import ROLES, ModelRole, model_roles
 from megarl.config.rules.fp8_training import MULTIPLE, fit_model
-from megarl.config.schema import DType, MegatronConfig, MicroBatchConfig, ParallelConfig, PPOConfig
+from megarl.config.schema import (
+    DType,
+    ExpertsConfig,
+    MegatronConfig,
+    MicroBatchConfig,
+    OptimConfig,
+    ParallelConfig,
+    PPOConfig,
+)
 from megarl.config.shipped import CONFIGS_DIR
 from megarl.config.validate import validate
 from megarl.machine.errors import ConfigError
@@ -332,3 +340,51 @@ def test_names_are_read_without_importing_megatron() -> None:
 def test_refused_options_are_reported_with_others(ppo: str) -> None:
     partial = read_config(PPOConfig, ppo, ["actor.megatron.transformer=3", "actor.megatron.dpp={}"])
     assert len(partial.problems) == 2
+
+
+# Own keys, below the section of a role unless they begin with another one, and the Megatron fields that they set.
+OWN_KEYS = {
+    "transformer": {
+        "engine.cp_comm_type": "cp_comm_type",
+        "engine.layers": "transformer_impl",
+        "engine.routing_replay": "moe_enable_routing_replay",
+        "actor.experts.bias_update_rate": "moe_router_bias_update_rate",
+        "actor.experts.aux_loss_coefficient": "moe_aux_loss_coeff",
+        "actor.experts.z_loss_coefficient": "moe_z_loss_coeff",
+        "actor.recompute": "recompute_granularity",
+        "actor.recompute_modules": "recompute_modules",
+        "actor.recompute_num_layers": "recompute_num_layers",
+        "actor.parallel.tensor_parallel_size": "tensor_model_parallel_size",
+        "actor.parallel.pipeline_parallel_size": "pipeline_model_parallel_size",
+        "actor.parallel.virtual_pipeline_parallel_size": "virtual_pipeline_model_parallel_size",
+        "actor.parallel.context_parallel_size": "context_parallel_size",
+        "actor.parallel.sequence_parallel": "sequence_parallel",
+        "actor.parallel.expert_parallel_size": "expert_model_parallel_size",
+        "actor.parallel.expert_tensor_parallel_size": "expert_tensor_parallel_size",
+        "model.dtype": "params_dtype",
+    },
+    "optimizer": {
+        "actor.optim.lr": "lr",
+        "actor.optim.min_lr": "min_lr",
+        "actor.optim.weight_decay": "weight_decay",
+        "actor.optim.betas": "adam_beta1",
+        "actor.optim.eps": "adam_eps",
+        "actor.optim.clip_grad": "clip_grad",
+    },
+}
+
+
+@pytest.mark.parametrize("section", OWN_KEYS)
+def test_the_refusal_of_a_field_names_the_key_that_sets_it(section: str) -> None:
+    for key, field in OWN_KEYS[section].items():
+        assert f"use {key}" in owned_fields(section)[field].replace("{role}", "actor"), field
+
+
+def test_every_key_of_the_settings_that_megatron_has_too_is_compared() -> None:
+    """A new key of the router, the optimizer or the layout needs a row, and so does its field's refusal."""
+    compared = {key for keys in OWN_KEYS.values() for key in keys}
+    sections = {"actor.experts": ExpertsConfig, "actor.optim": OptimConfig, "actor.parallel": ParallelConfig}
+    # What megarl computes itself has no field of Megatron.
+    own = {"freeze_router", "warmup_steps", "decay", "on_nonfinite", "data_parallel_size"}
+    keys = {f"{name}.{each.name}" for name, section in sections.items() for each in fields(section)}
+    assert {key for key in keys if key.rpartition(".")[2] not in own} - compared == set()
