@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from megarl.algorithms.policy_losses.covariance import SELECTED_TOKENS
 from megarl.algorithms.rollout_correction import correction_weights
 from megarl.algorithms.top_k_kl import top_k_kl
 from megarl.algorithms.user_functions import policy_loss_of
+from megarl.batch.branches import EPISODE_TOKENS
 from megarl.batch.metrics import Metric
 from megarl.batch.ragged import Column
 from megarl.batch.token_rows import TEACHER_TOP_LOG_PROBS
@@ -50,17 +52,21 @@ class LossShare(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatchCounts:
-    """The denominators of one mini-batch. Counts of disjoint sets of rows add up."""
+    """The denominators of one mini-batch. Counts of disjoint sets of episodes add up."""
 
     num_tokens: float  # valid response tokens
-    num_sequences: float  # rows with a valid token
+    num_sequences: float  # responses with a valid token: rows, or episodes of several rows
 
     @classmethod
-    def of(cls, response_mask: Column) -> MiniBatchCounts:
-        """Count the tokens and rows of a bool response mask, of the whole mini-batch or of a part of it."""
+    def of(cls, response_mask: Column, episodes: np.ndarray | None = None) -> MiniBatchCounts:
+        """Count the tokens and responses of a bool mask, of the whole mini-batch or of a part of it.
+
+        Args:
+            episodes: See `denominator`.
+        """
         return cls(
             num_tokens=denominator(response_mask, Aggregation.token_mean),
-            num_sequences=denominator(response_mask, Aggregation.sequence_mean_token_sum),
+            num_sequences=denominator(response_mask, Aggregation.sequence_mean_token_sum, episodes),
         )
 
     def __add__(self, other: MiniBatchCounts) -> MiniBatchCounts:
@@ -70,11 +76,21 @@ class MiniBatchCounts:
         )
 
     def aggregate(
-        self, per_token: Tensor, mask: Tensor, config: PolicyLossConfig | ValueLossConfig
+        self, per_token: Tensor, rows: Mapping[str, Tensor], config: PolicyLossConfig | ValueLossConfig
     ) -> Tensor:
-        """Return the share of these rows (b, R) in the mini-batch loss, a scalar."""
+        """Return the share of these rows (b, R) in the mini-batch loss, a scalar.
+
+        Reads `response_mask`, and EPISODE_TOKENS if present.
+        """
         count = self.num_tokens if config.aggregation == Aggregation.token_mean else self.num_sequences
-        return aggregate(per_token, mask, config.aggregation, count, config.norm_tokens)
+        return aggregate(
+            per_token,
+            rows["response_mask"],
+            config.aggregation,
+            count,
+            config.norm_tokens,
+            rows.get(EPISODE_TOKENS),
+        )
 
     def token_mean(self, per_token: Tensor, mask: Tensor) -> Metric:
         """Return the share of these rows in the mini-batch's mean over tokens."""
@@ -96,6 +112,7 @@ class ActorLoss:
       batch: every ratio is exactly 1.
     - `rollout_weights`, if present: factors of the per-token policy loss. Otherwise, if `rollout_log_probs`
       is present, the factors are computed from it and the old log-probs.
+    - EPISODE_TOKENS, if episodes of several rows are averaged by their tokens.
     - The columns that `PolicyLoss.prepare` of the loss kind has added.
 
     Metrics:
@@ -149,24 +166,24 @@ class ActorLoss:
                 inputs.old_log_probs, rows["rollout_log_probs"], mask, correction
             )
 
-        loss = self._aggregate(per_token, mask)
+        loss = self._aggregate(per_token, rows)
         metrics = {"actor/pg_loss": Metric.sum(loss)} | self._policy_metrics(inputs, policy)
         if "entropy" in outputs:
             metrics["actor/entropy"] = self.counts.token_mean(outputs["entropy"], mask)
         # The entropy is a bonus, so it reduces the loss.
         if self._needs_entropy:
-            loss = loss - self.algorithm.entropy_coefficient * self._aggregate(outputs["entropy"], mask)
+            loss = loss - self.algorithm.entropy_coefficient * self._aggregate(outputs["entropy"], rows)
 
         if self.algorithm.kl.in_loss:
             kl = kl_per_token(outputs["log_probs"], rows["ref_log_prob"], mask, self.algorithm.kl.estimator)
-            kl_loss = self._aggregate(kl, mask)
+            kl_loss = self._aggregate(kl, rows)
             metrics["actor/kl_loss"] = Metric.sum(kl_loss)
             loss = loss + self.algorithm.kl.coefficient * kl_loss
 
         if self.algorithm.teacher_top_k is not None:
             section = self.algorithm.advantage.distillation
             teacher = rows[TEACHER_TOP_LOG_PROBS]
-            of_teacher = self._aggregate(top_k_kl(outputs["top_log_probs"], teacher, section.kl), mask)
+            of_teacher = self._aggregate(top_k_kl(outputs["top_log_probs"], teacher, section.kl), rows)
             metrics["actor/top_k_kl"] = Metric.sum(of_teacher)
             metrics["actor/top_k_mass"] = self.counts.token_mean(teacher[..., :-1].exp().sum(-1), mask)
             loss = loss + section.coefficient * of_teacher
@@ -188,8 +205,8 @@ class ActorLoss:
 
         return metrics
 
-    def _aggregate(self, per_token: Tensor, mask: Tensor) -> Tensor:
-        return self.counts.aggregate(per_token, mask, self.algorithm.policy_loss)
+    def _aggregate(self, per_token: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+        return self.counts.aggregate(per_token, rows, self.algorithm.policy_loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +214,7 @@ class CriticLoss:
     """The clipped value loss, see clipped_value_loss, aggregated as configured.
 
     Outputs that the loss reads: `values`. Rows: `values` (from before the update), `returns`,
-    `response_mask`.
+    `response_mask`, and EPISODE_TOKENS as in ActorLoss.
 
     Metrics:
 
@@ -219,7 +236,7 @@ class CriticLoss:
         value = clipped_value_loss(
             outputs["values"], rows["values"], rows["returns"], mask, self.value_loss.clip
         )
-        loss = self.counts.aggregate(value.loss, mask, self.value_loss)
+        loss = self.counts.aggregate(value.loss, rows, self.value_loss)
         metrics = {
             "critic/vf_loss": Metric.sum(loss),
             "critic/vf_clipfrac": self.counts.token_mean(value.clipped.to(loss.dtype), mask),

@@ -298,34 +298,50 @@ def from_front(x: Tensor, slots: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, 1)).gather(1, slots)
 
 
-def denominator(response_mask: Column, kind: Aggregation) -> float:
+def denominator(response_mask: Column, kind: Aggregation, episodes: np.ndarray | None = None) -> float:
     """Return the loss denominator of the rows with this mask (B, R).
 
-    It is the number of valid tokens for `token_mean`, and the number of rows with a valid token for the
-    sequence means.
+    It is the number of valid tokens for `token_mean`, and the number of responses with a valid token for the
+    sequence means. A response is a row, or an episode of several rows.
 
-    Denominators of disjoint sets of rows add up. Rows without a valid token, which pad an uneven batch, do
-    not count.
+    Denominators of disjoint sets of episodes add up. Rows without a valid token, which pad an uneven batch,
+    do not count.
+
+    Args:
+        episodes: The number of each row's episode, (B,). None: each row is one.
     """
     lengths = row_lengths(response_mask)
-    return float(lengths.sum() if kind == Aggregation.token_mean else (lengths > 0).sum())
+    if kind == Aggregation.token_mean:
+        return float(lengths.sum())
+    if episodes is None:
+        return float((lengths > 0).sum())
+    return float(len(np.unique(episodes[(lengths > 0).numpy()])))
 
 
 def aggregate(
-    per_token: Tensor, mask: Tensor, kind: Aggregation, denominator: float, norm_tokens: int | None = None
+    per_token: Tensor,
+    mask: Tensor,
+    kind: Aggregation,
+    denominator: float,
+    norm_tokens: int | None = None,
+    episode_tokens: Tensor | None = None,
 ) -> Tensor:
     """Return the share of these rows (b, R) in the mini-batch loss, a scalar.
 
     - token_mean: all valid tokens have the same weight.
-    - sequence_mean_token_sum: the sum over a row's tokens, averaged over rows.
-    - sequence_mean_token_mean: the mean over a row's tokens, averaged over rows.
-    - sequence_mean_token_sum_norm: the sum over a row's tokens divided by the constant `norm_tokens`,
-      averaged over rows (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
+    - sequence_mean_token_sum: the sum over a response's tokens, averaged over responses.
+    - sequence_mean_token_mean: the mean over a response's tokens, averaged over responses.
+    - sequence_mean_token_sum_norm: the sum over a response's tokens divided by the constant `norm_tokens`,
+      averaged over responses (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
+
+    A response is a row, or an episode of several rows, which may be in different micro-batches.
 
     A mini-batch without tokens has a loss of 0.
 
     Args:
         denominator: `denominator` of the whole mini-batch.
+        episode_tokens: The number of valid tokens in the episode of each token's row (b, R). None: each row
+            is an episode.
 
     Raises:
         ValueError: The kind needs `norm_tokens` and it is None.
@@ -333,7 +349,8 @@ def aggregate(
     # Masked slots may contain any value, even NaN, which a product with 0 would keep.
     per_token = masked(per_token, mask)
     if kind == Aggregation.sequence_mean_token_mean:
-        per_token = per_token / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        num_tokens = mask.sum(dim=1, keepdim=True) if episode_tokens is None else masked(episode_tokens, mask)
+        per_token = per_token / num_tokens.clamp(min=1)
 
     if kind == Aggregation.sequence_mean_token_sum_norm:
         if norm_tokens is None:

@@ -19,6 +19,8 @@ from megarl.batch.token_rows import RESPONSE_KEYS
 BRANCH = "branch"
 # Array (B,): the kind of the failure of an episode, which then has one row without a loss, or None.
 FAILURE = "failure"
+# Column: for each token, the number of tokens with a loss in all rows of its episode.
+EPISODE_TOKENS = "episode_tokens"
 _MERGED = ("responses", *RESPONSE_KEYS)
 
 
@@ -41,6 +43,16 @@ def rows_of_episodes(batch: DataProto) -> list[np.ndarray]:
 def branch_column(batch: DataProto) -> list[str]:
     """Return the name of the array BRANCH, if the batch has it."""
     return [BRANCH] if BRANCH in batch.non_tensor_batch else []
+
+
+def episode_tokens(batch: DataProto, mask: RaggedTensor) -> dict[str, RaggedTensor]:
+    """Return the column EPISODE_TOKENS of the rows with this mask; none if each episode has one row."""
+    numbers = episode_numbers(batch)
+    if bool(ends_episode(batch).all()):
+        return {}
+    of_episodes = np.bincount(numbers, [int(row.sum()) for row in mask.each()])
+    counts = torch.from_numpy(of_episodes[numbers]).to(torch.float32)
+    return {EPISODE_TOKENS: RaggedTensor.packed_rows(counts.repeat_interleave(mask.lengths), mask.lengths)}
 
 
 def ends_episode(batch: DataProto) -> np.ndarray:

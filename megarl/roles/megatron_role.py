@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megarl.algorithms.losses import MiniBatchCounts
-from megarl.batch.branches import rows_of_episodes
+from megarl.batch.branches import episode_numbers, rows_of_episodes
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric, merge_metrics, over_updates, values_of
 from megarl.batch.ragged import RaggedTensor
@@ -192,9 +192,9 @@ class MegatronRole:
         moves = self._schedule.before(phase)
         futures = []
 
-        # Token counts are those of the whole mini-batch: each replica sees only its share of the rows.
+        # Counts are those of the whole mini-batch: each replica sees only its share of the rows.
         for mini_batch in mini_batches:
-            loss = loss_of(MiniBatchCounts.of(mini_batch.columns["response_mask"]))
+            loss = loss_of(counts_of(mini_batch))
             futures.append(call(self.split(mini_batch, mini_batch.columns)[1], loss))
 
         def metrics(results: list[list[dict[str, Metric]]]) -> dict[str, float]:
@@ -208,6 +208,11 @@ class MegatronRole:
         future = DerivedFuture([*futures, *moves], metrics)
         self._schedule.runs(phase, future)
         return future
+
+
+def counts_of(mini_batch: DataProto) -> MiniBatchCounts:
+    """Return the denominators of a mini-batch of rows or of episodes of several rows."""
+    return MiniBatchCounts.of(mini_batch.columns["response_mask"], episode_numbers(mini_batch))
 
 
 @lru_cache(maxsize=4)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts, SFTLoss
+from megarl.algorithms.losses import ActorLoss, CriticLoss, SFTLoss
 from megarl.algorithms.rollout_correction import refuse_unusable_log_probs
 from megarl.algorithms.user_functions import policy_loss_of
-from megarl.batch.branches import branch_column
+from megarl.batch.branches import branch_column, episode_tokens
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import merge_metrics, over_updates
 from megarl.batch.token_rows import (
@@ -23,6 +23,7 @@ from megarl.batch.token_rows import (
 )
 from megarl.config.roles import Role, RoleKind, needs_sum_pi_squared, scores_in_update
 from megarl.config.schema import (
+    Aggregation,
     AlgorithmConfig,
     CorrectionLevel,
     MicroBatchConfig,
@@ -33,7 +34,7 @@ from megarl.controller.futures import DerivedFuture
 from megarl.controller.group import RoleGroup
 from megarl.engine.top_tokens import TopK
 from megarl.roles.checks import FirstRatioCheck, LogProbCheck
-from megarl.roles.megatron_role import MegatronRole, MiniBatchPlan, restored_rows, uid_column
+from megarl.roles.megatron_role import MegatronRole, MiniBatchPlan, counts_of, restored_rows, uid_column
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.roles.weights.source import WeightSource
 from megarl.workers.megatron import ActorWorker, CriticWorker, PolicyWorker, ScoredUpdate
@@ -137,7 +138,10 @@ class Critic(MegatronRole):
         """
         arrays = [*uid_column(batch), *branch_column(batch)]
         rows = batch.select([*model_keys(batch.columns), "values", "returns"], arrays)
-        mini_batches = self._updates.mini_batches(rows, step)
+        mini_batches = (
+            with_episode_tokens(mini_batch, self._value_loss.aggregation)
+            for mini_batch in self._updates.mini_batches(rows, step)
+        )
         return self.update_with(
             mini_batches,
             "update_critic",
@@ -293,9 +297,7 @@ class Actor(MegatronRole):
         rows = actor_rows(batch, algorithm, one_update=True, seed=self._updates.seed_of(step, 0))
         moves = self._schedule.before("update_actor")
         plan, parts = self.split(rows, rows.columns)
-        loss = ActorLoss(
-            algorithm=algorithm, counts=MiniBatchCounts.of(rows.columns["response_mask"]), with_entropy=True
-        )
+        loss = ActorLoss(algorithm=algorithm, counts=counts_of(rows), with_entropy=True)
 
         # The log-probs enter the batch only when the future is awaited, for metrics and stored samples.
         def finish(results: list[Any]) -> dict[str, float]:
@@ -372,5 +374,14 @@ def actor_rows(
 
     named = mini_batch.non_tensor_batch
 
-    # not for the loss: errors name rows by it
-    return DataProto.from_dict(rows, {"uid": named["uid"]} if "uid" in named else {})
+    # not for the loss: errors name rows by `uid`, and the loss's denominators count episodes
+    kept = [*uid_column(mini_batch), *branch_column(mini_batch)]
+    selected = DataProto.from_dict(rows, {name: named[name] for name in kept})
+    return with_episode_tokens(selected, algorithm.policy_loss.aggregation)
+
+
+def with_episode_tokens(rows: DataProto, aggregation: Aggregation) -> DataProto:
+    """Add EPISODE_TOKENS if the loss divides by the tokens of episodes that have several rows."""
+    if aggregation is not Aggregation.sequence_mean_token_mean or not branch_column(rows):
+        return rows
+    return rows.union(DataProto.from_dict(episode_tokens(rows, rows.ragged["response_mask"])))

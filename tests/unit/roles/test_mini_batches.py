@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from megarl.algorithms.losses import MiniBatchCounts, SFTLoss
-from megarl.batch.branches import BRANCH
+from megarl.batch.branches import BRANCH, EPISODE_TOKENS
 from megarl.batch.data_proto import DataProto
 from megarl.batch.metrics import Metric
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import ROUTED_EXPERTS
 from megarl.config.schema import (
+    Aggregation,
     AlgorithmConfig,
     CorrectionLevel,
     CovarianceConfig,
@@ -31,7 +32,7 @@ from megarl.config.schema import (
 from megarl.controller.futures import RemoteFuture
 from megarl.machine.errors import RunError
 from megarl.roles.checks import FirstRatioCheck
-from megarl.roles.megatron_role import MegatronRole, MiniBatchPlan, restored_rows
+from megarl.roles.megatron_role import MegatronRole, MiniBatchPlan, counts_of, restored_rows
 from megarl.roles.models import Actor, actor_rows
 from megarl.workers.megatron import MICRO_BATCHES, ActorWorker, Loss
 from tests.unit.engine.models import make_batch
@@ -211,6 +212,38 @@ def test_updates_get_the_counts_of_their_whole_mini_batch() -> None:
         (2, SFTLoss(counts=MiniBatchCounts(num_tokens=3, num_sequences=2))),
         (2, SFTLoss(counts=MiniBatchCounts(num_tokens=3, num_sequences=1))),
     ]
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+def test_updates_count_episodes_of_several_rows_once(aggregation: Aggregation) -> None:
+    """Three episodes, of 2, 1 and 1 rows with 2 + 1, 3 and 0 tokens. The last one has no token with a loss."""
+    lengths = torch.tensor([4, 1, 5, 1])
+    with_loss = torch.arange(5) < torch.tensor([2, 1, 3, 0])[:, None]
+    config = PolicyLossConfig(aggregation=aggregation, norm_tokens=4)
+    batch = DataProto.from_dict(
+        {
+            "prompts": RaggedTensor.constant(1, torch.ones_like(lengths), torch.int32),
+            "responses": RaggedTensor.constant(1, lengths, torch.int32),
+            "response_mask": RaggedTensor.from_padded(with_loss, lengths),
+            "advantages": RaggedTensor.constant(0.5, lengths, torch.float32),
+        },
+        {"uid": list("aabb"), BRANCH: [0, 1, 0, 0]},
+    )
+    rows = actor_rows(batch, AlgorithmConfig(policy_loss=config), one_update=True, seed=0)
+    assert counts_of(rows) == MiniBatchCounts(num_tokens=6, num_sequences=2)
+
+    if aggregation is Aggregation.sequence_mean_token_mean:
+        assert [row.tolist() for row in rows.ragged[EPISODE_TOKENS].each()] == [
+            [3.0] * 4,
+            [3.0],
+            [3.0] * 5,
+            [0.0],
+        ]
+    else:
+        assert EPISODE_TOKENS not in rows.ragged
+    # Episodes of one row each are as before.
+    plain = actor_rows(batch[2:], AlgorithmConfig(policy_loss=config), one_update=True, seed=0)
+    assert EPISODE_TOKENS not in plain.ragged
 
 
 def batch_to_update(**extra: torch.Tensor) -> DataProto:
