@@ -115,6 +115,8 @@ def run(descriptor: int) -> None:
     except ConfinementError as failure:
         sys.exit(str(failure))
 
+    # The limit protects servers from long texts; a program has its limit of CPU time.
+    sys.set_int_max_str_digits(0)
     # Run the program, hiding the code that started it. `exit` and `quit` come from the module site, which -S
     # skips.
     vars(builtins).update(exit=sys.exit, quit=sys.exit)

@@ -7,9 +7,9 @@ The ground truth is a list of tests, or such a list as JSON:
 
     {"call": "add(2, 3)", "returns": 5}              an expression of the program, and its value
     "assert add(2, 3) == 5"                          an assertion, preceded by the imports that it needs
-    {"stdin": "2 3\\n", "stdout": "5\\n"}              input and expected output of the whole program;
-                                                     trailing spaces of lines are ignored
+    {"stdin": "2 3\\n", "stdout": "5\\n"}              input and expected output of the whole program
 
+Floats in `returns` and `stdout` have a tolerance, see `compute_score`; assertions are exact.
 Expected values never enter the process that runs the program, and values are compared outside of it.
 """
 
@@ -27,13 +27,15 @@ from megarl.machine.sandbox import run_program, strongest
 from megarl.machine.sandbox_levels import Level, SandboxLimits
 from megarl.rewards.code_blocks import program_of
 from megarl.rewards.code_interpreters import Judge, ProgramSide, Value
-from megarl.rewards.code_tests import AssertTest, CallTest, CodeTest, StreamTest, read_tests
+from megarl.rewards.code_output import same_output
+from megarl.rewards.code_tests import AssertTest, CallTest, CodeTest, StreamTest, long_integers, read_tests
 from megarl.rewards.code_values import decode, same_as_json
 from megarl.rewards.time_limit import sample_limit_s
 
 __all__ = ["answer_from_truth", "check_truth", "compute_score", "program_of", "read_tests", "run_tests"]
 
 LIMITS = SandboxLimits(memory_mb=512, cpu_s=4, wall_s=6.0, output_kb=4096)  # per test
+TOLERANCE = 1e-6  # of floats, absolute or relative
 QUICK_WALL_S = 1.0  # per test in the first attempt, in a process shared with other tests
 _SHARED_CPU_S = 60  # for all tests that share a process
 # Fraction of the time limit of a sample after which remaining tests fail, if a test has run out of time.
@@ -41,11 +43,19 @@ _SHARE_OF_TIME = 0.7
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any],
+    tolerance: float = TOLERANCE,
 ) -> dict[str, Any]:
     """Score a response by its program.
 
     There is no `answer`, and so no maj@k, because equivalent programs rarely have the same text.
+
+    Args:
+        tolerance: By how much numbers in a value or an output may differ from expected floats, absolute or
+            relative to them. Assertions are exact. 0: floats must be equal, in any notation.
 
     Returns:
         score: The fraction of the tests that pass.
@@ -56,7 +66,7 @@ def compute_score(
         SandboxError: No sandbox works on this machine.
     """
     program = program_of(solution_str)
-    passed = run_tests(program, read_tests(ground_truth))
+    passed = run_tests(program, read_tests(ground_truth), tolerance)
     return {"score": sum(passed) / len(passed), "all_passed": float(all(passed))}
 
 
@@ -74,14 +84,22 @@ def check_truth(ground_truth: Any) -> None:
     read_tests(ground_truth)
 
 
-def run_tests(program: str, tests: Sequence[CodeTest]) -> list[bool]:
+def run_tests(program: str, tests: Sequence[CodeTest], tolerance: float = TOLERANCE) -> list[bool]:
     """Return whether each test passes.
 
     In the first attempt, the tests share a process and have QUICK_WALL_S each. A test that takes longer, or
     whose process ends after another test has run in it, is tried again in its own process with all of LIMITS.
     Testing ends with the first test that runs out of time there. The order of `tests` does not matter: they
     always run in the order of their texts.
+
+    Args:
+        tolerance: See compute_score.
     """
+    with long_integers():
+        return _run_tests(program, tests, tolerance)
+
+
+def _run_tests(program: str, tests: Sequence[CodeTest], tolerance: float) -> list[bool]:
     passed = [False] * len(tests)
     if not program.strip():
         return passed
@@ -91,7 +109,7 @@ def run_tests(program: str, tests: Sequence[CodeTest]) -> list[bool]:
 
     # First attempt: all tests share processes.
     quick = replace(LIMITS, wall_s=min(QUICK_WALL_S, LIMITS.wall_s))
-    with closing(ProgramTester(program, quick, shared=True)) as tester:
+    with closing(ProgramTester(program, quick, shared=True, tolerance=tolerance)) as tester:
         for number in sorted(range(len(tests)), key=lambda number: repr(tests[number])):
             # The deadline applies only once a test has run out of time.
             if again and time.monotonic() > deadline:
@@ -105,9 +123,8 @@ def run_tests(program: str, tests: Sequence[CodeTest]) -> list[bool]:
         left = deadline - time.monotonic()
         if left <= 0:
             break
-        with closing(
-            ProgramTester(program, replace(LIMITS, wall_s=min(left, LIMITS.wall_s)), shared=False)
-        ) as tester:
+        limits = replace(LIMITS, wall_s=min(left, LIMITS.wall_s))
+        with closing(ProgramTester(program, limits, shared=False, tolerance=tolerance)) as tester:
             outcome = tester.passes(number, tests[number])
         passed[number] = outcome is True
         if outcome is None:
@@ -122,10 +139,14 @@ class ProgramTester:
     Args:
         shared: Whether processes run several tests. A process that ends may then have been affected by an
             earlier test.
+        tolerance: See compute_score.
     """
 
-    def __init__(self, program: str, limits: SandboxLimits, shared: bool) -> None:
+    def __init__(
+        self, program: str, limits: SandboxLimits, shared: bool, tolerance: float = TOLERANCE
+    ) -> None:
         self._program = program
+        self._tolerance = tolerance
         self._limits = limits
         self._shared = shared
         of_processes = replace(limits, cpu_s=_SHARED_CPU_S) if shared else limits
@@ -139,7 +160,9 @@ class ProgramTester:
                 return self._prints(test)
             case CallTest():
                 value = self._side.value(number, test.call, test.imports)
-                return is_expected_value(value.data, test) if value.how == "value" else self._failure(value)
+                if value.how != "value":
+                    return self._failure(value)
+                return is_expected_value(value.data, test, self._tolerance)
             case AssertTest():
                 holds, missing = self._judge.holds(number, test, self._side)
                 return holds if missing is None else self._failure(missing)
@@ -165,15 +188,17 @@ class ProgramTester:
         return (
             finished.ended == "itself"
             and finished.status == 0
-            and _lines(finished.output) == _lines(test.stdout)
+            and same_output(finished.output, test.stdout, self._tolerance)
         )
 
 
-def is_expected_value(data: Any, test: CallTest) -> bool:
+def is_expected_value(data: Any, test: CallTest, tolerance: float = TOLERANCE) -> bool:
     """Compare a value sent by the program's process, which may be arbitrary data."""
     try:
         value = decode(data)
-        return same_as_json(value, test.returns) if test.is_json else bool(value == test.returns)
+        if test.is_json:
+            return same_as_json(value, test.returns, tolerance)
+        return bool(value == test.returns)
     except (
         ValueError,
         TypeError,
@@ -182,10 +207,6 @@ def is_expected_value(data: Any, test: CallTest) -> bool:
         MemoryError,
     ):  # not a value, or one that cannot be compared
         return False
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from megarl.rewards.code_tests import REMOTE, AssertTest
 # Arguments with which an assertion calls a function that is a value of the program.
 _GIVEN = "__given__"
 _NAMED = "__named__"
+_LONGEST_INTEGER = 20  # characters of an integer below 2**53 and its sign, and more
 _IMPORTS = """
 import importlib
 def imported(imports):
@@ -146,12 +147,22 @@ class SandboxedInterpreter:
             return None, "died", was_fresh
 
         try:
-            return json.loads(finished.output), "value", was_fresh
+            return json.loads(finished.output, parse_int=_short_integer), "value", was_fresh
         except (ValueError, RecursionError):
             return None, "died", was_fresh
 
     def close(self) -> None:
         self._session.close()
+
+
+def _short_integer(digits: str) -> int:
+    """Convert an integer of a reply.
+
+    `encode` writes long integers in base 16, which are read in linear time.
+    """
+    if len(digits) > _LONGEST_INTEGER:
+        raise ValueError("the integer was not written by `encode`")
+    return int(digits)
 
 
 class ProgramSide:

@@ -14,6 +14,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from megarl.rewards.code_values import decode, encode, holds_nan, same_as_json
@@ -65,7 +66,7 @@ class CallTest(NamedTuple):
 
     Attributes:
         is_json: Whether `returns` may have been decoded from JSON, so that it is compared with
-            `same_as_json` instead of `==`.
+            `same_as_json` and a tolerance instead of `==`.
         imports: See AssertTest.
     """
 
@@ -105,6 +106,26 @@ def read_tests(ground_truth: Any) -> list[CodeTest]:
     Raises:
         ValueError: The ground truth is not a list of tests, or a test cannot be run or passed.
     """
+    with long_integers():
+        return _read_tests(ground_truth)
+
+
+@contextmanager
+def long_integers() -> Iterator[None]:
+    """Allow integers of any number of digits in texts.
+
+    Python's limit of 4,300 digits protects from untrusted texts. Tests are trusted; programs convert their
+    own integers, within the sandbox's limit of CPU time.
+    """
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+def _read_tests(ground_truth: Any) -> list[CodeTest]:
     what = "the ground truth"
     if isinstance(ground_truth, str):
         try:

@@ -12,6 +12,7 @@ import collections.abc
 import importlib
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from typing import Any
@@ -22,6 +23,7 @@ LONGEST_ITERATOR = 100_000  # items encoded of an iterator, which may be endless
 _MOST_OF_ONE_HASH = 100
 _LONGEST_FRACTION = 10_000  # digits
 _EXACT_IN_JSON = 2**53
+_LARGEST = sys.float_info.max
 # Standard library types that are encoded by the arguments of their constructors. Type -> attributes of a
 # value.
 _CONSTRUCTED = {
@@ -161,30 +163,46 @@ def _hashable(keys: list[Any]) -> list[Any]:
     return keys
 
 
-def same_as_json(value: Any, expected: Any) -> bool:
+def same_as_json(value: Any, expected: Any, tolerance: float = 0.0) -> bool:
     """Return whether `value` equals `expected`, which may have been decoded from JSON.
 
-    The comparison is Python's `==`, except that tuples equal lists, NaN equals NaN, and keys equal their JSON
-    text ("1" equals 1).
+    The comparison is Python's `==`, except that tuples equal lists, NaN equals NaN, keys equal their JSON
+    text ("1" equals 1), and a number may differ from an expected float by `tolerance`, absolute or relative
+    to it.
     """
-    return bool(
-        _plain(value, _same_key) == _plain(expected, _same_key)
-        or _plain(value, _json_key) == _plain(expected, _json_key)
-    )
+    return any(_is_same(value, expected, as_key, tolerance) for as_key in (_same_key, _json_key))
 
 
-_NAN = object()
-
-
-def _plain(value: Any, as_key: Callable[[Any], Any]) -> Any:
-    match value:
-        case float() if math.isnan(value):
-            return _NAN
+def _is_same(value: Any, expected: Any, as_key: Callable[[Any], Any], tolerance: float) -> bool:
+    match expected:
+        case float() if isinstance(value, (float, int)) and not isinstance(value, bool):
+            return _is_near(value, expected, tolerance)
         case tuple() | list():
-            return [_plain(each, as_key) for each in value]
+            if not isinstance(value, (tuple, list)) or len(value) != len(expected):
+                return False
+            # A loop, because a generator would halve the depth that can be compared.
+            for each, wanted in zip(value, expected, strict=True):
+                if not _is_same(each, wanted, as_key, tolerance):
+                    return False
+            return True
         case dict():
-            return {as_key(key): _plain(each, as_key) for key, each in value.items()}
-    return value
+            if not isinstance(value, dict):
+                return False
+            found = {as_key(key): each for key, each in value.items()}
+            keyed = {as_key(key): each for key, each in expected.items()}
+            if found.keys() != keyed.keys():
+                return False
+            return _is_same([found[key] for key in keyed], [keyed[key] for key in keyed], as_key, tolerance)
+    return bool(value == expected)
+
+
+def _is_near(value: float, expected: float, tolerance: float) -> bool:
+    # Equal infinities have no finite difference, and a long integer is no float.
+    if value == expected or (math.isnan(expected) and value != value):
+        return True
+    if not math.isfinite(expected) or not -_LARGEST < value < _LARGEST:
+        return False
+    return abs(value - expected) <= tolerance * max(1.0, abs(expected))
 
 
 def _same_key(key: Any) -> Any:

@@ -236,7 +236,31 @@ STREAMS = [
     ("a form feed is no line break", fenced("print('1\\x0c2')"), [{"stdin": "", "stdout": "1\n2"}], 0),
     ("more than 256 kB", fenced("print('é' * 200000)"), [{"stdin": "", "stdout": "é" * 200000}], 1),
     ("prints nothing", fenced("x = 1"), [{"stdin": "", "stdout": "hunter2"}], 0),
+    ("fewer digits", fenced("print(0.333333)"), [{"stdin": "", "stdout": "0.333333333333"}], 1),
+    ("too few digits", fenced("print(0.3333)"), [{"stdin": "", "stdout": "0.333333333333"}], 0),
+    ("a zero at the end", fenced("print('2.50')"), [{"stdin": "", "stdout": "2.5"}], 1),
+    ("blank lines before", fenced("print('\\n \\na')"), [{"stdin": "", "stdout": "a"}], 1),
+    ("blank lines between", fenced("print('a\\n\\nb')"), [{"stdin": "", "stdout": "a\nb"}], 0),
+    ("prints a long integer", fenced("print(10**5000)"), [{"stdin": "", "stdout": "1" + "0" * 5000}], 1),
+    (
+        "reads a long integer",
+        fenced("n = int(input())\nprint(n % 7)"),
+        [{"stdin": "1" + "0" * 5000, "stdout": str(pow(10, 5000, 7))}],
+        1,
+    ),
 ]
+
+# Values with floats or long integers.
+NUMBERS = [
+    ("a float", fenced("def f(): return [0.1 + 0.2, (1, {'a': 2.0000001})]"), [{"call": "f()", "returns": [0.3, [1, {"a": 2.0}]]}], 1),
+    ("a float, as text", fenced("def f(): return 0.1 + 0.2"), ['[{"call": "f()", "returns": 0.3}]'][0], 1),
+    ("an assertion is exact", fenced("def f(): return 0.1 + 0.2"), ["assert f() == 0.3", "assert f() == 0.1 + 0.2"], 0.5),
+    ("an integer is exact", fenced("def f(): return 1000001"), [{"call": "f()", "returns": 1000000}], 0),
+    ("a long integer", fenced("def f(): return 10**5000"), [{"call": "f()", "returns": 10**5000}, "assert f() == 10**5000", "assert f() == 1" + "0" * 5000, "assert len(str(f())) == 5001"], 1),
+    ("a long integer in a text", fenced("def f(): return int('9' * 5000)"), '[{"call": "f()", "returns": ' + "9" * 5000 + "}]", 1),
+    ("a long integer for a float", fenced("def f(): return 10**5000"), [{"call": "f()", "returns": 1e300}], 0),
+]  # fmt: skip
+NO_NUMBERS = ["nan", "inf", "-inf", "1e400", "1e9999", "0.5e0000000001", "0.5_0", "0x1p-1", "٠.٥"]
 
 # Programs that try to pass without solving the task.
 ALL_EQUAL = (
@@ -259,8 +283,11 @@ FORGED = [
     ("exits with 0", fenced("import os\ndef f(x): os._exit(0)"), ["assert f(1)", "assert f(1) is None", "assert f(1) == 2"], 0),
     ("traces the caller", fenced("import sys\ndef f(x):\n    frame, found = sys._getframe(1), []\n    while frame:\n        found += [c for c in frame.f_code.co_consts if isinstance(c, int) and c > 1000]\n        found += [v for v in frame.f_locals.values() if isinstance(v, int) and v > 1000]\n        frame = frame.f_back\n    return found[0] if found else 0"), ["assert f(1) == 987654", "assert f(1) in (987654,)", "assert {f(1)} == {987654}"], 0),
     ("reads its own memory", fenced("def f(x):\n    try:\n        return b'hunter2' in open('/proc/self/mem', 'rb').read(10**6)\n    except OSError:\n        return 'denied'"), ["assert f(1) == 'hunter2'"], 0),
+    ("text that is near every number", fenced("import sys\ntexts = " + repr(NO_NUMBERS) + "\nprint(texts[int(input())])"), [{"stdin": str(number), "stdout": "0.5"} for number in range(len(NO_NUMBERS))], 0),
+    ("values that are near every number", fenced("def f(x): return [float('nan'), float('inf'), 1e308 * 10, 10**400, True, None, '0.5', [0.5]][x]"), [{"call": f"f({number})", "returns": 0.5} for number in range(8)], 0),
+    ("a reply with a long integer", fenced("import os\ndef f():\n    os.write(1, b'{\"value\": ' + b'1' * 3_000_000 + b'}\\n')\n    os._exit(0)\nos.dup2(1, 3)\nf()"), [{"call": "f()", "returns": 1}], 0),
     ("many keys with one hash", fenced("def f(x): return set(range(0, 10**5 * (2**61 - 1), 2**61 - 1))"), ["assert f(1) == {1}"], 0),
     ("opaque values are only themselves", fenced("class A: pass\ndef f(x): return A()"), ["assert f(1) == 1", "assert f(1) == f(1)", "assert f(1) is None", "assert len(f(1)) == 0"], 0),
 ]  # fmt: skip
 
-CASES = [*BLOCKS, *EXITS, *FAILURES, *VALUES, *ASSERTS, *STREAMS, *FORGED]
+CASES = [*BLOCKS, *EXITS, *FAILURES, *VALUES, *ASSERTS, *STREAMS, *NUMBERS, *FORGED]
