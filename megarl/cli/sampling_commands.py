@@ -30,7 +30,9 @@ def add_eval(commands: Commands) -> None:
         help="file of prompts, as for training; the default is data.val_files",
     )
     parser.add_argument(
-        "--reward", metavar="FILE.py:NAME", help="a reward function to use instead of the configuration's"
+        "--reward",
+        metavar="FILE.py:NAME",
+        help="a reward function to use instead of the configuration's functions, judges and reward model",
     )
 
     parser.add_argument("--n", metavar="N", type=int, help="samples per prompt (rollout.validation.n)")

@@ -174,6 +174,21 @@ def _announce(
         f"{model.source.folder}"
     )
     console.print(f"{what}, engine {config.rollout.engine.name}", highlight=False, soft_wrap=True)
+    console.print(f"scored by: {' + '.join(scored_by(config))}", highlight=False, soft_wrap=True)
+
+
+def scored_by(config: PPOConfig) -> list[str]:
+    """Describe all that scores a sample, with its weight unless that is 1."""
+    reward = config.reward
+    scorers = [(f"function {each.path}:{each.name}", each.weight) for each in reward.functions]
+    scorers += [(f"judge {each.name} ({each.served_by})", each.weight) for each in reward.judges]
+    if reward.model.path is not None:
+        scorers.append((f"reward model {reward.model.path}", reward.model.weight))
+    agent = config.agent
+    if agent.environment.path is not None or agent.harness.is_used:
+        scorers.append(("rewards of the episode's turns", 1.0))
+
+    return [name if weight == 1 else f"{weight:g} x {name}" for name, weight in scorers]
 
 
 def _claim(output: Path) -> None:
@@ -253,6 +268,7 @@ def _report(
             "max_tokens": config.data.max_response_length,
             "seed": config.trainer.seed,
         },
+        "scored_by": scored_by(config),
         "seconds": round(seconds, 1),
         "results": {source: result.as_json() for source, result in results.items()},
     }

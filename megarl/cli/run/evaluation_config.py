@@ -26,6 +26,7 @@ from megarl.config.schema import (
     PlacementStrategy,
     PPOConfig,
     ReferenceConfig,
+    RewardModelConfig,
     TrainerConfig,
 )
 from megarl.config.sources import Layer
@@ -53,6 +54,9 @@ def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConf
         overrides = [f"model.dtype={model.run.model.dtype.value}", *overrides]
 
     config = load_config(PPOConfig, path or {}, overrides, Layer("options", _values(model, options)))
+    # The function of the option replaces all that scores, not only the other functions.
+    if options.reward is not None:
+        config = config.with_sections(reward=replace(config.reward, judges=[], model=RewardModelConfig()))
     source = str(path or "megarl eval")
     if not config.data.val_files:
         raise ConfigError(source, ["data.val_files: is empty; give the evaluation data with --data FILE"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ import pytest
 
 from megarl.cli.arguments import commands_of, in_argparse_order
 from megarl.cli.parser import build_parser
+from megarl.cli.run.eval import scored_by
 from megarl.cli.run.evaluation_config import evaluation_config
 from megarl.cli.run.named_model import find_model
+from megarl.config.schema import PPOConfig, RewardModelConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
 from megarl.machine.errors import ConfigError
 from tests.integration.tiny_run import save_policy
 
+MODEL = RewardModelConfig(path="rm", weight=0.25)
 ROWS = [("1+1=", "2"), ("2+1=", "3")]
 
 
@@ -75,6 +79,53 @@ def test_columns_with_other_names_are_read(policy: Path, tmp_path: Path) -> None
         r"data\.columns\.ground_truth=answer",
     ):
         rows_of(policy, data)
+
+
+SCORERS = """
+reward:
+  functions: [{path: reward.py, weight: 0.5}]
+  judges:
+    - {name: kind, url: http://localhost:1/v1, model: large, prompt: judge.jinja, weight: 2.0, parse: {json: score}}
+  model: {path: policy, weight: 0.25}
+  pass_score: 3
+"""
+
+
+def test_a_function_replaces_all_that_scores(policy: Path, tmp_path: Path) -> None:
+    """Judges and a reward model do not add to the score of `--reward`; without it, all of them score."""
+    folder = policy.parent
+    (folder / "judge.jinja").write_text("{{ solution }}")
+    (folder / "run.yaml").write_text(SCORERS)
+    (data := tmp_path / "sums.jsonl").write_text(json.dumps({"prompt": "1+1=", "ground_truth": "2"}) + "\n")
+    own = f"{folder / 'reward.py'}:compute_score"
+    parser = build_parser()
+
+    def config_of(*more: str) -> PPOConfig:
+        words = ["eval", str(policy), "--config", str(folder / "run.yaml"), "--data", str(data), "--n", "2"]
+        words += ["data.max_response_length=8", "data.max_prompt_length=8", "device=cpu", *more]
+        parsed = parser.parse_args(in_argparse_order(words, commands_of(parser)))
+        return evaluation_config(find_model(policy, "latest"), parsed)
+
+    replaced = config_of("--reward", own)
+    assert scored_by(replaced) == [f"function {own}"]
+    assert replaced.reward.judges == []
+    assert replaced.reward.model.path is None
+    assert [(each.path, each.weight) for each in replaced.reward.functions] == [
+        (str(folder / "reward.py"), 1.0)
+    ]
+    assert replaced.reward.pass_score == 3
+    assert scored_by(config_of("--reward", str(folder / "reward.py"))) == [f"function {own}"]
+
+    without_model = config_of("reward.model.path=null", "reward.model.weight=1.0")
+    assert scored_by(without_model) == [
+        f"0.5 x function {own}",
+        "2 x judge kind (large at http://localhost:1/v1)",
+    ]
+    assert scored_by(replace(without_model, reward=replace(without_model.reward, model=MODEL))) == [
+        f"0.5 x function {own}",
+        "2 x judge kind (large at http://localhost:1/v1)",
+        "0.25 x reward model rm",
+    ]
 
 
 def test_an_evaluation_does_not_quantize(policy: Path, tmp_path: Path) -> None:
