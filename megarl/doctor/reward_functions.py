@@ -156,7 +156,16 @@ def try_reward(reward: RewardConfig, rows: Sequence[TruthRow], limit_s: float = 
     """
     time_limit_s = min(reward.time_limit_s, SAMPLE_LIMIT_S)
     processes = min(reward.num_processes, _MOST_PROCESSES, max(1, len(rows)))
-    with RewardScorer(reward.functions, time_limit_s, 1.0, processes, limit_s, reward.sandbox) as scorer:
+    scored_elsewhere = bool(reward.judges) or reward.model.path is not None
+    with RewardScorer(
+        reward.functions,
+        time_limit_s,
+        1.0,
+        processes,
+        limit_s,
+        reward.sandbox,
+        scored_elsewhere=scored_elsewhere,
+    ) as scorer:
         return try_truths(scorer, rows, _TRIALS_LIMIT_S) if rows else []
 
 

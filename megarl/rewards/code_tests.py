@@ -13,7 +13,7 @@ import builtins
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -111,7 +111,7 @@ def read_tests(ground_truth: Any) -> list[CodeTest]:
 
 
 @contextmanager
-def long_integers() -> Iterator[None]:
+def long_integers() -> Generator[None]:
     """Allow integers of any number of digits in texts.
 
     Python's limit of 4,300 digits protects from untrusted texts. Tests are trusted; programs convert their

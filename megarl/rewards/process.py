@@ -96,10 +96,11 @@ class Outcome(NamedTuple):
         numbers: The numbers logged as `reward/<name>/mean`, by name: the other numbers that a function
             returned, and with several functions or judges also the score of each function, under its label
             (see `function_labels`), and those of judges (see `judge_numbers`).
-        parts: The score of each function and of each judge, in order, before its weight.
+        parts: The score of each function and of each judge, in order, before its weight; NaN for a function
+            that has no opinion on the sample.
         answer: The text under "answer" in the dict of the first function that has this key; None if the
             sample has no answer.
-        has_answer: For each function, whether its dict has the key "answer".
+        has_answer: For each function, whether its dict has the key "answer"; None if it has no opinion.
     """
 
     score: float
@@ -107,7 +108,7 @@ class Outcome(NamedTuple):
     error: str | None = None
     parts: tuple[float, ...] = ()
     answer: str | None = None
-    has_answer: tuple[bool, ...] = ()
+    has_answer: tuple[bool | None, ...] = ()
 
 
 class LoadedFunction(NamedTuple):
@@ -126,6 +127,7 @@ class LoadedFunction(NamedTuple):
 _functions: list[LoadedFunction] = []
 _judges: list[LoadedJudge] = []
 _limits = ProcessLimits(0, 0)
+_scored_elsewhere = False  # see RewardScorer
 _load_error: str | None = None
 
 
@@ -134,14 +136,16 @@ def start(
     judges: Sequence[JudgeConfig],
     sandbox: RewardSandboxConfig,
     time_limit_s: float,
+    scored_elsewhere: bool,
 ) -> None:
     """Initialize a process of the pool.
 
     This never raises, because the pool would then start processes forever; see `load_error`.
     """
-    global _limits, _load_error
+    global _limits, _load_error, _scored_elsewhere
     _die_with_parent()
     set_sample_limit(time_limit_s)
+    _scored_elsewhere = scored_elsewhere
     _limits = ProcessLimits(sandbox.memory_mb, cpu_s=math.ceil(time_limit_s))
 
     if any(config.sandbox for config in configs) and not landlock_abi():
@@ -208,8 +212,10 @@ def score(request: ScoreRequest, replies: Sequence[JudgeReply] = ()) -> Outcome:
     numbers: dict[str, float] = {}
     parts = list[float]()
     answers = list[Answer]()
+    has_answer = list[bool | None]()
+    labels = function_labels([each.config for each in _functions])
 
-    for function, name in zip(_functions, function_labels([each.config for each in _functions]), strict=True):
+    for function, name in zip(_functions, labels, strict=True):
         try:
             if function.config.sandbox:
                 values, answer = _checked(call_confined(partial(_evaluate, function, request), _limits))
@@ -220,27 +226,34 @@ def score(request: ScoreRequest, replies: Sequence[JudgeReply] = ()) -> Outcome:
         except BaseException as error:  # noqa: BLE001
             # This is the boundary of the process: the user's code may raise anything, even SystemExit.
             return Outcome(0.0, {}, f"{name} raised {last_line(error)}")
-        score = values.pop("score")
-        total += function.config.weight * score
-        parts.append(score)
+        given = values.pop("score", None)
+        parts.append(math.nan if given is None else given)
         answers.append(answer)
-        # A score that is not the only one is a metric.
-        if len(_functions) + len(_judges) > 1:
-            numbers[name] = score
+        has_answer.append(None if given is None and answer is None else answer is not None)
+        # A function without an opinion is left out of the sum, and of its metric.
+        if given is not None:
+            total += function.config.weight * given
+            # A score that is not the only one is a metric.
+            if len(_functions) + len(_judges) > 1:
+                numbers[name] = given
         # If there are several functions, each number is named after its function.
         if len(_functions) > 1:
             values = {f"{name}/{key}": value for key, value in values.items()}
         numbers |= values
 
-    has_answer = tuple(answer is not None for answer in answers)
+    if all(map(math.isnan, parts)) and not (_judges or _scored_elsewhere):
+        return Outcome(
+            0.0, {}, f"{' and '.join(labels)} returned None (no opinion), and nothing else scores the sample"
+        )
+
     # The first function that returns an answer provides the sample's vote.
-    given = next((answer for answer in answers if answer is not None), [None])
+    vote = next((answer for answer in answers if answer is not None), [None])
     return Outcome(
         total,
         numbers | judged.numbers,
         parts=(*parts, *judged.scores),
-        answer=given[0],
-        has_answer=has_answer,
+        answer=vote[0],
+        has_answer=tuple(has_answer),
     )
 
 
@@ -264,7 +277,7 @@ def function_labels(configs: Sequence[RewardFunctionConfig]) -> list[str]:
 
 
 def _evaluate(function: LoadedFunction, request: ScoreRequest) -> tuple[dict[str, float], Answer]:
-    """Return the numbers that a function returns, and its answer.
+    """Return the numbers that a function returns, without a score if it has no opinion, and its answer.
 
     Raises:
         NotAScoreError: The function returned something else.
@@ -292,15 +305,15 @@ def _checked(said: Any) -> tuple[dict[str, float], Answer]:
     """
     match said:
         case [dict() as numbers, None | [None | str()] as answer]:
-            return _numbers(numbers), answer
+            return _numbers({"score": None} | numbers), answer
     raise NotAScoreError(f"returned {str(said)[:60]!r}, which is not what a function returns")
 
 
 def _numbers(returned: Any) -> dict[str, float]:
-    """Return `score` and the other numbers that a function returned.
+    """Return `score`, unless it is None, and the other numbers that a function returned.
 
     Raises:
-        NotAScoreError: The score is not a finite number.
+        NotAScoreError: The score is neither a finite number nor None.
     """
     if not isinstance(returned, dict):
         returned = {"score": returned}
@@ -320,8 +333,8 @@ def _numbers(returned: Any) -> dict[str, float]:
     numbers = {
         str(key): number for key, value in returned.items() if (number := finite_number(value)) is not None
     }
-    if "score" not in numbers:
-        value = returned["score"]
+    value = returned["score"]
+    if "score" not in numbers and value is not None:
         raise NotAScoreError(
             f"returned the {type(value).__name__} {shown(value)} as its score, expected a finite number"
         )

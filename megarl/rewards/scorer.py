@@ -129,6 +129,10 @@ class RewardScorer:
     on it. The processes are fresh, so the owner may have threads and a GPU; none outlives the owner, however
     it ends. The time in which judges reply does not count.
 
+    Args:
+        scored_elsewhere: Whether a reward model, or judges that are not asked here, score the samples too. No
+            function then needs to have an opinion on a sample.
+
     Raises:
         RewardFunctionError: The functions or judges cannot be loaded, or not within `start_time_limit_s`.
     """
@@ -142,6 +146,7 @@ class RewardScorer:
         start_time_limit_s: float = START_TIME_LIMIT_S,
         sandbox: RewardSandboxConfig = RewardSandboxConfig(),  # noqa: B008  (frozen)
         judges: Sequence[JudgeConfig] = (),
+        scored_elsewhere: bool = False,
     ) -> None:
         if not functions and not judges:
             raise RewardFunctionError("reward.functions is empty; give at least one {path, name}")
@@ -153,10 +158,11 @@ class RewardScorer:
         self._num_processes = num_processes
         self._start_time_limit_s = start_time_limit_s
         self._sandbox = sandbox
+        self._scored_elsewhere = scored_elsewhere
         self._context = _context(functions, sandbox)
 
-        # Data source -> whether each function returns the key "answer".
-        self._has_answer: dict[str, tuple[bool, ...]] = {}
+        # Data source -> whether each function returns the key "answer"; None before it has had an opinion.
+        self._has_answer: dict[str, tuple[bool | None, ...]] = {}
 
         # The kernel ends a process with the *thread* that started it (PR_SET_PDEATHSIG), so a thread that
         # lives as long as the scorer starts the pool. Later processes are started by the pool's own thread.
@@ -272,12 +278,15 @@ class RewardScorer:
             errors=errors,
             parts=[row.parts for row in rows],
             answers=[row.answer for row in rows],
-            has_answer=[any(row.has_answer) for row in rows],
+            has_answer=[
+                any(self._has_answer[request.data_source] if None in row.has_answer else row.has_answer)
+                for request, row in zip(requests, rows, strict=True)
+            ],
         )
 
     def _start(self) -> ProcessPool:
         """Start the processes, and wait until one of them has loaded the functions."""
-        initial = [self._functions, self._judges, self._sandbox, self.time_limit_s]
+        initial = [self._functions, self._judges, self._sandbox, self.time_limit_s, self._scored_elsewhere]
         pool = ProcessPool(
             max_workers=self._num_processes,
             initializer=process.start,
@@ -370,10 +379,17 @@ class RewardScorer:
         functions that return answers, so this must not depend on the sample.
         """
         # The first sample of a data source decides for all of them.
-        declared = self._has_answer.setdefault(request.data_source, outcome.has_answer)
-        if declared == outcome.has_answer:
+        declared = self._has_answer.get(request.data_source, (None,) * len(outcome.has_answer))
+        pairs = list(zip(outcome.has_answer, declared, strict=True))
+        index = next(
+            (number for number, pair in enumerate(pairs) if None not in pair and pair[0] != pair[1]), None
+        )
+        # A function without an opinion declares nothing about its answers.
+        if index is None:
+            self._has_answer[request.data_source] = tuple(
+                before if has is None else has for has, before in pairs
+            )
             return outcome
-        index = next(index for index, has in enumerate(outcome.has_answer) if has != declared[index])
         this, others = ("an", "none") if outcome.has_answer[index] else ("no", "one")
 
         return Outcome(

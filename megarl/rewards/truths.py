@@ -134,11 +134,12 @@ class Trial(NamedTuple):
         # Only the function that defined the form of the text can be expected to recognize it.
         position = self.response.form_of
 
-        return (
+        gain = (
             outcome.score - empty.score
             if position is None
             else outcome.parts[position] - empty.parts[position]
         )
+        return None if math.isnan(gain) else gain  # the function has no opinion on one of them
 
 
 def as_response(request: ScoreRequest) -> Response:
@@ -351,10 +352,10 @@ def mixed_answers(trials: Iterable[Trial]) -> dict[str, tuple[str, str]]:
 
     Each is returned with a sample that has it and one that does not.
     """
-    seen: dict[str, dict[tuple[bool, ...], str]] = {}
+    seen: dict[str, dict[tuple[bool | None, ...], str]] = {}
     for trial in trials:
         for outcome, what in ((trial.outcome, "ground truth"), (trial.empty, "empty response")):
-            if isinstance(outcome, Outcome) and outcome.error is None:
+            if isinstance(outcome, Outcome) and outcome.error is None and None not in outcome.has_answer:
                 place = f"the {what} of {trial.row.file}, row {trial.row.number}"
                 seen.setdefault(trial.row.data_source, {}).setdefault(outcome.has_answer, place)
 
@@ -362,7 +363,7 @@ def mixed_answers(trials: Iterable[Trial]) -> dict[str, tuple[str, str]]:
     for source, places in seen.items():
         if len(places) > 1:
             # Order by the number of functions that returned an answer, ascending.
-            by_number = sorted(places, key=sum)
+            by_number = sorted(places, key=lambda has: sum(map(bool, has)))
             mixed[source] = places[by_number[-1]], places[by_number[0]]
 
     return mixed

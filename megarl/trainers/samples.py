@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -146,7 +147,12 @@ def _of_rows(batch: DataProto, step: int) -> dict[str, Any]:
         "reward_numbers": [json.dumps(numbers) for numbers in arrays["reward_numbers"]]
         if "reward_numbers" in arrays
         else pa.nulls(len(batch)),
-        "score_parts": list_column([parts.shape[1]] * len(batch), parts.flatten().numpy(), pa.float32()),
+        # null: the function has no opinion on the sample
+        "score_parts": list_column(
+            [parts.shape[1]] * len(batch),
+            [None if math.isnan(part) else part for part in parts.flatten().tolist()],
+            pa.float32(),
+        ),
         "weight_version": arrays["weight_version"].tolist(),
         "finish_reason": arrays["finish_reason"].tolist(),
     }

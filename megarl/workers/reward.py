@@ -39,6 +39,7 @@ class RewardWorker(Worker):
                 config.num_processes,
                 sandbox=config.sandbox,
                 judges=config.judges,
+                scored_elsewhere=config.model.path is not None,
             )
             if config.functions or config.judges
             else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from megarl.algorithms.advantages.inputs import AdvantageInputs, Advantages, Estimator, needed
+from megarl.algorithms.groups import Groups
 from megarl.algorithms.scores import refuse_unusable
 from megarl.config.schema import AdvantageConfig, AdvantageEstimator
 
@@ -122,12 +123,15 @@ def gdpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     The advantage is sum_k w_k (s_k - mean of s_k) / (standard deviation of s_k + 1e-6) over the group,
     followed by the same normalization over all samples of the batch.
 
+    A function whose score is NaN has no opinion on a sample: the sample is left out of the function's mean
+    and deviation, and its term is 0.
+
     It reads `score_parts`, not the rewards, so a KL penalty must be part of the loss. The second
     normalization is over samples, as in the paper, not over tokens. Groups of size 1 are 0 before it; samples
     without a token do not count in it.
 
     Raises:
-        ValueError: A score is NaN or infinite.
+        ValueError: A score is infinite, or all scores of a sample are NaN.
     """
     parts = needed(
         inputs.score_parts,
@@ -138,14 +142,17 @@ def gdpo(inputs: AdvantageInputs, config: AdvantageConfig) -> Advantages:
     weights = (
         parts.new_ones(parts.shape[1]) if inputs.score_weights is None else inputs.score_weights.to(parts)
     )
-    # The sum is not finite if any of the scores is not.
-    refuse_unusable("a reward function's score", parts.sum(dim=1), inputs.uid)
+    has_opinion = ~parts.isnan()
+    # The sum is not finite if any of the scores is infinite.
+    known = torch.where(has_opinion | ~has_opinion.any(dim=1, keepdim=True), parts, 0.0)
+    refuse_unusable("a reward function's score", known.sum(dim=1), inputs.uid)
     total = parts.new_zeros(len(parts))
 
-    for scores, weight in zip(parts.unbind(1), weights, strict=True):  # one iteration per reward function
-        total += (
-            weight * inputs.groups.deviation(scores) / (inputs.groups.standard_deviation(scores) + _EPSILON)
-        )
+    # One iteration per reward function.
+    for scores, counted, weight in zip(known.unbind(1), has_opinion.unbind(1), weights, strict=True):
+        groups = inputs.groups if counted.all() else Groups.of(inputs.uid, (inputs.lengths > 0) & counted)
+        term = weight * groups.deviation(scores) / (groups.standard_deviation(scores) + _EPSILON)
+        total += torch.where(counted, term, 0.0)
 
     counts = inputs.lengths > 0
     deviation = torch.where(

@@ -77,6 +77,7 @@ def run(config_path: str, overrides: Sequence[str], rows_path: str, of_ground_tr
         reward.num_processes,
         sandbox=reward.sandbox,
         judges=[] if of_ground_truth else reward.judges,
+        scored_elsewhere=reward.model.path is not None or (of_ground_truth and bool(reward.judges)),
     ) as scorer:
         if of_ground_truth:
             return _print_trials(reward, rows, try_truths(scorer, truths))

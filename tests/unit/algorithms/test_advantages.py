@@ -207,6 +207,16 @@ def test_gdpo_by_hand():
     assert per_row(AdvantageEstimator.gdpo, inputs) == pytest.approx([x / scale for x in totals], rel=1e-5)
 
 
+def test_gdpo_leaves_out_a_function_without_an_opinion():
+    """Of part 1, sample 1 is left out: the others, 0 and 2, deviate by -+1/sqrt(2) as if they were alone. In
+    group b, part 2 has one opinion only, which is compared with nothing."""
+    parts = torch.tensor([[0.0, 1.0], [NAN, 1.0], [2.0, 1.0], [5.0, NAN], [5.0, 7.0]], dtype=torch.float64)
+    inputs = inputs_of([0.0] * 5, "aaabb", score_parts=parts, score_weights=torch.tensor([1.0, 3.0]))
+    totals = [-(0.5**0.5), 0.0, 0.5**0.5, 0.0, 0.0]
+    scale = (sum(x * x for x in totals) / 4) ** 0.5
+    assert per_row(AdvantageEstimator.gdpo, inputs) == pytest.approx([x / scale for x in totals], rel=1e-5)
+
+
 def test_optimal_token_baseline_by_hand():
     # squared norms 1 - 2p + q: row 1: 1 - 1 + 0.5 = 0.5 twice; row 2: 1 - 0.5 + 0.25 = 0.75. Scores 1 and 5.
     # t = 0: (1 x 0.5 + 5 x 0.75) / 1.25 = 3.4; t = 1: row 1 alone

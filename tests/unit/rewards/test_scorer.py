@@ -245,3 +245,63 @@ def test_processes_outlive_the_thread_that_made_the_scorer():
     with scorer:
         time.sleep(0.3)
         assert process_ids(scorer) == pids
+
+
+NO_OPINION = """
+def lengths(solution_str, **kwargs):
+    return None if "a" in solution_str else len(solution_str)
+
+def votes(solution_str, **kwargs):
+    if "b" in solution_str:
+        return {"score": None, "seen": 1}
+    return {"score": 2.0, "answer": solution_str} if "c" not in solution_str else None
+"""
+
+
+@pytest.mark.parametrize("sandbox", [False, True])
+def test_none_is_no_opinion(tmp_path, sandbox):
+    """The function is left out of the sum for that sample. A sample that nothing scores has failed."""
+    (tmp_path / "f.py").write_text(NO_OPINION)
+    functions = [
+        RewardFunctionConfig(path=str(tmp_path / "f.py"), name="lengths", weight=0.5, sandbox=sandbox),
+        RewardFunctionConfig(path=str(tmp_path / "f.py"), name="votes", weight=3.0, sandbox=sandbox),
+    ]
+    with RewardScorer(functions, 20.0, 1.0, 1) as scorer:
+        report = scorer.score(requests("xxc", "xx", "a", "xb", "ab"))
+        # A function that had no opinion may still declare its answers later, and not otherwise.
+        mixed = scorer.score(requests("bx", "yy"))
+    assert report.scores == [0.5 * 3, 0.5 * 2 + 3 * 2, 3 * 2, 0.5 * 2, 0.0]
+    assert [[str(part) for part in parts] for parts in report.parts] == [
+        ["3.0", "nan"],
+        ["2.0", "2.0"],
+        ["nan", "2.0"],
+        ["2.0", "nan"],
+        ["0.0", "0.0"],
+    ]
+    assert report.numbers == [
+        {"f.lengths": 3.0},
+        {"f.lengths": 2.0, "f.votes": 2.0},
+        {"f.votes": 2.0},
+        {"f.lengths": 2.0, "f.votes/seen": 1.0},
+        {},
+    ]
+    assert report.is_scored == [True, True, True, True, False]
+    assert [error.message for error in report.errors] == [
+        "f.lengths and f.votes returned None (no opinion), and nothing else scores the sample"
+    ]
+    assert report.answers == [None, "xx", "a", None, None]
+    assert report.has_answer == [True, True, True, True, False]
+    assert mixed.errors == []
+
+    with RewardScorer(functions, 20.0, 1.0, 1, scored_elsewhere=True) as scorer:
+        report = scorer.score(requests("ab"))
+    assert (report.scores, report.errors, report.has_answer) == ([0.0], [], [False])
+
+
+def test_the_only_function_may_not_be_silent(tmp_path):
+    (tmp_path / "f.py").write_text("def compute_score(**kwargs):\n    pass\n")
+    with RewardScorer([RewardFunctionConfig(path=str(tmp_path / "f.py"))], 20.0, 1.0, 1) as scorer:
+        report = scorer.score(requests("a"))
+    assert [error.message for error in report.errors] == [
+        "compute_score returned None (no opinion), and nothing else scores the sample"
+    ]
