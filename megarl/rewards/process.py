@@ -136,7 +136,7 @@ def start(
     judges: Sequence[JudgeConfig],
     sandbox: RewardSandboxConfig,
     time_limit_s: float,
-    scored_elsewhere: bool,
+    scored_elsewhere: bool = False,
 ) -> None:
     """Initialize a process of the pool.
 

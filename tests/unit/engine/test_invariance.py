@@ -8,15 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
 from megarl.algorithms.losses import ActorLoss, CriticLoss, MiniBatchCounts
-from megarl.batch.branches import EPISODE_TOKENS
 from megarl.batch.metrics import merge_metrics, values_of
 from megarl.config.schema import (
-    Aggregation,
     AlgorithmConfig,
     ExpertsConfig,
     KLConfig,
@@ -24,7 +21,6 @@ from megarl.config.schema import (
     KLWhere,
     OptimConfig,
     ParallelConfig,
-    PolicyLossConfig,
     Recomputation,
     Recompute,
     RecomputeModule,
@@ -67,7 +63,6 @@ RECOMPUTED = {
     "one layer of a stage": Recomputation(Recompute.full, num_layers=1),
     "experts": Recomputation(Recompute.selective, (RecomputeModule.mlp,)),
 }
-EPISODES = (0, 0, 0, 1, 2, 2, 3, 4, 4)  # of the rows, where episodes have several
 LOSS_INPUTS = ("old_log_probs", "advantages", "ref_log_prob", "values", "returns")
 
 
@@ -126,26 +121,17 @@ def splits_of(parallel: ParallelConfig, lengths: list[int]) -> dict[str, Split]:
 
 
 def loss_for(head: str, batch: Tensors) -> Any:
-    has_episodes = EPISODE_TOKENS in batch
-    counts = MiniBatchCounts.of(batch["response_mask"], np.array(EPISODES) if has_episodes else None)
-    aggregation = Aggregation.sequence_mean_token_mean if has_episodes else Aggregation.token_mean
+    counts = MiniBatchCounts.of(batch["response_mask"])
     if head == "value":
-        return CriticLoss(value_loss=ValueLossConfig(clip=0.2, aggregation=aggregation), counts=counts)
+        return CriticLoss(value_loss=ValueLossConfig(clip=0.2), counts=counts)
     kl = KLConfig(where=KLWhere.loss, estimator=KLEstimator.k3, coefficient=0.1)
-    policy = PolicyLossConfig(aggregation=aggregation)
-    return ActorLoss(
-        algorithm=AlgorithmConfig(policy_loss=policy, kl=kl, entropy_coefficient=0.05), counts=counts
-    )
+    return ActorLoss(algorithm=AlgorithmConfig(kl=kl, entropy_coefficient=0.05), counts=counts)
 
 
 def poison(batch: Tensors) -> Tensors:
     generator = torch.Generator().manual_seed(9)
     garbage = torch.randint(0, 199, batch["input_ids"].shape, generator=generator)
-    nan = {
-        key: torch.where(batch["response_mask"], batch[key], float("nan"))
-        for key in (*LOSS_INPUTS, EPISODE_TOKENS)
-        if key in batch
-    }
+    nan = {key: torch.where(batch["response_mask"], batch[key], float("nan")) for key in LOSS_INPUTS}
 
     return {
         **batch,
@@ -215,9 +201,7 @@ def with_experts(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) 
     return make_setting(rank_pool, {"lm": folder}, ROUTERS)
 
 
-def make_setting(
-    rank_pool: RankPool, folders: dict[str, Path], experts: ExpertsConfig, *, of_episodes: bool = False
-) -> Setting:
+def make_setting(rank_pool: RankPool, folders: dict[str, Path], experts: ExpertsConfig) -> Setting:
     batch = with_one_prompt(make_batch(num_rows=NUM_ROWS), *PROMPT_GROUPS)
     batch["response_mask"][0, 2:4] = False  # tool output
     batch["response_mask"][7] = False  # a row without a token for the loss
@@ -227,10 +211,6 @@ def make_setting(
     noise = {key: torch.randn(log_probs.shape, generator=generator) for key in LOSS_INPUTS}
     near = {key: log_probs + 0.2 * noise[key] for key in ("old_log_probs", "ref_log_prob")}
     batch = {**batch, **noise, **near}
-    if of_episodes:
-        counts = batch["response_mask"].sum(1)
-        totals = torch.zeros(NUM_ROWS, dtype=torch.int64).index_add(0, torch.tensor(EPISODES), counts)
-        batch[EPISODE_TOKENS] = totals[list(EPISODES), None].expand(log_probs.shape).to(torch.float32)
     whole = {"whole": Split(by_hand(tuple(range(NUM_ROWS))))}
     made = Setting({head: str(path) for head, path in folders.items()}, batch, {}, experts)
     found = run(rank_pool, made, ParallelConfig(), whole)
@@ -287,23 +267,6 @@ def assert_all_alike(setting: Setting, results: dict[tuple[str, str], Result]) -
         want = setting.whole[head]
         assert_same(result.gradients, want.gradients, TOLERANCE, floor=FLOOR * total_norm(want.gradients))
         assert result.metrics == pytest.approx(want.metrics, rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize("layout", ["DP2", "CP2"])
-def test_episodes_of_several_rows_do_not_either(setting: Setting, layout: str, rank_pool: RankPool) -> None:
-    """Rows of an episode are in different micro-batches and on different replicas."""
-    folders = {head: Path(folder) for head, folder in setting.folders.items()}
-    episodes = make_setting(rank_pool, folders, ExpertsConfig(), of_episodes=True)
-    every = splits_of(ALL_LAYOUTS[layout], episodes.batch["attention_mask"].sum(1).tolist())
-    splits = {
-        name: every[name] for name in ("one row each", "two rows each", "a budget of 40 tokens, shared")
-    }
-    splits["poisoned"] = splits["two rows each"]._replace(poisoned=True)
-    assert_all_alike(episodes, run(rank_pool, episodes, ALL_LAYOUTS[layout], splits))
-
-    for head, whole in episodes.whole.items():
-        loss = "critic/vf_loss" if head == "value" else "actor/pg_loss"
-        assert whole.metrics[loss] != pytest.approx(setting.whole[head].metrics[loss], rel=1e-3)
 
 
 @pytest.mark.parametrize("layout", ["DP2xEP2", "TP2+SPxEP2", "CP2xEP2", "PP2"])
