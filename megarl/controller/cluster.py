@@ -141,12 +141,18 @@ def ended_node() -> str | None:
     To be called when Ray has reported that a node is lost. No other node can join such a Ray, and its raylet
     may take a moment to end after a process that it needs.
     """
-    if not _needed:
-        return None
+    return (await_ended_daemon() or "raylet") if _needed else None
+
+
+def await_ended_daemon() -> str | None:
+    """Return `ended_daemon` after processes of a Ray that was started here were lost.
+
+    Its raylet ends them, and itself a moment later.
+    """
     end_s = time.monotonic() + _END_S
-    while ended_daemon() is None and time.monotonic() < end_s:
+    while _needed and ended_daemon() is None and time.monotonic() < end_s:
         time.sleep(_LOOK_S)
-    return ended_daemon() or "raylet"
+    return ended_daemon()
 
 
 def daemons_last_words() -> list[str]:

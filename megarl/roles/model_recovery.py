@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.config.schema import RecoveryConfig
-from megarl.controller.errors import PhaseTimeoutError, WorkerError
+from megarl.controller.cluster import await_ended_daemon, daemons_last_words
+from megarl.controller.errors import PhaseTimeoutError, RayEndedError, WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import RayWorkerGroup, RoleGroup
 from megarl.controller.messages import FailureKind, qualified_name
@@ -152,9 +153,13 @@ class ModelRecovery:
             SnapshotLostError: There is neither a complete snapshot nor a checkpoint or the start.
             WorkerError: A process failed or died during the recovery.
             NodeLostError: A node is lost, and no other node has become free in time.
+            RayEndedError: The run's own Ray is lost.
         """
         lost, nodes = self._lost(error)
         newest = self._snapshots.newest_after_loss()
+        # The processes that hold the snapshots are lost with Ray, too.
+        if newest is None and (daemon := await_ended_daemon()):
+            raise RayEndedError(daemon, daemons_last_words()) from error
         if newest is None and saved is None:
             raise SnapshotLostError("no complete snapshot of the trained models is left in memory")
         if newest is None and saved is not None and saved.folder is None:

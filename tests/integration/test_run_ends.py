@@ -192,6 +192,7 @@ def test_a_second_start_on_a_folder_of_a_run_is_refused_and_the_first_goes_on(
 @pytest.mark.parametrize(
     ("killed", "recovers", "named"),
     [
+        ("RuntimeEnvAgent", True, "one Ray agent failed, agent_name = runtime_env_agent"),
         ("raylet", True, "Ray's raylet has ended"),
         ("gcs_server", True, "Ray's (gcs_server|raylet) has ended"),
     ],
