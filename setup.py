@@ -38,7 +38,7 @@ setup(
     package_dir={"megarl.configs": "configs"},
     package_data={
         "megarl.configs": ["**/*.yaml", "**/*.json"],
-        "megarl.config": ["verl_names.yaml", "trl_names.yaml", "slime_names.yaml", "tested_versions.json"],
+        "megarl.config": ["*.yaml", "tested_versions.json"],
         "megarl.recipes.starter": ["*.yaml"],
         "megarl.rehearsal": ["guard.cpp"],
         "megarl.tracking.report": ["*.js", "*.css"],

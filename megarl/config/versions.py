@@ -36,6 +36,7 @@ REQUIRED = {
     "jsonschema": ">=4.18",
     "httpx": ">=0.27,<1",
     "fastapi": ">=0.115.6",
+    "pydantic": ">=2.10",
     "uvicorn": ">=0.34",
 }
 
@@ -55,7 +56,6 @@ SGLANG_CPU = {
     "partial-json-parser": ">=0.2.1.1.post3",
     "prometheus-client": ">=0.20",
     "pybase64": ">=1.4",
-    "pydantic": ">=2.10",
     "python-multipart": ">=0.0.20",
     "pyzmq": ">=26.2",
     "requests": ">=2.32",

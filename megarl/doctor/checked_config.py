@@ -246,7 +246,7 @@ def problems_of[Run: RunConfig](
     """Return the schema problems, the violations, and problems of the placement and of engine arguments.
 
     Args:
-        assumed: See `Inputs`. The first problem of the memory budget says them.
+        assumed: See `Inputs`. The first problem of the memory budget contains them.
     """
     config = partial.config
     problems = [*partial.problems, *map(str, violations)]

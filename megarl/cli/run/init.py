@@ -163,7 +163,7 @@ class _Limits(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int], model: Architecture, kind: RunKind) -> _Limits:
-        """Choose limits that the longest row fits into, as far as the model can read it.
+        """Choose limits for the longest row, within what the model can read.
 
         Args:
             lengths: See `row_lengths`.

@@ -23,7 +23,7 @@ def row_lengths(folder: str, data: DataConfig | SFTDataConfig) -> list[int]:
     """
     if not any(Path(folder).glob("tokenizer*")):
         return []
-    # Its import takes seconds.
+    # Imported here, because it takes seconds.
     from megarl.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder, key="--model")
