@@ -16,7 +16,7 @@ from megarl.step_time.lengths import Lengths
 from megarl.step_time.phase_time import PhaseTime, peak_flops
 from megarl.step_time.role_time import role_times
 from megarl.step_time.step import GENERATION, PUSH, PredictedStep, combine
-from megarl.step_time.transfers import moved_items, offload_times, push_time
+from megarl.step_time.transfers import moved_items, offload_times, push_time, snapshot_times
 
 # The lengths of a bound are sampled, so the bound stays below the time of all responses.
 _CAUTION = 0.95
@@ -80,8 +80,10 @@ class PredictedCosts:
         for role in model_roles(config):
             times |= self.role_times(config, role, architectures[role.name])
         times[PUSH] = push_time(config, plan, architectures["actor"], self._device)
-        moves = offload_times(config, self._moved_items(plan), architectures, self._device)
-        return combine(config, plan, times, moves, self._device, self._lengths)
+        moved = self._moved_items(plan)
+        moves = offload_times(config, moved, architectures, self._device)
+        snapshots = snapshot_times(config, plan, moved, moves, architectures, self._device)
+        return combine(config, plan, times, moves, self._device, self._lengths, snapshots)
 
     def _moved_items(self, plan: PlacementPlan) -> Mapping[str, frozenset[Item]]:
         # Moves depend on which roles share devices, not on the number of devices.

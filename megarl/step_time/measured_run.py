@@ -23,7 +23,7 @@ from megarl.step_time.phase_time import PhaseTime
 from megarl.step_time.role_time import times_of
 from megarl.step_time.role_work import RoleWork, role_work
 from megarl.step_time.step import GENERATION, PUSH, combine
-from megarl.step_time.transfers import moved_items, offload_times, push_time
+from megarl.step_time.transfers import moved_items, offload_times, push_time, snapshot_times
 from megarl.tracking.metrics_file import Points, read_metrics
 from megarl.tracking.run_files import CONFIG_FILE, METRICS_FILE
 
@@ -167,5 +167,6 @@ class _Run:
     def step_s(self, device: DeviceProfile) -> float:
         """Return the time of the whole step."""
         moves = offload_times(self._config, self._moved, self._architectures, device)
+        snapshots = snapshot_times(self._config, self._plan, self._moved, moves, self._architectures, device)
         times = self.times(device)
-        return combine(self._config, self._plan, times, moves, device, self._lengths).seconds
+        return combine(self._config, self._plan, times, moves, device, self._lengths, snapshots).seconds

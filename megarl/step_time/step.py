@@ -15,7 +15,7 @@ from megarl.step_time.generation import generation_time
 from megarl.step_time.lengths import Lengths
 from megarl.step_time.phase_time import PhaseTime
 from megarl.step_time.role_time import role_times
-from megarl.step_time.transfers import moved_items, offload_times, push_time
+from megarl.step_time.transfers import moved_items, offload_times, push_time, snapshot_times
 
 PUSH = "update_weights"
 GENERATION = "gen"
@@ -100,8 +100,10 @@ def predict_step(
     for role in model_roles(config):
         times |= role_times(config, role, architectures[role.name], device, lengths)
     times[PUSH] = push_time(config, plan, architectures["actor"], device)
-    moves = offload_times(config, moved_items(plan), architectures, device)
-    return combine(config, plan, times, moves, device, lengths)
+    moved = moved_items(plan)
+    moves = offload_times(config, moved, architectures, device)
+    snapshots = snapshot_times(config, plan, moved, moves, architectures, device)
+    return combine(config, plan, times, moves, device, lengths, snapshots)
 
 
 def combine(
@@ -111,6 +113,7 @@ def combine(
     moves: Mapping[str, float],
     device: DeviceProfile,
     lengths: Lengths,
+    snapshots: Mapping[str, float] | None = None,
 ) -> PredictedStep:
     """Return the step that consists of these phases.
 
@@ -125,6 +128,8 @@ def combine(
         moves: The seconds of offloading and restoring state at the begin of phases.
         device: The device.
         lengths: The lengths of prompts and responses.
+        snapshots: When snapshots end for which a phase waits, by its name, in seconds after the step before
+            (`snapshot_times`). Each step has its share of the wait.
     """
     # A phase without a predicted time of its own still takes the time of its moves.
     whole = {
@@ -132,7 +137,8 @@ def combine(
         for name in dict.fromkeys((*times, *moves))
     }
     is_ahead = _ahead(config) > 0
-    schedule = _scheduled(plan, whole, without=(GENERATION,) if is_ahead else ())
+    every = config.recovery.snapshot_every_steps
+    schedule = _scheduled(plan, whole, snapshots or {}, every, without=(GENERATION,) if is_ahead else ())
     end_s = max(each.end_s for each in schedule)
     trained_s = None
 
@@ -149,7 +155,11 @@ def combine(
 
 
 def _scheduled(
-    plan: PlacementPlan, times: Mapping[str, PhaseTime], without: tuple[str, ...]
+    plan: PlacementPlan,
+    times: Mapping[str, PhaseTime],
+    snapshots: Mapping[str, float],
+    every: int,
+    without: tuple[str, ...],
 ) -> list[PlacedPhase]:
     step = phases_of(plan.roles)
     waits = waits_for(step)
@@ -165,6 +175,8 @@ def _scheduled(
         start_s = max(
             (0.0, *(ends_s[name] for name in waits[phase.name]), *(free_s.get(each, 0.0) for each in devices))
         )
+        # What generation and earlier phases do not hide of a snapshot delays each of `every` steps.
+        time = time.plus(PhaseTime.of(snapshot=(snapshots.get(phase.name, 0.0) - start_s) / every))
         ends_s[phase.name] = start_s + time.seconds
         free_s |= dict.fromkeys(devices, ends_s[phase.name])
         if time.seconds:

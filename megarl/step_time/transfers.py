@@ -1,4 +1,4 @@
-"""The time of weight syncs, of offloading and of restoring state. Pure."""
+"""The time of weight syncs, of offloading and restoring state, and of snapshots in host memory. Pure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megarl.placement.dataflow import ENGINE, GRADIENTS, Item
 from megarl.placement.memory import Usage, engine_weights, model_state, pushed_bytes
 from megarl.placement.offload_plan import OffloadPlan
 from megarl.placement.placement_plan import PlacementPlan
+from megarl.placement.snapshots import rank_snapshot_bytes
 from megarl.placement.transport import choose_transport
 from megarl.step_time.device import DeviceProfile
 from megarl.step_time.phase_time import PhaseTime
@@ -86,6 +87,59 @@ def offload_times(
     states = {role.name: _state(config, role, architectures[role.name]) for role in model_roles(config)}
     nbytes = {name: sum(_copied(states, item) for item in items) for name, items in moved.items()}
     return {name: size / (device.host_gb_s * 1e9) for name, size in nbytes.items() if size}
+
+
+def snapshot_times(
+    config: RunConfig,
+    plan: PlacementPlan,
+    moved: Mapping[str, frozenset[Item]],
+    moves: Mapping[str, float],
+    architectures: Mapping[str, Architecture],
+    device: DeviceProfile,
+) -> dict[str, float]:
+    """Return, for each phase that waits for snapshots, the seconds after the step before in which they end.
+
+    A snapshot of a trained model begins when a step has ended, next to generation. The first phase that
+    restores a part of the model, or trains it, waits for the end. Without recovery there are no snapshots.
+
+    Args:
+        config: The run.
+        plan: The placement.
+        moved: What is moved in this placement (`moved_items`).
+        moves: The seconds that this takes (`offload_times`).
+        architectures: The architecture of each model role, by its name.
+        device: The device.
+    """
+    if not config.recovery.enabled:
+        return {}
+
+    turns = OffloadPlan(plan)
+    trained = {role.name: role for role in model_roles(config) if role.optim is not None}
+    sizes = {
+        name: max(
+            rank_snapshot_bytes(role, architectures[name], config.model.dtype, stage)
+            for stage in range(role.parallel.pipeline_parallel_size)
+        )
+        for name, role in trained.items()
+    }
+
+    ends_s: dict[str, float] = {}
+    for name, role in trained.items():
+        # Models on the same devices share the link to the host.
+        nbytes = sum(sizes.get(each, 0) for each in (name, *plan.on_same_devices(name)))
+        end_s = nbytes / (device.host_gb_s * 1e9)
+        updates = [phase.name for phase in role.row.phases if phase.trains]
+
+        for phase in turns.phases:
+            items = {item for item in moved.get(phase.name, ()) if item.role == name}
+            if items & phase.needs or phase.name in updates:
+                ends_s[phase.name] = max(end_s, ends_s.get(phase.name, 0.0))
+                break
+            # The snapshot stands still while a part of the model is offloaded.
+            if items:
+                end_s += moves.get(phase.name, 0.0)
+
+    return ends_s
 
 
 def _state(config: RunConfig, role: ModelRole, architecture: Architecture) -> Usage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -17,6 +18,7 @@ from megarl.step_time.device_files import load_device
 from megarl.step_time.lengths import expected_lengths
 from megarl.step_time.phase_time import PhaseTime
 from megarl.step_time.step import PredictedStep, combine, predict_step
+from megarl.step_time.transfers import moved_items, offload_times, snapshot_times
 
 DEVICE = load_device("h100_80gb")
 
@@ -32,9 +34,14 @@ def predicted(config: PPOConfig) -> PredictedStep:
     )
 
 
-def combined(config: PPOConfig, times: dict[str, float], moves: dict[str, float]) -> PredictedStep:
+def combined(
+    config: PPOConfig,
+    times: dict[str, float],
+    moves: dict[str, float],
+    snapshots: dict[str, float] | None = None,
+) -> PredictedStep:
     whole = {name: PhaseTime.of(products=seconds) for name, seconds in times.items()}
-    return combine(config, plan_placement(config), whole, moves, DEVICE, expected_lengths(config))
+    return combine(config, plan_placement(config), whole, moves, DEVICE, expected_lengths(config), snapshots)
 
 
 TIMES = {
@@ -93,6 +100,92 @@ def test_generation_ahead_hides_the_longest_samples() -> None:
     waiting = predicted(shipped("qwen2.5_7b_async_grpo", "rollout.max_staleness=0")).phases["gen"].seconds
     ahead = predicted(shipped("qwen2.5_7b_async_grpo", "rollout.max_staleness=2")).phases["gen"].seconds
     assert ahead < 0.9 * waiting
+
+
+RECOVERY = "recovery.enabled=true"
+
+
+@pytest.mark.parametrize(("ends_s", "every", "wait_s"), [(90.0, 1, 0.0), (117.0, 1, 7.0), (117.0, 2, 3.5)])
+def test_a_step_waits_for_what_generation_does_not_hide_of_a_snapshot(
+    ends_s: float, every: int, wait_s: float
+) -> None:
+    config = shipped("qwen2.5_7b_grpo", RECOVERY, f"recovery.snapshot_every_steps={every}")
+    times = {"gen": 100.0, "old_log_prob": 10.0, "update_actor": 50.0, "update_weights": 5.0}
+    # The phase that waits begins after 110 s.
+    step = combined(config, times, {}, {"update_actor": ends_s})
+    assert step.phases["update_actor"].seconds == pytest.approx(50 + wait_s)
+    assert step.phases["update_actor"].parts.get("snapshot", 0.0) == pytest.approx(wait_s)
+    without = combined(config, times, {})
+    assert step.seconds == pytest.approx(without.seconds + wait_s)
+    assert all("snapshot" not in phase.time.parts for phase in without.schedule)
+
+
+@pytest.mark.parametrize(("generation_s", "wait_s"), [(20.0, 25.0), (100.0, 0.0)])
+def test_generation_ahead_hides_a_snapshot_only_if_training_waits_for_it(
+    generation_s: float, wait_s: float
+) -> None:
+    """Training begins at once, and its update waits from 10 s to 35 s; a step takes 105 s of generation."""
+    config = shipped("qwen2.5_7b_async_grpo", RECOVERY)
+    times = {"gen": generation_s, "old_log_prob": 10.0, "update_actor": 50.0, "update_weights": 5.0}
+    step = combined(config, times, {}, {"update_actor": 35.0})
+    assert step.seconds == pytest.approx(combined(config, times, {}).seconds + wait_s)
+
+
+def snapshots_of(config: PPOConfig) -> dict[str, float]:
+    architectures = read_architectures(config)[0]
+    plan = plan_placement(config)
+    moved = moved_items(plan)
+    moves = offload_times(config, moved, architectures, DEVICE)
+    return snapshot_times(config, plan, moved, moves, architectures, DEVICE)
+
+
+NUM_PARAMETERS = 7_615_616_512  # of Qwen2.5-7B
+NUM_OUTPUTS = 152_064 * 3_584  # parameters of its output layer, which a critic does not have
+HOST_BYTES_S = 63e9
+
+
+def test_the_end_of_a_snapshot_by_hand() -> None:
+    """Ranks of TP 2 x DP 4 have half of the bfloat16 weights, and 12 bytes of each eighth parameter.
+
+    Norms, which both ranks have whole, add less than 0.1 %. The optimizer's state has left the device for the
+    weight sync; the weights leave it for generation and return for scoring, which waits.
+    """
+    weights = NUM_PARAMETERS * 2 / 2
+    state = NUM_PARAMETERS * 12 / 8
+    copied_s = (weights + state) / HOST_BYTES_S
+    moved_s = weights / HOST_BYTES_S
+    ends_s = snapshots_of(shipped("qwen2.5_7b_grpo", RECOVERY))
+    assert ends_s == {"old_log_prob": pytest.approx(copied_s + moved_s, rel=1e-3)}
+    # Generation takes longer.
+    assert predicted(shipped("qwen2.5_7b_grpo", RECOVERY)) == predicted(shipped("qwen2.5_7b_grpo"))
+    assert snapshots_of(shipped("qwen2.5_7b_grpo")) == {}
+
+
+def test_models_on_the_same_devices_share_the_link_of_their_snapshots() -> None:
+    """Ranks of TP 4, without replicas; one with TP 4 x DP 2 for the actor on devices of its own."""
+    apart = snapshots_of(shipped("qwen2.5_7b_ppo_split", RECOVERY))
+    of_actor = NUM_PARAMETERS * (2 / 4 + 12 / 8)
+    of_critic = (NUM_PARAMETERS - NUM_OUTPUTS) * (2 / 4 + 12 / 4)
+    assert apart == {
+        "update_actor": pytest.approx(of_actor / HOST_BYTES_S, rel=1e-3),
+        "update_critic": pytest.approx(of_critic / HOST_BYTES_S, rel=1e-3),
+    }
+    shared = snapshots_of(shipped("qwen2.5_7b_ppo", RECOVERY, "placement.strategy=fully_collocate"))
+    of_both = NUM_PARAMETERS * (2 / 4 + 12 / 4) + of_critic
+    assert shared == {
+        "old_log_prob": pytest.approx((of_both + NUM_PARAMETERS * 2 / 4) / HOST_BYTES_S, rel=1e-3),
+        "values": pytest.approx(of_both / HOST_BYTES_S, rel=1e-3),
+    }
+
+
+def test_a_slow_link_makes_steps_wait() -> None:
+    config = shipped("qwen2.5_7b_async_grpo", RECOVERY)
+    slow = replace(DEVICE, host_gb_s=0.5)
+    arguments = (plan_placement(config), read_architectures(config)[0], slow, expected_lengths(config))
+    update = predict_step(config, *arguments).phases["update_actor"]
+    start_s = predicted(config).phases["ref"].seconds + predicted(config).phases["old_log_prob"].seconds
+    copied_s = NUM_PARAMETERS * (2 / 4 + 12 / 8) / 0.5e9
+    assert update.parts["snapshot"] == pytest.approx(copied_s - start_s, rel=2e-3)
 
 
 def test_parts_of_a_step_sum_to_its_phases() -> None:
