@@ -16,7 +16,8 @@ def add_tune(commands: Commands) -> None:
         "--device",
         metavar="NAME",
         help="a device file: a shipped name such as h100_80gb, or a path; by default "
-        "placement.device_profile, or else h100_80gb",
+        "placement.device_profile, or else h100_80gb. The memory and the nodes of the device replace those "
+        "of the file, unless they are set on the command line",
     )
 
     tune.add_argument(

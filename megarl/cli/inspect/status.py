@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from megarl.cli.run.end import cause_of, checkpoints_of, how_to_resume, result_of
+from megarl.cli.run.end import cause_of, how_to_resume_in, result_of
 from megarl.cli.tables.console import output_console, print_line, table
 from megarl.machine.wording import counted
 from megarl.tracking.run_files import FAILURE_FILE
@@ -113,7 +113,7 @@ def last_words(folder: Path, record: StatusRecord) -> str:
             f"{folder / FAILURE_FILE})"
         )
 
-    return f"{folder}: {how}; {how_to_resume(checkpoints_of(folder))}; {report}"
+    return f"{folder}: {how}; {how_to_resume_in(folder)}; {report}"
 
 
 def shown(folder: Path, record: StatusRecord) -> RenderableType:

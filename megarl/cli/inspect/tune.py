@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from megarl.cli.tables.tuning import (
 )
 from megarl.config.load import read_config
 from megarl.config.schema import PPOConfig, RunConfig
+from megarl.config.sources import COMMAND_LINE, read_layers
 from megarl.doctor.checked_config import find_inputs, load_checked_anywhere, refuse
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import write_whole
@@ -33,7 +34,7 @@ from megarl.search.search import configured_step, search
 from megarl.search.solution import Solution
 from megarl.search.space import Space, pinned_keys
 from megarl.step_time.device import DeviceProfile
-from megarl.step_time.device_files import assumed_profile, dump_device, with_budget
+from megarl.step_time.device_files import assumed_profile, dump_device, load_device, with_budget
 from megarl.step_time.lengths import Lengths, expected_lengths
 from megarl.step_time.measured_run import fit_run
 from megarl.step_time.step import PredictedStep
@@ -102,7 +103,7 @@ def run(
     inputs = find_inputs(read_config(PPOConfig, config_path, overrides))
     # Errors in keys that the search chooses are not among these.
     refuse(config_path, inputs.partial.problems)
-    config = _with_device(inputs.partial.config, wishes.device)
+    config = _with_device(inputs.partial.config, wishes.device, _placement_given(config_path, overrides))
     console = output_console()
     device = _device(config, wishes, console)
     tuned = Tuned(config_path, overrides, inputs.partial.config, device, _lengths(config, wishes.lengths))
@@ -124,10 +125,32 @@ def run(
     return 0
 
 
-def _with_device(config: PPOConfig, device: str | None) -> PPOConfig:
-    if device is None:
+def _placement_given(config_path: str, overrides: Sequence[str]) -> Collection[str]:
+    """Return the names of the keys of `placement` on the command line."""
+    given = [layer.values for layer in read_layers(config_path, overrides) if layer.source == COMMAND_LINE]
+    return {name for values in given for name in values.get("placement", {})}
+
+
+def _with_device(config: PPOConfig, name: str | None, given: Collection[str]) -> PPOConfig:
+    """Return the configuration with the device of the option, and with the memory and nodes of that device.
+
+    Values on the command line stay, and so do those of a file that names the same device.
+
+    Args:
+        name: The device; None if the option is not given.
+        given: The names of the keys of `placement` on the command line.
+    """
+    placement = config.placement
+    if name is None or name == placement.device_profile:
         return config
-    return config.with_sections(placement=replace(config.placement, device_profile=device))
+
+    if "device_memory_gb" not in given:
+        placement = replace(placement, device_memory_gb=None)  # with_budget sets that of the device
+    # A file may plan with a part of each node, but not with more devices than a node has.
+    if "devices_per_node" not in given and placement.devices_per_node is not None:
+        of_a_node = min(placement.devices_per_node, load_device(name).devices_per_node)
+        placement = replace(placement, devices_per_node=of_a_node)
+    return config.with_sections(placement=replace(placement, device_profile=name))
 
 
 def _device(config: PPOConfig, wishes: TuneOptions, console: Console) -> DeviceProfile:

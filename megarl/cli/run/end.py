@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from megarl.checkpoints.run_folder import CheckpointFolder
 from megarl.machine.errors import CheckpointError
+from megarl.machine.files import read_json_object
 from megarl.tracking.run_files import CONFIG_FILE, FAILURE_FILE, SUMMARY_FILE
 
 _CAUSE = re.compile(r"^what +(\S.*)$", re.MULTILINE)  # the cause in the failure report
@@ -27,12 +28,23 @@ def how_to_resume(checkpoints: Path) -> str:
     return f"the newest checkpoint is {latest}; the same command resumes from it"
 
 
-def checkpoints_of(run_dir: Path) -> Path:
-    """Return the folder of a run's checkpoints: `checkpoints` in its folder, or that of its configuration."""
+def how_to_resume_in(run_dir: Path) -> str:
+    """Describe the newest checkpoint of the run in this folder and how to continue from it.
+
+    The checkpoints are in `checkpoints` in its folder, or in the folder that its configuration gives.
+    """
     path = run_dir / CONFIG_FILE
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    given = values.get("checkpoint", {}).get("dir")
-    return run_dir / "checkpoints" if given is None else Path(given)
+    damage = f"{path} is damaged, so the folder of its checkpoints is unknown"
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        return f"{damage}: {' '.join(str(error).split())}"
+
+    section = values.get("checkpoint", {}) if isinstance(values, dict) else None
+    given = section.get("dir") if isinstance(section, dict) else section
+    if not isinstance(section, dict) or not isinstance(given, str | None):
+        return damage
+    return how_to_resume(run_dir / "checkpoints" if given is None else Path(given))
 
 
 def result_of(run_dir: Path) -> str:
@@ -40,9 +52,19 @@ def result_of(run_dir: Path) -> str:
     path = run_dir / SUMMARY_FILE
     if not path.is_file():
         return ""
-    summary = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        summary = read_json_object(path)
+    except ValueError as error:
+        return f"{path} is damaged: it {error}"
+
+    validation: Any = summary.get("validation", {})
+    if not isinstance(validation, dict) or not all(
+        isinstance(score, int | float | None) for score in validation.values()
+    ):
+        return f"{path} is damaged: validation is {str(validation)[:60]!r}, but must be a mapping of numbers"
+
     parts = [f"stopped early: {summary['stopped_early']}"] if "stopped_early" in summary else []
-    scores = {when: score for when, score in summary.get("validation", {}).items() if score is not None}
+    scores = {when: score for when, score in validation.items() if score is not None}
     if scores:
         parts.append("validation " + ", ".join(f"{score:.4g} {when}" for when, score in scores.items()))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from megarl.cli.run.processes import ray_processes
 from megarl.cli.tables.console import output_console, print_line
 from megarl.config.load import load_config, schema_of
 from megarl.config.schema import RunConfig
+from megarl.tracking.metrics_file import read_metrics
 from megarl.tracking.run_files import CONFIG_FILE, METRICS_FILE
 from megarl.trainers.replay import recorded_step, replay, trained_roles
 
@@ -44,11 +44,13 @@ def run(
         0 if everything agrees, 1 otherwise.
 
     Raises:
-        ValueError: The run did not record the step, or an override is invalid.
+        ValueError: The run did not record the step, its metrics file is damaged, or an override is invalid.
     """
     output_dir = Path(run_dir)
     config = _config(output_dir, ())
     changed = _config(output_dir, overrides)
+    # Read first, because repeating a step takes long.
+    logged = _logged_norms(output_dir / METRICS_FILE, step) if against is None else {}
     recorded = recorded_step(config, output_dir, step)
     folder = output_dir / REPLAYS / f"step_{step:08d}"
     console = output_console()
@@ -61,7 +63,7 @@ def run(
     good = True
     if against is None:
         metrics = repeat(config, "original")
-        good = _agrees_with_run(console, output_dir, step, metrics, tolerance)
+        good = _agrees_with_run(console, logged, metrics, tolerance)
     # Without overrides there is no second layout: the original was compared with what the run logged.
     if not overrides and against is None:
         return 0 if good else 1
@@ -79,16 +81,22 @@ def _config(output_dir: Path, overrides: Sequence[str]) -> RunConfig:
     return load_config(schema_of(path, overrides), path, overrides)
 
 
+def _logged_norms(path: Path, step: int) -> dict[str, float]:
+    """Return the gradient norms that the run logged in a step; empty without a metrics file."""
+    series = read_metrics(path) if path.exists() else {}
+    return {
+        name: dict(zip(points.steps, points.values, strict=True))[step]
+        for name, points in series.items()
+        if name.endswith(_GRAD_NORM) and step in points.steps
+    }
+
+
 def _agrees_with_run(
-    console: Console, output_dir: Path, step: int, metrics: dict[str, float], tolerance: float
+    console: Console, logged: dict[str, float], metrics: dict[str, float], tolerance: float
 ) -> bool:
     """Compare gradient norms with those that the run logged."""
-    path = output_dir / METRICS_FILE
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    logged = next((line for line in lines if line["step"] == step), {})
-
     good = True
-    for name in sorted(name for name in metrics if name.endswith(_GRAD_NORM) and name in logged):
+    for name in sorted(name for name in metrics if name in logged):
         relative = abs(metrics[name] - logged[name]) / abs(logged[name])
         agrees = relative <= tolerance
         verdict = "agrees" if agrees else "differs"

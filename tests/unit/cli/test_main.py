@@ -284,3 +284,19 @@ def test_an_option_of_a_part_that_is_not_asked_for_is_refused(
 ) -> None:
     assert main(["check", "configs/quickstart.yaml", *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_replay_names_a_damaged_line_of_the_metrics_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(f"base: {Path('configs/quickstart.yaml').absolute()}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "actor/grad_norm": 1.0}\n[1]\n')
+    assert main(["replay", str(tmp_path), "1"]) == 2
+    assert f"{tmp_path}/metrics.jsonl, line 2: expected an object with an integer 'step'" in (
+        capsys.readouterr().err
+    )
+
+    # An unfinished last line, which a kill leaves, is no damage.
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "actor/grad_norm": 1.0}\n{"step"')
+    assert main(["replay", str(tmp_path), "1"]) == 2
+    assert "metrics.jsonl" not in capsys.readouterr().err

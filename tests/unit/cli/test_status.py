@@ -138,6 +138,46 @@ def test_an_ended_run_names_its_cause_its_score_and_its_newest_checkpoint(
     )
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{", "summary.json is damaged: it is not JSON: Expecting property name"),
+        (b"", "summary.json is damaged: it is not JSON: Expecting value"),
+        (b"\xff\xfe", "summary.json is damaged: it is not JSON: 'utf-8' codec can't decode"),
+        (b"[1]", "summary.json is damaged: it must contain a JSON object, not list"),
+        (b"[" * 20_000, "summary.json is damaged: it is not JSON: it is nested too deep"),
+        (
+            b'{"validation": 3}',
+            "summary.json is damaged: validation is '3', but must be a mapping of numbers",
+        ),
+        (b'{"validation": {"before": "x"}}', "is damaged: validation is \"{'before': 'x'}\", but must be"),
+    ],
+)
+def test_a_damaged_summary_is_named_in_the_same_line(
+    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "summary.json").write_bytes(content)
+    write(tmp_path, replace(STATUS, state="ended", step=70))
+    assert main(["status", str(tmp_path)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f" ago, after step 70; {tmp_path}/" in line
+    assert said in line
+    assert line.endswith(f"; `megarl report {tmp_path}` shows it")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"a: [", b"\xff", b"checkpoint: 3", b"checkpoint:\n", b"checkpoint: {dir: 3}"]
+)
+def test_a_damaged_configuration_is_named_in_the_same_line(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    write(tmp_path, replace(STATUS, state="stopped"))
+    assert main(["status", str(tmp_path)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert f"; {tmp_path}/config.yaml is damaged, so the folder of its checkpoints is unknown" in line
+
+
 def test_a_run_of_another_machine_that_is_late_is_shown_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

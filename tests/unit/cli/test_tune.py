@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -129,6 +130,54 @@ def test_the_device_is_fitted_to_a_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert before < 0.8 * measured
     assert after == pytest.approx(measured, rel=0.05)
     assert load_device(fitted).efficiency.gemm == pytest.approx(TRUTH.efficiency.gemm, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "nodes", "budget", "changed"),
+    [
+        ("h200", [], "1 x 8", "126.4", {"device_memory_gb": 126.4, "device_profile": "h200"}),
+        # The command line takes precedence, in whatever way it is written.
+        ("h200", ["placement.device_memory_gb=60"], "1 x 8", "60", {"device_profile": "h200"}),
+        ("h200", ["placement={device_memory_gb: 60}"], "1 x 8", "60", {"device_profile": "h200"}),
+        # A node of this device has four, whatever the file has.
+        (
+            "gb200",
+            ["placement.num_nodes=2"],
+            "2 x 4",
+            "166.5",
+            {"devices_per_node": 4, "device_memory_gb": 166.5, "device_profile": "gb200"},
+        ),
+        # A plan with a part of each node stays.
+        (
+            "b200",
+            ["placement.devices_per_node=4"],
+            "1 x 4",
+            "161.2",
+            {"device_memory_gb": 161.2, "device_profile": "b200"},
+        ),
+        # The budget belongs to the device that the run names.
+        ("h100_80gb", ["placement.device_profile=h100_80gb"], "1 x 8", "72", {}),
+    ],
+)
+def test_a_named_device_brings_its_memory_and_its_nodes(
+    device: str,
+    given: list[str],
+    nodes: str,
+    budget: str,
+    changed: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = tmp_path / "results.json"
+    options = ["--top", "1", "--device", device, "--json", str(results)]
+    assert main(["tune", RUN, *PINS, *given, *options]) == 0
+    out = capsys.readouterr().out
+    assert f"configurations on {nodes} devices" in out
+    assert f"assuming {load_device(device).name} with {budget} GiB for the plan" in " ".join(out.split())
+
+    overrides = json.loads(results.read_text())["results"][0]["overrides"]
+    keys = ("devices_per_node", "device_memory_gb", "device_profile")
+    assert {key: overrides[f"placement.{key}"] for key in keys if f"placement.{key}" in overrides} == changed
 
 
 def test_supervised_runs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megarl.tracking.loggers import Tracker
@@ -67,6 +69,26 @@ def test_torn_ends_are_cut(tmp_path: Path) -> None:
     cut_after(tmp_path, 1)
     log(tmp_path, range(2, 4), resumed_after=1)
     assert curve(tmp_path) == [(0, 0), (1, 1), (2, 2), (3, 3)]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "generations.jsonl"])
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"step": 1, "a"', "not JSON"),
+        ("[" * 20_000, "not JSON (it is nested too deep)"),
+        ("[1]", "expected an object with an integer 'step', found '[1]'"),
+        ('{"step": "2"}', "expected an object with an integer 'step'"),
+        ('{"a": 1}', "expected an object with an integer 'step'"),
+    ],
+)
+def test_a_damaged_line_is_named_and_the_files_stay(tmp_path: Path, name: str, line: str, said: str) -> None:
+    content = f'{{"step": 0}}\n{line}\n{{"step": 2}}\n'
+    (tmp_path / name).write_text(content)
+    where = re.escape(f"{tmp_path / name}, line 2: {said}")
+    with pytest.raises(ValueError, match=f"^{where}.*; fix or delete that line$"):
+        cut_after(tmp_path, 1)
+    assert (tmp_path / name).read_text() == content
 
 
 def test_a_run_that_logged_nothing_has_nothing_to_cut(tmp_path: Path) -> None:
