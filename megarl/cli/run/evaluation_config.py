@@ -25,15 +25,21 @@ from megarl.config.schema import (
     PlacementConfig,
     PlacementStrategy,
     PPOConfig,
+    ProfileConfig,
     ReferenceConfig,
     RewardModelConfig,
+    RolloutConfig,
+    RoutingReplay,
+    TeacherConfig,
     TrainerConfig,
+    Transport,
 )
 from megarl.config.sources import Layer
 from megarl.doctor.checked_config import find_on_hub, problems_of, refuse
 from megarl.machine.errors import ConfigError
 
 _EVALUATIONS = "evaluations"  # subfolder of a run's folder and of `outputs`
+_ROLLOUT = RolloutConfig()  # the defaults
 
 
 def evaluation_config(model: NamedModel, options: argparse.Namespace) -> PPOConfig:
@@ -123,7 +129,16 @@ def _without_training(config: PPOConfig, output: str) -> PPOConfig:
             parallel=ParallelConfig(data_parallel_size=num_devices),
             micro_batch=MicroBatchConfig(sequences=1, max_tokens=None),
         ),
-        rollout=replace(rollout, n=num_devices, temperature=1.0, top_p=1.0, top_k=-1),
+        rollout=replace(
+            rollout,
+            n=num_devices,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=-1,
+            max_staleness=0,
+            on_update=_ROLLOUT.on_update,
+            late=_ROLLOUT.late,
+        ),
         placement=PlacementConfig(
             strategy=PlacementStrategy.hybrid,
             num_nodes=placement.num_nodes,
@@ -131,6 +146,12 @@ def _without_training(config: PPOConfig, output: str) -> PPOConfig:
         ),
         critic=CriticConfig(),
         reference=ReferenceConfig(),
+        teacher=TeacherConfig(),
+        teachers=[],
+        # The engines read a folder once, and nothing is scored by the actor.
+        resharding=replace(config.resharding, transport=Transport.auto, delta=False),
+        engine=replace(config.engine, routing_replay=RoutingReplay.off),
+        profile=ProfileConfig(),
         checkpoint=CheckpointConfig(),
         trainer=TrainerConfig(
             prompts_per_step=trainer.prompts_per_step,

@@ -15,9 +15,11 @@ from megarl.cli.parser import build_parser
 from megarl.cli.run.eval import scored_by
 from megarl.cli.run.evaluation_config import evaluation_config
 from megarl.cli.run.named_model import find_model
+from megarl.config.roles import model_roles
 from megarl.config.schema import PPOConfig, RewardModelConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
+from megarl.doctor.checked_config import load_checked_here
 from megarl.machine.errors import ConfigError
 from tests.integration.tiny_run import save_policy
 
@@ -134,3 +136,59 @@ def test_an_evaluation_does_not_quantize(policy: Path, tmp_path: Path) -> None:
         ConfigError, match=r"rollout\.dtype: is fp8, but an evaluation.*use rollout\.dtype=model"
     ):
         rows_of(policy, tmp_path / "sums.jsonl", "rollout.dtype=fp8", "rollout.engine=sglang")
+
+
+RUN = """
+model: {path: policy}
+data: {train_files: [sums.jsonl], val_files: [sums.jsonl], max_prompt_length: 8, max_response_length: 8}
+reward: {functions: [{path: reward.py}]}
+rollout: {n: 2}
+trainer: {prompts_per_step: 1}
+device: cpu
+"""
+OF_A_TEACHER = ["algorithm=grpo", "algorithm.advantage.estimator=distillation", "algorithm.kl.where=none"]
+AHEAD = ["algorithm=grpo", "rollout.max_staleness=1", "algorithm.rollout_correction.level=token"]
+EXPERTS = ["model.path={folder}/experts", "rollout.engine=sglang"]
+TWO_REPLICAS = ["rollout.num_replicas=2", "actor.parallel.data_parallel_size=2"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        AHEAD,
+        [*AHEAD, "rollout.late=mask", *TWO_REPLICAS],
+        [*AHEAD, "rollout.on_update=drain", "placement.strategy=stand_alone"],
+        [*OF_A_TEACHER, "teacher.path={folder}/experts"],
+        [*OF_A_TEACHER, "teachers=[{{name: a, path: {folder}/experts, data_sources: [sums]}}]"],
+        ["resharding.transport=group", "placement.strategy=stand_alone"],
+        ["resharding.transport=folder", "resharding.delta=true"],
+        [*EXPERTS, "engine.routing_replay=trainer", "trainer.epochs_per_batch=2"],
+        [*EXPERTS, "algorithm=grpo", "engine.routing_replay=rollout"],
+        ["algorithm=ppo", "profile.steps=[2]", "profile.roles=[critic]", "trainer.critic_warmup_steps=1"],
+        ["algorithm=grpo", "data.curriculum.kind=learnability", "algorithm.dynamic_sampling.enabled=true"],
+        ["actor.lora.rank=2", "recovery.enabled=true", "actor.optim.on_nonfinite=recover"],
+    ],
+    ids=lambda settings: settings[-1].partition("=")[0],
+)
+def test_a_run_is_evaluated_whatever_it_set_for_training(
+    policy: Path, tmp_path: Path, settings: list[str]
+) -> None:
+    folder = policy.parent
+    if not (folder / "experts").exists():
+        save_policy(folder / "experts", with_experts=True)
+    (folder / "sums.jsonl").write_text(
+        json.dumps({"prompt": "1+1=", "ground_truth": "2", "data_source": "sums"}) + "\n"
+    )
+    file = folder / "training.yaml"
+    file.write_text(RUN)
+    overrides = [setting.format(folder=folder) for setting in settings]
+    overrides.append(f"trainer.output_dir={tmp_path}")
+    trained = load_checked_here(PPOConfig, str(file), overrides)
+
+    words = ["eval", trained.model.path, "--config", str(file), "--n", "1", *overrides]
+    parser = build_parser()
+    parsed = parser.parse_args(in_argparse_order(words, commands_of(parser)))
+    config = evaluation_config(find_model(Path(trained.model.path)), parsed)
+    assert [role.name for role in model_roles(config)] == ["actor"]
+    assert config.rollout.validation == replace(trained.rollout.validation, n=1)
+    assert config.rollout.num_replicas == trained.rollout.num_replicas
