@@ -206,15 +206,31 @@ def with_merged_adapter(source: ModelSource) -> ModelSource:
     if source.architecture.lora is None:
         return source
 
-    name = _adapter_fields(source).get("base_model_name_or_path")
+    base = _base_model(source.folder, _adapter_fields(source))
+    merged = merged_source(source, open_hugging_face(base))
+    return replace(merged, folder=source.folder, step=source.step)
+
+
+def base_of_adapter(folder: Path) -> Path | None:
+    """Return the base model that an adapter in PEFT's format names; None for another folder.
+
+    Raises:
+        CheckpointError: The base model is not on this machine.
+    """
+    if not has_adapter(folder) or (folder / CONFIG_OF_MODEL).is_file():
+        return None
+    return _base_model(folder, read_json_object(folder / CONFIG_FILE))
+
+
+def _base_model(folder: Path, fields: dict[str, Any]) -> Path:
+    name = fields.get("base_model_name_or_path")
     if not isinstance(name, str) or not (Path(name) / CONFIG_OF_MODEL).is_file():
         raise CheckpointError(
-            f"{source.folder}: has adapters only, and their base model {name!r} is not on this machine; run "
-            f"`megarl convert merge-adapter --input {source.folder} --base HF_DIR --output MERGED_DIR`, and "
+            f"{folder}: has adapters only, and their base model {name!r} is not on this machine; run "
+            f"`megarl convert merge-adapter --input {folder} --base HF_DIR --output MERGED_DIR`, and "
             "give MERGED_DIR"
         )
-    merged = merged_source(source, open_hugging_face(Path(name)))
-    return replace(merged, folder=source.folder, step=source.step)
+    return Path(name)
 
 
 def _merge(

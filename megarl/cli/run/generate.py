@@ -114,6 +114,11 @@ class Writer:
     """
 
     def __init__(self, model: NamedModel, parsed: argparse.Namespace) -> None:
+        if model.source.architecture.experts is not None:
+            raise ValueError(
+                f"{model.source.folder}: is a mixture-of-experts model, which `megarl generate` does not "
+                f"support; use `megarl eval {parsed.model} --data FILE rollout.engine=sglang`"
+            )
         self._model = model
         self.tokenizer = load_tokenizer(str(model.source.companions), key="MODEL")
         self._stop_texts: Sequence[str] = parsed.stop

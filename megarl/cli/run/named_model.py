@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.checkpoints.convert.adapters import with_merged_adapter
+from megarl.checkpoints.convert.adapters import base_of_adapter, with_merged_adapter
 from megarl.checkpoints.convert.hugging_face_writer import write_hugging_face
 from megarl.checkpoints.convert.open import open_model
 from megarl.checkpoints.convert.source import ModelSource
@@ -67,7 +67,7 @@ def find_model(path: Path, step: str = LATEST) -> NamedModel:
     try:
         folder, run_file = _model_folder(path, step)
         run = None if run_file is None else _run_config(run_file)
-        source = with_merged_adapter(open_model(folder))
+        source = with_merged_adapter(open_model(folder, companions=base_of_adapter(folder)))
     except CheckpointError as error:  # Nothing has run yet, so the error is reported in one line.
         raise ValueError(str(error)) from error
 

@@ -141,3 +141,15 @@ def test_mistakes_are_one_line(
     said = capsys.readouterr().err
     assert message in said
     assert len(said.splitlines()) == 1
+
+
+def test_a_mixture_of_experts_is_refused_before_it_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_policy(tmp_path / "experts", with_experts=True, num_layers=1)
+    for options in ([], ["--tool", "calculator"]):
+        capsys.readouterr()
+        assert main(["generate", str(tmp_path / "experts"), PROMPTS[0], *options]) == 2
+        said = capsys.readouterr().err
+        assert "is a mixture-of-experts model, which `megarl generate` does not support; use" in said
+        assert f"`megarl eval {tmp_path / 'experts'} --data FILE rollout.engine=sglang`" in said

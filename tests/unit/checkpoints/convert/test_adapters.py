@@ -151,6 +151,26 @@ def test_a_model_with_adapters_is_merged_into_its_base_before_it_generates(tmp_p
     assert with_merged_adapter(base) is base
 
 
+def test_an_adapter_is_found_with_the_base_model_that_it_names(tmp_path: Path) -> None:
+    case = save_adapted("qwen3-tied", tmp_path, ("q_proj", "mlp.gate_proj"))
+    file = Path(case.adapter) / "adapter_config.json"
+    fields = json.loads(file.read_text())
+
+    def name_base(name: str | None) -> None:
+        file.write_text(json.dumps(fields | {"base_model_name_or_path": name}))
+
+    name_base(case.base)
+    model = find_model(Path(case.adapter))
+    assert (model.source.folder, model.source.companions) == (Path(case.adapter), Path(case.base))
+    with hugging_face_folder(model, torch.float32) as (merged, _):
+        check_merged(case, merged)
+
+    for name in (None, "Qwen/Qwen3-0.6B", str(tmp_path)):
+        name_base(name)
+        with pytest.raises(ValueError, match=r"is not on this machine; run `megarl convert merge-adapter --"):
+            find_model(Path(case.adapter))
+
+
 def test_peft_writes_and_reads_the_same_folder(tmp_path: Path) -> None:
     """Names, shapes and values of PEFT's own folder, which the library also writes and reads."""
     import peft
