@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.config.schema import ProfileConfig
+from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import gather
 from megarl.controller.group import RoleGroup
 from megarl.workers.megatron import MegatronWorker
@@ -40,20 +41,37 @@ class StepProfiler:
     def step(self, number: int) -> Generator[None]:
         """Profile the block if this step is chosen, and write the traces after it.
 
-        If an error ends the block, no trace is written.
+        If an error ends the block, no trace is written. A rank that is lost before or after the block has no
+        trace: the next call of its model finds the loss again, where the run can recover from it.
         """
         if number not in self._steps:
             yield
             return
 
-        gather(*(group.call_rank(rank, MegatronWorker.begin_profile) for group, rank in self._ranks))
+        with _tolerates_losses():
+            gather(*(group.call_rank(rank, MegatronWorker.begin_profile) for group, rank in self._ranks))
         yield
         folder = self._folder / f"step_{number:08d}"
-        ended = [
-            group.call_rank(rank, MegatronWorker.end_profile, str(folder)) for group, rank in self._ranks
-        ]
-        names = [name for name in gather(*ended) if name is not None]
+        names: list[str] = []
+        with _tolerates_losses():
+            ended = [
+                group.call_rank(rank, MegatronWorker.end_profile, str(folder)) for group, rank in self._ranks
+            ]
+            names += [name for name in gather(*ended) if name is not None]
         if names:
             _log.info("profile of step %d: %s in %s", number, ", ".join(names), folder)
         else:
-            _log.warning("step %d has no profile, because its processes were restarted meanwhile", number)
+            _log.warning("step %d has no profile, because processes were lost meanwhile", number)
+
+
+@contextmanager
+def _tolerates_losses() -> Generator[None]:
+    """Log the loss of a rank instead of raising it."""
+    try:
+        yield
+    except PhaseTimeoutError as error:
+        _log.warning("a rank was lost as its profiler started or ended: %s", error.problem)
+    except WorkerError as error:
+        if not error.kind.is_loss:
+            raise
+        _log.warning("a rank was lost as its profiler started or ended: %s", str(error).partition("\n")[0])
