@@ -27,13 +27,17 @@ def synonyms() -> dict[str, tuple[tuple[str, ...], str]]:
 def synonym_hint(key: str, known: Container[str]) -> str | None:
     """Return a hint for an unknown key by its meaning; None if the table has neither it nor its last part.
 
+    A key of the same section comes first: the critic's `learning_rate` is its `lr`, not the actor's.
+
     Args:
         key: The unknown key.
         known: The keys of the schema.
     """
     name = key.lower().replace("-", "_")
+    section = name.rpartition(".")[0]
     keys, note = synonyms().get(name) or synonyms().get(name.rpartition(".")[2]) or ((), "")
-    ours = next((each for each in keys if each in known), None)
+    beside = [f"{section}.{each.rpartition('.')[2]}" for each in keys]
+    ours = next((each for each in (*beside, *keys) if each in known), None)
     if keys and ours is None:
         return None
     if ours is None:
