@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ray.cluster_utils import Cluster
 
 from megarl.cli.run.context import RunContext
 from megarl.cli.run.failure_report import last_page
@@ -29,6 +28,7 @@ from megarl.controller.worker import RayClassWithInitArgs, Worker, register
 from megarl.machine.errors import RunError
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec
+from tests.integration.started_cluster import started_cluster
 
 # A raylet that has ended is noticed after about two seconds. These are limits of Ray's daemons, none of which
 # is slow here: they are polled, and respond, in threads of their own.
@@ -80,8 +80,7 @@ def told(call: Callable[[], Any]) -> dict[str, Any]:
 def main() -> None:
     os.environ.update({**daemon_settings(), **NOTICED_SOON})
     # The head has no CPU, so that no other node can take the place of the lost one.
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    node = cluster.add_node(num_cpus=7)
+    cluster, (node,) = started_cluster({"num_cpus": 0}, {"num_cpus": 7})
     os.environ["RAY_ADDRESS"] = cluster.address
     start_ray(num_cpus=1)
     results: dict[str, Any] = {}

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
 from megarl.cli.run import session, sft
@@ -34,6 +33,7 @@ from megarl.controller.environment import daemon_settings
 from megarl.roles.models import Actor
 from tests.integration.lost_nodes import NOTICED_SOON
 from tests.integration.run_outcome import Outcome
+from tests.integration.started_cluster import started_cluster
 from tests.integration.tiny_run import (
     Finished,
     WatchedMonitor,
@@ -63,8 +63,7 @@ def config(folder: Path, name: str, num_replicas: int = 2, **recovery: Any) -> S
 
 def main() -> None:
     os.environ.update({**daemon_settings(), **NOTICED_SOON})
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
-    others = [cluster.add_node(num_cpus=3) for _ in range(2)]
+    cluster, others = started_cluster({"num_cpus": 3}, {"num_cpus": 3}, {"num_cpus": 3})
     os.environ["RAY_ADDRESS"] = cluster.address
     start_ray(num_cpus=9)
 

@@ -12,8 +12,6 @@ import json
 import os
 from typing import Any
 
-from ray.cluster_utils import Cluster
-
 from megarl.config.schema import (
     ActorConfig,
     CriticConfig,
@@ -32,6 +30,7 @@ from megarl.controller.worker import RayClassWithInitArgs
 from megarl.placement.placement_plan import GroupPlan, PlacementPlan
 from megarl.placement.plan import plan_placement
 from megarl.roles.start import group_pool
+from tests.integration.started_cluster import started_cluster
 from tests.integration.where_worker import WhereWorker
 
 NUM_NODES = 4
@@ -87,12 +86,7 @@ def pools_of(plan: PlacementPlan) -> ResourcePoolManager:
 
 def main() -> None:
     os.environ.update(daemon_settings())
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 8, "num_gpus": DEVICES_PER_NODE, "include_dashboard": False},
-    )
-    for _ in range(NUM_NODES - 1):
-        cluster.add_node(num_cpus=8, num_gpus=DEVICES_PER_NODE)
+    cluster, _ = started_cluster(*[{"num_cpus": 8, "num_gpus": DEVICES_PER_NODE}] * NUM_NODES)
     os.environ["RAY_ADDRESS"] = cluster.address
     start_ray(num_cpus=1)
     results: dict[str, Any] = {}
