@@ -135,7 +135,7 @@ def _section(section: type, value: Any = None) -> Schema:
         value_schema = _or_reference(_value(kind, range_of(entry), entry.metadata.get(ItemRange)))
         # A single file instead of a list of files.
         if entry.metadata.get(InputKind) is InputKind.data and kind == list[str]:
-            value_schema["type"] = ["array", "string"]
+            value_schema |= {"type": ["array", "string"], "not": {"const": "None"}}
             del value_schema["pattern"]
         properties[entry.name] = {"description": _description(section, entry.name, kind), **value_schema}
         if default == MISSING or default is NO_DEFAULT:

@@ -182,7 +182,7 @@ class Review:
                     MigrationProblem(f"{leaf}: belongs to kind: {kinds}; this file has kind: {own}", leaf)
                     for leaf, kinds in of_other_kinds(key, value, others)
                 ]
-            # A branch that is not a typing error is explained leaf by leaf, if its leaves have other names here.
+            # A branch that is no typing error is explained leaf by leaf, if its leaves have other names here.
             leaves = {leaf: synonym_hint(leaf, known) for leaf in leaf_names(key, value)}
             is_typing_error = hint.startswith("did you mean")
             if not found and not is_typing_error and key not in leaves and any(leaves.values()):

@@ -115,7 +115,7 @@ MISTAKES: dict[str, Mistake] = {
         "critic.parallel.pipeline_parallel_size=3", said="use 2 or 4 stages"
     ),
     "an engine that cuts no model": override("rollout.tensor_parallel_size=2", said="rollout.engine=sglang"),
-    "an unknown engine": override("rollout.engine=vllm", said="must be one of hf, sglang"),
+    "an unknown engine": override("rollout.engine=vllm", said="vLLM does not exist here; use sglang"),
     "an unknown device": override("device=gpu", said="must be one of auto, cpu, cuda"),
     "an option that SGLang lacks": override(
         "rollout.engine=sglang",
@@ -163,7 +163,7 @@ MISTAKES: dict[str, Mistake] = {
     "validation without data": override(
         "data.val_files=[]",
         "trainer.validate_every_steps=1",
-        said="or set validate_every_steps to 0",
+        said="has no effect with data.val_files=[]; set data.val_files=[FILE.parquet], or remove it",
     ),
     "rows beyond the model's positions": override(
         "data.max_prompt_length=60",
@@ -325,7 +325,9 @@ MISTAKES: dict[str, Mistake] = {
     "a reward of another name": Mistake(
         "set reward.functions' name", prepare=text("reward.py", REWARD.replace("compute", "my"))
     ),
-    "a reward that gives nothing": Mistake("the NoneType None as its score", prepare=reward("return None")),
+    "a reward that gives nothing": Mistake(
+        "and nothing else scores the sample", prepare=reward("return None")
+    ),
     "a reward that raises": Mistake(
         "compute_score raised KeyError", prepare=reward("return extra_info['weight']")
     ),

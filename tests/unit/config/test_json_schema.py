@@ -334,7 +334,10 @@ def test_every_key_has_its_default_and_what_the_reference_says(schema: type) -> 
                 OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
             ), leaf.key
 
-    assert "- linear: linear decay to `min_lr` at the last step" in found["actor.optim.decay"]["description"]
+    assert (
+        "- linear: linear decay to `min_lr`, which is the rate of the last update"
+        in found["actor.optim.decay"]["description"]
+    )
 
 
 def test_a_section_has_the_defaults_of_its_role() -> None:

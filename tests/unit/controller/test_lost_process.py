@@ -18,7 +18,7 @@ from ray.exceptions import (
     RayError,
 )
 
-from megarl.controller import actors, hints
+from megarl.controller import actors, calls, hints
 from megarl.controller.actors import ActorSet
 from megarl.controller.calls import Call
 from megarl.controller.lost_process import UNKNOWN, why_lost
@@ -133,6 +133,8 @@ class UnreachableSet(ActorSet):
 
         monkeypatch.setattr(ray, "get", get)
         monkeypatch.setattr(actors, "VERDICT_LOOK_S", 0.0)
+        # The nodes are those of a cluster, not of the Ray that other tests have started here.
+        monkeypatch.setattr(calls, "ended_node", lambda: None)
 
     def summary(self) -> str:
         call = Call(

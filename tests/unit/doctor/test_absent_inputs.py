@@ -126,7 +126,7 @@ def test_a_data_set_on_a_hub_does_not_hide_a_file_that_is_missing(laptop: str) -
         ("reward.functions=[{path: model}]", "is a folder; give the file in it"),
         ("trainer.output_dir=/", "the root of the file system"),
         ("checkpoint.resume=''", "give auto, disable, or the path or URL of a checkpoint"),
-        ("trainer.validate_every_steps=2", "has no effect with data.val_files=[]"),
+        ("trainer.validate_every_steps=2", r"has no effect with data.val_files=\[\]"),
     ],
 )
 def test_what_is_wrong_on_every_machine_is_refused(override: str, said: str, laptop: str) -> None:
