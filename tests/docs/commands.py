@@ -69,6 +69,7 @@ _INSTALLS = (
 )
 _SIZES = "--tensor-parallel-size 2 --pipeline-parallel-size 2"
 _OF_VERL = "data.train_batch_size=256 actor_rollout_ref.actor.optim.lr=1e-6 trainer.total_epochs=15"
+_OF_NEMO_RL = "grpo.num_prompts_per_step=32 policy.model_name=models/Qwen3-0.6B"
 _OF_TRL = "num_generations=8 gradient_accumulation_steps=4"
 _MY_REWARD = "'reward.functions=[{path: examples/custom_reward.py}]'"
 _STAGES = "tests/docs/test_commands.py::test_quickstart_stages"
@@ -150,6 +151,7 @@ COMMANDS: dict[str, Executed | InTest | Make | ByHand] = {
     "megarl check configs/quickstart.yaml trainer.updates_per_step=3 rollout.top_p=0.9": Executed(status=2),
     f"megarl check configs/quickstart.yaml {_OF_VERL}": Executed(status=2),
     f"megarl check configs/quickstart.yaml {_OF_TRL}": Executed(status=2),
+    f"megarl check configs/quickstart.yaml {_OF_NEMO_RL}": Executed(status=2),
     "megarl check configs/quickstart.yaml algorithm=dapo algorithm.policy_loss.clip_high=0.25": SAME_FILES,
     "megarl plan configs/quickstart.yaml --output outputs/plan.svg": Executed(),
     "megarl plan configs/quickstart.yaml placement.strategy=hybrid --output outputs/plan.svg": Executed(),
