@@ -14,7 +14,8 @@ def nonfinite_problem(values: torch.Tensor) -> str | None:
     # The sum is finite if all elements are, unless they are very large. It needs no memory.
     if not values.is_floating_point() or bool(values.sum(dtype=torch.float32).isfinite()):
         return None
-    if bool(values.isfinite().all()):
+    # torch has no isfinite for all 8-bit types.
+    if bool((values.float() if values.dtype.itemsize == 1 else values).isfinite().all()):
         return None
     return "has elements that are NaN or infinite; use another copy of the folder, or an earlier checkpoint"
 
