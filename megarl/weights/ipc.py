@@ -159,7 +159,10 @@ class IPCReader:
 
         try:
             # If the two processes are in different containers, a path under /proc leads to another file.
-            if not _is_memory_file(address.handle):
+            # It stays open, since the trainer's end frees its number for another file.
+            self._handle = os.open(address.handle, os.O_RDONLY)
+            if not _name_of(self._handle).startswith(_NAME):
+                os.close(self._handle)
                 raise WeightTransferError(
                     f"{address.handle} is not the trainer's memory of {address.nbytes} bytes; {_HINT}"
                 )
@@ -178,8 +181,8 @@ class IPCReader:
         return self._bytes.chunk(self._address.num_buffers)[number % self._address.num_buffers].view(dtype)
 
     def _open(self) -> torch.Tensor:
+        handle = os.pread(self._handle, _READ_BYTES, 0).decode()
         try:
-            handle = Path(self._address.handle).read_text()
             return (
                 _decode_cuda(handle, self._device)
                 if self._address.is_cuda
@@ -214,18 +217,20 @@ class IPCReader:
     def close(self) -> None:
         self._heard.close()
         os.close(self._told)
+        os.close(self._handle)
         self._bytes = None
 
 
 class _HostMemory:
-    """Shared memory without a name in any file system. `handle` is its path under /proc."""
+    """Shared memory without a name in any file system. `handle` is its own name and its path under /proc."""
 
     def __init__(self, nbytes: int) -> None:
-        self._file = os.memfd_create(_NAME + uuid.uuid4().hex)
+        name = _NAME + uuid.uuid4().hex
+        self._file = os.memfd_create(name)
         os.ftruncate(self._file, nbytes)
         self._map = mmap.mmap(self._file, nbytes)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.handle = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.handle = f"{name} /proc/{os.getpid()}/fd/{self._file}"
 
     def free(self) -> None:
         self._map.madvise(mmap.MADV_REMOVE)  # even if a lost reader still maps it
@@ -283,14 +288,18 @@ def _tell(file: int) -> None:
         raise WeightTransferError(_GONE) from error
 
 
-def _is_memory_file(path: str) -> bool:
-    return os.readlink(path).startswith(f"/memfd:{_NAME}")
+def _name_of(file: int) -> str:
+    """Return the name with which a memory file was created, or the path of another file."""
+    return os.readlink(f"/proc/self/fd/{file}").removeprefix("/memfd:").removesuffix(" (deleted)")
 
 
-def _map(path: str, nbytes: int) -> torch.Tensor:
-    if not _is_memory_file(path) or os.stat(path).st_size != nbytes:
-        raise WeightTransferError(f"{path} is not the trainer's memory of {nbytes} bytes; {_HINT}")
+def _map(handle: str, nbytes: int) -> torch.Tensor:
+    name, path = handle.split()
     with Path(path).open("rb") as file:
+        # When the trainer has freed its memory, the same path may lead to another file.
+        if _name_of(file.fileno()) != name:
+            raise WeightTransferError(f"the trainer's IPC buffers for weights are gone; {_HINT}")
+        assert os.fstat(file.fileno()).st_size == nbytes
         mapped = mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ)
 
     # The mapping is read-only on purpose; suppress torch's warning about it.

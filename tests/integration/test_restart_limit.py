@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.controller.resource_pool import RayResourcePool
+from megarl.roles import restarts
 from megarl.roles.restarts import NodeLostError
 from megarl.roles.rollout.replicas import ReplicaPlace, Replicas
 from tests.fake_engine import MANIFEST, FakeEngine, FakeSpec
@@ -22,7 +23,11 @@ class PoolOnLostNode(RayResourcePool):
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_lost_node_is_named_although_no_restart_is_left(tmp_path: Path) -> None:
+def test_a_lost_node_is_named_although_no_restart_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The process has started this Ray itself, to which no other node could belong.
+    monkeypatch.setattr(restarts, "ended_node", lambda: None)
     pool = PoolOnLostNode([1], use_gpu=False, name="rollout")
     spec = FakeSpec(folder=tmp_path, manifest=MANIFEST)
     replicas = Replicas(

@@ -21,6 +21,12 @@ BAD = "10.0.0.2"
 ERROR = PhaseTimeoutError("actor", "update", 60.0, [])
 
 
+@pytest.fixture(autouse=True)
+def joined_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests before these may have started a Ray in this process, to which no other node could belong."""
+    monkeypatch.setattr(restarts, "ended_node", lambda: None)
+
+
 class Pool:
     """A pool of two processes. Its node is lost until a free one has been looked for `looks` times."""
 

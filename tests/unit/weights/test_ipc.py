@@ -106,6 +106,36 @@ def test_the_memory_is_freed_between_transfers_and_found_again() -> None:
     reader.close()
 
 
+@pytest.mark.parametrize("successor", ["a file", "the memory of another trainer"])
+def test_numbers_of_files_that_a_trainer_has_closed_lead_nowhere(tmp_path: Path, successor: str) -> None:
+    writer = IPCWriter(SLOT_BYTES, NUM_IPC_BUFFERS, CPU, "device-0")
+    reader = IPCReader(writer.address, CPU, "device-0")
+    writer.buffer(0, F32).fill_(5.0)
+    writer.has_written()
+    numbers = open_files()
+    writer.close()
+    freed = numbers - open_files()
+
+    if successor == "a file":
+        (tmp_path / "file").write_bytes(b"PWD=/\0")
+        new = os.open(tmp_path / "file", os.O_RDONLY)
+    else:
+        new = os.memfd_create(name := "megarl-ipc-of-another")
+        os.write(new, f"{name} /proc/{os.getpid()}/fd/{new}".ljust(SLOT_BYTES * NUM_IPC_BUFFERS).encode())
+    for number in freed:
+        os.dup2(new, number)
+
+    with pytest.raises(WeightTransferError, match=r"are gone.*transport=folder"):
+        reader.buffer(0, F32)
+    reader.close()
+    for number in {new, *freed}:
+        os.close(number)
+
+
+def open_files() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd")}
+
+
 READER = """
 import sys, torch
 from megarl.weights.ipc import IPCAddress, IPCReader

@@ -405,7 +405,7 @@ def test_typical_rows_are_converted_there_and_back(tmp_path: Path) -> None:
     with registered(TYPICAL_ROWS, num_layers=2) as architecture:
         state = random_state(architecture)
         fields = example_fields("qwen3_moe", num_experts=NUM_EXPERTS, num_hidden_layers=2)
-        fields |= {"model_type": architecture.model_type}
+        fields |= {"model_type": architecture.model_type, "decoder_sparse_step": 1}
         (tmp_path / "hf").mkdir()
         (tmp_path / "hf" / "config.json").write_text(json.dumps(fields))
         save_file(state, tmp_path / "hf" / "model.safetensors")
