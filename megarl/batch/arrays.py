@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megarl.machine.wording import counted
+
 
 def object_array(rows: np.ndarray | Sequence[Any]) -> np.ndarray:
     """Return an object array (B,) with one element per row.
@@ -44,7 +46,7 @@ def row_index(index: Sequence[Any] | np.ndarray | torch.Tensor, num_rows: int) -
 
     if array.dtype == bool:
         if len(array) != num_rows:
-            raise ValueError(f"a mask of {len(array)} values cannot select from {num_rows} rows")
+            raise ValueError(f"a mask of {len(array)} values cannot select from {counted(num_rows, 'row')}")
         return np.flatnonzero(array)
 
     # An empty list becomes a float array, so the dtype of an empty index is ignored.
@@ -54,7 +56,7 @@ def row_index(index: Sequence[Any] | np.ndarray | torch.Tensor, num_rows: int) -
     # Check before negative numbers are wrapped, because one below the range would become a valid number.
     outside = array[(array < -num_rows) | (array >= num_rows)]
     if len(outside):
-        raise ValueError(f"row {outside[0]} does not exist in a batch of {num_rows} rows")
+        raise ValueError(f"row {outside[0]} does not exist in a batch of {counted(num_rows, 'row')}")
 
     return np.where(array < 0, array + num_rows, array)
 

@@ -30,6 +30,7 @@ from megarl.batch.ragged import Column, RaggedTensor
 from megarl.batch.serialization import BatchContents, decode, encode
 from megarl.batch.token_rows import PaddedView, token_rows
 from megarl.machine.files import write_whole
+from megarl.machine.wording import counted
 
 
 class DataProtoItem(NamedTuple):
@@ -217,8 +218,8 @@ class DataProto:
         order = row_index(indices, len(self))
         if not np.array_equal(np.sort(order), np.arange(len(self))):
             raise ValueError(
-                f"reorder: the indices are not a permutation of {len(self)} rows; select_idxs selects any "
-                f"rows"
+                f"reorder: the indices are not a permutation of {counted(len(self), 'row')}; select_idxs "
+                "selects any rows"
             )
 
         ordered = self._rows(order)
@@ -244,7 +245,7 @@ class DataProto:
         """
         if chunks < 1 or len(self) % chunks:
             raise ValueError(
-                f"chunk: {len(self)} rows cannot be split into {chunks} equal parts; pad with "
+                f"chunk: {counted(len(self), 'row')} cannot be split into {chunks} equal parts; pad with "
                 f"pad_dataproto_to_divisor(batch, {chunks})"
             )
 
@@ -293,7 +294,8 @@ class DataProto:
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ValueError(
-                f"make_iterator: {len(self)} rows are not a multiple of mini_batch_size={mini_batch_size}"
+                f"make_iterator: the batch has {counted(len(self), 'row')}, not a multiple of "
+                f"mini_batch_size={mini_batch_size}"
             )
         return self._iterate(
             mini_batch_size, epochs, None if seed is None else torch.Generator().manual_seed(seed)
@@ -558,8 +560,8 @@ def _check_rows(lengths: dict[str, int]) -> int:
         assert first is not None
         if length != lengths[first]:
             raise ValueError(
-                f"DataProto: {key!r} has {length} rows but {first!r} has {lengths[first]}; all leading "
-                f"dimensions must be equal"
+                f"DataProto: {key!r} has {counted(length, 'row')} but {first!r} has {lengths[first]}; all "
+                "leading dimensions must be equal"
             )
 
     return 0 if first is None else lengths[first]

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megarl.batch.arrays import same
 from megarl.batch.memory import new_values
+from megarl.machine.wording import counted
 
 # Elements per block, so that the intermediate results of operations on a block stay in a core's cache.
 _CACHED_ELEMENTS = 1 << 17
@@ -76,8 +77,8 @@ class RaggedTensor:
         if x.ndim != 2 or len(x) != len(lengths) or (len(x) and int(lengths.max()) > x.shape[1]):
             longest = int(lengths.max()) if len(lengths) else 0
             raise ValueError(
-                f"a tensor of shape {tuple(x.shape)} does not contain {len(lengths)} rows of up to {longest} "
-                f"tokens"
+                f"a tensor of shape {tuple(x.shape)} does not contain {counted(len(lengths), 'row')} of up "
+                f"to {counted(longest, 'token')}"
             )
 
         # A mask selects the values row by row, so the result is packed.
@@ -140,7 +141,7 @@ class RaggedTensor:
         return is_same and torch.equal(self.lengths, other.lengths) and same(self.flat(), other.flat())
 
     def __repr__(self) -> str:
-        return f"{self.num_tokens} {self.dtype} in {len(self)} rows of up to {self.shape[1]}"
+        return f"{self.num_tokens} {self.dtype} in {counted(len(self), 'row')} of up to {self.shape[1]}"
 
     # ---- rows
 

@@ -42,6 +42,7 @@ from megarl.controller.worker import (
     registered_methods,
 )
 from megarl.controller.worker import register as own_register
+from megarl.machine.wording import counted
 
 
 def _route_one_part_each(mesh: Mesh) -> CallRoute:
@@ -53,7 +54,8 @@ def _arrange_one_each(value: Any, num_parts: int) -> Arranged:
     if not isinstance(value, (list, tuple)) or len(value) != num_parts:
         found = f"{len(value)} values" if isinstance(value, (list, tuple)) else type(value).__name__
         raise ValueError(
-            f"this method takes lists with one value for each of the {num_parts} ranks, not {found}"
+            f"this method takes lists with one value for each of the {counted(num_parts, 'rank')}, not "
+            f"{found}"
         )
     return Arranged(tuple(value))
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from megarl.batch.data_proto import DataProto
 from megarl.batch.future import DataProtoFuture
 from megarl.batch.padding import pad_dataproto_to_divisor, unpad_dataproto
+from megarl.machine.wording import counted
 
 
 class Dispatch(Enum):
@@ -149,7 +150,8 @@ def plan_call(rule: Rule, mesh: Mesh, positional: Sequence[Any], named: Mapping[
         raise ValueError(
             "the batches of one call must be split the same way; here: "
             + ", ".join(
-                "parts from the caller" if split.presplit else f"{split.num_rows} rows" for split in splits
+                "parts from the caller" if split.num_rows is None else counted(split.num_rows, "row")
+                for split in splits
             )
         )
 
@@ -171,11 +173,12 @@ def collect(results: Sequence[Any], how: Collect) -> Any:
     ):
         # A list has no rows to remove, so padding rows would silently count as results.
         if how.padding:
+            assert how.num_rows is not None
             raise ValueError(
-                f"a batch of {how.num_rows} rows was padded by {how.padding} to be split into "
+                f"a batch of {counted(how.num_rows, 'row')} was padded by {how.padding} to be split into "
                 f"{len(results)} equal parts, but the method returns {type(results[0]).__name__}, in which "
-                f"the padding rows were counted: pass a multiple of {len(results)} rows, or split the batch "
-                f"yourself into a list of DataProto"
+                f"the padding rows were counted: pass a multiple of {counted(len(results), 'row')}, or "
+                "split the batch yourself into a list of DataProto"
             )
         return list(results)
 
@@ -187,8 +190,9 @@ def collect(results: Sequence[Any], how: Collect) -> Any:
     # A method may return several rows per input row; only a whole multiple can be unpadded.
     if len(joined) % (how.num_rows + how.padding):
         raise ValueError(
-            f"{how.num_rows} rows, padded to {how.num_rows + how.padding}, resulted in {len(joined)} rows: "
-            f"the padding cannot be removed; pass a multiple of {len(results)} rows"
+            f"{counted(how.num_rows, 'row')}, padded to {how.num_rows + how.padding}, resulted in "
+            f"{counted(len(joined), 'row')}: the padding cannot be removed; pass a multiple of "
+            f"{counted(len(results), 'row')}"
         )
 
     return unpad_dataproto(joined, how.padding * (len(joined) // (how.num_rows + how.padding)))
@@ -216,7 +220,8 @@ def route_mesh(mesh: Mesh) -> CallRoute:
     sizes = [max(coordinate[axis] for coordinate in mesh) + 1 for axis in range(4)]
     if len(set(mesh)) != len(mesh) or sizes[0] * sizes[1] * sizes[2] * sizes[3] != len(mesh):
         raise ValueError(
-            f"the mesh of {len(mesh)} ranks is not a full grid: {[tuple(coordinate) for coordinate in mesh]}"
+            f"the mesh of {counted(len(mesh), 'rank')} is not a full grid: "
+            f"{[tuple(coordinate) for coordinate in mesh]}"
         )
 
     # One rank reports for each replica; only the last pipeline stage has the model's output.
@@ -250,7 +255,8 @@ def arrange_split(value: Any, num_parts: int) -> Arranged:
     if isinstance(value, (list, tuple)) and value and all(isinstance(item, DataProto) for item in value):
         if len(value) != num_parts:
             raise ValueError(
-                f"the caller split the batch into {len(value)} parts, but the group has {num_parts} replicas"
+                f"the caller split the batch into {len(value)} parts, but the group has "
+                f"{counted(num_parts, 'replica')}"
             )
         return Arranged(tuple(value), Collect(CollectKind.joined, presplit=True))
 

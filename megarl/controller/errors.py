@@ -8,6 +8,7 @@ from typing import NamedTuple
 from megarl.controller import hints
 from megarl.controller.messages import CONSTRUCTION, CallFailure, RankActivity, Rows
 from megarl.machine.errors import RunError
+from megarl.machine.wording import counted
 
 UNKNOWN_NODE = "not known yet"  # of a process that has not reported it
 
@@ -55,7 +56,7 @@ class WorkerError(RunError):
         if others:
             lines += [
                 "",
-                f"{len(others)} other ranks failed afterwards:",
+                f"{counted(len(others), 'other rank')} failed afterwards:",
                 *(f"  {other.describe()}" for other in others[:8]),
             ]
 

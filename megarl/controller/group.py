@@ -32,6 +32,7 @@ from megarl.controller.worker import (
     RemoteMethod,
     Worker,
 )
+from megarl.machine.wording import counted
 from megarl.tracking.timeline import Span
 
 RANKS_PER_RELAY = 32
@@ -295,6 +296,6 @@ def _check_layout(role: str, worker: RayClassWithInitArgs, pool: RayResourcePool
     num_ranks = len(worker.mesh(pool.world_size))
     if num_ranks != pool.world_size:
         raise ValueError(
-            f"role {role!r} has a layout of {num_ranks} ranks, but its pool {pool.name!r} has "
-            f"{pool.world_size} processes"
+            f"role {role!r} has a layout of {counted(num_ranks, 'rank')}, but its pool {pool.name!r} has "
+            f"{counted(pool.world_size, 'process')}"
         )

@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from megarl.machine.clock import Began
+from megarl.machine.wording import counted
 
 CONSTRUCTION = "__init__"  # the method of a rank's first call
 
@@ -55,7 +56,7 @@ class Rows(NamedTuple):
 
     def describe(self) -> str:
         more = f" and {self.num_uids - len(self.uids)} more" if self.num_uids > len(self.uids) else ""
-        return f"uid {', '.join(self.uids)}{more} ({self.num_rows} rows)"
+        return f"uid {', '.join(self.uids)}{more} ({counted(self.num_rows, 'row')})"
 
 
 class PhaseSpan(NamedTuple):

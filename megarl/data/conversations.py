@@ -16,6 +16,7 @@ from megarl.batch.ragged import RaggedTensor
 from megarl.config.schema import OverlongConversation
 from megarl.data.special_tokens import spelled
 from megarl.data.tokenizer import render_chat
+from megarl.machine.wording import counted
 
 if TYPE_CHECKING:  # workers read no tables
     from megarl.data.prompts import Prompt
@@ -102,10 +103,10 @@ class ConversationEncoder:
         length = len(token_ids)
         if length > self._max_length and self._overlong is OverlongConversation.refuse:
             raise ConversationError(
-                f"sample {uid}: the conversation has {length} tokens of the reward model, which reads at "
-                f"most {self._max_length}; raise reward.model.max_length and micro_batch up to its number of "
-                "positions, use shorter prompts or responses, or set reward.model.overlong=truncate to "
-                "remove the oldest tokens"
+                f"sample {uid}: the conversation has {counted(length, 'token')} of the reward model, which "
+                f"reads at most {self._max_length}; raise reward.model.max_length and micro_batch up to its "
+                "number of positions, use shorter prompts or responses, or set "
+                "reward.model.overlong=truncate to remove the oldest tokens"
             )
 
         # Truncation keeps the newest tokens, because the answer is at the end.

@@ -25,6 +25,7 @@ from megarl.config.schema import CurriculumConfig, CurriculumKind, DataConfig
 from megarl.data.loader import RowLoader, RowSource, epoch_order, train_loader
 from megarl.data.prompts import Prompt, PromptDataset
 from megarl.machine.user_functions import Expected, UserFunctionError, last_line, load_name
+from megarl.machine.wording import counted
 
 KEY = "data.curriculum.sampler"
 _METHODS = ("sample", "update", "state_dict", "load_state_dict")
@@ -305,12 +306,14 @@ class CurriculumLoader(RowLoader):
             rows = [operator.index(row) for row in given]
         except TypeError as error:
             raise UserFunctionError(
-                f"{self.order}: sample({count}) must return the numbers of {count} rows, but {error}"
+                f"{self.order}: sample({count}) must return the numbers of {counted(count, 'row')}, but "
+                f"{error}"
             ) from error
 
         if len(rows) != count:
             raise UserFunctionError(
-                f"{self.order}: sample({count}) returned {len(rows)} rows; return as many as it is asked for"
+                f"{self.order}: sample({count}) returned {counted(len(rows), 'row')}; return as many as it "
+                "is asked for"
             )
         if wrong := [row for row in rows if not 0 <= row < num_rows]:
             raise UserFunctionError(

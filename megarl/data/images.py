@@ -24,6 +24,7 @@ from megarl.batch.token_rows import IMAGE_BYTES, IMAGE_GRIDS, IMAGE_SIZES, PIXEL
 from megarl.config.schema import DataConfig, PromptColumnsConfig
 from megarl.data.files import DataError, open_file
 from megarl.data.tables import DataRow
+from megarl.machine.wording import counted
 from megarl.models.families import read_architecture
 from megarl.models.vision import Vision
 
@@ -212,8 +213,8 @@ class ImageProcessor:
         placeholder = self.vision.image_token_id
         if (found := token_ids.count(placeholder)) != len(images):
             raise ValueError(
-                f"the rendered prompt has {found} image tokens (id {placeholder}) for {len(images)} images; "
-                "use the model's own chat template"
+                f"the rendered prompt has {counted(found, 'image token')} (id {placeholder}) for "
+                f"{len(images)} images; use the model's own chat template"
             )
 
         counts = map(self.num_tokens, images)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.config.batch_arithmetic import padded_length
+from megarl.machine.wording import counted
 
 # The length at which a layer's causal attention costs as much as its matrices: 2 L^2 H = 24 H^2 L
 # floating-point operations at L = 12 H, for H = 2048. It determines the weight of long rows, not whether a
@@ -286,7 +287,9 @@ def _check(
 
 def _check_together(num_rows: int, rows_together: int, sequences: int | None) -> None:
     if num_rows % rows_together:
-        raise ValueError(f"{num_rows} rows do not divide into units of rows_together={rows_together}")
+        raise ValueError(
+            f"{counted(num_rows, 'row')} cannot be divided into units of rows_together={rows_together}"
+        )
     if sequences is not None and sequences < rows_together:
         raise ValueError(
             f"micro_batch.sequences={sequences} has no room for {rows_together} rows that stay together; set "
@@ -307,8 +310,9 @@ def _check_room(
         if rows_together > 1:
             unit, units, longest = "unit", "units", f"{rows_together} rows that stay together"
         raise ValueError(
-            f"{unit} {row} has {lengths[row]} tokens, more than micro_batch.max_tokens={max_tokens}{ranks} "
-            f"({int(over.sum())} of {len(lengths)} {units} exceed it); set max_tokens to at least the "
+            f"{unit} {row} has {counted(lengths[row], 'token')}, more than "
+            f"micro_batch.max_tokens={max_tokens}{ranks} ({int(over.sum())} of {len(lengths)} {units} "
+            "exceed it); set max_tokens to at least the "
             f"longest {longest}" + (", divided by the ranks that share it" if ranks else "")
         )
 

@@ -34,6 +34,7 @@ from megarl.data.tokenizer import Tools, encode_rendered, rendered_chat
 from megarl.data.tool_columns import looks_like_tools, names_of
 from megarl.data.turns import TurnTemplate, refuse_silent_template
 from megarl.data.whole_chat import refuse_unsaid_answer, render_whole, rendering_identity, spelled_special
+from megarl.machine.wording import counted
 
 _log = logging.getLogger(__name__)
 _OTHER_NAMES_OF_TOOLS = (
@@ -210,7 +211,7 @@ def read_example(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: SFTData
         for before, index in pairwise(turns):
             # Each turn renders the chat again, so a chat that is far too long is not measured to its end.
             if (length := len(prompt_ids) + len(response_ids)) > 2 * data.max_length:
-                raise TooManyTokensError(length, f"{length} tokens before message {index}")
+                raise TooManyTokensError(length, f"{counted(length, 'token')} before message {index}")
             bridge_ids = bridges.bridge(messages[before + 1 : index])
             _, answer_ids = encode_answer(tokenizer, messages[: index + 1], tools)
             response_ids += bridge_ids + answer_ids

@@ -15,6 +15,8 @@ from typing import Any
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase
 
+from megarl.machine.wording import counted
+
 # Parts of tokenizers that remove no character. NFC, which composes some, is applied before they are counted.
 _NORMALIZERS = ("NFC", "Prepend", "Replace")
 _PRE_TOKENIZERS = ("ByteLevel", "Digits", "Metaspace", "Split")
@@ -42,7 +44,7 @@ def refuse_hopeless(tokenizer: PreTrainedTokenizerBase, text: str, limit: int | 
     if count > limit * longest:
         raise TooManyTokensError(
             -(-count // longest),
-            f"{count} characters, but {limit} tokens have at most {longest} each",
+            f"{count} characters, but {counted(limit, 'token')} can have at most {longest} each",
         )
 
 

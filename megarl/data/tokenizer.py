@@ -20,6 +20,7 @@ from megarl.data.special_tokens import escaped
 from megarl.machine import unicode_text
 from megarl.machine.errors import one_line
 from megarl.machine.files import read_json_object
+from megarl.machine.wording import counted
 
 if TYPE_CHECKING:
     from megarl.batch.ragged import RaggedTensor
@@ -134,8 +135,8 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, folder: Path, key: str) 
         beyond = sorted(index for index in name_of if index >= size)
         special = [name for name in ("eos_token", "pad_token") if getattr(tokenizer, f"{name}_id") in beyond]
         raise ValueError(
-            f"{key}={str(folder)!r}: the tokenizer has {len(beyond)} tokens that the model lacks, whose "
-            f"vocab_size is {size}: {name_of[beyond[0]]!r} is "
+            f"{key}={str(folder)!r}: the tokenizer has {counted(len(beyond), 'token')} that the model "
+            f"lacks, whose vocab_size is {size}: {name_of[beyond[0]]!r} is "
             f"{beyond[0]}{f', and it is the {special[0]}' if special else ''}; put the tokenizer that the "
             "model was trained with into the folder"
         )

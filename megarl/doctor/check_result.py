@@ -81,7 +81,3 @@ def as_json(finding: CheckResult) -> dict[str, Any]:
         "remedy": finding.hint,
         "facts": dict(finding.facts),
     }
-
-
-def size(nbytes: float) -> str:
-    return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"

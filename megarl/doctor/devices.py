@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.config.schema import Device
-from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
+from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.processors import torch_cuda, visible_devices
+from megarl.machine.wording import counted, sized
 from megarl.placement.memory import plan_memory
 
 CHECK = "gpus"
@@ -202,7 +203,7 @@ def _driver(found: Gpus) -> Iterator[CheckResult]:
 
 def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[CheckResult]:
     if len(gpus) < max(needed, 1):
-        message = f"this machine has {len(gpus)} GPUs, but the placement needs {needed} per node"
+        message = f"this machine has {counted(len(gpus), 'GPU')}, but the placement needs {needed} per node"
         hint = (
             "set placement.devices_per_node to the GPUs of a node, with smaller parallel sizes or more "
             "nodes; or use device=cpu"
@@ -220,7 +221,7 @@ def _count(gpus: Sequence[Gpu], needed: int) -> Iterator[CheckResult]:
 def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[CheckResult]:
     for gpu in gpus:
         if gpu.memory and gpu.used > _IN_USE_SHARE * gpu.memory:
-            message = f"GPU {gpu.index} has {size(gpu.used)} of {size(gpu.memory)} in use"
+            message = f"GPU {gpu.index} has {sized(gpu.used)} of {sized(gpu.memory)} in use"
             yield doubtful(
                 CHECK,
                 message,
@@ -232,7 +233,7 @@ def _state(gpus: Sequence[Gpu], peak: int) -> Iterator[CheckResult]:
     known = [gpu for gpu in gpus if gpu.memory]
     smallest = min(known, key=lambda gpu: gpu.memory, default=None)
     if smallest is not None and smallest.memory < peak:
-        message = f"the plan needs {size(peak)} on one GPU, which has {size(smallest.memory)}"
+        message = f"the plan needs {sized(peak)} on one GPU, which has {sized(smallest.memory)}"
         hint = (
             "see `megarl plan` for the memory of each device; use larger parallel sizes, smaller "
             "micro-batches, recompute=full, or another placement"

@@ -44,7 +44,7 @@ from megarl.data.tokenizer import Tools, load_tokenizer
 from megarl.data.turns import closing_token
 from megarl.data.whole_chat import spelled_special
 from megarl.doctor.agent_inputs import judge_agent
-from megarl.doctor.check_result import DATA, CheckResult, Status, doubtful, good, refused, size, wrong
+from megarl.doctor.check_result import DATA, CheckResult, Status, doubtful, good, refused, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.doctor.judges import judge_prompts
 from megarl.doctor.reward_functions import (
@@ -58,7 +58,7 @@ from megarl.doctor.teacher import judge_data_sources, judge_teacher
 from megarl.machine.errors import ConfigError
 from megarl.machine.spawn import FreshContext
 from megarl.machine.user_functions import UserFunctionError
-from megarl.machine.wording import counted
+from megarl.machine.wording import counted, sized
 from megarl.models.architecture import Architecture
 from megarl.rollout.interface import end_token_ids
 from megarl.step_time.device_files import profile_of
@@ -212,7 +212,7 @@ def judge_model(folder: Path, key: str, architecture: Architecture, role: ModelR
     total = sum(file.stat().st_size for file in files)
     return good(
         MODELS,
-        f"{folder}: {counted(len(index.tensors), 'tensor')} in {counted(len(files), 'file')}, {size(total)}",
+        f"{folder}: {counted(len(index.tensors), 'tensor')} in {counted(len(files), 'file')}, {sized(total)}",
         files=len(files),
         bytes=total,
     )
@@ -246,7 +246,7 @@ def judge_tokenizer(role: ModelRole, tokenizer: PreTrainedTokenizerBase) -> Chec
         template += " that writes the date; prompts have the date of the run's start, also after resuming"
     return good(
         TOKENIZERS,
-        f"{role.path}: {len(tokenizer):,} tokens, end token {tokenizer.eos_token!r}, {template}",
+        f"{role.path}: {counted(len(tokenizer), 'token')}, end token {tokenizer.eos_token!r}, {template}",
         **facts,
     )
 
@@ -425,7 +425,7 @@ def judge_rows(
 
     if longer:
         message = (
-            f"{key}: {file}: {longer} of the first {len(lengths)} rows have more than "
+            f"{key}: {file}: {longer} of the first {counted(len(lengths), 'row')} have more than "
             f"{limit_key}={limit} tokens, the longest {'at least ' if has_bounds else ''}{longest}"
         )
         if config.data.overlong is Overlong.refuse:
@@ -440,7 +440,9 @@ def judge_rows(
         )
 
     of_all = "" if rows is None else f"{counted(rows, 'row')}; "
-    return good(DATA, f"{file}: {of_all}the first {len(lengths)} have at most {longest} tokens", **facts)
+    return good(
+        DATA, f"{file}: {of_all}the first {len(lengths)} have at most {counted(longest, 'token')}", **facts
+    )
 
 
 def judge_functions(algorithm: AlgorithmConfig, limit_s: float = LOAD_LIMIT_S) -> Iterator[CheckResult]:

@@ -18,13 +18,13 @@ from typing import NamedTuple
 import psutil
 
 from megarl.controller.daemons import OBJECT_STORE_MB
-from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
+from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.namespace_limits import namespace_obstacles
 from megarl.machine.processors import usable_cores
 from megarl.machine.sandbox import why_not
 from megarl.machine.sandbox_levels import Level
-from megarl.machine.wording import counted
+from megarl.machine.wording import counted, sized
 from megarl.placement.cores import at_work
 from megarl.placement.memory import plan_memory
 from megarl.placement.snapshots import snapshot_bytes
@@ -69,15 +69,15 @@ def judge_shared_memory(folder: str, total: int, free: int, needed: int) -> Chec
 
     if total < needed:
         message = (
-            f"{folder} has {size(total)}, but the run needs {size(needed)} (Ray's object store and NCCL)"
+            f"{folder} has {sized(total)}, but the run needs {sized(needed)} (Ray's object store and NCCL)"
         )
         return wrong("shared memory", message, hint, **facts)
 
     if free < needed:
-        message = f"{folder} has {size(free)} of {size(total)} free, but the run needs {size(needed)}"
+        message = f"{folder} has {sized(free)} of {sized(total)} free, but the run needs {sized(needed)}"
         return doubtful("shared memory", message, f"remove files left in {folder}, or: {hint}", **facts)
 
-    return good("shared memory", f"{folder} has {size(free)} free, {size(needed)} needed", **facts)
+    return good("shared memory", f"{folder} has {sized(free)} free, {sized(needed)} needed", **facts)
 
 
 def open_files(subject: ExaminedRun) -> Iterator[CheckResult]:
@@ -96,7 +96,7 @@ def judge_open_files(soft: int, hard: int) -> CheckResult:
     if soft < TOO_FEW_FILES:
         return wrong(
             "open files",
-            f"a process may open {soft:,} files (hard limit {hard:,}), but Ray needs more",
+            f"a process may open {counted(soft, 'file')} (hard limit {hard:,}), but Ray needs more",
             hint,
             **facts,
         )
@@ -104,7 +104,7 @@ def judge_open_files(soft: int, hard: int) -> CheckResult:
     if soft < FEW_FILES:
         return doubtful(
             "open files",
-            f"a process may open {soft:,} files, but many workers need {FEW_FILES:,} or more",
+            f"a process may open {counted(soft, 'file')}, but many workers need {FEW_FILES:,} or more",
             hint,
             **facts,
         )
@@ -169,19 +169,20 @@ def judge_memory(total: int, available: int, planned: int) -> CheckResult:
     if planned > total:
         return wrong(
             "memory",
-            f"the plan needs about {size(planned)}, but this machine has {size(total)}",
+            f"the plan needs about {sized(planned)}, but this machine has {sized(total)}",
             hint,
             **facts,
         )
 
     if planned > available:
         message = (
-            f"the plan needs about {size(planned)}, but {size(available)} of {size(total)} are available now"
+            f"the plan needs about {sized(planned)}, but {sized(available)} of {sized(total)} are available "
+            "now"
         )
         return doubtful("memory", message, f"end other processes, or {hint}", **facts)
 
-    needs = f", about {size(planned)} planned" if planned else ""
-    return good("memory", f"{size(available)} of {size(total)} available{needs}", **facts)
+    needs = f", about {sized(planned)} planned" if planned else ""
+    return good("memory", f"{sized(available)} of {sized(total)} available{needs}", **facts)
 
 
 def sandbox(subject: ExaminedRun) -> Iterator[CheckResult]:

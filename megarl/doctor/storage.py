@@ -15,10 +15,10 @@ from pathlib import Path
 
 from megarl.config.memory_sizes import checkpoint_bytes, most_checkpoints
 from megarl.config.paths import checkpoint_path
-from megarl.doctor.check_result import CheckResult, doubtful, good, size, wrong
+from megarl.doctor.check_result import CheckResult, doubtful, good, wrong
 from megarl.doctor.examined_run import ExaminedRun
 from megarl.machine.files import existing_folder
-from megarl.machine.wording import counted
+from megarl.machine.wording import counted, sized
 
 CHECK = "checkpoints"
 MARK = ".megarl-doctor-"  # prefix of the temporary files of the checks
@@ -129,7 +129,7 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckR
     if disk.error is not None:
         yield wrong(
             CHECK,
-            f"{disk.folder} ({disk.kind}, {size(disk.free)} free) cannot be written: {disk.error}",
+            f"{disk.folder} ({disk.kind}, {sized(disk.free)} free) cannot be written: {disk.error}",
             elsewhere,
             **facts,
         )
@@ -149,26 +149,30 @@ def judge(disk: Disk, *, num_nodes: int, one: int, most: int) -> Iterator[CheckR
     seconds = one / disk.speed
 
     if seconds > _LONG_S:
-        message = f"a checkpoint of {size(one)} will take {seconds / 60:,.0f} minutes at {size(disk.speed)}/s"
+        message = (
+            f"a checkpoint of {sized(one)} will take {seconds / 60:,.0f} minutes at {sized(disk.speed)}/s"
+        )
         faults.append(doubtful(CHECK, message, f"raise checkpoint.every_steps, or {elsewhere}", **facts))
 
     yield from faults
     if not faults:
-        room = f"; {counted(most, 'checkpoint')} of {size(one)}" if most else ""
+        room = f"; {counted(most, 'checkpoint')} of {sized(one)}" if most else ""
         yield good(
-            CHECK, f"{disk.folder} ({disk.kind}): {size(disk.free)} free, {size(disk.speed)}/s{room}", **facts
+            CHECK,
+            f"{disk.folder} ({disk.kind}): {sized(disk.free)} free, {sized(disk.speed)}/s{room}",
+            **facts,
         )
 
 
 def _room(disk: Disk, one: int, most: int, facts: dict[str, object]) -> Iterator[CheckResult]:
     hint = "lower checkpoint.keep, raise checkpoint.every_steps, or set checkpoint.dir to a larger disk"
     if disk.free < one:
-        message = f"{disk.folder} has {size(disk.free)} free, but one checkpoint needs {size(one)}"
+        message = f"{disk.folder} has {sized(disk.free)} free, but one checkpoint needs {sized(one)}"
         yield wrong(CHECK, message, hint, **facts)
     elif disk.free < most * one:
         message = (
-            f"{disk.folder} has {size(disk.free)} free, but will contain up to {counted(most, 'checkpoint')} "
-            f"of {size(one)}"
+            f"{disk.folder} has {sized(disk.free)} free, but will contain up to "
+            f"{counted(most, 'checkpoint')} of {sized(one)}"
         )
         yield doubtful(CHECK, message, hint, **facts)
 

@@ -11,6 +11,7 @@ from megarl.config.schema import PPOConfig
 from megarl.data.files import DataError
 from megarl.data.prompts import read_reward_inputs, read_reward_rows
 from megarl.doctor.check_result import DATA, CheckResult, good, wrong
+from megarl.machine.wording import counted
 
 _CHECK = "tokenizers"
 
@@ -44,7 +45,7 @@ def judge_teacher(
     """
     facts = {"folder": role.path, "tokens": len(tokenizer)}
     if policy is None:
-        return good(_CHECK, f"{role.path}: {len(tokenizer):,} tokens", **facts)
+        return good(_CHECK, f"{role.path}: {counted(len(tokenizer), 'token')}", **facts)
 
     tokens = _by_id(tokenizer)
     expected = _by_id(policy)
@@ -52,7 +53,7 @@ def judge_teacher(
         index for index in tokens.keys() | expected.keys() if tokens.get(index) != expected.get(index)
     )
     if not different:
-        return good(_CHECK, f"{role.path}: {len(tokenizer):,} tokens, those of the policy", **facts)
+        return good(_CHECK, f"{role.path}: {counted(len(tokenizer), 'token')}, those of the policy", **facts)
 
     first = different[0]
     message = (

@@ -35,6 +35,7 @@ from megarl.engine.groups import ParallelGroups
 from megarl.engine.optimizer import MOMENTS, StepCounts
 from megarl.engine.sharding import Shard, sharding_of
 from megarl.machine.errors import UNWRITTEN, CheckpointError
+from megarl.machine.wording import counted
 
 OPTIMIZER_FORMAT = "fully_reshardable"
 RNG_KEY = "rng_state"
@@ -338,7 +339,8 @@ def _check_complete(index: TorchDistIndex, shards: Sequence[Shard]) -> None:
             else ""
         )
         raise CheckpointError(
-            f"{index.folder}: has {len(extra)} tensors that this model lacks, such as {min(extra)}{why}"
+            f"{index.folder}: has {counted(len(extra), 'tensor')} that this model lacks, such as "
+            f"{min(extra)}{why}"
         )
 
 

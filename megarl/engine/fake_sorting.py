@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.machine.wording import counted
+
 
 class _Sorted(torch.autograd.Function):
     """A copy, whose gradient is a copy."""
@@ -59,7 +61,7 @@ def _sort(tokens: Tensor, split_sizes: Tensor, sorted_idxs: Tensor) -> Tensor:
     order = sorted_idxs.tolist()
     if sum(sizes) != tokens.shape[0] or sorted(order) != list(range(len(sizes))):
         raise ValueError(
-            f"{tokens.shape[0]} tokens are sorted as {len(sizes)} chunks of {sum(sizes)} tokens, in an order "
-            f"of {len(order)} chunks"
+            f"{counted(tokens.shape[0], 'token')} sorted as {counted(len(sizes), 'chunk')} of "
+            f"{counted(sum(sizes), 'token')}, in an order of {counted(len(order), 'chunk')}"
         )
     return _Sorted.apply(tokens)

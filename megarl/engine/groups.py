@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megarl.config.schema import ParallelConfig
+from megarl.machine.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ def initialize(parallel: ParallelConfig, seed: int, limit_s: float = 1800.0) -> 
     """
     if dist.get_world_size() != parallel.world_size:
         raise ValueError(
-            f"the layout {parallel} needs {parallel.world_size} ranks, but the process group has "
+            f"the layout {parallel} needs {counted(parallel.world_size, 'rank')}, but the process group has "
             f"{dist.get_world_size()}: tensor x context x pipeline x data must equal the number of ranks"
         )
 

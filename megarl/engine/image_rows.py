@@ -15,6 +15,7 @@ from torch import Tensor
 from megarl.batch.ragged import RaggedTensor
 from megarl.batch.token_rows import IMAGE_GRIDS, PIXEL_VALUES, image_places
 from megarl.data.image_positions import token_positions
+from megarl.machine.wording import counted
 from megarl.models.vision import Vision
 
 
@@ -97,7 +98,7 @@ def _check(name: str, at: Tensor, counts: list[int], vision: Vision) -> None:
     """Check that a prompt has one run of image tokens per image."""
     if len(at) != sum(counts):
         raise ValueError(
-            f"{name}: the prompt has {len(at)} image tokens (id {vision.image_token_id}), but its "
+            f"{name}: the prompt has {counted(len(at), 'image token')} (id {vision.image_token_id}), but its "
             f"{len(counts)} images have {sum(counts)} features"
         )
 

@@ -36,6 +36,7 @@ from megarl.engine.moe_router import RoutedDeepstackLayer, RoutedLayer, router_c
 from megarl.engine.norms import drop_norms_before_blocks, linear_class, set_norms, submodules_of
 from megarl.engine.sinks import SinkAttention
 from megarl.engine.vision import DeepstackLayer
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.mapping import EXPERT
 
@@ -97,8 +98,8 @@ def block_spec(
     num_deepstack = len(architecture.vision.deepstack_blocks) if architecture.vision else 0
     if num_deepstack and first == 0 and len(held) < num_deepstack:
         raise ValueError(
-            f"the first (virtual) pipeline stage has {len(held)} layers, but features of images are added to "
-            f"the first {num_deepstack}: use fewer pipeline stages or virtual stages"
+            f"the first (virtual) pipeline stage has {counted(len(held), 'layer')}, but features of images "
+            f"are added to the first {num_deepstack}: use fewer pipeline stages or virtual stages"
         )
     deepstack_layer = RoutedDeepstackLayer if sparse_layers else DeepstackLayer
     for place, layer in enumerate(held):

@@ -44,6 +44,7 @@ from megarl.engine.packed_rows import PackedRows
 from megarl.engine.platform import to_device
 from megarl.engine.rotary import set_positions
 from megarl.engine.vision import ImageInputs
+from megarl.machine.wording import counted
 from megarl.models.vision import Vision
 
 _TOP_TOKENS = (TEACHER_TOP_IDS, TEACHER_TOP_LOG_PROBS)  # with several values per token
@@ -310,5 +311,5 @@ def _check_rows(columns: Mapping[str, RaggedTensor], rows: Sequence[int]) -> Non
             row = int((column.lengths != expected).nonzero()[0])
             raise ValueError(
                 f"row {rows[row]} of the batch: {key!r} has {int(column.lengths[row])} values for a response "
-                f"of {int(lengths[row])} tokens"
+                f"of {counted(int(lengths[row]), 'token')}"
             )

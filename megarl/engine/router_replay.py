@@ -27,6 +27,7 @@ from megarl.engine.micro_batch import MicroBatch, MicroBatchRoutes
 from megarl.engine.micro_batch_layout import TokenPositions
 from megarl.engine.moe_router import ExpertRouter
 from megarl.engine.platform import to_device
+from megarl.machine.wording import counted
 from megarl.models.architecture import Experts
 
 
@@ -185,8 +186,9 @@ class RouterReplayBuffer:
             if len(routes) != (length - 1) * size or routes.dtype != self._dtype:
                 raise ValueError(
                     f"row {row} of the batch: {ROUTED_EXPERTS} has {len(routes)} numbers of {routes.dtype}, "
-                    f"but its {length} tokens need {length - 1} x {self._shape[0]} layers x {self._shape[1]} "
-                    f"experts of {self._dtype}"
+                    f"but its {counted(length, 'token')} need {length - 1} x "
+                    f"{counted(self._shape[0], 'layer')} x {counted(self._shape[1], 'expert')} of "
+                    f"{self._dtype}"
                 )
             table[begin : begin + length - 1] = routes.view(-1, *self._shape)
             is_given[begin : begin + length - 1] = True

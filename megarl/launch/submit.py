@@ -27,6 +27,7 @@ from megarl.config.rules.machine import code_files
 from megarl.controller.environment import users_settings
 from megarl.doctor.checked_config import load_checked_anywhere, refuse
 from megarl.launch.job_files import RUN_FILE, absent_secrets, pack
+from megarl.machine.wording import counted
 
 FAILED = 1
 INTERRUPTED = 130
@@ -80,7 +81,8 @@ def run(config_path: str, overrides: Sequence[str], address: str | None) -> int:
     with tempfile.TemporaryDirectory(prefix="megarl-job-") as folder:
         package = pack(config, Path(folder), Path.cwd())
         print(
-            f"{config_path}: OK; uploading {package.num_files} files, {package.nbytes / 2**20:.1f} MiB",
+            f"{config_path}: OK; uploading {counted(package.num_files, 'file')}, "
+            f"{package.nbytes / 2**20:.1f} MiB",
             flush=True,
         )
         job = Job(client, folder)

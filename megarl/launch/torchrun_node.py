@@ -30,6 +30,7 @@ from megarl.doctor.checked_config import load_checked_here
 from megarl.launch.ray_node import RayNode, logical_cpus
 from megarl.machine.errors import ConfigError
 from megarl.machine.reaper import OWNER, end_processes_of, start_reaper
+from megarl.machine.wording import counted
 from megarl.placement.plan import plan_placement
 
 FAILED = 1
@@ -184,7 +185,7 @@ def _drive(meeting: Meeting, config_path: str, overrides: Sequence[str]) -> int:
             if meeting.first_of(f"{_UP} {rank}", f"{_LEFT} {rank}").startswith(_LEFT):
                 raise LaunchError(f"node {rank} has left: {meeting.what(f'{_LEFT} {rank}')}")
         meeting.forget(_HEAD)  # the message contains the key
-        _say(f"{meeting.num_nodes} nodes are up, Ray is at {node.gcs_address}")
+        _say(f"{counted(meeting.num_nodes, 'node')} joined, Ray is at {node.gcs_address}")
         command = [sys.executable, "-m", "megarl", "train", config_path, *overrides]
         return Driver(command, {**environment, "RAY_ADDRESS": node.gcs_address}).watch(Silence(meeting))
     finally:

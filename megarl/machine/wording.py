@@ -14,6 +14,18 @@ def counted(number: int, name: str) -> str:
     return f"{number:,} {name if number == 1 else plural}"
 
 
+def byte_unit(nbytes: float) -> tuple[int, str]:
+    """Return the bytes and the name of the unit in which a size is readable: GiB, MiB or KiB."""
+    units = ((2**30, "GiB"), (2**20, "MiB"))
+    return next((unit for unit in units if nbytes >= unit[0]), (2**10, "KiB"))
+
+
+def sized(nbytes: float, decimals: int = 1) -> str:
+    """Return a size with its unit, such as `1.5 GiB`, `20.0 MiB` and `0.5 KiB`."""
+    unit, name = byte_unit(nbytes)
+    return f"{nbytes / unit:,.{decimals}f} {name}"
+
+
 def written(value: object) -> str:
     """Return a value as a configuration file contains it, such as `true`, `null` and `[a, b]`."""
     if isinstance(value, Enum):

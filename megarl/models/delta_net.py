@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, DeltaNet
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.mapping import HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement
@@ -144,7 +145,7 @@ def _read_layers(reader: ConfigReader, num_hidden_layers: int) -> tuple[int, ...
 
     is_list = isinstance(kinds, list) and len(kinds) == num_hidden_layers
     if not is_list or not all(kind in (_LINEAR, _FULL) for kind in kinds):
-        needed = f"must name {_LINEAR} or {_FULL} for each of {num_hidden_layers} layers"
+        needed = f"must name {_LINEAR} or {_FULL} for each of {counted(num_hidden_layers, 'layer')}"
         reader.conflict(f"field 'layer_types' is {kinds!r}, but {needed}", "num_hidden_layers")
         return ()
     if len(set(kinds)) == 1 and num_hidden_layers > 1:

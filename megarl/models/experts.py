@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, ExpertGroups, Experts, RouterScore
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.mapping import EXPERT, HF_LAYER, MEGATRON_LAYER, Cut, MappingRow, StagePlacement, is_sparse
@@ -159,7 +160,8 @@ def _layers_after_dense(reader: ConfigReader, num_hidden_layers: int) -> tuple[i
     num_dense = reader.count("first_k_dense_replace", OF_CLASS)
     if num_dense >= num_hidden_layers:
         reader.conflict(
-            f"'first_k_dense_replace' is {num_dense}: none of {num_hidden_layers} layers has experts",
+            f"'first_k_dense_replace' is {num_dense}: none of {counted(num_hidden_layers, 'layer')} has "
+            "experts",
             "first_k_dense_replace",
             "num_hidden_layers",
         )
@@ -178,12 +180,14 @@ def _read_groups(reader: ConfigReader, num_experts: int, chosen: int) -> ExpertG
     said = f"'n_group' {num_groups} and 'topk_group' {num_selected}"
 
     if num_experts % num_groups or num_selected > num_groups:
-        reader.conflict(f"{said} do not fit {num_experts} experts", *names)
+        reader.conflict(f"{said} do not fit {counted(num_experts, 'expert')}", *names)
         return None
     if num_selected == num_groups:
         return None
     if num_experts // num_groups < 2 or chosen > num_selected * (num_experts // num_groups):
-        reader.conflict(f"{said} leave too few of {num_experts} experts to select {chosen}", *names)
+        reader.conflict(
+            f"{said} leave too few of {counted(num_experts, 'expert')} to select {chosen}", *names
+        )
     if chosen // num_selected != 2:
         needed = "twice 'topk_group' (or one more)"
         reader.conflict(f"{said} with 'num_experts_per_tok' {chosen}: only {needed} is supported", *names)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.experts import check_router_gradient, transposed_fused
@@ -265,7 +266,8 @@ def _check(reader: ConfigReader, architecture: Architecture, vision: Vision, sec
     if len(vision.deepstack_blocks) >= architecture.num_hidden_layers:
         reader.problems.append(
             f"vision_config: field 'deepstack_visual_indexes' lists {len(vision.deepstack_blocks)} blocks "
-            f"for {architecture.num_hidden_layers} layers; megarl supports fewer blocks than layers"
+            f"for {counted(architecture.num_hidden_layers, 'layer')}; megarl supports fewer blocks than "
+            "layers"
         )
 
     if vision.num_position_embeddings and int(vision.num_position_embeddings**0.5) ** 2 != (

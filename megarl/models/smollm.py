@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 from megarl.models.family import Family
@@ -27,7 +28,7 @@ def _read_layers_without_rope(reader: ConfigReader, num_hidden_layers: int) -> t
 
     is_list = isinstance(marks, list) and len(marks) == num_hidden_layers
     if not is_list or not all(mark in (0, 1) for mark in marks):
-        needed = f"must have 0 or 1 for each of {num_hidden_layers} layers"
+        needed = f"must have 0 or 1 for each of {counted(num_hidden_layers, 'layer')}"
         reader.conflict(f"field 'no_rope_layers' is {marks!r}, but {needed}", "num_hidden_layers")
         return ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from megarl.machine.wording import counted
 from megarl.models.config_reader import OF_CLASS, ConfigReader
 
 _WINDOWED = "sliding_attention"
@@ -29,7 +30,7 @@ def read_windows(reader: ConfigReader, num_hidden_layers: int, *, full_every: in
 
     is_list = isinstance(kinds, list) and len(kinds) == num_hidden_layers
     if not is_list or not all(kind in (_WINDOWED, _FULL) for kind in kinds):
-        needed = f"must name {_WINDOWED} or {_FULL} for each of {num_hidden_layers} layers"
+        needed = f"must name {_WINDOWED} or {_FULL} for each of {counted(num_hidden_layers, 'layer')}"
         reader.conflict(f"field 'layer_types' is {kinds!r}, but {needed}", "num_hidden_layers")
         return ()
 
@@ -56,7 +57,7 @@ def check_sliding_window(
 
     if layer_types is not None:
         if not isinstance(layer_types, list) or len(layer_types) != num_hidden_layers:
-            needed = f"must name one type for each of {num_hidden_layers} layers"
+            needed = f"must name one type for each of {counted(num_hidden_layers, 'layer')}"
             reader.conflict(f"field 'layer_types' is {layer_types!r}, but {needed}", "num_hidden_layers")
         elif other := sorted({str(kind) for kind in layer_types} - {"full_attention"}):
             named = ", ".join(other)
@@ -69,8 +70,8 @@ def check_sliding_window(
             return
         reader.conflict(
             f"field 'use_sliding_window' is {json.dumps(switch)} with 'sliding_window' {json.dumps(window)} "
-            f"and 'max_window_layers' {json.dumps(first_windowed)}: not all of {num_hidden_layers} layers "
-            "would see every token; only full attention is supported",
+            f"and 'max_window_layers' {json.dumps(first_windowed)}: not all of "
+            f"{counted(num_hidden_layers, 'layer')} would see every token; only full attention is supported",
             "num_hidden_layers",
             "max_position_embeddings",
         )

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from megarl.config.roles import WITHOUT_DEVICES, judge_roles, model_roles
 from megarl.config.schema import PlacementConfig, PlacementStrategy, PPOConfig, RunConfig
+from megarl.machine.wording import counted
 from megarl.placement.assign import fits_alone
 from megarl.placement.requests import GroupRequest, group_requests
 
@@ -84,8 +85,8 @@ def _pool_problems(placement: PlacementConfig) -> Iterator[str]:
             yield f"{key}: is {counts}, but must list the devices on each node, such as [4] or [0, 4]"
         if len(counts) > placement.num_nodes:
             yield (
-                f"{key}, placement.num_nodes: names {len(counts)} nodes, but num_nodes is "
-                f"{placement.num_nodes}; use {len(counts)} nodes"
+                f"{key}, placement.num_nodes: names {counted(len(counts), 'node')}, but num_nodes is "
+                f"{placement.num_nodes}; use {counted(len(counts), 'node')}"
             )
 
     # Without a configured size, nodes are as large as the pools need.
@@ -117,11 +118,12 @@ def _sizes(
         key = f"{_POOLS}.{pool}"
         needed = request.num_devices
         if sum(counts) < needed:
-            reason = f"has {sum(counts)} devices, but {request.name} needs {needed}; use {needed} or more"
+            given = counted(sum(counts), "device")
+            reason = f"has {given}, but {request.name} needs {needed}; use {needed} or more"
         else:
             reason = (
-                f"is {counts}: {request.name} needs {needed} devices in groups of {request.together}, each "
-                f"on one node; use a multiple of {request.together} on each node"
+                f"is {counts}: {request.name} needs {counted(needed, 'device')} in groups of "
+                f"{request.together}, each on one node; use a multiple of {request.together} on each node"
             )
         yield f"{key}, {_keys_of(request, parallel_keys)}: {reason}, or smaller sizes of {request.name}"
 

@@ -26,6 +26,7 @@ from megarl.config.schema import (
     RunConfig,
 )
 from megarl.config.speculation import draft_of
+from megarl.machine.wording import byte_unit, counted
 from megarl.models.architecture import Architecture
 from megarl.models.counts import (
     ParameterCount,
@@ -171,14 +172,16 @@ def budget_problems(config: RunConfig, devices: list[DeviceMemory]) -> list[str]
         fullest = max((device for device in devices if device.pool == pool), key=lambda device: device.peak)
         if fullest.peak > limit_gb * 2**30:
             usages = fullest.phases[fullest.peak_phase]
+            unit, unit_name = byte_unit(fullest.peak)
             parts = ", ".join(
-                f"{role} {usage.total / 2**30:,.2f}" for role, usage in usages.items() if usage.total
+                f"{role} {usage.total / unit:,.2f}" for role, usage in usages.items() if usage.total
             )
             problems.append(
                 f"placement.device_memory_gb: in {fullest.peak_phase}, device {fullest.device} of node "
-                f"{fullest.node} (pool {pool}) needs {fullest.peak / 2**30:,.2f} GiB ({parts}), but has "
-                f"{limit_gb:g}; use larger parallel sizes, smaller micro-batches, recompute=full, a "
-                "placement in which fewer roles share the device, or placement.over_budget=warn"
+                f"{fullest.node} (pool {pool}) needs {fullest.peak / unit:,.2f} {unit_name} ({parts}), but "
+                f"has {limit_gb * 2**30 / unit:g}; use larger parallel sizes, smaller micro-batches, "
+                "recompute=full, a placement in which fewer roles share the device, or "
+                "placement.over_budget=warn"
             )
 
     return problems
@@ -197,11 +200,12 @@ def _share_problems(config: PPOConfig, devices: list[DeviceMemory]) -> list[str]
     key = config.rollout.engine.needs.memory_key
     fraction = config.rollout.memory_share_of(config.rollout.engine)
     assert limit_gb is not None
+    unit, unit_name = byte_unit(needed)
 
     return [
-        f"{key}: {fraction} of placement.device_memory_gb {limit_gb:g} is {share / 2**30:,.2f} GiB, but the "
-        f"weights need {engine.parameters / 2**30:,.2f} and one row of {config.max_row_tokens:,} tokens "
-        f"needs {engine.kv_cache / 2**30:,.2f}; use at least "
+        f"{key}: {fraction} of placement.device_memory_gb {limit_gb:g} is {share / unit:,.2f} {unit_name}, "
+        f"but the weights need {engine.parameters / unit:,.2f} and one row of "
+        f"{counted(config.max_row_tokens, 'token')} needs {engine.kv_cache / unit:,.2f}; use at least "
         f"{ceil(100 * needed / (limit_gb * 2**30)) / 100:.2f}, or a larger rollout.tensor_parallel_size"
     ]
 

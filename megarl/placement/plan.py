@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megarl.config.schema import PlacementStrategy, RunConfig
 from megarl.machine.errors import ConfigError
+from megarl.machine.wording import counted
 from megarl.placement.assign import assign
 from megarl.placement.custom import custom_problems
 from megarl.placement.placement_plan import PlacementPlan, reserve
@@ -78,7 +79,7 @@ def _does_not_fit(config: RunConfig, pools: Sequence[PoolRequest]) -> str:
 
     return (
         f"placement.num_nodes, placement.devices_per_node: {placement.num_nodes} x {size} = "
-        f"{placement.num_nodes * size} devices, but the roles need {needed} ({roles}){split}; use "
+        f"{counted(placement.num_nodes * size, 'device')}, but the roles need {needed} ({roles}){split}; use "
         f"devices_per_node {_devices_that_work(pools, placement.num_nodes)} or more, more nodes, or smaller "
         f"parallel sizes"
     )

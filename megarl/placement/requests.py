@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megarl.config.roles import ENVIRONMENT, WITHOUT_DEVICES, judge_roles, model_roles, needs_critic
 from megarl.config.schema import ParallelConfig, PlacementStrategy, PPOConfig, RunConfig
+from megarl.machine.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,11 +203,11 @@ def _stage_problems(config: PPOConfig, num_nodes: int) -> list[str]:
     if stages % num_nodes == 0 or (rest == 0 and tensor % nodes_per_stage == 0):
         return []
     return [
-        "rollout.tensor_parallel_size, rollout.pipeline_parallel_size, placement.devices_per_node: an engine "
-        f"of {stages} stages of {tensor} devices on nodes of {_devices_of_a_node(config)} spans {num_nodes} "
-        "nodes, but each node must have equally many whole stages, or each stage equally many whole nodes; "
-        "use a tensor_parallel_size that divides the devices of a node, and a pipeline_parallel_size that is "
-        "a multiple of the nodes"
+        "rollout.tensor_parallel_size, rollout.pipeline_parallel_size, placement.devices_per_node: an "
+        f"engine of {stages} stages of {counted(tensor, 'device')} on nodes of {_devices_of_a_node(config)} "
+        f"spans {num_nodes} nodes, but each node must have equally many whole stages, or each stage equally "
+        "many whole nodes; use a tensor_parallel_size that divides the devices of a node, and a "
+        "pipeline_parallel_size that is a multiple of the nodes"
     ]
 
 

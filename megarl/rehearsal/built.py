@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megarl.machine.wording import counted
 from megarl.models.mapping import AXES, Cut
 from megarl.rehearsal.record import RehearsalError
 from megarl.weights.shard_layout import held_weights
@@ -54,9 +55,10 @@ def _wrong_marks(engine: MegatronEngine, parameters: Mapping[str, torch.nn.Param
         marked = getattr(parameter, "partition_dim", None)
 
         if expected is None and is_marked:
-            yield f"{weight.megatron_name} is replicated, but marked as sharded over {shards} ranks"
+            ranks = counted(shards, "rank")
+            yield f"{weight.megatron_name} is replicated, but marked as sharded over {ranks}"
         elif expected is not None and not is_marked:
-            yield f"{weight.megatron_name} is sharded over {shards} ranks, but not marked"
+            yield f"{weight.megatron_name} is sharded over {counted(shards, 'rank')}, but not marked"
         elif expected is not None and marked != expected:
             yield f"{weight.megatron_name} is sharded along dimension {expected}, but marked for {marked}"
 

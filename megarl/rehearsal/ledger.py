@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from megarl.engine import fake_cuda
+from megarl.machine.wording import sized
 from megarl.rehearsal.record import Await, Collective, HostSync, PhaseRecord, RehearsalError
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -50,10 +51,6 @@ def _line(code: CodeType, line: int) -> str:
     elif path.startswith(_ROOT):
         path = path.removeprefix(_ROOT)
     return f"{path}:{line} {code.co_name}"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
 
 
 class Ledger:
@@ -93,8 +90,8 @@ class Ledger:
     def _check(self, size: int) -> None:
         if self._limit is not None and self._held > self._limit:
             raise RehearsalError(
-                f"{_size(self._held)} would be allocated on a device that has {_size(self._limit)}, "
-                f"including {_size(size)} more, at {place()}"
+                f"{sized(self._held, 2)} would be allocated on a device that has {sized(self._limit, 2)}, "
+                f"including {sized(size, 2)} more, at {place()}"
             )
 
     def look_again(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from megarl.config.schema import ParallelConfig
+from megarl.machine.wording import counted
 from megarl.rehearsal.order import deadlock
 from megarl.rehearsal.record import POINT_TO_POINT, Collective, RankRecord
 
@@ -41,7 +42,8 @@ def chosen_ranks(text: str, parallel: ParallelConfig) -> list[int]:
 
     if ranks[-1] >= parallel.world_size:
         raise ValueError(
-            f"--ranks {text}: the role has {parallel.world_size} ranks, from 0 to {parallel.world_size - 1}"
+            f"--ranks {text}: the role has {counted(parallel.world_size, 'rank')}, from 0 to "
+            f"{parallel.world_size - 1}"
         )
 
     return ranks
@@ -89,7 +91,8 @@ def rounded_sums(records: Sequence[RankRecord]) -> list[str]:
     Such a sum would be rounded to its dtype.
     """
     problems = {
-        f"gradients are summed over {len(call.ranks)} data-parallel ranks in {call.dtype}, not in float32, "
+        f"gradients are summed over {counted(len(call.ranks), 'data-parallel rank')} in {call.dtype}, not "
+        "in float32, "
         f"at {call.place}": None
         for record in records
         for phase in record.phases

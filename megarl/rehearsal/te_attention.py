@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+from megarl.machine.wording import counted
 from megarl.rehearsal.device import known_value
 from megarl.rehearsal.te_enums import (
     NVTE_Bias_Type,
@@ -96,7 +97,7 @@ def _attention(
     heads, groups = query.shape[-2], key.shape[-2]
     check(key.shape[:-1] == value.shape[:-1], f"K has shape {tuple(key.shape)}, V {tuple(value.shape)}")
     check(query.shape[-1] == key.shape[-1], f"Q has shape {tuple(query.shape)}, K {tuple(key.shape)}")
-    check(heads % groups == 0, f"{heads} query heads cannot share {groups} key heads")
+    check(heads % groups == 0, f"{counted(heads, 'query head')} cannot share {counted(groups, 'key head')}")
 
     for name, bounds in (("cu_seqlens_q", bounds_q), ("cu_seqlens_kv", bounds_kv)):
         check(bounds.dtype == torch.int32, f"{name} is {bounds.dtype}, not torch.int32")
@@ -105,11 +106,19 @@ def _attention(
     lengths_q = _lengths(bounds_q, max_q)
     lengths_kv = _lengths(bounds_kv, max_kv)
     if is_packed:
-        check(sum(lengths_q) <= query.shape[0], f"Q has {query.shape[0]} tokens, {sum(lengths_q)} are used")
-        check(max(lengths_q) <= max_q, f"a sequence has {max(lengths_q)} tokens, max_seqlen_q is {max_q}")
+        check(
+            sum(lengths_q) <= query.shape[0],
+            f"Q has {counted(query.shape[0], 'token')}, {sum(lengths_q)} are used",
+        )
+        check(
+            max(lengths_q) <= max_q,
+            f"a sequence has {counted(max(lengths_q), 'token')}, max_seqlen_q is {max_q}",
+        )
     else:
         batch = query.shape[0 if layout is NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD else 1]
-        check(len(lengths_q) == batch, f"there are {batch} rows, but bounds of {len(lengths_q)}")
+        check(
+            len(lengths_q) == batch, f"the batch has {counted(batch, 'row')}, but bounds of {len(lengths_q)}"
+        )
 
     return _Attention(
         is_packed,

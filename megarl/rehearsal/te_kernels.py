@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import mm_flop
 
+from megarl.machine.wording import counted
 from megarl.rehearsal.te_enums import NVTE_QKV_Format, TEDType
 from megarl.rehearsal.te_signature import TORCH_DTYPES, check, count_flops, kernel, matrix_size, new
 
@@ -114,7 +115,7 @@ def te_general_grouped_gemm(
     number = len(A)
     check(D is not None, "products without outputs are not simulated")
     for other, tensors in (("B", B), ("bias", bias), ("pre_gelu_out", pre_gelu_out)):
-        check(len(tensors) == number, f"A has {number} tensors, but {other} has {len(tensors)}")
+        check(len(tensors) == number, f"A has {counted(number, 'tensor')}, but {other} has {len(tensors)}")
     check(all(not each.numel() for each in pre_gelu_out), "a fused GELU is not simulated")
     assert D is not None
     dtype = TORCH_DTYPES[TEDType(D_type)]

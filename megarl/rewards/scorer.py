@@ -27,6 +27,7 @@ from megarl.machine.processors import waited_for_core_s
 from megarl.machine.reaper import OWNER
 from megarl.machine.spawn import BareContext, FreshContext
 from megarl.machine.user_functions import UserFunctionError
+from megarl.machine.wording import counted
 from megarl.rewards import process
 from megarl.rewards.judge_client import JudgeEndpoint
 from megarl.rewards.judge_reply import JudgeReply
@@ -263,8 +264,8 @@ class RewardScorer:
             num_fruitless = num_fruitless + 1 if len(unscored) == len(waiting) else 0
             if num_fruitless == MAX_POOL_RESTARTS:
                 raise RewardError(
-                    f"the reward processes died {num_fruitless} times before they scored a sample; "
-                    f"{len(waiting)} samples are left. Find out what kills them: the kernel's log shows "
+                    f"the reward processes died {num_fruitless} times before they scored a sample, and left "
+                    f"{counted(len(waiting), 'sample')}. Find out what kills them: the kernel's log shows "
                     "processes that ran out of memory"
                 )
             waiting = unscored

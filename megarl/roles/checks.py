@@ -13,6 +13,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.batch.ragged import padded
 from megarl.config.schema import DType
 from megarl.machine.errors import RunError
+from megarl.machine.wording import counted
 
 # ---- first batch: engine and trainer must agree on log-probs
 
@@ -91,7 +92,7 @@ class LogProbCheck:
 
         return (
             f"rollout and actor disagree about the first batch: mean |log-prob difference| {mean:.3g} over "
-            f"{int(mask.sum())} tokens, more than "
+            f"{counted(int(mask.sum()), 'token')}, more than "
             f"resharding.max_log_prob_difference={self._max_difference:g}. First tokens of the responses: "
             f"{first}; later ones: {later}; largest {float(difference[row, position]):.3g} at sample {row}, "
             f"token {position}. Likely causes:"

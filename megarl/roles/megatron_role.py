@@ -24,6 +24,7 @@ from megarl.config.schema import (
 from megarl.controller.futures import DerivedFuture, WorkerFuture
 from megarl.controller.group import RoleGroup
 from megarl.data.packing import MicroBatchPlan, RowPrompt, plan_micro_batches
+from megarl.machine.wording import counted
 from megarl.roles.offload_schedule import OffloadSchedule
 from megarl.workers.megatron import MICRO_BATCHES, Loss
 
@@ -66,9 +67,9 @@ class MiniBatchPlan:
         size, left_over = divmod(len(rows), self.updates_per_step)
         if left_over:
             raise ValueError(
-                f"{len(rows)} samples do not divide into trainer.updates_per_step={self.updates_per_step} "
-                f"equal mini-batches; {left_over} would be left over: make trainer.prompts_per_step x "
-                "rollout.n a multiple of it"
+                f"{counted(len(rows), 'sample')} cannot be divided into "
+                f"trainer.updates_per_step={self.updates_per_step} equal mini-batches; {left_over} would be "
+                "left over: make trainer.prompts_per_step x rollout.n a multiple of it"
             )
 
         # With a single mini-batch per pass, shuffling the rows would change nothing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megarl.machine.wording import counted
 from megarl.search.best import LEVEL, BestSolutions
 from megarl.search.bounds import GENERATION, StepSchedule
 from megarl.search.choices import device_bytes
@@ -69,7 +70,9 @@ class Branch:
         if None in fastest or not self._engines:
             name = ROLLOUT if None not in fastest else self._units[fastest.index(None)][0].name
             devices = self._pools[self._pool_of(name)].num_devices
-            self._rejections.reject("placements", Reason.memory, f"{name} does not fit on {devices} devices")
+            self._rejections.reject(
+                "placements", Reason.memory, f"{name} does not fit on {counted(devices, 'device')}"
+            )
             return
 
         # With the fastest variant of each unit, the sums are lower bounds.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megarl.config.roles import TEACHER, ModelRole
 from megarl.config.schema import MicroBatchConfig, ParallelConfig, PPOConfig, Recomputation
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.placement.expert_activations import layers_of_stage
 from megarl.placement.memory import RoleMemory, role_memory
@@ -113,7 +114,7 @@ def describe(choice: Choice) -> str:
 
     parts = [f"{name} {size}" for name, size in sizes.items() if size > 1] or ["DP 1"]
     if choice.max_tokens is not None:
-        parts.append(f"micro-batches of {choice.max_tokens:,} tokens")
+        parts.append(f"micro-batches of {counted(choice.max_tokens, 'token')}")
     if choice.recomputation is not None:
         parts.append(f"recompute {choice.recomputation.how.value}")
 

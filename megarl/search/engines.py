@@ -9,6 +9,7 @@ from typing import NamedTuple
 from megarl.config.rules import rollout as rollout_rules
 from megarl.config.schema import PPOConfig
 from megarl.config.validate import PPO_MODEL_RULES
+from megarl.machine.wording import counted, sized
 from megarl.models.architecture import Architecture
 from megarl.placement.memory import Usage, engine_share, engine_usage, row_cache
 from megarl.placement.requests import engine_problems
@@ -97,7 +98,7 @@ def engines_of(
                 config = with_engines(space.config, choice)
                 usage = engine_usage(config, policy)
                 if not _fits(space, config, policy, usage):
-                    said = f"an engine of {tensor} devices needs {usage.total / 2**30:,.1f} GiB on each"
+                    said = f"an engine of {counted(tensor, 'device')} needs {sized(usage.total)} on each"
                     rejections.reject(LEVEL, Reason.memory, said)
                     continue
                 found.append(EngineShape(choice, costs.generation_time(config, policy).seconds, usage))

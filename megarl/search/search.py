@@ -13,6 +13,7 @@ from typing import NamedTuple
 from megarl.config.roles import SOURCE_TEACHER, judge_roles, model_roles
 from megarl.config.validate import PPO_RULES, read_architectures, validate
 from megarl.machine.errors import ConfigError
+from megarl.machine.wording import counted
 from megarl.placement.memory import budget_problems, plan_memory
 from megarl.placement.plan import plan_placement
 from megarl.search.best import BestSolutions
@@ -93,8 +94,8 @@ def _nothing_fits(space: Space, rejections: Rejections) -> str:
     pinned = f", pinned keys: {', '.join(sorted(space.pinned))}" if space.pinned else ""
 
     return (
-        f"no configuration on {space.num_devices} devices is valid{pinned}. Rejected: {reasons or 'nothing'}"
-        f"; use more devices, or pin fewer keys"
+        f"no configuration on {counted(space.num_devices, 'device')} is valid{pinned}. Rejected: "
+        f"{reasons or 'nothing'}; use more devices, or pin fewer keys"
     )
 
 

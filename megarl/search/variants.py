@@ -11,6 +11,7 @@ from megarl.config.rules import models
 from megarl.config.schema import (
     ParallelConfig,
 )
+from megarl.machine.wording import sized
 from megarl.models.architecture import Architecture
 from megarl.placement.memory import RoleMemory, model_state
 from megarl.search.choices import Choice, describe, device_bytes, memory_by_stage, with_choice
@@ -183,7 +184,7 @@ class VariantTable:
         )
 
     def _reject_memory(self, choice: Choice, needed: float, count: int = 1) -> None:
-        said = f"{describe(choice)} of {self._unit.name} needs {needed / 2**30:,.1f} GiB or more on a device"
+        said = f"{describe(choice)} of {self._unit.name} needs {sized(needed)} or more on a device"
         self._rejections.reject(LEVEL, Reason.memory, said, count)
 
     def _memory_that_fits(self, choice: Choice) -> Mapping[str, tuple[RoleMemory, ...]] | None:

@@ -14,6 +14,7 @@ from megarl.data.chat_clock import saved_chat_time
 from megarl.machine.errors import ConfigError
 from megarl.machine.files import read_json_object
 from megarl.machine.strict_json import dump_readable
+from megarl.machine.wording import counted
 from megarl.trainers.evaluation import ScoredSample, by_data_source, prompt_values, without_nan
 
 ALL = "all"  # name for all sources combined
@@ -143,8 +144,8 @@ def check_same_prompts(
         raise ConfigError(
             str(name),
             [
-                f"has samples of {len(theirs)} prompts that differ from the {len(prompts)} evaluated "
-                f"prompts; use the same data"
+                f"has samples of {counted(len(theirs), 'prompt')} that differ from the "
+                f"{counted(len(prompts), 'evaluated prompt')}; use the same data"
             ],
         )
 

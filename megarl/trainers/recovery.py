@@ -302,8 +302,9 @@ class StepRecovery:
         recent = [each for each in self._losses if each.step > self._step - self._config.window_steps]
         if len(recent) > self._config.max_restarts:
             raise RecoveryLimitError(
-                f"trainer processes were lost {len(recent)} times within {self._config.window_steps} steps, "
-                f"more than recovery.max_restarts={self._config.max_restarts} allows:\n"
+                f"trainer processes were lost {len(recent)} times within "
+                f"{counted(self._config.window_steps, 'step')}, more than "
+                f"recovery.max_restarts={self._config.max_restarts} allows:\n"
                 + "\n".join(f"  {each.describe()}" for each in recent)
             ) from error
         _log.warning("lost: %s", loss.describe())

@@ -8,6 +8,7 @@ import torch
 import xxhash
 from safetensors import safe_open
 
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 from megarl.models.fp8 import BLOCK, scale_name, scale_shape
@@ -104,7 +105,8 @@ def check_index(index: CheckpointIndex, manifest: Manifest, is_ignored: Callable
 
     if faults:
         raise WeightTransferError(
-            f"{index.folder}: {len(faults)} tensors do not match config.json: " + "; ".join(faults[:8])
+            f"{index.folder}: config.json does not match {counted(len(faults), 'tensor')}: "
+            + "; ".join(faults[:8])
         )
 
 

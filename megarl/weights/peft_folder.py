@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megarl.machine.files import read_json_object, write_whole
+from megarl.machine.wording import counted
 from megarl.models.adapters import SAVED_MODULES, adapter_names, is_adapter
 from megarl.models.architecture import Architecture, LoRA
 from megarl.models.config_reader import ConfigReader
@@ -186,7 +187,9 @@ def open_adapter(folder: Path, architecture: Architecture, head: Head) -> Callab
     ]
     if faults:
         named = "; ".join(faults[:4])
-        raise WeightTransferError(f"{file}: {len(faults)} tensors differ (see lora.targets): {named}")
+        raise WeightTransferError(
+            f"{file}: differs in {counted(len(faults), 'tensor')} (see lora.targets): {named}"
+        )
 
     def read(piece: Piece) -> torch.Tensor:
         with safe_open(file, framework="pt") as opened:

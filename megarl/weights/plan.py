@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from megarl.config.schema import Transport
 from megarl.machine.garbage import without_collections
+from megarl.machine.wording import counted
 from megarl.weights.schedule import Part, TransferSchedule
 from megarl.weights.tensors import TensorSlice, WeightTransferError, range_slices
 
@@ -239,7 +240,9 @@ def _needs(
             found[target][candidates].append((target, Part(name, tensor_slice)))
 
     if faults:
-        raise WeightTransferError(f"{len(faults)} tensors cannot be sent: " + "; ".join(faults[:_MAX_NAMED]))
+        raise WeightTransferError(
+            f"{counted(len(faults), 'tensor')} cannot be sent: " + "; ".join(faults[:_MAX_NAMED])
+        )
 
     # Order the needs by target, and by tensor for each target.
     merged: dict[tuple[int, ...], list[_Need]] = defaultdict(list)
@@ -359,7 +362,7 @@ def _num_rounds(volumes: Mapping[tuple[int, int], int], message_numel: int) -> i
         if message_numel < len(listed):
             raise ValueError(
                 f"a message of {message_numel} elements is too small: rank {rank} {does} parts of "
-                f"{len(listed)} ranks at a time; increase resharding.bucket_mb"
+                f"{counted(len(listed), 'rank')} at a time; increase resharding.bucket_mb"
             )
         # A lower bound; rounding up the volume of each pair may exceed it.
         num_rounds = max(num_rounds, ceil(sum(listed) / message_numel))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megarl.config.schema import ParallelConfig
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.counts import padded_vocab_size
 from megarl.models.mapping import AXES, Cut, StagePlacement, num_row_axes
@@ -347,7 +348,8 @@ def check_coverage(
     faults += [f"{name}: not a tensor of the model" for name in found]
     if faults:
         raise WeightTransferError(
-            f"the layout does not hold {len(faults)} tensors exactly once: " + "; ".join(faults[:8])
+            f"the layout does not hold {counted(len(faults), 'tensor')} exactly once: "
+            + "; ".join(faults[:8])
         )
 
 

@@ -15,6 +15,8 @@ from math import prod
 from operator import sub
 from typing import TYPE_CHECKING, NamedTuple
 
+from megarl.machine.wording import counted
+
 if TYPE_CHECKING:  # planning must not import torch
     import torch
 
@@ -95,7 +97,7 @@ class WeightReceipt:
 
         if wrong:
             raise WeightTransferError(
-                f"{len(wrong)} tensors incomplete or duplicated: " + ", ".join(wrong[:8])
+                f"{counted(len(wrong), 'tensor')} incomplete or duplicated: " + ", ".join(wrong[:8])
             )
 
 

@@ -178,7 +178,7 @@ FAULTS = {
     "a batch that does not divide": (
         "configuration",
         "error",
-        "do not divide into updates_per_step 3",
+        "cannot be divided into updates_per_step 3",
         "megarl check",
     ),
     "a wrong version": ("versions", "error", "ray 1.13.0 is outside", "pip install 'ray[default]>=2.60,<3'"),

@@ -205,7 +205,7 @@ def test_under_torchrun_a_failure_ends_all_nodes_with_its_cause(tmp_path: Path) 
     nodes = launch_nodes(
         tmp_path / "run.yaml", *WITHOUT_CRITIC, f"reward.functions=[{{path: {tmp_path / 'failing.py'}}}]"
     )
-    nodes[0].wait_for(lambda: "2 nodes are up" in nodes[0].said())
+    nodes[0].wait_for(lambda: "2 nodes joined" in nodes[0].said())
     everything = [process for node in nodes for process in node.processes()]
     assert len(everything) > 8
     assert [node.status() for node in nodes] == [1, 1], nodes[0].said()
@@ -231,7 +231,7 @@ def test_torchrun_starts_ray_on_its_nodes_and_the_losses_are_those_of_a_run_with
     [driver] = [process for process in nodes[0].processes() if "train" in process.cmdline()]
     driver.kill()
     assert [node.status() for node in nodes] == [0, 0], nodes[0].said()
-    assert "2 nodes are up" in nodes[0].said()
+    assert "2 nodes joined" in nodes[0].said()
     on_one_node = [
         "placement.num_nodes=1",
         "placement.devices_per_node=2",

@@ -51,7 +51,7 @@ def test_a_run_over_ipv6_equals_one_on_a_single_node(ray_cluster: None, tmp_path
         statuses = [process.wait() for process in launched]
     said = (tmp_path / "node0.log").read_text()
     assert statuses == [0, 0], said
-    assert "2 nodes are up, Ray is at [fd00:77::10]:" in said
+    assert "2 nodes joined, Ray is at [fd00:77::10]:" in said
     assert "/dev/shm has 64 MiB free, less than the 100 MiB of Ray's object store" in said
 
     on_one_node = ["placement.num_nodes=1", "placement.devices_per_node=2"]

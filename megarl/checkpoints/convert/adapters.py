@@ -15,6 +15,7 @@ from megarl.checkpoints.convert.source import ModelSource, SourceTensor, StoredP
 from megarl.checkpoints.convert.streaming import Progress, Written, new_folder, no_progress
 from megarl.machine.errors import CheckpointError
 from megarl.machine.files import read_json_object
+from megarl.machine.wording import counted
 from megarl.models.adapters import adapter_names
 from megarl.models.architecture import Architecture
 from megarl.models.families import REWARD_CLASS, read_architecture
@@ -72,8 +73,8 @@ def open_adapter_folder(folder: Path, base: Path, trust_remote_code: bool = Fals
     if found != shapes:
         wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
         raise CheckpointError(
-            f"{folder / WEIGHTS_FILE}: is not an adapter of {base}: {len(wrong)} tensors differ, such as "
-            f"{wrong[0]}"
+            f"{folder / WEIGHTS_FILE}: is not an adapter of {base}: it differs in "
+            f"{counted(len(wrong), 'tensor')}, such as {wrong[0]}"
         )
 
     return ModelSource(

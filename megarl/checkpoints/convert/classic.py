@@ -22,6 +22,7 @@ from megarl.checkpoints.convert.classic_file import RankFile, read_rank_file
 from megarl.checkpoints.convert.distributed import canonical_rest
 from megarl.checkpoints.convert.source import ModelSource, StoredPiece, checked_tensors
 from megarl.machine.errors import CheckpointError
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.tensor_table import OUTPUT_LAYER, Head, Weight
@@ -144,8 +145,8 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], RankFile]:
         path = paths.get((tensor, stage), folder / _folder_name(tensor, stage, has_stages) / _FILE_NAMES[0])
         if not path.is_file():
             raise CheckpointError(
-                f"{path}: the file is missing; the checkpoint has {sizes[0]} tensor-parallel ranks x "
-                f"{sizes[1]} stages"
+                f"{path}: the file is missing; the checkpoint has "
+                f"{counted(sizes[0], 'tensor-parallel rank')} x {counted(sizes[1], 'stage')}"
             )
 
     files = {rank: read_rank_file(path) for rank, path in sorted(paths.items())}
@@ -171,9 +172,9 @@ def _check_sizes(folder: Path, files: Mapping[tuple[int, int], RankFile], sizes:
                 value if isinstance(value, int) else size for value, size in zip(written, sizes, strict=True)
             )
             raise CheckpointError(
-                f"{folder}: has the files of {sizes[0]} tensor-parallel ranks x {sizes[1]} stages, but "
-                f"{first.path.parent.name} records "
-                f"{tensor} x {stage}: files are missing, or are from different checkpoints"
+                f"{folder}: has the files of {counted(sizes[0], 'tensor-parallel rank')} x "
+                f"{counted(sizes[1], 'stage')}, but {first.path.parent.name} records {tensor} x {stage}: "
+                "files are missing, or are from different checkpoints"
             )
 
     told = {
@@ -183,9 +184,9 @@ def _check_sizes(folder: Path, files: Mapping[tuple[int, int], RankFile], sizes:
     for (tensor, stage), file in files.items():
         if (file.iteration, len(file.chunks)) != (first.iteration, len(first.chunks)):
             raise CheckpointError(
-                f"{file.path}: has iteration {file.iteration} and {len(file.chunks)} virtual stages, but "
-                f"{first.path} has "
-                f"{first.iteration} and {len(first.chunks)}: the files are from different checkpoints"
+                f"{file.path}: has iteration {file.iteration} and "
+                f"{counted(len(file.chunks), 'virtual stage')}, but {first.path} has {first.iteration} and "
+                f"{len(first.chunks)}: the files are from different checkpoints"
             )
         # A converter writes all files with the rank of its one process. In Megatron's own ranks, tensor
         # parallelism varies fastest.
@@ -239,10 +240,9 @@ def _stages(
     # The layers are numbered within each stage, so a missing stage is only noticed in their sum.
     if first_layer != architecture.num_hidden_layers:
         raise CheckpointError(
-            f"{folder}: has {first_layer} layers in {num_stages * num_chunks} stages, but config.json "
-            f"specifies "
-            f"{architecture.num_hidden_layers}: "
-            "files are missing, or this is another model"
+            f"{folder}: has {counted(first_layer, 'layer')} in {counted(num_stages * num_chunks, 'stage')}, "
+            f"but config.json specifies {architecture.num_hidden_layers}: files are missing, or this is "
+            "another model"
         )
 
     return stages

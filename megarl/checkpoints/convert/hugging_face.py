@@ -12,6 +12,7 @@ import torch
 
 from megarl.checkpoints.convert.source import ModelSource, SourceTensor, StoredPiece, checked_tensors
 from megarl.checkpoints.torch_file import mapped
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.fp8 import scale_name
@@ -76,7 +77,7 @@ def open_hugging_face(folder: Path, trust_remote_code: bool = False) -> ModelSou
     return ModelSource(
         folder=folder,
         kind="Hugging Face",
-        layout=f"{len(starts)} safetensors files{_packing(index)}",
+        layout=f"{counted(len(starts), 'safetensors file')}{_packing(index)}",
         companions=folder,
         architecture=architecture,
         head=head,

@@ -209,8 +209,8 @@ def _unseen(parallel: ParallelConfig, numbers: Sequence[int], ranks: str) -> str
     )
     if ranks == "all":
         return (
-            f"{told} Verified: the collectives of all {parallel.world_size} ranks, within each group and in "
-            f"their order across groups."
+            f"{told} Verified: the collectives of {counted(parallel.world_size, 'rank')}, within each group "
+            f"and in their order across groups."
         )
 
     shown = ", ".join(map(str, numbers))

@@ -178,7 +178,8 @@ class _Limits(NamedTuple):
         prompt = min(max(ceil(longest / _ROUND_TOKENS) * _ROUND_TOKENS, response), most - response)
         limit = prompt + (response if kind is RunKind.sft else 0)
         what = "conversations" if kind is RunKind.sft else "prompts"
-        remark = f"{what}: {max(lengths):,} tokens at most in {counted(len(lengths), 'row')}, limit {limit:,}"
+        longest = counted(max(lengths), "token")
+        remark = f"{what}: {longest} at most in {counted(len(lengths), 'row')}, limit {limit:,}"
         if num_skipped := sum(length > limit for length in lengths):
             remark += f"; warning: {counted(num_skipped, 'longer row')} will be skipped"
 

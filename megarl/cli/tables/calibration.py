@@ -9,6 +9,7 @@ from rich.table import Table
 from megarl.calibration.measurements import DecodeSweep, RankMeasurements
 from megarl.calibration.profile import Calibration
 from megarl.cli.tables.console import table
+from megarl.machine.wording import counted
 from megarl.step_time.device import DeviceProfile
 from megarl.step_time.device_files import sourced_keys
 
@@ -53,7 +54,7 @@ def products_table(rank: RankMeasurements) -> Table:
 
 def decode_table(sweep: DecodeSweep) -> Table:
     """Return the decode steps by batch size."""
-    drawn = table(f"Decode steps of {sweep.num_layers} layers", "batch", "ms a step", "tokens/s")
+    drawn = table(f"Decode steps of {counted(sweep.num_layers, 'layer')}", "batch", "ms a step", "tokens/s")
     for time_of_batch in sweep.times:
         drawn.add_row(
             f"{time_of_batch.batch:,}",

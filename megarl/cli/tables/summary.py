@@ -61,7 +61,8 @@ def print_summary(config: RunConfig, console: Console) -> None:
         if isinstance(config, PPOConfig)
         else ""
     )
-    rows = f"{counted(arithmetic.samples_per_step, 'row')} of at most {arithmetic.max_row_tokens:,} tokens"
+    longest = counted(arithmetic.max_row_tokens, "token")
+    rows = f"{counted(arithmetic.samples_per_step, 'row')} of at most {longest}"
     print_line(
         console,
         f"{title_of(config)}: {counted(arithmetic.total_steps, 'step')} of {prompts}{rows}, "

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.tables.console import print_line, table, table_of_numbers
+from megarl.machine.wording import counted
 from megarl.placement.dataflow import phases_of
 from megarl.search.choices import describe
 from megarl.search.cluster_sizes import ClusterResult
@@ -30,7 +31,7 @@ def print_results(space: Space, found: Found, console: Console) -> None:
 
 def results_table(space: Space, found: Found) -> Table:
     """Return a table of the best configurations, and of the phase in which each loses against the first."""
-    size = f"{space.num_nodes} x {space.devices_per_node} devices"
+    size = f"{space.num_nodes} x {counted(space.devices_per_node, 'device')}"
     drawn = table(
         f"Fastest predicted configurations on {size}",
         *("", "step, s", "placement", "GiB", "slower than 1 in"),
@@ -172,5 +173,5 @@ def print_problems(results: Sequence[ClusterResult], console: Console) -> None:
     """Print why clusters have no valid configuration."""
     for each in results:
         if each.problem:
-            where = f"{each.num_devices:,} devices, max_staleness {each.max_staleness}"
+            where = f"{counted(each.num_devices, 'device')}, max_staleness {each.max_staleness}"
             print_line(console, f"{where}: {each.problem}", style="yellow")

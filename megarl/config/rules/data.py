@@ -7,6 +7,7 @@ from megarl.config.rules.reward import has_scores
 from megarl.config.schema import CurriculumKind, PPOConfig, RunConfig, SFTConfig
 from megarl.config.schema.keys import LARGEST
 from megarl.config.violation import Violation, Violations
+from megarl.machine.wording import counted
 
 JSON_LINES = (".jsonl", ".json")
 FORMATS = (".parquet", *JSON_LINES, ".csv")
@@ -29,7 +30,7 @@ def train_files(config: RunConfig) -> Violations:
     if len(weights) != len(files):
         yield Violation(
             keys,
-            f"there are {len(weights)} weights for {len(files)} files; give one for each, or none",
+            f"there are {len(weights)} weights for {counted(len(files), 'file')}; give one for each, or none",
         )
 
     if not all(0 < weight <= LARGEST for weight in weights):
@@ -96,6 +97,6 @@ def too_few_rows(rows_per_step: int, num_rows: int, key: str) -> str | None:
     if rows_per_step <= num_rows:
         return None
     return (
-        f"{key}={rows_per_step} is more than the {num_rows} rows of data.train_files; use {num_rows} or "
-        f"less, or more rows"
+        f"{key}={rows_per_step} is more than the {counted(num_rows, 'row')} of data.train_files; use "
+        f"{num_rows} or less, or more rows"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megarl.config.schema import EngineDType, OnUpdate, PPOConfig, RoutingReplay
 from megarl.config.speculation import ALGORITHM, SECTION
 from megarl.config.violation import Violation, Violations
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 
@@ -75,6 +76,6 @@ def fit_model(config: PPOConfig, policy: Architecture) -> Violations:
     if policy.num_hidden_layers < stages:
         yield Violation(
             (_PP,),
-            f"is {stages}, but {path} has {policy.num_hidden_layers} layers, and each stage needs one; use "
-            f"{policy.num_hidden_layers} or fewer",
+            f"is {stages}, but {path} has {counted(policy.num_hidden_layers, 'layer')}, and each stage "
+            f"needs one; use {policy.num_hidden_layers} or fewer",
         )

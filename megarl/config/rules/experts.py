@@ -19,6 +19,7 @@ from megarl.config.schema import (
     RunConfig,
 )
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, Experts
 
 _ENGINE_KEY = "rollout.expert_parallel_size"
@@ -110,8 +111,8 @@ def _ranks(parallel: ParallelConfig, keys: _Keys) -> Violations:
         yield Violation(
             (keys.expert, keys.expert_tensor),
             f"expert_parallel_size {expert_parallel} x expert_tensor_parallel_size {expert_tensor} = "
-            f"{expert_parallel * expert_tensor} does not divide the {num_ranks} ranks of a stage (tensor x "
-            f"context x data); use {meant} {either(fitting)}",
+            f"{expert_parallel * expert_tensor} does not divide the {counted(num_ranks, 'rank')} of a stage "
+            f"(tensor x context x data); use {meant} {either(fitting)}",
         )
 
 

@@ -18,6 +18,7 @@ from megarl.config.schema import (
     SFTConfig,
 )
 from megarl.config.violation import Violation, Violations, either, nearest_divisors, nearest_multiples
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, RowLimit
 from megarl.models.rope import extended_context
 
@@ -87,7 +88,7 @@ def _row_fits(config: RunConfig, role: ModelRole, max_tokens: int) -> Violations
 
     longest = f"a row may have {config.max_row_tokens} tokens{padded}"
     if config.rows_together > 1:
-        longest = f"a pair of answers, which stays together, may have {needed} tokens"
+        longest = f"a pair of answers, which stays together, may have {counted(needed, 'token')}"
     yield Violation(
         (f"{role.micro_batch_key}.max_tokens", *lengths),
         f"{longest}, more than {room}; use max_tokens {-(-needed // size)} or more, or shorter rows",
@@ -129,15 +130,15 @@ def rows_of_mini_batch(config: RunConfig, role: ModelRole) -> Violations:
 
     # A pair of answers cannot be split, so pairs count.
     rows = config.samples_per_step // config.updates_per_pass // config.rows_together
-    what = "rows" if config.rows_together == 1 else "pairs"
+    what = "row" if config.rows_together == 1 else "pair"
     replicas = role.parallel.data_parallel_size
 
     if rows < replicas:
         yield Violation(
             (f"{role.parallel_key}.data_parallel_size", config.batch_key),
-            f"a mini-batch has {rows} {what}, fewer than data_parallel_size {replicas}, so some replicas "
-            f"would have no {what}; use data_parallel_size {max(rows, 1)} or less, or mini-batches of "
-            f"{replicas} {what} or more",
+            f"a mini-batch has {counted(rows, what)}, fewer than data_parallel_size {replicas}, so some "
+            f"replicas would have no {what}s; use data_parallel_size {max(rows, 1)} or less, or mini-batches "
+            f"of {counted(replicas, what)} or more",
         )
 
 
@@ -193,8 +194,8 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
                 f"{role.parallel_key.removesuffix('.parallel')}.recompute_num_layers",
                 f"{role.parallel_key}.pipeline_parallel_size",
             ),
-            f"recompute_num_layers {recomputed} is more than the {layers // stages} layers of a stage; use "
-            f"fewer, or null for all",
+            f"recompute_num_layers {recomputed} is more than the {counted(layers // stages, 'layer')} of a "
+            "stage; use fewer, or null for all",
         )
 
 

@@ -17,6 +17,7 @@ from megarl.config.schema import (
     RolloutEngineKind,
 )
 from megarl.config.violation import Violation, Violations, either, nearest_divisors
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture, DeltaNet
 from megarl.models.families import FAMILIES
 from megarl.models.rope import sglang_rope_differs
@@ -131,9 +132,10 @@ def shared_devices(config: PPOConfig) -> Violations:
 
     yield Violation(
         ("rollout.num_replicas", _TP, _PP, "actor.parallel", "placement.strategy"),
-        f"num_replicas {rollout.num_replicas} x tensor_parallel_size {rollout.tensor_parallel_size}"
-        f"{in_stages} = {needed} devices, but in the placement 'hybrid' the engines share the actor's "
-        f"{there}; {hint}, a larger actor layout, or the placement split_collocate",
+        f"num_replicas {rollout.num_replicas} x tensor_parallel_size "
+        f"{rollout.tensor_parallel_size}{in_stages} = {counted(needed, 'device')}, but in the placement "
+        f"'hybrid' the engines share the actor's {there}; {hint}, a larger actor layout, or the placement "
+        "split_collocate",
     )
 
 

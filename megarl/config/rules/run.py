@@ -29,6 +29,7 @@ from megarl.config.violation import (
     nearest_divisors,
     nearest_multiples,
 )
+from megarl.machine.wording import counted
 
 SFT_METRIC = "val/loss"  # the only validation metric of `megarl sft`
 # The validation metrics of runs on pairs of answers that can be compared, and which values are better.
@@ -227,7 +228,8 @@ def mini_batches(config: PPOConfig) -> Violations:
         step = lcm(n, updates) // n  # valid values of prompts_per_step are its multiples
         yield Violation(
             ("trainer.updates_per_step", "trainer.prompts_per_step", "rollout.n"),
-            f"prompts_per_step {prompts} x n {n} = {samples} samples do not divide into updates_per_step "
-            f"{updates} mini-batches; use updates_per_step {either(nearest_divisors(samples, updates))} or "
-            f"prompts_per_step {either(nearest_multiples(prompts, step))}",
+            f"prompts_per_step {prompts} x n {n} = {counted(samples, 'sample')} cannot be divided into "
+            f"updates_per_step {updates} mini-batches; use updates_per_step "
+            f"{either(nearest_divisors(samples, updates))} or prompts_per_step "
+            f"{either(nearest_multiples(prompts, step))}",
         )

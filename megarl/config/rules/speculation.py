@@ -24,6 +24,7 @@ from megarl.config.speculation import (
 )
 from megarl.config.violation import Violation, Violations
 from megarl.machine.errors import ConfigError
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.models.draft import read_draft
 
@@ -160,14 +161,14 @@ def _sizes(given: Mapping[str, Any], algorithm: Algorithm) -> Violations:
     if top_k == 1 and tokens != most:
         yield Violation(
             keys,
-            f"with {TOP_K} 1, {steps} steps draft {steps} tokens, and one is verified with them; use "
-            f"{TOKENS} {most}",
+            f"with {TOP_K} 1, {counted(steps, 'step')} can draft {counted(steps, 'token')}, and one is "
+            f"verified with them; use {TOKENS} {most}",
         )
     elif tokens > most:
         yield Violation(
             keys,
-            f"{TOKENS} is {tokens}, but {steps} steps with {TOP_K} {top_k} give at most {most}; use {most} "
-            "or fewer",
+            f"{TOKENS} is {tokens}, but {counted(steps, 'step')} with {TOP_K} {top_k} can give at most "
+            f"{most}; use {most} or fewer",
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from megarl.config.roles import REWARD_MODEL, ModelRole, model_roles
 from megarl.config.schema import Device, PPOConfig, RunConfig
 from megarl.config.violation import Violation, Violations
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 
 
@@ -35,8 +36,8 @@ def fit_layout(role: ModelRole, architecture: Architecture) -> Violations:
                 f"{role.parallel_key}.virtual_pipeline_parallel_size",
             ),
             f"{num_stages} (virtual) stages have {num_layers} of {role.path}'s layers each, but features of "
-            f"images are added to the first {needed} layers, which the first stage must have; use at most "
-            f"{architecture.num_hidden_layers // needed} stages",
+            f"images are added to the first {counted(needed, 'layer')}, which the first stage must have; "
+            f"use at most {counted(architecture.num_hidden_layers // needed, 'stage')}",
         )
 
 

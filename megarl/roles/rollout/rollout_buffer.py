@@ -16,6 +16,7 @@ from megarl.batch.data_proto import DataProto
 from megarl.config.schema import SamplingConfig
 from megarl.data.loader import RowLoader
 from megarl.machine.errors import RunError
+from megarl.machine.wording import counted
 from megarl.roles.rollout.finished_groups import FinishedGroup, RolloutOutput
 from megarl.roles.rollout.rollout import Deliver, check_versions
 from megarl.roles.rollout.sample_groups import (
@@ -389,7 +390,8 @@ class RolloutBuffer:
 
         if len(self._failures) > self._rules.max_error_rate * self.staleness.prompts_per_step:
             raise FailedPromptsError(
-                f"step {self.staleness.next_step}: {len(self._failures)} prompts have no samples, more than "
+                f"step {self.staleness.next_step}: there are no samples for "
+                f"{counted(len(self._failures), 'prompt')}, more than "
                 f"rollout.max_error_rate={self._rules.max_error_rate:g} of "
                 f"{self.staleness.prompts_per_step} allows:\n"
                 + "\n".join(f"  {cause}" for cause in self._failures[:_MOST_SHOWN])

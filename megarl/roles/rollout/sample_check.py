@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.machine.errors import RunError
+from megarl.machine.wording import counted
 from megarl.rollout.interface import GenerationRequest, Sample
 
 
@@ -16,9 +17,9 @@ def check_sample(replica: int, request: GenerationRequest, sample: Sample) -> No
     count = len(sample.token_ids)
     faults = []
     if not 1 <= count <= sampling.max_new_tokens:
-        faults.append(f"{count} tokens, but 1 to {sampling.max_new_tokens} were requested")
+        faults.append(f"{counted(count, 'token')}, but 1 to {sampling.max_new_tokens} were requested")
     if len(sample.log_probs) != count:
-        faults.append(f"{len(sample.log_probs)} log-probs for {count} tokens")
+        faults.append(f"{len(sample.log_probs)} log-probs for {counted(count, 'token')}")
     if sample.finish_reason not in ("stop", "length"):
         faults.append(f"finish reason {sample.finish_reason!r}")
 
@@ -31,7 +32,8 @@ def check_sample(replica: int, request: GenerationRequest, sample: Sample) -> No
         or list(sample.weight_versions) != sorted(set(sample.weight_versions))
     ):
         faults.append(
-            f"weight versions {[tuple(span) for span in sample.spans]} (version, end) for {count} tokens"
+            f"weight versions {[tuple(span) for span in sample.spans]} (version, end) for "
+            f"{counted(count, 'token')}"
         )
 
     if faults:

@@ -14,6 +14,7 @@ from megarl.controller.errors import PhaseTimeoutError, WorkerError
 from megarl.controller.futures import WorkerFuture, gather
 from megarl.controller.group import RoleGroup
 from megarl.controller.messages import qualified_name
+from megarl.machine.wording import counted
 from megarl.models.tensor_table import trained_tensors
 from megarl.roles.rollout.replicas import is_dead_or_failed_start, results_of
 from megarl.roles.weights.source import WeightSource
@@ -202,7 +203,8 @@ class TransferSession:
         if self._plan is None:
             if len(needed) != len(self._targets[number]):
                 raise WeightTransferError(
-                    f"an engine of {len(self._targets[number])} ranks reports needs of {len(needed)} ranks"
+                    f"an engine of {counted(len(self._targets[number]), 'rank')} reports needs of "
+                    f"{counted(len(needed), 'rank')}"
                 )
             self._needed = needed
             self._plan, self.first_adapter_round = self.plan(needed)

@@ -15,6 +15,7 @@ from transformers.initialization import no_init_weights
 
 from megarl.config.schema import Device
 from megarl.data.images import ImageProcessor
+from megarl.machine.wording import counted
 from megarl.models.families import family_of
 from megarl.models.family import stored_name
 from megarl.rollout.hf.attention import GROUPED
@@ -212,7 +213,8 @@ class HFEngine(RolloutEngine):
 
         if faults:
             raise WeightTransferError(
-                f"{len(faults)} tensors do not fit the engine's model: " + "; ".join(sorted(faults)[:8])
+                f"the engine's model cannot load {counted(len(faults), 'tensor')}: "
+                + "; ".join(sorted(faults)[:8])
             )
 
     def join_weights(self, links: Sequence[EngineLink]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megarl.data.image_positions import token_positions
 from megarl.data.images import ImageProcessor
+from megarl.machine.wording import counted
 from megarl.rollout.interface import GenerationRequest
 
 
@@ -57,8 +58,8 @@ def _images_of(request: GenerationRequest, processor: ImageProcessor, device: to
 
     if len(places) != sum(counts):
         raise ValueError(
-            f"request {request.request_id} has {len(places)} image tokens, but its {len(counts)} images have "
-            f"{sum(counts)} features"
+            f"request {request.request_id} has {counted(len(places), 'image token')}, but its {len(counts)} "
+            f"images have {sum(counts)} features"
         )
 
     starts = [places[sum(counts[:number])] for number in range(len(counts))]

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megarl.machine.wording import counted
 from megarl.rollout.derived_tensors import DerivedTensors, refresh_derived
 from megarl.rollout.destinations import (
     DestinationPlan,
@@ -333,9 +334,9 @@ class LoaderClient:
         stale = sorted({name for answer in answers for name in answer["stale"]})
         if stale and not faults:
             raise WeightTransferError(
-                f"a weight sync would leave {len(stale)} tensors as they are that SGLang computes when it "
-                f"loads weights, so that samples would be wrong: {', '.join(stale[:_MAX_NAMED])}; unset "
-                "SGLANG_* variables and remove rollout.server_args that select other kernels"
+                f"a weight sync would leave {counted(len(stale), 'tensor')} unchanged that SGLang computes "
+                f"when it loads weights, so that samples would be wrong: {', '.join(stale[:_MAX_NAMED])}; "
+                "unset SGLANG_* variables and remove rollout.server_args that select other kernels"
             )
         if faults:
             raise WeightTransferError(
@@ -428,7 +429,7 @@ class LoaderClient:
         ):
             if changed := [name for name in loaded | now if loaded.get(name) != now.get(name)]:
                 raise WeightTransferError(
-                    f"{len(changed)} tensors of the draft model are no longer as they were loaded, or no "
+                    f"{counted(len(changed), 'tensor')} of the draft model no longer as loaded, or no "
                     f"longer the policy's, on rank {rank} of the engine: {', '.join(changed[:_MAX_NAMED])}"
                 )
 
@@ -439,10 +440,9 @@ class LoaderClient:
         if self._not_followed:
             name, why = next(iter(self._not_followed.items()))
             raise WeightTransferError(
-                f"{len(self._not_followed)} tensors cannot be received in pieces, because SGLang does more "
-                f"than copy them: "
-                f"{name} ({why}), ...; set resharding.transport=folder and resharding.verify=off, which "
-                f"leave the loading to SGLang"
+                f"{counted(len(self._not_followed), 'tensor')} cannot be received in pieces, because SGLang "
+                f"does more than copy them: {name} ({why}), ...; set resharding.transport=folder and "
+                "resharding.verify=off, which leave the loading to SGLang"
             )
 
     def _ask(

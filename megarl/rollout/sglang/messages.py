@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megarl.batch.token_rows import route_dtype
+from megarl.machine.wording import counted
 from megarl.models.architecture import Architecture
 from megarl.rollout.interface import (
     GenerationRequest,
@@ -88,8 +89,9 @@ def check_prompt_length(answer: dict[str, Any], request: GenerationRequest) -> N
     num_tokens = answer["meta_info"].get("prompt_tokens")
     if request.images and num_tokens != len(request.prompt):
         raise RequestFailedError(
-            f"SGLang read the prompt and its images as {num_tokens} tokens, but the model's image processor "
-            f"in transformers as {len(request.prompt)}: both must read the same preprocessor_config.json"
+            f"SGLang read the prompt and its images as {counted(num_tokens, 'token')}, but the model's "
+            f"image processor in transformers as {len(request.prompt)}: both must read the same "
+            "preprocessor_config.json"
         )
 
 

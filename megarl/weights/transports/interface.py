@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from megarl.machine.usage import PeakMemory
+from megarl.machine.wording import counted
 from megarl.weights.execution import copy_tensors
 from megarl.weights.message_words import Places
 from megarl.weights.patch import Change, apply_change
@@ -293,5 +294,5 @@ def _check(sources: PeerTransfers, needed: Mapping[str, Sequence[TensorSlice]]) 
 
     if faults:
         raise WeightTransferError(
-            f"{len(faults)} tensors would not arrive complete: " + "; ".join(faults[:_MAX_NAMED])
+            f"{counted(len(faults), 'tensor')} would not arrive complete: " + "; ".join(faults[:_MAX_NAMED])
         )

@@ -47,7 +47,7 @@ def test_construction_keeps_rows_that_are_lists_as_rows() -> None:
     ("tensors", "arrays", "message"),
     [
         ({"a": torch.zeros(4, 2), "b": torch.zeros(3)}, {}, r"'b' has 3 rows but 'a' has 4"),
-        ({"a": torch.zeros(4)}, {"uid": ["x"]}, r"'uid' has 1 rows but 'a' has 4"),
+        ({"a": torch.zeros(4)}, {"uid": ["x"]}, r"'uid' has 1 row but 'a' has 4"),
         ({"a": torch.tensor(1.0)}, {}, r"'a' is a scalar"),
         ({"a": torch.zeros(1)}, {"a": ["x"]}, r"\['a'\] are given both as tensors and as arrays"),
     ],
@@ -265,7 +265,7 @@ def test_iterator_order_depends_on_the_seed_alone() -> None:
     assert first != [rows_of(part) for part in batch.make_iterator(3, epochs=2, seed=2)]
     assert sorted(first[0] + first[1]) == sorted(first[2] + first[3]) == list(range(6))
     assert first[:2] != first[2:]
-    with pytest.raises(ValueError, match="6 rows are not a multiple of mini_batch_size=4"):
+    with pytest.raises(ValueError, match="the batch has 6 rows, not a multiple of mini_batch_size=4"):
         batch.make_iterator(4)
 
 

@@ -188,7 +188,7 @@ MISTAKES: dict[str, Mistake] = {
         "data.train_files=[reward.py]", said="its name must end in .parquet, .jsonl, .json, .csv"
     ),
     "no data": override("data.train_files=[]", said="list at least one file"),
-    "too few weights": override("data.train_weights=[1, 2]", said="there are 2 weights for 1 files"),
+    "too few weights": override("data.train_weights=[1, 2]", said="there are 2 weights for 1 file"),
     "a model that is not there": override("model.path=nowhere", said="must be a local Hugging Face folder"),
     "a GPU that is not there": override("device=cuda", said="use device=cpu", command="train"),
     # files: the configuration
@@ -245,7 +245,7 @@ MISTAKES: dict[str, Mistake] = {
         "must contain a JSON object, not list", prepare=text("policy/tokenizer_config.json", "[]")
     ),
     "a token that the model lacks": Mistake(
-        "the tokenizer has 1 tokens that the model lacks", prepare=with_token
+        "the tokenizer has 1 token that the model lacks", prepare=with_token
     ),
     "no chat template": Mistake("put chat_template.jinja", prepare=gone("chat_template.jinja")),
     "a template that fails": Mistake(

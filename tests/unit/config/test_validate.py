@@ -166,12 +166,12 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
         (
             ["trainer.updates_per_step=5"],
             "trainer.updates_per_step, trainer.prompts_per_step, rollout.n: prompts_per_step 12 x n 4 = 48 "
-            "samples do not divide into "
+            "samples cannot be divided into "
             "updates_per_step 5 mini-batches; use updates_per_step 4 or 6 or prompts_per_step 10 or 15",
         ),
         (
             ["trainer.prompts_per_step=1", "rollout.n=1", "trainer.updates_per_step=1"],
-            "actor.parallel.data_parallel_size, trainer.prompts_per_step: a mini-batch has 1 rows, fewer "
+            "actor.parallel.data_parallel_size, trainer.prompts_per_step: a mini-batch has 1 row, fewer "
             "than data_parallel_size 2, so some replicas would have no rows; use data_parallel_size 1 or "
             "less, or mini-batches of 2 rows or more",
         ),
@@ -380,7 +380,7 @@ def test_a_good_configuration_has_none(ppo: str) -> None:
         ),
         (
             ["data.train_weights=[1, 2]"],
-            "data.train_weights, data.train_files: there are 2 weights for 1 files; give one for each",
+            "data.train_weights, data.train_files: there are 2 weights for 1 file; give one for each",
         ),
         (
             ["data.train_weights=[0]"],

@@ -253,7 +253,7 @@ def test_classes_that_cannot_work_are_refused(ray_cluster: None) -> None:
     pool = RayResourcePool([1], use_gpu=False)
 
     with pytest.raises(
-        ValueError, match="role 'actor' has a layout of 3 ranks, but its pool 'pool' has 1 processes"
+        ValueError, match="role 'actor' has a layout of 3 ranks, but its pool 'pool' has 1 process"
     ):
         RayWorkerGroup(pool, RayClassWithInitArgs(LayoutOfThree), role="actor")
 

@@ -286,7 +286,7 @@ def test_pairs_by_hand():
 @pytest.mark.parametrize(
     ("lengths", "limits", "match"),
     [
-        ([3, 4, 5], {"sequences": 2}, "3 rows do not divide into units of rows_together=2"),
+        ([3, 4, 5], {"sequences": 2}, "3 rows cannot be divided into units of rows_together=2"),
         ([3, 4], {"sequences": 1}, "micro_batch.sequences=1 has no room for 2 rows that stay together"),
         ([1, 1, 6, 5], {"max_tokens": 10}, "unit 1 has 11 tokens, more than micro_batch.max_tokens=10"),
     ],

@@ -617,11 +617,11 @@ def test_what_is_wrong_with_a_configuration_is_found_and_the_rest_is_still_exami
     values["trainer"]["updates_per_step"] = 5
     subject, (fault,) = read_subject(write_yaml(tmp_path / "run.yaml", values), [], 0, None)
     assert fault.status is Status.error
-    assert "do not divide into updates_per_step 5 mini-batches" in fault.message
+    assert "cannot be divided into updates_per_step 5 mini-batches" in fault.message
     assert subject.plan is not None
     subject, (unknown, fault) = read_subject(str(tmp_path / "run.yaml"), ["trainer.nnodes=2"], 0, None)
     assert "use placement.num_nodes" in unknown.message
-    assert "do not divide into updates_per_step 5 mini-batches" in fault.message
+    assert "cannot be divided into updates_per_step 5 mini-batches" in fault.message
     assert subject.config is None
 
 

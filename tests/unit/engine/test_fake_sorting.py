@@ -26,7 +26,7 @@ def test_shapes_and_gradients_are_those_of_the_tokens() -> None:
 
 @pytest.mark.parametrize(("sizes", "order"), [([1, 4], [1, 0]), ([1, 5], [1, 1]), ([1, 5], [0])])
 def test_chunks_that_are_not_those_of_the_tokens_are_refused(sizes: list[int], order: list[int]) -> None:
-    with pytest.raises(ValueError, match="6 tokens are sorted as 2 chunks"):
+    with pytest.raises(ValueError, match="6 tokens sorted as 2 chunks"):
         sorting(_never)(torch.ones(6, 2), torch.tensor(sizes), torch.tensor(order))
 
 

@@ -296,6 +296,6 @@ def test_a_column_of_other_tokens_is_refused(rank_pool: RankPool) -> None:
     batch = rows_of([[5, 6], [1, 2, 3]], [[7, 8], [4]], advantages=[[0.1, 0.2], [0.3, 0.4]])
     with pytest.raises(
         AssertionError,
-        match="ValueError: row 1 of the batch: 'advantages' has 2 values for a response of 1 tokens",
+        match="ValueError: row 1 of the batch: 'advantages' has 2 values for a response of 1 token",
     ):
         made(rank_pool, rows=[0, 1], packing=True, batch=batch)

@@ -395,7 +395,7 @@ def test_custom_pools_are_where_they_are_said_to_be() -> None:
         ),
         (
             {"pools": {"one": [1], "two": [2]}},
-            "placement.pools.one, actor.parallel: has 1 devices, but actor needs 2; use 2 or more",
+            "placement.pools.one, actor.parallel: has 1 device, but actor needs 2; use 2 or more",
         ),
         (
             {"pools": {"one": [1, 1], "two": [2]}, "num_nodes": 2},

@@ -56,7 +56,7 @@ def test_tokens_by_older_weights_are_not_compared() -> None:
     check(old)
     assert not check.passed  # nothing was checked
     old.tensors["token_versions"][1, 0] = 5
-    with pytest.raises(LogProbMismatchError, match=r"difference\| 9 over 1 tokens"):
+    with pytest.raises(LogProbMismatchError, match=r"difference\| 9 over 1 token"):
         check(old)
 
 

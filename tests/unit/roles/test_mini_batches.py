@@ -82,7 +82,7 @@ def test_the_rows_of_an_episode_are_in_one_mini_batch() -> None:
     assert together[first : first + 3] == [1, 2, 3]
 
     plan = MiniBatchPlan(updates_per_step=5, epochs_per_batch=1, seed=0)
-    with pytest.raises(ValueError, match="6 samples do not divide into trainer.updates_per_step=5"):
+    with pytest.raises(ValueError, match="6 samples cannot be divided into trainer.updates_per_step=5"):
         list(plan.mini_batches(batch, step=1))
 
 
@@ -91,7 +91,7 @@ def test_rows_that_do_not_divide_are_refused(num_rows: int, updates: int) -> Non
     """12 // 5 = 2 rows would give six updates instead of the configured five."""
     plan = MiniBatchPlan(updates_per_step=updates, epochs_per_batch=1, seed=0)
     with pytest.raises(
-        ValueError, match=f"{num_rows} samples do not divide into trainer.updates_per_step={updates}"
+        ValueError, match=f"{num_rows} samples cannot be divided into trainer.updates_per_step={updates}"
     ):
         rows_of(plan, num_rows, step=1)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.machine.wording import counted
 from megarl.rollout.sglang.cpu_adaptations import empty_storages, refill_storages
 from megarl.rollout.sglang.loader import EngineModel, LoaderClient, RankLoader
 from megarl.weights.checksum import checksum
@@ -172,7 +173,7 @@ def test_a_model_with_tensors_that_a_sync_leaves_stale_is_refused(
     with pytest.raises(WeightTransferError) as refused:
         load(client, random_weights())
     names = ", ".join(f".{name} of {kind.__name__}" for name in named)
-    assert f"would leave {len(named)} tensors as they are" in str(refused.value)
+    assert f"would leave {counted(len(named), 'tensor')} unchanged" in str(refused.value)
     assert f"so that samples would be wrong: {names}; unset" in str(refused.value)
 
 
@@ -258,7 +259,7 @@ def test_a_draft_model_stays_as_it_was_loaded_and_sees_the_policys_new_embedding
 
     # Memory that came back without the draft's weights.
     scheduler.drafts[1].fc.data[2, 3] = 0.0
-    with pytest.raises(WeightTransferError, match="1 tensors of the draft model .* on rank 1 .*: fc$"):
+    with pytest.raises(WeightTransferError, match="1 tensor of the draft model .* on rank 1 .*: fc$"):
         client.checksums()
     scheduler.drafts[1].fc.data.copy_(before[1])
     client.checksums()
@@ -570,11 +571,11 @@ class Flattening(Model):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (Computing, r"1 tensors .*norm \(it calls aten\.mul"),
-        (Scaling, r"1 tensors .*norm \(it calls aten\.mul_"),
-        (Stacking, r"1 tensors .*q \(it calls aten\.mul"),
-        (Reading, r"1 tensors .*norm \(it calls aten\._local_scalar_dense"),
-        (Flattening, r"1 tensors .*q \(of shape \(8, 6\) it copies"),
+        (Computing, r"1 tensor .*norm \(it calls aten\.mul"),
+        (Scaling, r"1 tensor .*norm \(it calls aten\.mul_"),
+        (Stacking, r"1 tensor .*q \(it calls aten\.mul"),
+        (Reading, r"1 tensor .*norm \(it calls aten\._local_scalar_dense"),
+        (Flattening, r"1 tensor .*q \(of shape \(8, 6\) it copies"),
     ],
 )
 def test_a_loader_that_cannot_be_followed_is_an_error_when_pieces_come(

@@ -230,7 +230,7 @@ def test_too_many_prompts_that_are_given_up_end_the_run_with_their_causes(
 
     with pytest.raises(
         FailedPromptsError,
-        match=r"step 1: 2 prompts have no samples, .*max_error_rate=0.4 of 3 allows:\n  prompt 0-1: "
+        match=r"step 1: there are no samples for 2 prompts, .*max_error_rate=0.4 of 3 allows:\n  prompt 0-1: "
         r"scripted\n",
     ):
         Simulation(replace(one, max_error_rate=0.4)).run()

@@ -86,7 +86,7 @@ def test_missing_extra_and_wrong_shape_are_all_named(folder: Path) -> None:
     with pytest.raises(WeightTransferError) as caught:
         load(folder)
     message = str(caught.value)
-    assert "3 tensors do not match config.json" in message
+    assert "config.json does not match 3 tensors" in message
     assert "model.norm.weight is missing" in message
     assert (
         "model.layers.0.mlp.gate_proj.weight in model.safetensors has shape (32, 20), but config.json implies "

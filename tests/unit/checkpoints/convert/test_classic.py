@@ -194,7 +194,7 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
     ),
     (
         a_stage_less,
-        r"release: has the files of 2 tensor-parallel ranks x 1 stages, but mp_rank_00_000 records 2 x 2",
+        r"release: has the files of 2 tensor-parallel ranks x 1 stage, but mp_rank_00_000 records 2 x 2",
     ),
     (lambda folder: (folder / "mp_rank_00").mkdir(), r"mp_rank_00_000: same rank as .*mp_rank_00:"),
     (
@@ -289,7 +289,7 @@ def test_files_without_args_and_checksums_are_read_as_they_are(folder: Path, mod
     a_stage_less(folder)
 
     with pytest.raises(
-        CheckpointError, match=r"has 2 layers in 1 stages, but config\.json specifies 4: files are missing"
+        CheckpointError, match=r"has 2 layers in 1 stage, but config\.json specifies 4: files are missing"
     ):
         open_model(folder, companions=models / "qwen2-tied")
 

@@ -69,7 +69,7 @@ def test_algorithms_that_are_accepted(tmp_path: Path, server_args: dict[str, Any
         (
             EAGLE | dict(zip(SIZES, (3, 1, 8), strict=True)),
             [],
-            "3 steps draft 3 tokens, and one is verified with them; use speculative_num_draft_tokens 4",
+            "3 steps can draft 3 tokens, and one is verified with them; use speculative_num_draft_tokens 4",
         ),
         # The root, two tokens of the first step, and two for each of the two branches in the second one.
         (EAGLE | dict(zip(SIZES, (2, 2, 8), strict=True)), [], "give at most 7; use 7 or fewer"),

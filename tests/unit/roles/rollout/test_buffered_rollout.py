@@ -455,7 +455,8 @@ def test_prompts_that_no_engine_can_generate_are_replaced_up_to_the_error_rate(
     with (
         scene(max_staleness, 6, on_update, rules=GroupRules(SAMPLING), failing=tokens) as one,
         pytest.raises(
-            FailedPromptsError, match=rf"step 1: 1 prompts .*=0 of 3 .*\n  prompt {rows[1]}: scripted"
+            FailedPromptsError,
+            match=rf"step 1: there are no samples for 1 prompt, .*=0 of 3 .*\n  prompt {rows[1]}: scripted",
         ),
     ):
         train(one, range(1, 7))
